@@ -1,13 +1,13 @@
-"""Decides plans. Knows no process group, no database, no file; may import `sirtaki.comm`'s plan types.
+"""Search for the fastest setting. Uses no process group, database or file; imports only plan types from `sirtaki.comm`.
 
-Everything that an arm needs can be imported from here (docs/reference/arms.md). A name is loaded when it is first used,
-because the modules of the arms import torch, which `sirtaki registry` must not.
+This package exports everything that an arm needs (docs/reference/arms.md). A module is imported when one of its names
+is first accessed, because the arms import torch, and the command `sirtaki registry` must not.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if __name__ != "sirtaki.autotune":  # every module would be there twice, with classes that differ
+if __name__ != "sirtaki.autotune":  # otherwise each module would be loaded twice, with two copies of each class
     raise ImportError("import sirtaki.autotune, not autotune: the folder at the checkout's root is the same code")
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load the module that defines the name."""
+    """Import the module that defines `name`, and return its value."""
     for module, names in _MODULES.items():
         if name in names:
             return getattr(importlib.import_module(module), name)

@@ -1,4 +1,4 @@
-"""Tunable settings: what can be set, how settings become a plan, and the lattice that searches move on."""
+"""Tunable settings (knobs), the space of permitted settings, and the lattice of settings for searches."""
 
 from __future__ import annotations
 
@@ -36,12 +36,18 @@ KIB = 1024
 MIB = 1024 * KIB
 
 
-# Limits hold where knobs are read from a file or a database.
+# msgspec checks the limits of fields only when knobs are read from a file or a database.
 Threads = Annotated[int, Meta(ge=1, le=2**20)] | None
 
 
 class Cut(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
-    """An explicit unit of a fusion plan: it ends before element `stop` and begins where the last one ended."""
+    """An explicit unit of a fusion plan.
+
+    Attributes:
+        stop: index of the first element after the unit. The unit starts at the previous cut's `stop`, or at 0.
+        stream: index of the stream that reduces the unit.
+        threads: GPU threads for the unit; None = those of the knobs.
+    """
 
     stop: Annotated[int, Meta(ge=1, le=2**48)]
     stream: Annotated[int, Meta(ge=0)] = 0
@@ -49,7 +55,7 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unk
 
 
 class Lossy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """By which compressor (`compressor_name`) units of each class are made smaller; empty = they travel as they are."""
+    """Compressors of the unit classes, as named by `compressor_name`. Empty = units are not compressed."""
 
     large: str = ""
     embeddings: str = ""
@@ -62,39 +68,44 @@ class Lossy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
             except ConfigError as err:
                 raise PlanError(str(err)) from err
             if not known:
-                raise PlanError(f"{name!r} is not how a compressor is called in knobs: {compressor_name(name)!r} is")
+                raise PlanError(f"knobs must name the compressor {compressor_name(name)!r}, found {name!r}")
 
     def __bool__(self) -> bool:
         return bool(self.names)
 
     @classmethod
     def all_by(cls, name: str) -> Lossy:
-        """Every class by one compressor."""
+        """Use one compressor for all classes."""
         return cls(**{kind.value: name for kind in UnitClass})
 
     def by(self, kind: UnitClass) -> str:
-        """The compressor of a class."""
+        """Return the compressor of a unit class; empty = none."""
         name: str = getattr(self, kind.value)
         return name
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All compressors, each once."""
+        """Return the names of all compressors, without duplicates."""
         return tuple(dict.fromkeys(name for kind in UnitClass if (name := self.by(kind))))
 
     def describe(self) -> str:
-        """As `Knobs.compressors`."""
+        """Describe the compressors: `int8`, or `int8 (large), topk:0.01 (embeddings)`."""
         if len(self.names) == 1 and all(self.by(kind) for kind in UnitClass):
             return self.names[0]
         return ", ".join(f"{self.by(kind)} ({kind.value})" for kind in UnitClass if self.by(kind))
 
 
 LARGE_FOR_NCCL_BYTES = MIB
-"""From this size on a unit is large to NCCL: its own model has low-latency protocols below, and others above."""
+"""Size from which a unit is in NCCL's large class. NCCL's cost model prefers low-latency protocols below this size."""
 
 
 class NcclWays(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How NCCL reduces units of each size class, smaller than `LARGE_FOR_NCCL_BYTES` or not; None = as it decides."""
+    """NCCL algorithm and protocol for units of each size class. None = NCCL decides.
+
+    Attributes:
+        small: for units smaller than `LARGE_FOR_NCCL_BYTES`.
+        large: for all larger units.
+    """
 
     small: NcclWay | None = None
     large: NcclWay | None = None
@@ -104,45 +115,45 @@ class NcclWays(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
 
     @staticmethod
     def size_class(unit_bytes: int) -> str:
-        """Which of the fields holds for units of that size."""
+        """Return the name of the field for units of this size."""
         return "large" if unit_bytes >= LARGE_FOR_NCCL_BYTES else "small"
 
     def by(self, unit_bytes: int) -> NcclWay | None:
-        """The way of units of that size."""
+        """Return the algorithm and protocol for units of this size; None = NCCL decides."""
         way: NcclWay | None = getattr(self, self.size_class(unit_bytes))
         return way
 
     @classmethod
     def of(cls, unit_bytes: int, way: NcclWay | None) -> NcclWays:
-        """That way for units of that size and its class, and as NCCL decides for the others."""
+        """Set algorithm and protocol for the size class of `unit_bytes`. NCCL decides for the other class."""
         return cls(**{cls.size_class(unit_bytes): way})
 
     @property
     def by_class(self) -> dict[str, NcclWay]:
-        """What is set, that of small units first."""
+        """Return {size class: algorithm and protocol} without unset classes, small units first."""
         named = {"small": self.small, "large": self.large}
         return {name: way for name, way in named.items() if way is not None}
 
     def describe(self) -> str:
-        """`ring/ll128 (large)`, or `ring/ll (small), ring/simple (large)`."""
+        """Describe what is set: `ring/ll128 (large)`, or `ring/ll (small), ring/simple (large)`."""
         return ", ".join(f"{way.value} ({name})" for name, way in self.by_class.items())
 
 
 class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One setting of everything that is tuned; hashable, JSON both ways.
+    """One setting of all tuned knobs. Hashable.
 
     Attributes:
-        unit_bytes: size of a unit where cuts are uniform.
-        streams: how many communicators run at the same time.
-        threads: GPU threads for each unit (LIBRA's r; CTAs are threads / 512), None = the transport's default.
+        unit_bytes: size of a unit (bucket) with uniform cuts, in bytes.
+        streams: number of communicators that run concurrently.
+        transport: transport of the units.
         algorithm: flat or hierarchical.
-        transport: what carries the units.
-        cuts: explicit units (they fit one layout only), or None for uniform ones.
-        lossy: what makes units smaller; unset, and left out in JSON, if nothing does.
-        nccl: how NCCL reduces them; unset, and left out in JSON, if it decides that itself.
+        threads: GPU threads for each unit (LIBRA's r; CTAs are threads / 512). None = the transport's default.
+        cuts: explicit units, which fit one gradient layout only. None = uniform units.
+        lossy: compressors. Unset, and omitted in JSON, if units are not compressed.
+        nccl: NCCL's algorithms and protocols. Unset, and omitted in JSON, if NCCL decides.
 
     Raises:
-        PlanError: a number is too small, or cuts do not ascend or use a stream that does not exist.
+        PlanError: a number is below 1, cuts do not ascend, or a cut's stream is not below `streams`.
     """
 
     unit_bytes: Annotated[int, Meta(ge=1, le=2**40)]
@@ -164,12 +175,12 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if self.threads is not None and self.threads < 1:
             raise PlanError(f"threads must be at least 1, not {self.threads}")
         if any(cut.stream >= self.streams for cut in self.cuts or ()):
-            raise PlanError(f"a cut's stream is none of {self.streams}")
+            raise PlanError(f"a cut's stream must be below {self.streams}, the number of streams")
         if any(cut.stop >= following.stop for cut, following in pairwise(self.cuts or ())):
             raise PlanError("cuts must ascend")
 
     def __reduce__(self) -> tuple[partial[Knobs], tuple[()]]:
-        """Pickles what is set: pickle looks for `msgspec.UNSET` in every module that is loaded, for a millisecond."""
+        """Pickle without unset fields, because pickle takes a millisecond to find `msgspec.UNSET` in all modules."""
         return partial(Knobs, **{name: one for name, one in structs.asdict(self).items() if one is not UNSET}), ()
 
     def but(self, **changes: Any) -> Self:
@@ -178,14 +189,14 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def route(self) -> Route:
-        """What carries the units, and how."""
+        """Return the pair of transport and algorithm."""
         return self.transport, self.algorithm
 
     def to_plan(self, layout: GradientLayout) -> CommPlan:
-        """The units of `layout` under these knobs.
+        """Divide the gradients of `layout` into units.
 
-        Uniform cuts are `unit_bytes` long, take the streams in turn, and the last one is shorter. On CUDA all cuts are
-        rounded up to the alignment of the device.
+        Uniform units have `unit_bytes` bytes and are assigned to streams round-robin. The last unit may be shorter.
+        On CUDA, the ends of all units are rounded up to the device's alignment.
 
         Raises:
             PlanError: explicit cuts do not fit the layout.
@@ -213,28 +224,28 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def compressors(self) -> str:
-        """`int8`, or `int8 (large), topk:0.01 (embeddings)`; empty if units travel as they are."""
+        """Return a description of the compressors, as `Lossy.describe`; empty if units are not compressed."""
         return self.lossy.describe() if self.lossy else ""
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dict; `from_json` is its inverse."""
+        """Return a JSON-serialisable dict. `from_json` is the inverse."""
         data: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
         return data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Knobs:
-        """The knobs that `to_json` described.
+        """Create knobs from the result of `to_json`.
 
         Raises:
-            PlanError: a field is missing or has a value that is invalid.
+            PlanError: a field is missing or invalid.
         """
         try:
             return msgspec.convert(data, cls)
         except (msgspec.ValidationError, RecursionError) as err:
-            raise PlanError(f"these are not knobs: {err} in {data!r:.500}") from err
+            raise PlanError(f"not valid knobs: {err} in {data!r:.500}") from err
 
     def describe(self) -> str:
-        """The knobs in a few words, for logs: `shared_memory flat, 4 MiB units, 2 streams`."""
+        """Describe the knobs in one line for logs: `shared_memory flat, 4 MiB units, 2 streams`."""
         cut = f"{len(self.cuts)} planned units" if self.cuts is not None else f"{format_bytes(self.unit_bytes)} units"
         threads = "" if self.threads is None else f", {self.threads} threads"
         plural = "" if self.streams == 1 else "s"
@@ -245,19 +256,19 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def _aligned(cuts: Sequence[Cut], piece: int, numel: int) -> tuple[Cut, ...]:
-    """Round cuts up to multiples of `piece` elements, and leave out units that become empty by it."""
+    """Round the ends of units up to multiples of `piece` elements, and drop units that become empty."""
     stops = [max(cut.stop, min(-(-cut.stop // piece) * piece, numel)) for cut in cuts]
     rounded = [structs.replace(cut, stop=stop) for cut, stop in zip(cuts, stops, strict=True)]
     before = [(0, 0), *zip((cut.stop for cut in cuts), (cut.stop for cut in rounded), strict=True)]
     return tuple(
         new
         for cut, new, (stop, rounded_stop) in zip(cuts, rounded, before, strict=False)
-        if new.stop > rounded_stop or cut.stop <= stop  # the latter is an error in the cuts, which the plan reports
+        if new.stop > rounded_stop or cut.stop <= stop  # keep cuts that do not ascend, so that CommPlan rejects them
     )
 
 
 def format_bytes(count: int) -> str:
-    """`262144` → `256 KiB`, `1500000` → `1.4 MiB`."""
+    """Format a number of bytes: `262144` → `256 KiB`, `1500000` → `1.4 MiB`."""
     for unit, size in (("GiB", 1024 * MIB), ("MiB", MIB), ("KiB", KIB)):
         if count >= size:
             return f"{count / size:.3g} {unit}"
@@ -265,28 +276,32 @@ def format_bytes(count: int) -> str:
 
 
 STEP_OCTAVES = 0.5
-"""Step between the unit sizes of neighbours."""
+"""Distance between the unit sizes of neighbouring settings, in powers of two."""
 
 NEAR_OCTAVES = 0.3
-"""Ratio of two unit sizes below which their settings are close."""
+"""Distance between unit sizes, in powers of two, below which two otherwise equal settings count as close."""
 
 MOST_POINTS = 100
-"""Settings of a space that is searched completely."""
+"""Largest number of settings for which a space is searched exhaustively."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnobSpace:
-    """What may be chosen: the transports' capabilities, less what the user has fixed.
+    """Permitted settings: the transports' capabilities, restricted by the user's fixed settings.
 
     Attributes:
-        unit_bytes: smallest and largest unit; equal where the user fixed it.
-        streams: permitted counts, ascending.
-        threads: permitted allowances, ascending; `(None,)` where the transport has none.
         routes: permitted pairs of transport and algorithm, the default one first.
-        most_streams: of routes that do not offer all counts, the largest that they do.
-        lossy: compressors that the user allows; they have no axis of their own, see `CompressorArm`.
-        classes: of units that there are.
-        nccl: what NCCL may be told, each for one size class; these have no axis of their own, see `NcclArm`.
+        unit_bytes: smallest and largest unit size in bytes. Equal if the user fixed it.
+        streams: permitted numbers of streams, ascending.
+        threads: permitted numbers of GPU threads, ascending. `(None,)` if the transport has no such setting.
+        most_streams: maximum number of streams of each route that does not support all numbers in `streams`.
+        lossy: compressors that the user allows. They are not an axis of `KnobLattice`, see `CompressorArm`.
+        classes: unit classes that the job's layout has.
+        nccl: permitted NCCL algorithms and protocols, one size class each. They are not an axis of `KnobLattice`, see
+            `NcclArm`.
+
+    Raises:
+        PlanError: an attribute is empty or not in ascending order, or a route permits no number of streams.
     """
 
     routes: tuple[Route, ...]
@@ -303,19 +318,24 @@ class KnobSpace:
         if not 1 <= low <= high:
             raise PlanError(f"unit_bytes must be an ascending pair of positive sizes, not {self.unit_bytes}")
         if not (self.routes and self.streams and self.threads):
-            raise PlanError("a knob space needs at least one route, stream count and thread allowance")
+            raise PlanError("a knob space must have at least one route, number of streams and number of threads")
         if list(self.streams) != sorted(set(self.streams)) or self.streams[0] < 1:
-            raise PlanError(f"stream counts must be positive and ascending: {self.streams}")
+            raise PlanError(f"numbers of streams must be positive and ascending, found {self.streams}")
         if not all(self.streams_on(route) for route in self.routes):
-            raise PlanError(f"no permitted number of streams is possible on every route: {self.most_streams}")
+            raise PlanError(
+                f"each route must support a number of streams in {self.streams}, found maxima {self.most_streams}"
+            )
 
     def streams_on(self, route: Route) -> tuple[int, ...]:
-        """Permitted counts on a route, ascending."""
+        """Return the numbers of streams permitted on a route, ascending."""
         most = dict(self.most_streams).get(route, self.streams[-1])
         return tuple(count for count in self.streams if count <= most)
 
     def at(self, unit_bytes: int, streams: int, threads: int, route: int) -> Knobs:
-        """The knobs at one index of each axis; as many streams as the route offers, if that is fewer."""
+        """Return the knobs with this unit size and these indices of streams, threads and route.
+
+        The number of streams is limited to the maximum of the route.
+        """
         transport, algorithm = self.routes[route]
         offered = self.streams_on((transport, algorithm))
         return Knobs(
@@ -328,7 +348,7 @@ class KnobSpace:
 
     @property
     def has_choices(self) -> bool:
-        """There is more than one setting."""
+        """Return whether the space has more than one setting."""
         low, high = self.unit_bytes
         several = low < high or max(len(self.routes), len(self.streams), len(self.threads)) > 1
         return several or bool(self.lossy or self.nccl)
@@ -341,26 +361,26 @@ class KnobSpace:
             and all(cut.threads is None or cut.threads in self.threads for cut in knobs.cuts or ())
             and knobs.route in self.routes
             and (not knobs.lossy or (goes_through_sockets(knobs.route) and set(knobs.lossy.names) <= set(self.lossy)))
-            and (not knobs.nccl or (knobs.transport is TransportKind.NCCL and self.may_tell(knobs.nccl)))
+            and (not knobs.nccl or (knobs.transport is TransportKind.NCCL and self.allows_nccl(knobs.nccl)))
         )
 
     def loses(self, knobs: Knobs) -> bool:
-        """Return whether units travel compressed."""
+        """Return whether gradients lose precision with these knobs, because units are compressed."""
         return bool(knobs.lossy)
 
     def every(self) -> tuple[Knobs, ...]:
-        """Return all uniform settings if they are at most `MOST_POINTS`, else none."""
+        """Return all settings of the lattice, or none if they are more than `MOST_POINTS`."""
         points = KnobLattice(self).points
         return points if len(points) <= MOST_POINTS else ()
 
     def around(self, knobs: Knobs, tried: Collection[Knobs]) -> Iterator[Knobs]:
-        """Yield settings that differ in one knob by one step, but none that is close to one of `tried`.
+        """Yield permitted settings that differ from `knobs` by one step of one knob. Skip those close to `tried` ones.
 
-        Planned units count as uniform ones.
+        Explicit cuts in `knobs` are replaced by uniform units.
         """
-        known = [one for one in tried if one.cuts is None]
-        beside = (one for one in self._neighbours(knobs) if one in self)
-        return (one for one in beside if not any(_near(one, other) for other in known))
+        uniform = [one for one in tried if one.cuts is None]
+        neighbours = (one for one in self._neighbours(knobs) if one in self)
+        return (one for one in neighbours if not any(_is_close(one, other) for other in uniform))
 
     def _neighbours(self, knobs: Knobs) -> Iterator[Knobs]:
         if knobs.cuts is not None:
@@ -373,12 +393,12 @@ class KnobSpace:
         yield from (knobs.but(transport=t, algorithm=a) for t, a in self.routes if (t, a) != knobs.route)
         yield from (knobs.but(threads=n) for n in self.threads_around(knobs.threads) if n != knobs.threads)
 
-    def may_tell(self, ways: NcclWays) -> bool:
-        """Return whether each size class may be told its algorithm and protocol."""
+    def allows_nccl(self, ways: NcclWays) -> bool:
+        """Return whether the algorithms and protocols of all size classes are permitted."""
         return all(NcclWays(**{kind: way}) in self.nccl for kind, way in ways.by_class.items())
 
     def nearest(self, knobs: Knobs) -> Knobs:
-        """Return the knobs with unit size, streams and threads moved to the nearest permitted values, by ratio."""
+        """Return the knobs with unit size, streams and threads replaced by the permitted values nearest in ratio."""
         low, high = self.unit_bytes
         counts, wanted = [count for count in self.threads if count is not None], knobs.threads
         if wanted is None or not counts:
@@ -392,25 +412,25 @@ class KnobSpace:
         )
 
     def streams_around(self, streams: int) -> tuple[int, ...]:
-        """That permitted count and the ones next to it, ascending; none if it is not permitted."""
+        """Return a number of streams and its permitted neighbours, ascending. Empty if `streams` is not permitted."""
         return _around(self.streams, streams)
 
     def threads_around(self, threads: int | None) -> tuple[int | None, ...]:
-        """That permitted allowance and the ones next to it, ascending; none if it is not permitted."""
+        """Return a number of threads and its permitted neighbours, ascending. Empty if `threads` is not permitted."""
         return _around(self.threads, threads)
 
     def whole_unit_bytes(self, size: float) -> int:
-        """The nearest size in whole KiB, where there is room for them."""
+        """Round a unit size to whole KiB, or to whole bytes if the smallest unit has less than 16 KiB."""
         grain = KIB if self.unit_bytes[0] >= 16 * KIB else 1
         return round(size / grain) * grain
 
     @property
     def unit_bytes_log2(self) -> tuple[float, float]:
-        """Bounds of `unit_bytes` on the scale on which it is searched."""
+        """Return log2 of the smallest and the largest unit size. Arms search unit sizes on this scale."""
         return math.log2(self.unit_bytes[0]), math.log2(self.unit_bytes[1])
 
 
-def _near(first: Knobs, second: Knobs) -> bool:
+def _is_close(first: Knobs, second: Knobs) -> bool:
     same = first.but(unit_bytes=second.unit_bytes) == second
     return same and abs(math.log2(first.unit_bytes / second.unit_bytes)) < NEAR_OCTAVES
 
@@ -426,13 +446,13 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class KnobLattice:
-    """All knobs of a space with uniform cuts, unit sizes `steps_per_octave` to a doubling.
+    """Grid of the settings of a space that have uniform units, with `steps_per_octave` unit sizes per power of two.
 
     Attributes:
-        points: the settings, `(n_points,)`.
-        coordinates: their places in the unit cube, `(n_points, n_dimensions)`: unit size (log scale), streams and
-            threads (by rank in the list of permitted values) where there is a choice, then one column a route
-            where there are several.
+        points: settings, `(n_points,)`.
+        coordinates: coordinates of `points` in the unit cube, `(n_points, n_dimensions)`. Columns: unit size (log
+            scale), streams and threads (by index of the permitted value), each only if it has several values. If there
+            are several routes, one column (one-hot) for each of them.
         shape: number of values on each axis: unit sizes, streams, threads, routes.
     """
 
@@ -449,12 +469,15 @@ class KnobLattice:
         return len(self.points)
 
     def at(self, index: tuple[int, ...]) -> Knobs:
-        """The knobs at one index of each axis; as many streams as the route offers, if that is fewer."""
+        """Return the knobs at these indices of the four axes, with streams limited to the maximum of the route."""
         unit, streams, threads, route = index
         return self.space.at(self.unit_bytes[unit], streams, threads, route)
 
     def index_of(self, knobs: Knobs) -> tuple[int, ...] | None:
-        """Index of the nearest setting; None for cuts, compressors and ways of NCCL's, and outside the space."""
+        """Return the index of the nearest point.
+
+        None for knobs outside the space, and for knobs with explicit cuts, compressors or NCCL algorithms.
+        """
         if knobs.cuts is not None or knobs.lossy or knobs.nccl or knobs not in self.space:
             return None
         distances = [abs(np.log(value / knobs.unit_bytes)) for value in self.unit_bytes]
@@ -466,7 +489,7 @@ class KnobLattice:
         )
 
     def place(self, knobs: Knobs) -> FloatArray | None:
-        """Coordinates of a setting, between the lattice's where its unit size is; None as in `index_of`."""
+        """Return the coordinates of a setting, with its exact unit size. None if `index_of` returns None."""
         index = self.index_of(knobs)
         if index is None:
             return None
@@ -477,7 +500,7 @@ class KnobLattice:
         return np.array(place)
 
     def snap(self, cube: FloatArray) -> Knobs:
-        """The knobs at a point of the unit cube with one column an axis (fixed axes too), `(4,)`."""
+        """Return the knobs at a point of the unit cube, `(4,)`: unit size, streams, threads, route."""
         index = (min(int(u * length), length - 1) for u, length in zip(cube, self.shape, strict=True))
         return self.at(tuple(index))
 
@@ -491,7 +514,7 @@ class KnobLattice:
 
 
 def _log_spaced(space: KnobSpace, steps_per_octave: int) -> tuple[int, ...]:
-    """From the smallest unit to the largest, both included, in equal steps on the log scale."""
+    """Return unit sizes from the smallest to the largest, both included, in equal steps on the log scale."""
     low, high = space.unit_bytes
     n_steps = max(1, round(np.log2(high / low) * steps_per_octave))
     values = np.geomspace(low, high, n_steps + 1)

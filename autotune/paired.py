@@ -1,15 +1,15 @@
 """Paired comparison: decide whether one setting is faster than another.
 
-The caller measures both settings in alternating order (ABBA). A slower network or a busy machine then slows both
-members of a pair, so that the ratio within a pair is what counts. The test is Wilcoxon's signed-rank test on the
-logarithms of these ratios: a measurement counts by its rank and never by its size, so that no single outlier decides.
+The caller measures both settings in alternating order (ABBA). A slower network or a busy machine slows both
+measurements of a pair, so the test uses the ratio within each pair. It is Wilcoxon's signed-rank test on the logarithms
+of these ratios. Only the rank of a ratio counts, not its size, so a single outlier cannot decide.
 
-The comparison is judged at one or two numbers of pairs that are fixed in advance (group-sequential, Pocock). A test
-after every pair would call chance results proved. Giving up early proves nothing, so it is possible at any pair from
-the third one on (`GUESS_PAIRS`).
+The test is applied at one or two numbers of pairs ("looks") that are fixed in advance (group-sequential test, Pocock),
+because a test after every pair would too often call a chance result proved. A comparison can be given up after any pair
+from the third one on (`GUESS_PAIRS`), because giving up proves nothing.
 
 [Note: error rate] A setting that is as fast as the baseline is called faster in at most 3 % of all comparisons, both
-looks together. `python -m bench.paired` shows this rate, and the power, for four kinds of noise.
+looks together. `python -m bench.paired` measures this rate, and the power, for four kinds of noise.
 """
 
 from __future__ import annotations
@@ -29,31 +29,33 @@ from sirtaki.errors import TuningError
 from sirtaki.measures import Gain
 
 FEWEST_PAIRS = 6
-"""Pairs of the first look. Five pairs prove nothing: even five gains in a row happen by chance in 1 of 32 cases."""
+"""Minimum number of pairs at a look. Five pairs prove nothing: five gains in a row occur by chance in 1 of 32 cases."""
 
 FEWEST_PAIRS_KNOWN = 4
-"""Pairs of the first look at a candidate that an earlier job has proved faster."""
+"""Minimum number of pairs at a look for a candidate that an earlier job has proved faster."""
 
 ONLY_LOOK, FIRST_LOOK, LAST_LOOK = 0.02, 0.0158, 0.0105
-"""One-sided error rates: of the only look, and of the first and the last of two.
+"""One-sided error rates: for a single look, for the first of two looks, and for the last of two.
 
 The probability that six gains in a row happen by chance is 1 / 64 = 0.0156. The rates leave a margin below 3 % because
 adjacent measurements of the same setting (ABBA) are correlated if a neighbour slows the host down in spells.
 """
 
 GUESS_PAIRS, GUESS_RATE = 3, 0.125
-"""Pairs and one-sided error rate of a guess that the candidate gains too little, which ends a comparison.
+"""Minimum number of pairs, and one-sided error rate, to give up because the candidate probably gains too little.
 
-Three pairs suffice if the candidate is slower in each.
+Three pairs suffice if the candidate is slower in each of them.
 """
 
 UNSTEADY = 3.0
-"""Standard errors by which the baseline must drift during the comparison to raise a doubt."""
+"""Drift of the baseline during the comparison, in standard errors, from which the result is in doubt."""
 
 SHARED_NOISE = 0.4
 USUAL_NOISE, TIMES_NOISE = 0.15, 3.0
-"""Limits on the noise of one measurement. Noise above `SHARED_NOISE` always raises a doubt. Noise above `USUAL_NOISE`
-raises one if it is also more than `TIMES_NOISE` times `noise_before`."""
+"""Limits on the noise of one measurement, as a fraction. Noise above `SHARED_NOISE` always puts the result in doubt.
+
+Noise above `USUAL_NOISE` does so if it also exceeds `TIMES_NOISE` times `noise_before`.
+"""
 
 _Sent = TypeVar("_Sent")
 _Received = TypeVar("_Received")
@@ -66,16 +68,16 @@ class Verdict(Enum):
     FASTER = "the candidate is proved faster"
     NOT_PROVED = "no gain is proved"
     SLOWER = "the candidate is clearly slower"
-    FAILED = "one of the two settings could not be run"
+    FAILED = "one of the two settings could not be applied"
 
 
 @cache
 def _tail(n_pairs: int) -> npt.NDArray[np.float64]:
-    """Return P(T ≤ t), `(n (n + 1) / 2 + 1,)`, of the signed-rank statistic T if nothing differs. Exact."""
-    ways = np.ones(1)
-    for rank in range(1, n_pairs + 1):
-        ways = np.pad(ways, (0, rank)) + np.pad(ways, (rank, 0))  # without and with this rank among the positive ones
-    return np.cumsum(ways) / 2.0**n_pairs
+    """Return P(T ≤ t) of the signed-rank statistic T under the null hypothesis, `(n (n + 1) / 2 + 1,)`. Exact."""
+    n_sign_patterns = np.ones(1)  # index: T
+    for rank in range(1, n_pairs + 1):  # the pair of this rank has a negative or a positive sign
+        n_sign_patterns = np.pad(n_sign_patterns, (0, rank)) + np.pad(n_sign_patterns, (rank, 0))
+    return np.cumsum(n_sign_patterns) / 2.0**n_pairs
 
 
 @cache
@@ -86,19 +88,19 @@ def _indices(n_pairs: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
 
 
 def interval(leads: Sequence[float], rate: float) -> tuple[float, float, float]:
-    """Return the Hodges–Lehmann estimate of the leads' centre, and the interval that the signed-rank test leaves.
+    """Return the Hodges–Lehmann estimate of the leads' centre, and its confidence interval by the signed-rank test.
 
-    The estimate is the median of all Walsh averages (lead i + lead j) / 2, i ≤ j. The interval runs from the k-th
-    smallest to the k-th largest of them, where k is the largest number with P(T ≤ k - 1) ≤ `rate` (Hollander, sections
-    3.2 and 3.3). The test of no gain rejects at this rate exactly if the interval lies above 0.
+    The estimate is the median of all Walsh averages (lead i + lead j) / 2, i ≤ j. The interval is from the k-th
+    smallest to the k-th largest Walsh average, where k is the largest number with P(T ≤ k - 1) ≤ `rate` (Hollander,
+    sections 3.2 and 3.3). The test rejects "no gain" at this rate if and only if the interval is above 0.
 
     Args:
-        leads: one number a pair.
-        rate: probability that the centre lies below the interval; above it likewise.
+        leads: one number per pair.
+        rate: probability that the centre is below the interval, and that it is above.
 
     Returns:
-        The estimate, the lower and the upper end. If there are too few pairs for this rate, the interval holds all
-        Walsh averages, and the probability is 2 to the power of minus the number of pairs.
+        The estimate, the lower and the upper limit. With too few pairs for this rate, the interval is the range of all
+        Walsh averages, and the probability is 2^(-number of pairs).
     """
     values = np.array(leads)
     first, second = _indices(len(values))
@@ -108,31 +110,31 @@ def interval(leads: Sequence[float], rate: float) -> tuple[float, float, float]:
 
 
 def pairs_wanted(lead: float, noise: float, *, most: int) -> int:
-    """Return how many pairs will probably prove a lead.
+    """Return the number of pairs that will probably prove a lead, from `FEWEST_PAIRS` to `most`.
 
     Args:
         lead: logarithm of the expected ratio of times.
-        noise: standard deviation of one measurement, as a share.
-        most: largest result; the smallest one is `FEWEST_PAIRS`.
+        noise: standard deviation of one measurement, as a fraction.
+        most: maximum of the result.
     """
-    # Against normal noise a signed-rank test needs π / 3 times as many pairs as a test of the mean.
+    # With normal noise, a signed-rank test needs π / 3 times as many pairs as a test of the mean.
     half = statistics.NormalDist().inv_cdf(1.0 - FIRST_LOOK) * math.sqrt(2.0 * math.pi / 3.0) * noise
     return min(max(math.ceil((1.5 * half / lead) ** 2), FEWEST_PAIRS), most) if lead > 0.0 else most
 
 
 @dataclass(slots=True, kw_only=True)
 class PairedComparison:
-    """Times of a baseline and of a candidate, pair by pair.
+    """Paired measurements of a baseline and a candidate.
 
     Attributes:
-        looks: numbers of pairs at which the comparison is judged; one or two, ascending, at least `fewest`.
-        noise_before: standard deviation of one measurement before the comparison, as a share; None = not known.
-        least_gain: share that the candidate must gain to be worth a change; 0 = any.
-        earlier: gain of the same candidate over the same baseline that an earlier job has proved. It is pooled.
-        baseline, candidate: logarithms of seconds, `(n_pairs,)`; infinite if the setting could not be run.
+        looks: numbers of pairs at which the test is applied: one or two, ascending, at least `fewest`.
+        noise_before: standard deviation of one measurement before the comparison, as a fraction; None = unknown.
+        least_gain: fraction that the candidate must gain to be worth a change; 0 = any gain.
+        earlier: gain of this candidate over this baseline in an earlier job, which is pooled with the measured gain.
+        baseline, candidate: logarithms of seconds, `(n_pairs,)`; infinite if the setting could not be applied.
 
     Raises:
-        TuningError: the looks are not one or two ascending numbers, or the first one is too small.
+        TuningError: `looks` are not one or two ascending numbers, or the first one is below `fewest`.
     """
 
     looks: tuple[int, ...]
@@ -146,20 +148,19 @@ class PairedComparison:
         ascending = len(self.looks) in (1, 2) and self.looks[0] < (*self.looks, math.inf)[1]
         if not ascending or self.looks[0] < self.fewest:
             raise TuningError(
-                f"a comparison must be judged at one or two ascending numbers of pairs from {self.fewest} on, "
-                f"not at {self.looks}"
+                f"looks must be one or two ascending numbers of pairs, each at least {self.fewest}, found {self.looks}"
             )
 
     @classmethod
     def of(
         cls, baseline_s: Sequence[float], candidate_s: Sequence[float], *, looks: tuple[int, ...] = ()
     ) -> PairedComparison:
-        """Compare finished measurements. With fewer than `FEWEST_PAIRS` pairs nothing is proved.
+        """Compare finished measurements. Fewer than `FEWEST_PAIRS` pairs prove nothing.
 
         Args:
-            baseline_s: seconds of the baseline, one a pair.
-            candidate_s: seconds of the candidate in the same pairs.
-            looks: see the attribute; by default the comparison is judged once, with all pairs.
+            baseline_s: seconds of the baseline, `(n_pairs,)`.
+            candidate_s: seconds of the candidate, `(n_pairs,)`.
+            looks: numbers of pairs at which the test is applied. By default it is applied once, to all pairs.
         """
         pairs = cls(looks=looks or (max(FEWEST_PAIRS, len(baseline_s)),))
         for one, other in zip(baseline_s, candidate_s, strict=True):
@@ -167,7 +168,7 @@ class PairedComparison:
         return pairs
 
     def add(self, baseline_s: float, candidate_s: float) -> None:
-        """Add a pair. A setting whose time is not a positive finite number counts as one that could not be run."""
+        """Add a pair. A time that is not a positive finite number means that the setting could not be applied."""
         for log_s, seconds in ((self.baseline, baseline_s), (self.candidate, candidate_s)):
             log_s.append(math.log(seconds) if 0.0 < seconds < math.inf else math.inf)
 
@@ -181,9 +182,12 @@ class PairedComparison:
         """Measure both settings in alternating order until there is a verdict.
 
         Args:
-            measure_baseline: makes a generator that returns the seconds of one measurement of the baseline.
-            measure_candidate: the same for the candidate.
-            candidate_first: measure the candidate first in the first pair.
+            measure_baseline: generator function that returns the seconds of one measurement of the baseline.
+            measure_candidate: generator function that returns the seconds of one measurement of the candidate.
+            candidate_first: whether the first pair begins with the candidate.
+
+        Returns:
+            The verdict, as the generator's return value.
         """
         while (verdict := self.verdict) is Verdict.OPEN:
             times_s = [math.inf, math.inf]
@@ -197,35 +201,35 @@ class PairedComparison:
 
     @property
     def fewest(self) -> int:
-        """Pairs that a verdict of FASTER needs."""
+        """Return the minimum number of pairs for the verdict FASTER."""
         return FEWEST_PAIRS if self.earlier is None or not self.earlier.proved else FEWEST_PAIRS_KNOWN
 
     @property
     def n_pairs(self) -> int:
-        """Number of pairs."""
+        """Return the number of pairs."""
         return len(self.candidate)
 
     @property
     def leads(self) -> list[float]:
-        """Logarithm of baseline time over candidate time, `(n_pairs,)`."""
+        """Return log(baseline time / candidate time) of each pair, `(n_pairs,)`."""
         return [before - after for before, after in zip(self.baseline, self.candidate, strict=True)]
 
     @property
     def failed(self) -> bool:
-        """One of the two settings could not be run."""
+        """Return whether one of the two settings could not be applied."""
         return math.inf in self.baseline or math.inf in self.candidate
 
     @property
     def noise(self) -> float:
-        """Standard deviation of one measurement, as a share, estimated from the median deviation of the leads."""
+        """Return the standard deviation of one measurement, as a fraction, from the leads' median deviation."""
         middle = statistics.median(self.leads)
         return statistics.median(abs(lead - middle) for lead in self.leads) / 0.6745 / math.sqrt(2.0)
 
     @property
     def gain(self) -> Gain:
-        """Gain of the candidate over the baseline: Hodges–Lehmann estimate with the interval of the test.
+        """Return the gain of the candidate over the baseline: Hodges–Lehmann estimate with the test's interval.
 
-        The interval holds the true gain with a probability of at least 96 % from `FEWEST_PAIRS` pairs on.
+        From `FEWEST_PAIRS` pairs on, the interval contains the true gain with a probability of at least 96 %.
         """
         rate = ONLY_LOOK if len(self.looks) == 1 else FIRST_LOOK if self.n_pairs <= self.looks[0] else LAST_LOOK
         times, low, high = map(math.exp, interval(self.leads, rate))
@@ -233,12 +237,12 @@ class PairedComparison:
 
     @property
     def pooled(self) -> Gain:
-        """The gain, pooled with the earlier job's."""
+        """Return the gain, pooled with that of the earlier job if there is one."""
         return self.gain if self.earlier is None else self.gain.pooled(self.earlier)
 
     @property
     def drift(self) -> float:
-        """Logarithm of the baseline's later times over its earlier times; 0 unless the change is clear."""
+        """Return log(later times / earlier times) of the baseline; 0 unless the change is significant."""
         half = len(self.baseline) // 2
         if half < 2:
             return 0.0
@@ -249,27 +253,27 @@ class PairedComparison:
 
     @property
     def doubt(self) -> str:
-        """Reason why the measurements prove nothing although they seem to; empty if there is none."""
+        """Return why the measurements cannot be trusted; empty if they can."""
         limit = SHARED_NOISE
         if self.noise_before is not None:
             limit = min(limit, max(USUAL_NOISE, TIMES_NOISE * self.noise_before))
         if self.noise > limit:
-            return f"measurements scatter by {100 * self.noise:.0f} %: others seem to use the host or the network"
+            return f"measurements vary by {100 * self.noise:.0f} %: other jobs seem to use the host or the network"
         if self.drift and abs(self.drift) > math.log(self.gain.low):
             changed = f"{math.exp(abs(self.drift)):.2f}× {'slower' if self.drift > 0.0 else 'faster'}"
-            return f"the default itself became {changed} while it was compared"
+            return f"the default itself became {changed} during the comparison"
         return ""
 
     @property
     def proved(self) -> bool:
-        """The candidate gains enough, more than chance explains, and there is no doubt."""
+        """Return whether the gain is large enough, statistically significant and not in doubt."""
         if self.n_pairs < self.fewest:
             return False
         return self.gain.times > 1.0 + self.least_gain and self.pooled.proved and not self.doubt
 
     @property
     def verdict(self) -> Verdict:
-        """Result with the pairs measured until now. FASTER is possible only at a look, or after the last look."""
+        """Return the result with the current pairs. FASTER is possible only at a look, or after the last look."""
         n, last = self.n_pairs, self.looks[-1]
         if self.failed:
             return Verdict.FAILED
@@ -281,5 +285,5 @@ class PairedComparison:
 
     @property
     def _guessed_high(self) -> float:
-        """Upper end of the interval for guesses."""
+        """Return the upper limit of the gain at the rate `GUESS_RATE`; infinite with fewer than `GUESS_PAIRS` pairs."""
         return math.inf if self.n_pairs < GUESS_PAIRS else math.exp(interval(self.leads, GUESS_RATE)[2])

@@ -1,6 +1,6 @@
-"""How a job would scale on a cluster that is only described: what if there were 64 nodes at 25 Gbit/s?
+"""Prediction of a job's scaling on a described cluster, such as 64 nodes at 25 Gbit/s.
 
-Planners and simulator without a running job. Pure: the command line prints and plots what comes back.
+Runs the planners and the simulator without a running job. The command line prints and plots the resulting table.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,16 +22,16 @@ DEFAULT = "default"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingRow:
-    """One plan on one number of ranks.
+    """Predicted times of one plan on one number of ranks.
 
     Attributes:
-        ranks: members of the ring.
-        planner: who made the plan; `DEFAULT` for the untuned setting.
-        knobs: the setting.
-        units: how many all-reduces an iteration takes.
-        iteration_s: forward pass, backward pass and the communication that remains visible.
-        span_s: from the first ready gradient to the last reduced one.
-        efficiency: throughput of a rank as part of what it would be alone, up to 1.
+        ranks: number of ranks in the ring.
+        planner: name of the planner that made the plan; `DEFAULT` for the untuned setting.
+        knobs: setting of the plan.
+        units: number of all-reduces per iteration.
+        iteration_s: time of forward pass, backward pass and exposed communication.
+        span_s: communication time, from the first ready gradient to the last reduced one.
+        efficiency: throughput of a rank relative to training on one rank, at most 1.
     """
 
     ranks: int
@@ -43,7 +43,7 @@ class ScalingRow:
     efficiency: float
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dict."""
+        """Return a JSON-serialisable dict."""
         return {**{name: getattr(self, name) for name in self.__slots__}, "knobs": self.knobs.to_json()}
 
 
@@ -58,24 +58,28 @@ def scaling_table(
     contention: ContentionModel | None = None,
     contention_ranks: int | None = None,
 ) -> list[ScalingRow]:
-    """The untuned setting and every planner's plan on each number of ranks, the best of each number first.
+    """Predict times of the untuned setting and of each planner's plan, for each number of ranks.
 
     Args:
-        layout: of the job.
-        profile: of the job, measured or made up.
-        link_at: the link of a ring of that many ranks: `lambda n: replace(cluster, ranks=n).link()` for a described
-            cluster, `lambda n: link.rescaled(from_ranks=measured, to_ranks=n)` for a measured link (LIBRA eq. 4).
+        layout: the job's gradients.
+        profile: the job's compute times, measured or described.
+        link_at: function that returns the link model of a ring of n ranks: `lambda n: replace(cluster, ranks=n).link()`
+            for a described cluster, `lambda n: link.rescaled(from_ranks=measured, to_ranks=n)` for a measured link
+            (LIBRA eq. 4).
         ranks: numbers of ranks, each at least two.
-        space: what planners may choose; its first route is planned for.
+        space: permitted settings. Plans are made for its first route.
         default: the untuned setting.
-        contention: LIBRA's model, if known.
-        contention_ranks: how many ranks it was measured on.
+        contention: LIBRA's contention model; None = no contention.
+        contention_ranks: number of ranks on which `contention` was measured.
+
+    Returns:
+        Rows in the order of `ranks`. Rows with equal `ranks` are in ascending order of iteration time.
 
     Raises:
-        TuningError: there is no number of ranks, or one is below two.
+        TuningError: `ranks` is empty, or an entry is below two.
     """
     if not ranks or min(ranks) < 2:
-        raise TuningError(f"scaling needs numbers of ranks from two up, not {list(ranks)}")
+        raise TuningError(f"each number of ranks must be at least two, found {list(ranks)}")
     rows: list[ScalingRow] = []
     for count in ranks:
         corrected = contention

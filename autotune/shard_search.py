@@ -1,4 +1,4 @@
-"""The search for the fastest setting of a sharded model, in step times."""
+"""Search for the fastest setting of a sharded model, by step time."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from .sharded import ShardedStep, ShardKnobs, ShardSpace
 from .trial import Proposal, Trial
 
 WORTHWHILE = 0.01
-"""Share of a step that a setting must gain."""
+"""Fraction of the step time that a setting must save to be adopted."""
 
 
 class ShardArm:
-    """Proposes the setting that is expected to be fastest, then settings that differ from the best in one thing."""
+    """Arm that proposes the setting predicted to be fastest, then the neighbours of the best measured setting."""
 
     name = "shards"
 
     def __init__(self, space: ShardSpace, default: ShardKnobs, step: ShardedStep | None = None) -> None:
-        """Begin with the default.
+        """Start with `default` as the best setting.
 
         Args:
-            space: settings that may be chosen.
+            space: permitted settings.
             default: setting without tuning.
-            step: model of a step of this job; None = nothing can be predicted.
+            step: model of a step of this job; None = step times cannot be predicted.
         """
         self._space, self._best, self._step = space, default, step
         self._tried = {default}
-        self._fastest: dict[ShardKnobs, ShardKnobs] = {}  # as is expected, from another one on
-        self._hoped: set[ShardKnobs] = set()  # expected to win
+        self._fastest: dict[ShardKnobs, ShardKnobs] = {}  # the result of `step.fastest` by its argument
+        self._expected_to_win: set[ShardKnobs] = set()
 
     def ask(self, n: int = 1) -> Sequence[Proposal[ShardKnobs]]:
         """Propose the next setting."""
@@ -41,28 +41,28 @@ class ShardArm:
         if self._step is not None:
             new_s, best_s = (self._step.expected_s(self._space, one) for one in (knobs, self._best))
             if new_s < (1.0 - WORTHWHILE) * best_s:
-                self._hoped.add(knobs)
+                self._expected_to_win.add(knobs)
         return [Proposal(arm=self.name, knobs=knobs)]
 
     def _next(self) -> ShardKnobs | None:
-        beside = list(self._space.around(self._best, self._tried))
+        neighbours = list(self._space.around(self._best, self._tried))
         if (step := self._step) is None:
-            return next(iter(beside), None)
+            return next(iter(neighbours), None)
         if self._best not in self._fastest:
             self._fastest[self._best] = step.fastest(self._space, self._best)
         fastest = self._fastest[self._best]
         if fastest not in self._tried:
             return fastest
-        return min(beside, key=lambda one: step.expected_s(self._space, one), default=None)
+        return min(neighbours, key=lambda one: step.expected_s(self._space, one), default=None)
 
     def tell(self, trials: Sequence[Trial[ShardKnobs]]) -> None:
-        """Learn which setting is best. A model whose prediction was wrong is not used any more."""
+        """Update the best setting. Discard the step model if a setting that it predicted to be faster was not."""
         for trial in trials:
             is_new = trial.knobs not in self._tried
             self._tried.add(trial.knobs)
             if trial.was_best:
                 self._best = trial.knobs
-            elif is_new and trial.knobs in self._hoped:
+            elif is_new and trial.knobs in self._expected_to_win:
                 self._step = None
 
 
@@ -74,14 +74,15 @@ def shard_session(
     first: ShardKnobs | None = None,
     step: ShardedStep | None = None,
 ) -> TuningSession[ShardKnobs]:
-    """Begin a search in step times.
+    """Create a tuning session that compares step times.
 
     Args:
-        space: settings that may be chosen.
+        space: permitted settings.
         default: setting without tuning.
         budget: number of steps.
-        first: setting that an earlier job has kept; a search follows only if it is not proved faster. None = none.
-        step: model of a step of this job; None = nothing can be predicted.
+        first: setting that an earlier job chose. The session compares it with the default, and does not search for
+            other settings. None = search.
+        step: model of a step of this job; None = step times cannot be predicted.
     """
     exact = None if first is None else Remembered(knobs=first, best_s=math.inf, default_s=math.inf)
     return TuningSession(

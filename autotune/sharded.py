@@ -1,12 +1,12 @@
-"""Which setting suits a job that trains with sharded parameters: what can be set, how long a step would take, and how
-the fastest is found.
+"""Settings of jobs with sharded parameters (FSDP): knobs, their space, and a model that predicts the time of a step.
 
-Between hosts one step is traced and the network is measured. A step with another setting is then played on three
-resources (computation, the gathers' way, the scatters' way) of which the last two share the network; what is fastest
-there is tried first, and the other settings in the order of what is expected of them.
+A "gather" is an all-gather of a module's parameters, a "scatter" is a reduce-scatter of its gradients.
 
-A setting is kept only if it has beaten the default side by side: the two run in turns, so that what happens to the
-network or the machine meanwhile happens to both, and what counts is how the steps of one turn compare.
+In jobs of several hosts, one step is traced and the network is measured. A step with another setting is then simulated
+with three lanes: computation, gathers and scatters. Gathers and scatters share the network. The setting with the
+shortest predicted step is tried first, all others in the order of their predictions.
+
+A setting is chosen only if a paired comparison proves it faster than the default (`autotune/paired.py`).
 """
 
 from __future__ import annotations
@@ -39,36 +39,38 @@ if TYPE_CHECKING:
     from sirtaki.comm.compress import Codec  # imports torch, which the registry must not
 
 SHARDED_FILE = "sharded.json"
-"""In the folder of a recording: a `RecordedStep`."""
+"""Name of the file with a `RecordedStep` in a recording's folder."""
 
 STREAMS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 MOST_SCATTERING = 2
-"""The second one leaves while the network is still busy with the first; there is nothing for a third one to fill."""
+"""Maximum number of concurrent scatters. The second one fills the network's gaps, so that a third one gains nothing."""
 
 
-# Limits hold where a setting is read from a file or a database.
+# msgspec checks the limits of fields only when a setting is read from a file or a database.
 _Modules = Annotated[int, Meta(ge=0, le=2**20)]
 _Places = tuple[Annotated[int, Meta(ge=0, lt=2**20)], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardKnobs:
-    """One setting.
+    """One setting of all knobs of a job with sharded parameters.
+
+    Modules are identified by their index in the order of use in the forward pass. Tuples of indices are ascending.
 
     Attributes:
-        streams: connections to each other rank that a gather or scatter is cut over. Where PyTorch's own collectives
-            carry shards: 1 = gathers and scatters share a communicator, 2 = scatters have one of their own.
-        ahead: so many modules ahead their parameters are gathered in the forward pass.
-        behind: the same in the backward pass.
-        kept: modules that keep their gathered parameters until the backward pass: places in order of use, ascending.
-        near: modules that keep them spread over the ranks of each node, which gather them there for the backward pass
-            (ZeRO++'s hpZ: Wang et al., 2023); places, too.
-        scattering: so many modules' gradients may be scattered at the same time.
-        joined: modules that are gathered, and scattered, as one with the module before them; places, too. What is said
-            of modules ahead, behind and scattered then holds for such buckets.
-        gathers: by which compressor shards are packed that are gathered; empty = they travel as they are.
-        scatters: the same of gradients that are scattered.
+        streams: number of connections to each other rank over which a gather or scatter is split. With PyTorch's own
+            collectives: 1 = gathers and scatters share a communicator, 2 = scatters have a separate one.
+        ahead: forward prefetch: number of modules whose parameters are gathered ahead in the forward pass.
+        behind: backward prefetch: number of modules whose parameters are gathered ahead in the backward pass.
+        kept: modules that are not resharded: they keep their gathered parameters until the backward pass.
+        near: modules in the node cache: after the forward pass, their parameters are sharded over the ranks of each
+            node, which gather them within the node for the backward pass (ZeRO++'s hpZ: Wang et al., 2023).
+        scattering: maximum number of modules whose gradients are scattered concurrently.
+        joined: modules that are coalesced with the module before them. Coalesced modules are gathered and scattered as
+            one bucket, and `ahead`, `behind` and `scattering` count buckets.
+        gathers: compressor of gathered parameters; empty = not compressed.
+        scatters: compressor of scattered gradients; empty = not compressed.
     """
 
     streams: Annotated[int, Meta(ge=1, le=1024)]
@@ -82,21 +84,21 @@ class ShardKnobs:
     scatters: Text = ""
 
     def buckets(self, modules: int) -> list[range]:
-        """Places of the modules that are gathered as one, for all of so many modules, in the order of use."""
+        """Divide `modules` modules into buckets of coalesced modules, in the order of use."""
         joined = frozenset(self.joined)
         starts = [place for place in range(modules) if place not in joined]
         return [range(start, stop) for start, stop in itertools.pairwise([*starts, modules])]
 
     @property
     def codecs(self) -> tuple[Codec | None, Codec | None]:
-        """What packs gathers, and what packs scatters; None = they travel as they are."""
+        """Return the codecs of gathers and of scatters; None = not compressed."""
         from sirtaki.comm.compress import codec_of
 
         gathers, scatters = (codec_of(name) if name else None for name in (self.gathers, self.scatters))
         return gathers, scatters
 
     def describe(self) -> str:
-        """In a few words, for logs."""
+        """Describe the setting in one line for logs."""
         kept = f", {len(self.kept)} kept" if self.kept else ""
         if self.near:
             kept += f", {len(self.near)} kept by each node"
@@ -116,20 +118,22 @@ class ShardKnobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardSpace:
-    """What may be set.
+    """Permitted settings of a job.
+
+    Modules are identified by their index in the order of use in the forward pass. Tuples of indices are ascending.
 
     Attributes:
-        modules: how many are sharded.
-        streams: that can be used, ascending.
-        whole_bytes: of the gathered parameters of each module, in the order in which they are used.
-        dropped: modules whose parameters are gathered again for the backward pass unless they are kept; places in that
-            order, ascending.
-        memory_bytes: that may be used above what the default takes.
-        node_ranks: ranks of each node, if they can keep parameters together; else 0.
+        modules: number of sharded modules.
+        streams: permitted numbers of connections, ascending.
+        whole_bytes: size of the gathered parameters of each module, `(modules,)`.
+        dropped: modules that are resharded by default, so that their parameters are gathered again for the backward
+            pass.
+        memory_bytes: permitted memory above that of the default.
+        node_ranks: number of ranks of each node, if a node cache is possible; otherwise 0.
         lossy: compressors that the user allows.
-        scattering: so many modules' gradients can be scattered at the same time.
-        joinable: modules that can be gathered and scattered as one with the module before them; places, too.
-        gathered_ahead: how far in the forward and in the backward pass, if that is not to be changed.
+        scattering: maximum number of concurrent scatters.
+        joinable: modules that can be coalesced with the module before them.
+        gathered_ahead: fixed values of `ahead` and `behind`. None = both are tuned.
     """
 
     modules: int
@@ -158,32 +162,32 @@ class ShardSpace:
         )
 
     def extra_bytes(self, knobs: ShardKnobs) -> int:
-        """Memory at the peak above that of the default, at most; without packed shards on their way.
+        """Return an upper bound of the peak memory above that of the default, without compressed shards in flight.
 
-        In the backward pass a module has parameters, gradients, the tensor that is scattered, and what is gathered for
-        the next one: four times its size; the forward pass stays below that with two gathered ahead. Each further
-        scatter has a tensor of its own. What modules are joined for comes above what they take one by one: the same
-        four times, of a bucket; a few megabytes of that count as nothing.
+        In the backward pass, a module has four tensors of its size: parameters, gradients, the tensor being scattered,
+        and the gathered parameters of the next module. The forward pass needs less if at most two modules are gathered
+        ahead. Each further concurrent scatter adds a tensor. Coalesced modules add four tensors of the largest bucket's
+        size, which are ignored below `LITTLE_BYTES`.
         """
         largest = max(self.whole_bytes, default=0)
         forward, backward = max(0, knobs.ahead - 2), knobs.behind - 1 + knobs.scattering - 1
-        joint = 0
+        coalesced = 0
         if knobs.joined:
             buckets = [one for one in knobs.buckets(self.modules) if len(one) > 1]
-            joint = (4 + backward) * max(sum(self.whole_bytes[place] for place in one) for one in buckets)
+            coalesced = (4 + backward) * max(sum(self.whole_bytes[place] for place in one) for one in buckets)
         kept = sum(self.whole_bytes[place] for place in knobs.kept)
         near = sum(-(-self.whole_bytes[place] // self.node_ranks) for place in knobs.near)
         if knobs.near:
-            near += self.handed_bytes
-        return max(forward, backward) * largest + kept + near + (joint if joint > LITTLE_BYTES else 0)
+            near += self.in_flight_bytes
+        return max(forward, backward) * largest + kept + near + (coalesced if coalesced > LITTLE_BYTES else 0)
 
     @property
-    def handed_bytes(self) -> int:
-        """Bytes of two modules' parts that are on the way to the other ranks of the node, where it keeps parameters."""
+    def in_flight_bytes(self) -> int:
+        """Return the memory for filling the node cache: the parts of two modules in flight between a node's ranks."""
         return 2 * -(-max(self.whole_bytes[place] for place in self.dropped) // self.node_ranks)
 
     def joining(self, bucket_bytes: int) -> tuple[int, ...]:
-        """Modules joined with those before them while together they have no more bytes than that."""
+        """Coalesce modules in the order of use, in buckets of at most `bucket_bytes`. Return a value of `joined`."""
         joined, size = list[int](), 0
         for place, more in enumerate(self.whole_bytes):
             together = place in self.joinable and size + more <= bucket_bytes
@@ -193,7 +197,12 @@ class ShardSpace:
         return tuple(joined)
 
     def keeping(self, knobs: ShardKnobs, *, near: bool = False) -> ShardKnobs:
-        """Keeps as many modules as memory allows, the last ones first, by each rank or (`near`) by nodes."""
+        """Keep as many modules as memory allows, the last ones first.
+
+        Args:
+            knobs: setting to change.
+            near: whether to add modules to the node cache (`near`) instead of `kept`.
+        """
         for place in reversed(self.dropped):
             kept = tuple(sorted({*(knobs.near if near else knobs.kept), place}))
             one = replace(knobs, near=kept) if near else replace(knobs, kept=kept)
@@ -202,21 +211,22 @@ class ShardSpace:
         return knobs
 
     def around(self, knobs: ShardKnobs, tried: Collection[ShardKnobs]) -> Iterator[ShardKnobs]:
-        """Yield settings that differ in one thing and are not in `tried`, those that usually matter most first."""
-        place = self.streams.index(knobs.streams)
-        bare = replace(knobs, kept=(), near=())
-        last = replace(bare, kept=self.dropped[-1:])
-        most, nearest = self.keeping(bare), self.keeping(last if last in self else bare, near=True)
-        beside = (*self.streams[place + 1 : place + 2], *self.streams[max(0, place - 1) : place])
+        """Yield untried permitted settings that differ in one knob, those with the usually largest effect first."""
+        index = self.streams.index(knobs.streams)
+        none_kept = replace(knobs, kept=(), near=())
+        last_kept = replace(none_kept, kept=self.dropped[-1:])
+        most_kept = self.keeping(none_kept)
+        most_near = self.keeping(last_kept if last_kept in self else none_kept, near=True)
+        neighbours = (*self.streams[index + 1 : index + 2], *self.streams[max(0, index - 1) : index])
         candidates = [
             *(replace(knobs, gathers=name, scatters=name) for name in self.lossy),
             *(replace(knobs, joined=self.joining(size)) for size in (*BUCKET_BYTES, 0)),
-            *sorted((most, nearest), key=lambda one: -len(one.kept) - len(one.near)),
-            *(last, bare),
+            *sorted((most_kept, most_near), key=lambda one: -len(one.kept) - len(one.near)),
+            *(last_kept, none_kept),
             *(replace(knobs, scattering=number) for number in range(self.scattering, 0, -1)),
             *(replace(knobs, scatters=name) for name in ("", *self.lossy)),
             *(replace(knobs, gathers=name) for name in ("", *self.lossy)),
-            *(replace(knobs, streams=streams) for streams in beside),
+            *(replace(knobs, streams=streams) for streams in neighbours),
             *(replace(knobs, ahead=knobs.ahead + step) for step in (1, -1)),
             *(replace(knobs, behind=knobs.behind + step) for step in (1, -1)),
         ]
@@ -224,22 +234,22 @@ class ShardSpace:
 
 
 LITTLE_BYTES = 4 << 20
-"""Of joined modules, above what they take one by one: about as much as connections take."""
+"""Extra memory of coalesced modules that is ignored. Connections take about as much."""
 
 BUCKET_BYTES = (1 << 20, 1 << 18)
-"""Of modules that are joined: from some hundred thousand bytes on, messages take longer than to begin them."""
+"""Bucket sizes that are tried. From a few hundred kilobytes on, a message takes longer than its start-up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardLink:
-    """What gathers and scatters take, between the ranks of one group.
+    """Cost model of gathers and scatters between the ranks of one group.
 
     Attributes:
-        latency_s: of a gather of next to nothing.
-        gathered: bytes of whole parameters that are gathered in a second, by the number of connections to each rank.
-        scatter_times: how many times as long as a gather of as many bytes a scatter takes.
-        message_s: of processors, that one gather or scatter more takes, however small.
-        near_bytes_per_s: the same as `gathered`, of gathers within a node.
+        latency_s: time of a gather of a few bytes.
+        gathered: {number of connections to each rank: bytes of whole parameters gathered per second}.
+        scatter_times: time of a scatter relative to a gather of equal size.
+        message_s: processor time of one gather or scatter, independent of its size.
+        near_bytes_per_s: bytes of whole parameters gathered per second within a node.
     """
 
     latency_s: float
@@ -249,7 +259,10 @@ class ShardLink:
     near_bytes_per_s: float = 1e12
 
     def bytes_per_s(self, streams: int) -> float:
-        """Rate over so many connections: interpolated between measured ones, in proportion below, constant above."""
+        """Return the gather rate over `streams` connections.
+
+        It is interpolated between measured numbers, proportional below the smallest, and constant above the largest.
+        """
         fewer = max((count for count in self.gathered if count <= streams), default=0)
         more = min((count for count in self.gathered if count >= streams), default=0)
         if not fewer:
@@ -262,18 +275,20 @@ class ShardLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedStep:
-    """One step of a job: how long it would take with another setting.
+    """Traced step of a job, and a model that predicts the step's time with other settings.
 
     Attributes:
-        forward_s: computation of each module in the forward pass, `(modules,)`, in the order of use.
-        backward_s: the same in the backward pass, which takes the modules in the opposite order.
-        rest_s: what the step does otherwise, its optimizer's part above all.
-        gathered_bytes: whole parameters of each module, as they travel where the setting packs nothing.
-        scattered_bytes: whole gradients of each module, likewise; 0 = it has none.
-        link: between the ranks.
+        forward_s: computation time of each module in the forward pass, `(modules,)`, in the order of use.
+        backward_s: computation time of each module in the backward pass, `(modules,)`, also in the order of the
+            forward pass.
+        rest_s: time of the rest of the step, mainly the optimizer.
+        gathered_bytes: size of each module's whole parameters as they are sent without compression, `(modules,)`.
+        scattered_bytes: size of each module's whole gradients as they are sent without compression, `(modules,)`;
+            0 = no gradients.
+        link: cost model of gathers and scatters.
 
     Raises:
-        TuningError: there is not one of each for every module, or a time is negative.
+        TuningError: the tuples differ in length, or a time is negative.
     """
 
     forward_s: tuple[float, ...]
@@ -286,20 +301,27 @@ class ShardedStep:
     def __post_init__(self) -> None:
         of_modules = (self.forward_s, self.backward_s, self.gathered_bytes, self.scattered_bytes)
         if len(set(map(len, of_modules))) > 1 or min(0.0, self.rest_s, *self.forward_s, *self.backward_s) < 0.0:
-            raise TuningError(f"a step needs as many times, none of them negative, as there are modules: {of_modules}")
+            raise TuningError(f"a step needs one time and size per module, none of them negative, found {of_modules}")
 
     def expected_s(self, space: ShardSpace, knobs: ShardKnobs) -> float:
-        """How long the step takes with that setting."""
+        """Return the predicted time of a step with a setting, in seconds."""
         return _ShardedReplay(self, space, knobs).total_s
 
     def computed_s(self, bucket: range, *, backward: bool = False) -> float:
-        """How long those modules compute in a pass, less what begins fewer messages where they are joined."""
+        """Return the computation time of a bucket's modules in a pass.
+
+        Coalescing reduces it by the processor time of the messages that it saves.
+        """
         span_s = sum((self.backward_s if backward else self.forward_s)[bucket.start : bucket.stop])
         messages = (len(bucket) - 1) * (2 if backward else 1)
         return max(LEAST_COMPUTED * span_s, span_s - messages * self.link.message_s)
 
     def fastest(self, space: ShardSpace, default: ShardKnobs) -> ShardKnobs:
-        """What no setting that differs in one thing is expected to beat, from the best kept modules on."""
+        """Search for the setting with the shortest predicted step.
+
+        The local search starts from `default` and from the best kept and coalesced modules (dynamic programming). It
+        ends when changing any single knob gains less than `LEAST_STEP`.
+        """
         candidates: Iterable[ShardKnobs] = (default, *self._keeping(space, default), *self._joining(space, default))
         best, best_s = default, math.inf
         while True:
@@ -311,23 +333,22 @@ class ShardedStep:
             candidates = space.around(best, ())
 
     def _keeping(self, space: ShardSpace, knobs: ShardKnobs) -> Iterator[ShardKnobs]:
-        """Yields settings whose kept modules shorten the backward pass most, within the memory that is left."""
+        """Yield settings whose kept modules shorten the backward pass most, within the permitted memory."""
         for behind, scattering in itertools.product((1, 2), range(1, space.scattering + 1)):
-            bare = replace(knobs, behind=behind, scattering=scattering, kept=(), near=())
-            if bare in space:
-                yield from (one for one in (self._kept(space, bare), space.keeping(bare)) if one in space)
+            none_kept = replace(knobs, behind=behind, scattering=scattering, kept=(), near=())
+            if none_kept in space:
+                yield from (one for one in (self._kept(space, none_kept), space.keeping(none_kept)) if one in space)
 
     def _kept(self, space: ShardSpace, knobs: ShardKnobs) -> ShardKnobs:
-        """With the modules kept, by each rank or by nodes, that a dynamic programme keeps, from the last to the first.
+        """Choose kept modules and the node cache by dynamic programming, from the last module to the first.
 
-        A state is what has been kept, the memory that takes, when the next module may begin, when its parameters are
-        there, and when the network has nothing more to do; what is worse in all of them than another one is left out.
-        The network does one thing after the other, and the next module's parameters are gathered before this one's
-        gradients are scattered.
+        A state has the kept modules, their memory, and the times at which the next module may start, its parameters are
+        gathered, and the network is idle. States that are worse than another one in all respects are dropped. In this
+        model, the network runs one operation at a time, and the next module's gather precedes this module's scatter.
         """
         rate, last, node_ranks = self.link.bytes_per_s(knobs.streams), space.modules - 1, space.node_ranks
-        left = space.memory_bytes - space.extra_bytes(knobs)
-        handed_on = space.handed_bytes if node_ranks and space.dropped else 0
+        spare_bytes = space.memory_bytes - space.extra_bytes(knobs)
+        in_flight_bytes = space.in_flight_bytes if node_ranks and space.dropped else 0
         dropped = frozenset(space.dropped)
         packed = [packed_share(codec) for codec in knobs.codecs]
         gather_s = [packed[0] * size / rate for size in self.gathered_bytes]
@@ -336,22 +357,25 @@ class ShardedStep:
         def choices(state: _Kept, place: int, begun_s: float) -> Iterator[_Kept]:
             latency_s = self.link.latency_s
             if place not in dropped:
-                yield replace(state, come_s=begun_s)
+                yield replace(state, gathered_s=begun_s)
                 return
-            come_s = max(state.free_s, begun_s + latency_s) + gather_s[place]
-            yield replace(state, come_s=come_s, free_s=come_s)
+            gathered_s = max(state.free_s, begun_s + latency_s) + gather_s[place]
+            yield replace(state, gathered_s=gathered_s, free_s=gathered_s)
             size = space.whole_bytes[place]
-            if (kept_bytes := state.kept_bytes + size) <= left - (handed_on if state.near else 0):
-                yield replace(state, kept=(place, *state.kept), kept_bytes=kept_bytes, come_s=begun_s)
-            if node_ranks and (kept_bytes := state.kept_bytes + -(-size // node_ranks)) <= left - handed_on:
-                come_s = begun_s + size / self.link.near_bytes_per_s
-                yield replace(state, near=(place, *state.near), kept_bytes=kept_bytes, come_s=come_s)
+            if (kept_bytes := state.kept_bytes + size) <= spare_bytes - (in_flight_bytes if state.near else 0):
+                yield replace(state, kept=(place, *state.kept), kept_bytes=kept_bytes, gathered_s=begun_s)
+            if (
+                node_ranks
+                and (kept_bytes := state.kept_bytes + -(-size // node_ranks)) <= spare_bytes - in_flight_bytes
+            ):
+                gathered_s = begun_s + size / self.link.near_bytes_per_s
+                yield replace(state, near=(place, *state.near), kept_bytes=kept_bytes, gathered_s=gathered_s)
 
         states = _undominated(list(choices(_Kept(), last, 0.0)))
         for place in range(last, -1, -1):
             after = []
             for state in states:
-                begun_s = max(state.begun_s, state.come_s)
+                begun_s = max(state.begun_s, state.gathered_s)
                 for one in choices(state, place - 1, begun_s) if place else [state]:
                     ended_s = begun_s + self.backward_s[place]
                     if not scatter_s[place]:
@@ -366,15 +390,7 @@ class ShardedStep:
         return replace(knobs, kept=best.kept, near=best.near)
 
     def _joining(self, space: ShardSpace, knobs: ShardKnobs) -> Iterator[ShardKnobs]:
-        """With the modules joined that a dynamic programme joins, in buckets as large as memory allows, or smaller.
-
-        Of two buckets that follow each other, with one gathered ahead, the earlier one computes in the forward pass
-        while the network gathers the later one; in the backward pass the later one computes while it gathers the
-        earlier one and scatters what is done. Whatever takes longer counts, and the sum of that is the least:
-
-            forward     Σ max(compute of b, gather of b + 1)
-            backward    Σ max(compute of b + 1, gather of b + scatter of b + 1)
-        """
+        """Yield settings with coalesced modules, for each of the `BUCKET_BYTES`."""
         if not space.joinable:
             return
         bare = replace(knobs, ahead=1, joined=())
@@ -385,7 +401,15 @@ class ShardedStep:
             )
 
     def joined(self, space: ShardSpace, knobs: ShardKnobs, bucket_bytes: int) -> tuple[int, ...]:
-        """The modules that are best joined with those before them, as above, in buckets of no more bytes than that."""
+        """Choose coalesced modules by dynamic programming, in buckets of at most `bucket_bytes`.
+
+        The model assumes that one bucket is gathered ahead. Of two successive buckets b and b + 1, b computes in the
+        forward pass while b + 1 is gathered. In the backward pass, b + 1 computes while b is gathered, and b + 1 is
+        scattered afterwards. The programme minimises the sum of
+
+            forward     Σ max(compute of b, gather of b + 1)
+            backward    Σ max(compute of b + 1, gather of b + scatter of b + 1)
+        """
         rate, latency_s, count = self.link.bytes_per_s(knobs.streams), self.link.latency_s, space.modules
         dropped, joinable = set(space.dropped).difference(knobs.kept, knobs.near), frozenset(space.joinable)
         packed = [packed_share(codec) for codec in knobs.codecs]
@@ -414,19 +438,19 @@ class ShardedStep:
             forth_s = max(computed_s(bucket), sent(gathered_s, later))
             return forth_s + max(computed_s(later, True), sent(again_s, bucket) + sent(scattered_s, later))
 
-        # The least of all ways to a bucket, by where it ends, and the bucket before it.
+        # best[stop][bucket]: for each bucket that ends at `stop`, the minimum time and the bucket before it.
         best = [dict[range, tuple[float, range | None]]() for _ in range(count + 1)]
         for start in range(count):
             for bucket in (range(start, stop) for stop in range(start + 1, count + 1)):
                 if len(bucket) > 1 and (bucket[-1] not in joinable or of(whole_bytes, bucket) > bucket_bytes):
                     break
-                ways: list[tuple[float, range | None]] = [
+                options: list[tuple[float, range | None]] = [
                     (spent_s + both_s(other, bucket), other) for other, (spent_s, _) in best[start].items()
                 ]
                 if not start:
                     spent_s = sent(gathered_s, bucket) + computed_s(bucket, True) + sent(scattered_s, bucket)
-                    ways = [(spent_s, None)]
-                best[bucket.stop][bucket] = min(ways, key=lambda way: way[0])
+                    options = [(spent_s, None)]
+                best[bucket.stop][bucket] = min(options, key=lambda option: option[0])
         end_s = {
             bucket: spent_s + computed_s(bucket) + sent(again_s, bucket) for bucket, (spent_s, _) in best[count].items()
         }
@@ -440,22 +464,31 @@ class ShardedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    """What has been decided of the modules from some place on, and what follows from it."""
+    """State of the dynamic programme for kept modules: the choice for all modules from one index on.
+
+    Attributes:
+        kept, near: the chosen modules.
+        kept_bytes: memory of the chosen modules.
+        begun_s: earliest start of the next module's computation, without waiting for its parameters.
+        gathered_s: time at which the next module's parameters are gathered.
+        free_s: time from which the network is idle.
+        scattered_s: end of the last scatter.
+    """
 
     kept: tuple[int, ...] = ()
     near: tuple[int, ...] = ()
     kept_bytes: int = 0
     begun_s: float = 0.0
-    come_s: float = 0.0
+    gathered_s: float = 0.0
     free_s: float = 0.0
     scattered_s: float = 0.0
 
 
 def _undominated(states: Sequence[_Kept]) -> list[_Kept]:
-    """Those that are better than each other one in something; some of them where there are many."""
+    """Return the states that no other state beats in all respects, thinned out to at most `MOST_STATES`."""
     found: list[tuple[float, _Kept]] = []
-    for state in sorted(states, key=lambda one: (one.kept_bytes, max(one.begun_s, one.come_s), one.free_s)):
-        begun_s = max(state.begun_s, state.come_s)
+    for state in sorted(states, key=lambda one: (one.kept_bytes, max(one.begun_s, one.gathered_s), one.free_s)):
+        begun_s = max(state.begun_s, state.gathered_s)
         if not any(
             other_s <= begun_s and other.free_s <= state.free_s and other.scattered_s <= state.scattered_s
             for other_s, other in found
@@ -465,17 +498,17 @@ def _undominated(states: Sequence[_Kept]) -> list[_Kept]:
 
 
 MOST_STATES = 128
-"""Of the dynamic programme, after each module."""
+"""Maximum number of states of the dynamic programme after each module."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
-    """A step of a job, and what may be set in it, for questions afterwards.
+    """Traced step in a recording, with the job's space, to predict other settings after the job.
 
     Attributes:
-        step: that was traced.
-        space: of the job.
-        setting: that ran.
+        step: the traced step.
+        space: permitted settings of the job.
+        setting: setting of the traced step.
     """
 
     step: ShardedStep
@@ -483,7 +516,10 @@ class RecordedStep:
     setting: ShardKnobs
 
     def by_memory(self, parts: int = 4) -> Iterator[tuple[ShardSpace, ShardKnobs]]:
-        """What is expected to be fastest with no memory, some, and as much as lets every rank keep all parameters."""
+        """Yield the predicted fastest setting for each of `parts` + 1 amounts of extra memory.
+
+        The amounts are equally spaced from zero to the amount with which every rank can keep all parameters.
+        """
         bare = replace(self.setting, kept=(), near=())
         most = self.space.extra_bytes(replace(bare, kept=self.space.dropped))
         for part in range(parts + 1):
@@ -492,19 +528,23 @@ class RecordedStep:
 
 
 LEAST_COMPUTED = 0.1
-"""The share of traced computation that is left, whatever messages are said to have taken of it."""
+"""Minimum computation time of coalesced modules, as a fraction of the traced time."""
 
 LEAST_STEP = 0.002
-"""The share of a step that a change must be expected to gain."""
+"""Minimum predicted gain of a change, as a fraction of the step's time."""
 
 COMPUTING, GATHERING, SCATTERING = range(3)
 NETWORK, NODE = range(2)
 
 
 class _ShardedReplay:
-    """A step's graph, as it is made, and how long it takes.
+    """Graph of a step and its simulated time.
 
-    FSDP has modules gathered when another one is about to be used, and waits for a scatter when it needs its memory.
+    FSDP launches the gathers of prefetched modules when a module is about to be used. It waits for a scatter when it
+    needs the scatter's memory.
+
+    Attributes:
+        total_s: simulated time of the step.
     """
 
     def __init__(self, step: ShardedStep, space: ShardSpace, knobs: ShardKnobs) -> None:
@@ -514,7 +554,7 @@ class _ShardedReplay:
         self._nodes, self._edges = list[ReplayNode](), list[Edge]()
         self._rate = step.link.bytes_per_s(knobs.streams)
         self._packed = [packed_share(codec) for codec in knobs.codecs]
-        self._computed = self._add(COMPUTING, Activity.COMPUTE, Phase.OTHER)  # the last piece of computation
+        self._last_compute = self._add(COMPUTING, Activity.COMPUTE, Phase.OTHER)
         self._forward()
         self._backward()
         both = max(1.0, step.link.bytes_per_s(2 * knobs.streams) / self._rate)
@@ -543,7 +583,7 @@ class _ShardedReplay:
         gathers, scatters = dict[int, list[int]](), list[int]()
         for number, bucket in reversed(list(enumerate(buckets))):
             for other in range(number, max(-1, number - knobs.behind - 1), -1):
-                # One that is ahead leaves when this one has come.
+                # The prefetch of the next bucket is launched when this bucket has been gathered.
                 if other == number - 1:
                     self._compute(Phase.BACKWARD, 0.0, after=gathers[number])
                 if other not in gathers:
@@ -561,7 +601,7 @@ class _ShardedReplay:
         self._compute(Phase.OTHER, 0.0, after=scatters)
 
     def _gather(self, places: Sequence[int], *, near: bool = False) -> list[int]:
-        """What is waited for: nothing if these are no modules."""
+        """Add the gather of some modules, and return its nodes; none without modules."""
         size = sum(self._step.gathered_bytes[place] for place in places)
         if not places:
             return []
@@ -570,16 +610,16 @@ class _ShardedReplay:
         return [self._send(GATHERING, NETWORK, self._packed[0] * size / self._rate)]
 
     def _send(self, lane: int, server: int, seconds: float) -> int:
-        """Leaves when what has been computed until now is done."""
+        """Add a collective that is launched after the computation added so far."""
         latency_s = self._link.latency_s if server == NETWORK else 0.0
-        self._edges.append((self._computed, len(self._nodes), latency_s))
+        self._edges.append((self._last_compute, len(self._nodes), latency_s))
         return self._add(
             lane, Activity.COLLECTIVE, Phase.OTHER, works=(ResourceDemand(server=server, seconds=seconds),)
         )
 
     def _compute(self, phase: Phase, seconds: float, *, after: Sequence[int] = ()) -> None:
-        self._edges += [(other, len(self._nodes), 0.0) for other in (self._computed, *after)]
-        self._computed = self._add(COMPUTING, Activity.COMPUTE, phase, fixed_s=seconds)
+        self._edges += [(other, len(self._nodes), 0.0) for other in (self._last_compute, *after)]
+        self._last_compute = self._add(COMPUTING, Activity.COMPUTE, phase, fixed_s=seconds)
 
     def _add(
         self,
@@ -599,7 +639,7 @@ class _ShardedReplay:
 
 
 def packed_share(codec: Codec | None) -> float:
-    """Of a tensor's bytes, which are left if it is packed; 1.0 if it is not."""
+    """Return the compressed size of a large tensor as a fraction of its size; 1.0 without a codec."""
     from sirtaki.comm.compress import packed_bytes
 
     numel = 1 << 20

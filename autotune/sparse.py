@@ -1,4 +1,10 @@
-"""Which algorithm suits a sparse gradient: coverage of rows by accesses, traffic, volumes, choice, summary."""
+"""Choice of the algorithm that reduces a sparse gradient.
+
+Contains counts of row accesses and their coverage curve, the traffic and time of each plan, the arm that proposes
+plans, detection of changed accesses, and summaries for reports.
+
+A row is "touched" by a rank if the rank's gradient has the row. "Hot" rows are the most frequently touched ones.
+"""
 
 from __future__ import annotations
 
@@ -22,25 +28,25 @@ from .trial import Proposal, Trial
 Curve = npt.NDArray[np.float64]
 
 STEP_ROWS = 1000
-"""By so many rows at a time the hot set grows."""
+"""Number of rows by which `saturation_size` increases the hot set in each step."""
 
 LEAST_GAIN = 0.01
-"""A step that covers less than this more is the last."""
+"""Coverage that a step must gain, as a fraction of all accesses."""
 
 CURVE_POINTS = 24
 
 
 class TouchCounts:
-    """Exact counts, the same on all ranks if they note the same; of rows that nobody touched there is nothing.
+    """Exact counts of row accesses. Equal on all ranks if the added iterations are equal.
 
     Attributes:
-        rows: that were touched, ascending: `(n,)`.
-        counts: how many ranks touched each of them, over all iterations noted: `(n,)`.
-        n_samples: ranks times iterations noted.
-        touched: rows touched in an iteration by all ranks together, mean.
-        most: rows touched by the rank that touched the most, mean.
-        union: rows touched by any rank in an iteration, mean.
-        n: iterations noted.
+        rows: touched rows, ascending, `(n,)`.
+        counts: number of accesses of each row, counted once per rank and iteration, `(n,)`.
+        n_samples: number of ranks times number of iterations with known rows.
+        touched: mean number of touched rows in an iteration, summed over ranks.
+        most: mean number of rows of the rank that touches the most.
+        union: mean number of distinct rows in an iteration.
+        n: number of iterations.
     """
 
     def __init__(self) -> None:
@@ -49,53 +55,62 @@ class TouchCounts:
         self.touched = self.most = self.union = 0.0
         self._totals = np.zeros(3)
 
-    def note(self, by_rank: Sequence[npt.NDArray[np.int64]], union: int) -> None:
-        """One iteration: the rows that each rank touched, each once, and how many rows that are."""
+    def add(self, by_rank: Sequence[npt.NDArray[np.int64]], union: int) -> None:
+        """Add an iteration.
+
+        Args:
+            by_rank: distinct rows that each rank touched.
+            union: number of distinct rows of all ranks together.
+        """
         sizes = [len(rows) for rows in by_rank]
         self.rows, place = np.unique(np.concatenate([self.rows, *by_rank]), return_inverse=True)
         ones = np.ones(sum(sizes), dtype=np.int64)
         counts = np.bincount(place, weights=np.concatenate([self.counts, ones]), minlength=len(self.rows))
         self.counts = counts.astype(np.int64)
-        self.note_totals(sum(sizes), max(sizes), union)
+        self.add_totals(sum(sizes), max(sizes), union)
         self.n_samples += len(by_rank)
 
-    def note_totals(self, touched: float, most: float, union: float) -> None:
-        """One iteration of which rows are not known: only how many; see above."""
+    def add_totals(self, touched: float, most: float, union: float) -> None:
+        """Add an iteration whose rows are unknown. The arguments are its values of the attributes of these names."""
         self._totals += touched, most, union
         self.n += 1
         self.touched, self.most, self.union = (self._totals / self.n).tolist()
 
     def ranked(self) -> npt.NDArray[np.int64]:
-        """Rows that were touched, the most touched first; of equal ones the lower number."""
+        """Return the touched rows in descending order of their counts. Rows with equal counts are ascending."""
         return self.rows[np.argsort(-self.counts, kind="stable")]
 
     def descending(self) -> npt.NDArray[np.int64]:
-        """The counts of rows that were touched, the largest first."""
+        """Return the counts of the touched rows in descending order."""
         return np.sort(self.counts)[::-1]
 
     def of(self, rows: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """The counts of rows; 0 of one that was not touched, as a plan from an earlier job may name."""
+        """Return the counts of the given rows; 0 for rows that were not touched."""
         wanted = np.asarray(rows, dtype=np.int64)
-        # What is larger than all of them finds the place behind the last, where -1 is no row.
+        # A row above all touched rows gets the index after the last one, where the appended -1 matches no row.
         places = np.searchsorted(self.rows, wanted)
         return np.where(np.append(self.rows, -1)[places] == wanted, np.append(self.counts, 0)[places], 0)
 
 
 def coverage(counts: npt.NDArray[np.int64]) -> Curve:
-    """Which part of all touches the first k rows have, k = 1 …: `(n,)`; of counts that descend."""
+    """Return the coverage curve: the fraction of accesses that the first k rows have, for k = 1, 2, …, `(n,)`.
+
+    Args:
+        counts: counts of rows in descending order, `(n,)`.
+    """
     return np.cumsum(counts, dtype=np.float64) / max(1, int(counts.sum()))
 
 
-def knee(curve: Curve) -> int:
-    """How many rows lie before the point of the curve that is farthest above its chord; 0 = there is none."""
+def elbow(curve: Curve) -> int:
+    """Return the number of rows at the curve's elbow, the point farthest above its chord; 0 without an elbow."""
     if not len(curve):
         return 0
     chord = np.arange(1, len(curve) + 1) / len(curve)
     return int(np.argmax(curve - chord)) + 1 if (curve > chord).any() else 0
 
 
-def until_little_is_gained(curve: Curve, *, step: int = STEP_ROWS, least: float = LEAST_GAIN) -> int:
-    """How many rows there are when `step` more would cover less than `least` more (§ 5.3)."""
+def saturation_size(curve: Curve, *, step: int = STEP_ROWS, least: float = LEAST_GAIN) -> int:
+    """Return the number of rows from which `step` more rows increase the coverage by less than `least` (§ 5.3)."""
     size = 0
     while size < len(curve):
         after = min(size + step, len(curve))
@@ -106,11 +121,11 @@ def until_little_is_gained(curve: Curve, *, step: int = STEP_ROWS, least: float 
 
 
 def curve_points(counts: TouchCounts, *, also: int = 0) -> tuple[tuple[int, float], ...]:
-    """A few points of the coverage curve, `(rows, part)`, evenly spread by the logarithm of the rows, the last at 1.
+    """Return points (number of rows, coverage) of the coverage curve, equally spaced on a log scale up to coverage 1.
 
     Args:
-        counts: of the rows; where there are none, there is no point.
-        also: a number of rows that has a point, too; 0 = none.
+        counts: accesses. Without accesses, there are no points.
+        also: number of rows of an additional point; 0 = none.
     """
     curve = coverage(counts.descending())
     if not len(curve):
@@ -120,19 +135,19 @@ def curve_points(counts: TouchCounts, *, also: int = 0) -> tuple[tuple[int, floa
 
 
 LONG_INDEX_BYTES = 8
-"""Of the number of a row as PyTorch has it."""
+"""Size of a row index in PyTorch (int64)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """One reduction, on the busiest rank.
+    """Traffic and work of one sparse reduction on the busiest rank.
 
     Attributes:
-        exchanges: how many there are.
-        exchanged_bytes: that the rank receives in them.
-        reductions: how many all-reduces there are.
-        reduced_bytes: of the tensors that are all-reduced.
-        added_rows: that the rank adds up.
+        exchanges: number of exchanges (all-to-alls or all-gathers).
+        exchanged_bytes: bytes that the rank receives in exchanges.
+        reductions: number of all-reduces.
+        reduced_bytes: bytes of the all-reduced tensors.
+        added_rows: number of rows that the rank adds up.
     """
 
     exchanges: int = 0
@@ -142,28 +157,35 @@ class Traffic:
     added_rows: float = 0.0
 
     def received_bytes(self, ranks: int) -> float:
-        """By the rank, where all-reduces are rings."""
+        """Return the bytes that the rank receives in total, with ring all-reduces."""
         return self.exchanged_bytes + ring_bytes(self.reduced_bytes, ranks)
 
 
 def dense_bytes(form: RowFormat, ranks: int) -> float:
-    """What a rank receives where the whole gradient is all-reduced."""
+    """Return the bytes that a rank receives if the whole gradient is all-reduced."""
     return ring_bytes(form.n_rows * form.row_bytes, ranks)
 
 
 def horovod_bytes(form: RowFormat, ranks: int, looked_up: float) -> float:
-    """What a rank receives by Horovod's rule: two all-gathers of what each rank has looked up, nothing added up before.
+    """Return the bytes that a rank receives by Horovod's rule: two all-gathers of uncoalesced rows and indices.
 
     Args:
-        form: of its rows.
-        ranks: how many there are.
-        looked_up: rows by each of them, the same one several times.
+        form: format of the parameter's rows.
+        ranks: number of ranks.
+        looked_up: number of rows in each rank's gradient, including duplicates.
     """
     return (ranks - 1) * looked_up * (form.row_bytes + LONG_INDEX_BYTES)
 
 
 def traffic(plan: SparsePlan, form: RowFormat, ranks: int, counts: TouchCounts) -> Traffic:
-    """Of a parameter whose rows are touched like that, by this plan."""
+    """Estimate the traffic of a plan for a parameter.
+
+    Args:
+        plan: the plan.
+        form: format of the parameter's rows.
+        ranks: number of ranks.
+        counts: accesses of the parameter's rows.
+    """
     touched, most, union = counts.touched, counts.most, counts.union
     if plan.path is SparsePath.DENSE:
         return Traffic(reductions=1, reduced_bytes=form.n_rows * form.flagged_bytes, added_rows=most)
@@ -190,7 +212,7 @@ def traffic(plan: SparsePlan, form: RowFormat, ranks: int, counts: TouchCounts) 
 
 
 def _plain(path: SparsePath, form: RowFormat, ranks: int, touched: float, most: float, union: float) -> Traffic:
-    """Of rows that travel with their numbers."""
+    """Estimate the traffic of the paths that send rows with their indices (gather, owner)."""
     row_bytes, others = form.row_bytes + form.index_dtype.itemsize, (ranks - 1) / ranks
     if path is SparsePath.GATHER:
         sent = max(touched - touched / ranks, most * others)
@@ -199,7 +221,7 @@ def _plain(path: SparsePath, form: RowFormat, ranks: int, touched: float, most: 
 
 
 def _rows_in_blocks(block_rows: int, ranks: int, counts: TouchCounts) -> float:
-    """In blocks that any rank touches in an iteration."""
+    """Estimate the number of rows in blocks with at least one touched row in an iteration."""
     chance = counts.counts / max(1, counts.n_samples)
     untouched = np.log1p(-np.minimum(chance, 1.0 - 1e-9)) * ranks
     begins = np.flatnonzero(np.diff(counts.rows // block_rows, prepend=-1))
@@ -208,24 +230,28 @@ def _rows_in_blocks(block_rows: int, ranks: int, counts: TouchCounts) -> float:
 
 
 BLOCK_ROWS = (1, 8, 64)
+"""Block sizes that are tried, in rows."""
+
 MOST_HOT_BYTES = 16 << 20
+"""Maximum size of the buffer of hot rows."""
+
 MOST_DENSE_BYTES = 1 << 30
-"""Of buffers that hold hot rows, or all rows."""
+"""Maximum size of a dense buffer of all rows."""
 
 HOT_SIZES = 24
-"""As many sizes of the hot set are tried, beside those of the coverage curve."""
+"""Number of sizes of the hot set that are tried in addition to those derived from the coverage curve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCosts:
-    """What was measured between these ranks, the slowest of them.
+    """Measured costs of collectives and additions, on the slowest rank.
 
     Attributes:
-        exchange_s: of an exchange of next to nothing.
-        exchange_bytes_per_s: that one rank receives.
-        reduce_s: of an all-reduce of next to nothing.
-        reduce_bytes_per_s: of the tensor that is reduced.
-        add_bytes_per_s: of rows that one rank adds up.
+        exchange_s: time of an exchange of a few bytes.
+        exchange_bytes_per_s: rate at which a rank receives in an exchange.
+        reduce_s: time of an all-reduce of a few bytes.
+        reduce_bytes_per_s: bytes of the tensor all-reduced per second.
+        add_bytes_per_s: bytes of rows that a rank adds up per second.
     """
 
     exchange_s: float
@@ -237,13 +263,13 @@ class CollectiveCosts:
 
 @dataclass(frozen=True, slots=True)
 class VolumeModel:
-    """Predicts plans for one parameter.
+    """Model that predicts the time of each plan for one parameter from its traffic.
 
     Attributes:
-        form: of its rows.
-        ranks: how many there are.
-        counts: of its rows.
-        pace: of these ranks.
+        form: format of the parameter's rows.
+        ranks: number of ranks.
+        counts: accesses of the parameter's rows.
+        pace: measured costs of collectives and additions.
     """
 
     form: RowFormat
@@ -252,7 +278,7 @@ class VolumeModel:
     pace: CollectiveCosts
 
     def seconds(self, plan: SparsePlan) -> float:
-        """How long a reduction by this plan takes."""
+        """Predict the time of a reduction by a plan."""
         work, pace = traffic(plan, self.form, self.ranks, self.counts), self.pace
         parts = [
             (work.exchanges, pace.exchange_s, work.exchanged_bytes, pace.exchange_bytes_per_s),
@@ -264,12 +290,12 @@ class VolumeModel:
     # ── candidates ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def best_of(self, path: SparsePath) -> SparsePlan | None:
-        """The fastest plan of a path; None if it makes no sense here."""
+        """Return the fastest plan of a path; None if the path is not applicable."""
         plans = list(self._plans(path))
         return min(plans, key=self.seconds) if plans else None
 
     def ranked(self) -> list[SparsePlan]:
-        """The best plan of each path, the fastest first; alike on ranks that know the same."""
+        """Return the best plan of each path, the fastest first. Deterministic, so that ranks agree."""
         found = [plan for path in SparsePath if (plan := self.best_of(path)) is not None]
         return sorted(found, key=self.seconds)
 
@@ -277,7 +303,7 @@ class VolumeModel:
         """Return the plans to try, the one predicted to be fastest first.
 
         Args:
-            fixed: the only path that may be used; None = any.
+            fixed: the only permitted path; None = all paths.
         """
         if fixed is not None:
             best = self.best_of(fixed)
@@ -300,49 +326,58 @@ class VolumeModel:
             yield SparsePlan(path=path)
 
     def _hot_sizes(self, ranked: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[int]:
-        """Of the coverage curve, where a row's chance makes it worth its place, and some between."""
+        """Return sizes of the hot set to try.
+
+        These are the elbow and the saturation of the coverage curve, the number of rows that are cheaper to all-reduce
+        than to gather, and sizes on a log scale.
+        """
         counts = self.counts.of(ranked)
         curve = coverage(counts)
         most = min(len(ranked), int(MOST_HOT_BYTES / self.form.flagged_bytes))
         if most < 1:
             return []
-        # In a ring each rank sends a dense row 2(P-1)/P times, in an all-gather of rows P-1 times its chance.
-        worth = int((counts > 2.0 / self.ranks * self.counts.n_samples).sum())
-        between = np.geomspace(1, most, HOT_SIZES).astype(int).tolist()
-        sizes = {knee(curve), until_little_is_gained(curve), worth, *between}
+        # With P ranks, a rank sends a row 2(P-1)/P times in a ring all-reduce. In an all-gather, it sends the row P-1
+        # times the probability that it touches the row.
+        cheaper_dense = int((counts > 2.0 / self.ranks * self.counts.n_samples).sum())
+        spaced = np.geomspace(1, most, HOT_SIZES).astype(int).tolist()
+        sizes = {elbow(curve), saturation_size(curve), cheaper_dense, *spaced}
         return sorted(size for size in sizes if 1 <= size <= most)
 
 
 LEARNING_ITERATIONS = 8
+"""Number of iterations in which accesses are counted before plans are compared."""
+
 N_CANDIDATES = 3
+"""Maximum number of plans that are tried."""
+
 HOPELESS = 3.0
-"""What is predicted to take so many times as long as the fastest is not tried."""
+"""Predicted time, relative to that of the fastest plan, above which a plan is not tried."""
 
 TRIAL_BUDGET = 60
-"""Iterations of a search for the fastest plan."""
+"""Budget of a search for the fastest plan, in iterations."""
 
 LOST_COVERAGE = 0.9
-"""Hot rows are ranked anew once their part of all touches has fallen to this much of what it was."""
+"""Ratio of the hot rows' coverage to the original coverage, below which a new plan is chosen."""
 
 OTHER_VOLUME = 1.5
-"""Paths are chosen anew once so many times as many rows are touched as then, or as few."""
+"""Factor by which the number of touched rows must change before a new plan is chosen."""
 
 MEMORY = 0.1
-"""Weight of the newest iteration in what is watched."""
+"""Weight of the newest iteration in moving averages of accesses."""
 
 LEAST_WATCHED = 20
-"""Iterations before a change is believed, at first; twice as many after each change."""
+"""Minimum number of iterations before a first change of accesses is reported. Each change doubles it."""
 
 
 @dataclass(frozen=True, slots=True)
 class AccessSample:
-    """What an iteration has shown to all ranks alike.
+    """Row accesses of one iteration. Equal on all ranks.
 
     Attributes:
-        n_touched: rows of all ranks together.
-        n_hot: of these, hot ones.
-        union: rows of any rank.
-        by_rank: their numbers, where the path tells.
+        n_touched: number of touched rows, summed over ranks.
+        n_hot: number of hot rows among `n_touched`.
+        union: number of distinct rows.
+        by_rank: rows of each rank; empty if the plan's path does not send them to all ranks.
     """
 
     n_touched: int
@@ -353,13 +388,13 @@ class AccessSample:
 
 @dataclass(slots=True, kw_only=True)
 class SparseDecision:
-    """The plan of one parameter, and what it follows from; the same on all ranks.
+    """Plan of one parameter, with the data behind the choice. Equal on all ranks.
 
     Attributes:
         plan: plan of the next iteration.
-        candidates: plans that are tried, or were; the first one stays unless another is proved faster.
-        learned: accesses from which the candidates follow; None before they are known.
-        predicted_s: predicted time of each candidate; empty if nothing was predicted.
+        candidates: plans to compare. The first one is the default, used unless another one is proved faster.
+        learned: accesses from which the candidates were derived; None before they have been counted.
+        predicted_s: predicted time of each candidate; empty without predictions.
         measured_s: median time of each candidate, NaN if it was not measured; empty before trials.
     """
 
@@ -371,38 +406,38 @@ class SparseDecision:
 
 
 class VolumeArm:
-    """Proposes plans in the order in which they were predicted to be fast."""
+    """Arm that proposes plans in ascending order of their predicted times."""
 
     name = "traffic volumes"
 
     def __init__(self, plans: Sequence[SparsePlan]) -> None:
-        self._left = list(plans)
+        self._pending = list(plans)
 
     def ask(self, n: int = 1) -> Sequence[Proposal[SparsePlan]]:
-        """Propose the next `n` plans."""
-        asked, self._left = self._left[:n], self._left[n:]
+        """Return the next `n` plans."""
+        asked, self._pending = self._pending[:n], self._pending[n:]
         return [Proposal(arm=self.name, knobs=plan) for plan in asked]
 
     def tell(self, trials: Sequence[Trial[SparsePlan]]) -> None:
-        """Learn nothing: the order is fixed."""
+        """Ignore the trials, because the order of proposals is fixed."""
 
 
 class AccessWatch:
-    """Notices that accesses have changed since a plan was chosen."""
+    """Detector of changed accesses since a plan was chosen."""
 
     def __init__(self, *, covered: float, touched: float, least: int) -> None:
-        """Begin with the accesses from which the plan follows.
+        """Start with the accesses for which the plan was chosen.
 
         Args:
-            covered: share of accesses to frequent rows.
-            touched: rows accessed in an iteration by all ranks together.
-            least: iterations before a change is believed.
+            covered: fraction of accesses to hot rows.
+            touched: number of touched rows in an iteration, summed over ranks.
+            least: minimum number of iterations before a change is reported.
         """
         self._covered, self._touched, self._least = covered, touched, least
         self._hot_now, self._touched_now, self._n = covered * touched, touched, 0
 
     def changed(self, seen: AccessSample) -> bool:
-        """Return whether accesses have changed, after another iteration."""
+        """Add an iteration, and return whether accesses have changed."""
         if not seen.n_touched:
             return False
         self._n += 1
@@ -423,13 +458,13 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseAlternative:
-    """One way that rows could take.
+    """Summary of one candidate plan.
 
     Attributes:
-        plan: in words.
-        predicted_s: how long a reduction takes by the model of volumes; None where nothing was predicted.
-        measured_s: the median of its trials; None where it was not tried.
-        n_bytes: that the busiest rank receives in an iteration, computed from the rows that were touched.
+        plan: description of the plan.
+        predicted_s: predicted time of a reduction; None without a prediction.
+        measured_s: median time of the plan's trials; None if it was not tried.
+        n_bytes: bytes that the busiest rank receives in an iteration, computed from the touched rows.
     """
 
     plan: str
@@ -440,22 +475,24 @@ class SparseAlternative:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseSummary:
-    """Of one parameter; numbers of rows and bytes are means over the iterations in which they were counted.
+    """Summary of one parameter's sparse reduction.
+
+    Numbers of rows and bytes are means over the iterations in which they were counted.
 
     Attributes:
-        name: of the parameter.
-        n_rows: that it has.
-        width: elements of a row.
-        ranks: that add up rows.
-        looked_up: rows in the gradient of one rank as its backward pass leaves it, the same one several times.
-        touched: rows of all ranks in an iteration, one that several ranks have counted for each.
-        union: rows that any rank has.
-        plan: the way that is taken, in words.
-        ways: that were compared, the taken one among them; one where there was nothing to compare.
-        curve: which part of all touches the most touched rows have, `(rows, part)`; empty where that was not counted.
-        popular_rows: hot rows of the plan; without those, the rows before the curve's knee.
-        dense_bytes: that a rank receives in an iteration where the whole gradient is all-reduced.
-        horovod_bytes: the same by Horovod's rule, two all-gathers of what was looked up.
+        name: name of the parameter.
+        n_rows: number of the parameter's rows.
+        width: number of elements of a row.
+        ranks: number of ranks.
+        looked_up: number of rows in one rank's gradient after the backward pass, including duplicates.
+        touched: number of touched rows in an iteration, summed over ranks.
+        union: number of distinct rows in an iteration.
+        plan: description of the chosen plan.
+        ways: compared plans, including the chosen one.
+        curve: points (number of rows, coverage) of the coverage curve; empty if accesses of rows were not counted.
+        popular_rows: number of the plan's hot rows. Without hot rows, the number at the curve's elbow.
+        dense_bytes: bytes that a rank receives in an iteration if the whole gradient is all-reduced.
+        horovod_bytes: bytes that a rank receives in an iteration by Horovod's rule (`horovod_bytes`).
     """
 
     name: str
@@ -474,22 +511,22 @@ class SparseSummary:
 
     @property
     def density(self) -> float:
-        """Which part of the rows any rank touches in an iteration."""
+        """Return the fraction of rows that are touched in an iteration."""
         return self.union / self.n_rows
 
     @property
     def popular_share(self) -> float:
-        """Which part of all touches the popular rows have."""
+        """Return the fraction of accesses to the popular rows."""
         return dict(self.curve).get(self.popular_rows, 0.0)
 
     @property
     def n_bytes(self) -> float:
-        """That the busiest rank receives in an iteration."""
+        """Return the bytes that the busiest rank receives in an iteration with the chosen plan."""
         return next(way.n_bytes for way in self.ways if way.plan == self.plan)
 
     def describe(self) -> str:
-        """In words."""
-        popular = f", {self.popular_rows} of them are {self.popular_share:.0%} of touches" if self.curve else ""
+        """Describe the summary in one line."""
+        popular = f", {self.popular_rows} of them get {self.popular_share:.0%} of accesses" if self.curve else ""
         return (
             f"{self.name} ({self.n_rows} × {self.width}): {self.density:.2%} of rows in an iteration{popular}; by "
             f"{self.plan}, {self.n_bytes / MB:.3g} MB to a rank; dense {self.dense_bytes / MB:.3g} MB, "
@@ -497,19 +534,19 @@ class SparseSummary:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As `from_json` reads it."""
+        """Return a JSON-serialisable dict. `from_json` is the inverse."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> SparseSummary:
-        """What `to_json` has given; other keys are passed over.
+        """Create a summary from the result of `to_json`. Unknown keys are ignored.
 
         Raises:
-            ValueError: something is missing, of another type or out of range, or the plan is none of the ways.
+            ValueError: a field is missing or invalid, or `plan` is not in `ways`.
         """
         found = msgspec.convert(data, cls)
         if found.plan not in {way.plan for way in found.ways}:
-            raise ValueError(f"{found.plan} is none of the ways")
+            raise ValueError(f"the plan {found.plan} must be one of the compared plans")
         return found
 
 
@@ -523,11 +560,11 @@ def summarise(
         form: format of the parameter's rows.
         name: name of the parameter.
         ranks: number of ranks.
-        looked_up: see `SparseSummary`.
-        counts: accesses; the decision's own count instead, if it has any.
+        looked_up: number of rows in one rank's gradient after the backward pass, including duplicates.
+        counts: accesses. Ignored if the decision has counts.
     """
     counts = decision.learned or counts
-    popular = len(decision.plan.hot_rows) or knee(coverage(counts.descending()))
+    popular = len(decision.plan.hot_rows) or elbow(coverage(counts.descending()))
     plans = decision.candidates or [decision.plan]
 
     return SparseSummary(

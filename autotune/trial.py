@@ -1,4 +1,4 @@
-"""The interface of search algorithms: an arm proposes settings (`ask`) and learns from trials (`tell`)."""
+"""Interface of search algorithms. An arm proposes settings (`ask`) and receives the results of trials (`tell`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .knobs import Knobs
 
 
 class Describable(Protocol):
-    """A setting: hashable, and able to describe itself."""
+    """A setting: hashable, with a description for logs."""
 
     def __hash__(self) -> int: ...
 
@@ -28,47 +28,49 @@ class Describable(Protocol):
 
 
 S = TypeVar("S", bound=Describable, default=Knobs)
-"""A kind of setting. Without another one named, `Knobs`."""
+"""Type of the settings that a search chooses from; `Knobs` by default."""
 
 
 _Accepted = TypeVar("_Accepted", contravariant=True)
 
 
 class Space(Protocol[_Accepted]):
-    """The settings that may be chosen.
+    """Set of permitted settings.
 
-    Three more methods are optional: `around(setting, tried)` yields permitted settings that differ in one thing, but
-    none that is close to one of `tried`. `every()` returns all settings, or `()` if they are many. `loses(setting)`
-    returns whether gradients lose precision with the setting.
+    Three more methods are optional:
+    `around(setting, tried)` yields permitted settings that differ from `setting` in one knob and are not close to one
+    of `tried`,
+    `every()` returns all settings, or `()` if there are too many to enumerate,
+    `loses(setting)` returns whether gradients lose precision with the setting.
     """
 
     def __contains__(self, setting: _Accepted) -> bool: ...
 
 
 class Everything:
-    """The space of a search whose arm proposes permitted settings only."""
+    """Space that permits every setting. For searches whose arm proposes only permitted ones."""
 
     def __contains__(self, setting: object) -> bool:
         return True
 
 
 class TrialStatus(Enum):
-    """How a trial ended."""
+    """Outcome of a trial."""
 
     COMPLETE = "complete"
-    PRUNED = "pruned"  # given up early: its first iterations were clearly slower than the best
-    FAILED = "failed"  # the knobs could not be run
+    PRUNED = "pruned"  # stopped early, because its first iterations were clearly slower than the best setting
+    FAILED = "failed"  # the setting could not be applied
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal(Generic[S]):
-    """A setting that an arm would like to see measured.
+    """A setting that an arm proposes to measure.
 
     Attributes:
-        arm: name of the arm.
-        knobs: the setting.
-        iterations: measured iterations it asks for (Hyperband's resource), None = the session's usual number.
-        reason: one line for the log, may be empty.
+        arm: name of the proposing arm.
+        knobs: the proposed setting.
+        iterations: number of iterations to measure (Hyperband's resource). None = the session's usual number.
+        reason: one line for the log. May be empty.
     """
 
     arm: str
@@ -79,16 +81,19 @@ class Proposal(Generic[S]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial(Generic[S]):
-    """A proposal that has run.
+    """A measured proposal.
+
+    An iteration's span is its communication time, from the first ready gradient to the last reduced one, as the
+    smallest value over ranks.
 
     Attributes:
-        arm: who proposed it.
-        knobs: the setting.
-        iterations: measured iterations.
-        span_s: middle (the median of all pairs' means) over those iterations of the smallest span over ranks, from
-            the first ready gradient to the last reduced one; `math.inf` where it failed.
-        noise_s: half the spread of the measured spans (median absolute deviation), 0.0 if there was one.
-        was_best: it beat the best span so far by more than the noise.
+        arm: name of the proposing arm.
+        knobs: the measured setting.
+        iterations: number of measured iterations.
+        span_s: Hodges-Lehmann estimate (median of all pairwise means) of the spans; `math.inf` for a failed trial.
+        noise_s: median absolute deviation of the spans; 0.0 for a single iteration.
+        status: outcome of the trial.
+        was_best: whether the trial beat the best earlier span by more than the noise.
     """
 
     arm: Text
@@ -100,40 +105,43 @@ class Trial(Generic[S]):
     was_best: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dict; an infinite span is None, since JSON knows no infinity. `from_json` is its inverse."""
+        """Return a JSON-serialisable dict. An infinite span becomes None, because JSON has no infinity."""
         data: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
         return data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Trial[Knobs]:
-        """The trial that `to_json` described.
+        """Create a trial from the result of `to_json`.
 
         Raises:
-            TuningError: a field is missing or has a value that is invalid.
+            TuningError: a field is missing or invalid.
         """
         try:
             finite = {**data, "span_s": math.inf if data["span_s"] is None else data["span_s"]}
             return msgspec.convert(finite, Trial[Knobs])
         except (msgspec.ValidationError, KeyError, TypeError, PlanError) as err:
-            raise TuningError(f"this is not a trial: {err!r}") from err
+            raise TuningError(f"not a valid trial: {err!r}") from err
 
 
 class Arm(Protocol[S]):
-    """Proposes settings and learns from trials. No threads, files, process groups or clocks of its own.
+    """A search algorithm. It has no threads, files, process groups or clocks of its own.
 
-    Three more methods are optional; each may answer None for "no opinion":
-    `expected_improvement()` is the largest share of the best span that an untried setting is expected to save,
-    `expected_span_s(knobs)` what a measured setting truly takes, from its neighbours' measurements too, and
-    `promise(candidates)` the share of the best span that each of several settings is expected to save,
-    `(n_candidates,)`, infinite for what the arm knows nothing of.
+    Three more methods are optional. Each may return None for "no estimate":
+    `expected_improvement()` returns the largest fraction of the best span that an untried setting is expected to save,
+    `expected_span_s(knobs)` returns the span of a measured setting, estimated with the measurements of its neighbours,
+    `promise(candidates)` returns the fraction of the best span that each candidate is expected to save,
+    `(n_candidates,)`. It is infinite for settings that the arm has no data about.
+
+    Attributes:
+        name: unique name of the arm, for logs and records.
     """
 
     name: str
 
     def ask(self, n: int = 1) -> Sequence[Proposal[S]]:
-        """Up to `n` proposals; learns nothing. Empty = nothing to propose (now)."""
+        """Return up to `n` proposals, or none if the arm has nothing to propose now. Must not change the model."""
         ...
 
     def tell(self, trials: Sequence[Trial[S]]) -> None:
-        """Learns from finished trials, whoever asked for them; proposes nothing."""
+        """Update the arm with finished trials, including trials that other arms proposed."""
         ...

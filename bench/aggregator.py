@@ -6,6 +6,7 @@ sample is a block of sums on the slowest rank. Packets are lost at the receiver,
 
 from __future__ import annotations
 
+import argparse
 import socket
 import struct
 import subprocess
@@ -24,11 +25,11 @@ from sirtaki.comm.sparse.aggregator import Aggregator, AggregatorClient, Bytes, 
 from sirtaki.errors import ConfigError
 from sirtaki.machine import Address, parse_address
 
-# ── A socket that loses packets: of what comes in, each one with the same probability ────────────────────────────────
+# ── A socket that drops received packets with a given probability ────────────────────────────────────────────────────
 
 
 class LossyWire(Wire):
-    """A socket that drops packets after the kernel has delivered them, one by one, also those received in batches."""
+    """A socket that drops each packet with the same probability after the kernel has delivered it."""
 
     def __init__(self, *, loss: float, seed: int, peer: Address | None = None) -> None:
         """Connect to one peer, or listen on a free port of this host."""
@@ -42,7 +43,7 @@ class LossyWire(Wire):
         self.lost = 0
 
     def batches(self, most: int = 64) -> Iterator[tuple[Bytes, Address]]:
-        """Receive like any socket, except for the lost packets."""
+        """Yield batches of received packets, without the dropped ones."""
         for rows, address in super().batches(most):
             kept = self._random.random(len(rows)) >= self._loss
             self.lost += len(rows) - int(kept.sum())
@@ -69,16 +70,16 @@ def pack(rows: Sequence[int], *, registers: int, capacity: int) -> Packets:
         ConfigError: `registers` or `capacity` is not positive.
     """
     if registers < 1 or capacity < 1:
-        raise ConfigError(f"{registers} registers and packets of {capacity} rows: both are whole numbers from 1")
+        raise ConfigError(f"{registers} registers and packets of {capacity} rows: both must be 1 or more")
     packets: Packets = [[] for _ in range(-(-len(rows) // capacity))]  # line 1
     left: list[int] = []  # G'
-    # A register's next candidate is behind all that hold a row of it: earlier ones are full, or hold one.
+    # A register's next candidate follows its last packet: earlier packets are full or hold a row of this register.
     behind = [0] * registers
     first_open = 0
     for row in rows:  # line 3
         register = row % registers  # line 4
         place = max(behind[register], first_open)
-        while place < len(packets) and len(packets[place]) == capacity:  # line 16: full ones are no candidates
+        while place < len(packets) and len(packets[place]) == capacity:  # line 16: full packets are no candidates
             place += 1
         if place == len(packets):
             left.append(row)  # line 20
@@ -96,13 +97,13 @@ def conflicts(packets: Sequence[Sequence[int]], *, registers: int) -> int:
     return sum(len(packet) - len({row % registers for row in packet}) for packet in packets)
 
 
-# ── A plain parameter server, re-told: every rank sends all of its values over TCP, and gets all of the ──────────────
+# ── A plain parameter server: every rank sends all its values over TCP and receives all sums ─────────────────────────
 
 _SIZE = struct.Struct("<I")
 
 
 def serve(listener: socket.socket, ranks: int) -> None:
-    """Serve sums of the connected ranks, with a thread for each, until a rank disconnects."""
+    """Serve sums to `ranks` connected ranks, with one thread per rank, until a rank disconnects."""
     peers = [listener.accept()[0] for _ in range(ranks)]
     values: list[npt.NDArray[np.float32]] = [np.zeros(0, np.float32)] * ranks
     total = np.zeros(0, np.float32)
@@ -121,7 +122,7 @@ def serve(listener: socket.socket, ranks: int) -> None:
                     total = np.add.reduce(values)
                 barrier.wait()
                 peer.sendall(total.data)
-                barrier.wait()  # the sums may be replaced
+                barrier.wait()  # all ranks have their sums, so the next round may replace `total`
         except (ConnectionError, threading.BrokenBarrierError):
             barrier.abort()
             peer.close()
@@ -134,7 +135,7 @@ def serve(listener: socket.socket, ranks: int) -> None:
 
 
 class ParameterServerRank:
-    """The client of one rank."""
+    """One rank's connection to the parameter server."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         self._peer = socket.create_connection(address)
@@ -154,7 +155,7 @@ class ParameterServerRank:
 
 
 def _exactly(peer: socket.socket, into: bytearray | npt.NDArray[np.float32]) -> bytearray | npt.NDArray[np.float32]:
-    """Fill a buffer.
+    """Fill a buffer from a socket.
 
     Raises:
         ConnectionError: the peer has disconnected.
@@ -163,7 +164,7 @@ def _exactly(peer: socket.socket, into: bytearray | npt.NDArray[np.float32]) -> 
     while view.nbytes:
         got = peer.recv_into(view)
         if not got:
-            raise ConnectionError("the peer is gone")
+            raise ConnectionError("the peer has closed the connection")
         view = view[got:]
     return into
 
@@ -175,7 +176,7 @@ RANKS = 4
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
-    """Run the part of one rank: sums by each contender alternately, compared with the exact sum."""
+    """Run one rank: time sums by each contender alternately, and compare them with the exact sum. Collective."""
     import torch
     import torch.distributed as dist
 
@@ -257,7 +258,7 @@ def measure_sums(report: Report, args: Any, *, rows: int, width: int) -> None:
 
 
 def measure_packing(report: Report, seed: int) -> None:
-    """Add conflicts per packet of batches with Zipf's frequencies, counted as in §5.4."""
+    """Add conflicts per packet for batches with Zipf's frequencies, counted as in §5.4 of the Libra paper."""
     random, hot, registers, capacity = np.random.default_rng(seed), 30_000, 24, 24
     for exponent in (0.975, 1.024, 1.2):
         weights = 1.0 / np.arange(1, hot + 1) ** exponent
@@ -283,7 +284,7 @@ def measure_packing(report: Report, seed: int) -> None:
 
 
 def measure_tables(report: Report, seed: int) -> None:
-    """Add the precision of sums by tables: of 100 000 pairs, and of 8 numbers in sequence."""
+    """Add the error of sums by tables: 100 000 sums of two numbers, and as many of eight."""
     random = np.random.default_rng(seed)
     for name, low in (("positive, 0 … 1", 0.0), ("signed, -1 … 1", -1.0)):
         for terms in (2, 8):
@@ -306,7 +307,7 @@ def measure_tables(report: Report, seed: int) -> None:
 
 
 def serve_with_loss(loss: float) -> int:
-    """Run an aggregator that drops received packets, and report its address."""
+    """Run an aggregator that drops received packets. Print its address first."""
     wire = LossyWire(loss=loss, seed=int(1e6 * loss))
     print(f"127.0.0.1:{wire.address[1]}", flush=True)
     Aggregator(wire).serve()
@@ -317,7 +318,7 @@ def main() -> int:
     """Run all three parts."""
     flags = parser(__doc__)
     flags.add_argument("--rounds", type=int)
-    flags.add_argument("--serve", type=float, help="(for itself)")
+    flags.add_argument("--serve", type=float, help=argparse.SUPPRESS)
     args = flags.parse_args()
     if args.serve is not None:
         return serve_with_loss(args.serve)

@@ -3,8 +3,8 @@
     python -m bench.compile_time [--quick] [--check] [--save] [--ranks 2] [--rounds 8]
 
 Each job compiles a function with forward, loss and backward of a GPT of 5.3 M parameters and calls it twice. Jobs with
-plain DDP (Gloo) and with DDP that `sirtaki.torch.ddp.attach` has attached take turns. The caches of Inductor are off.
-Measured on the slowest rank: the processor time and the wall time of both calls.
+plain DDP (Gloo) alternate with jobs that call `sirtaki.torch.ddp.attach`. Inductor's caches are off. A sample is the
+processor time, and the wall time, of both calls on the slowest rank.
 
 Bar: attached DDP takes at most 1.10 times plain DDP's processor time (median of the ratios within pairs).
 """
@@ -28,7 +28,7 @@ ENVIRONMENT = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "TORCHINDUCTOR_COMPILE
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
-    """Compile the step in this process. Collective."""
+    """Compile the step and return wall and processor seconds of the slowest rank. Collective."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model, batch = gpt(rank=comm.rank, sequences=1, elsewhere_s=0.0)
@@ -53,7 +53,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
 
 
 def main() -> int:
-    """Let both kinds of jobs take turns."""
+    """Run both kinds of jobs alternately."""
     flags = parser(__doc__)
     flags.add_argument("--ranks", type=int, default=2)
     flags.add_argument("--rounds", type=int, help="jobs of each kind")

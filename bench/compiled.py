@@ -3,15 +3,15 @@
     python -m bench.compiled [--quick] [--check] [--save] [--cases capped fast one-host]
 
 Takes 20 minutes, much of it compilation by Inductor; with --quick 6, by aot_eager. All contenders train a GPT of 5.3 M
-parameters in the same processes and alternate. They are Sirtaki with the uncompiled model, with the model compiled as a
-whole, with `hvd.early_gradients()`, and with the number of parts that `sirtaki optimize` recommends for a recording of
-the whole model; and DDP with the compiled model, which PyTorch splits at DDP's buckets. Where nothing can be gained,
-four parts show the cost of cuts. Sirtaki runs its untuned default. The whole model was tuned before for a while, so
-that links are probed.
+parameters in the same processes and alternate. Sirtaki runs the uncompiled model, the model compiled as a whole, the
+model compiled with `hvd.early_gradients()`, and the model in the number of parts that `sirtaki optimize` recommends for
+a recording of the whole model. DDP runs the compiled model, which PyTorch splits at DDP's buckets. On links where parts
+gain nothing, four parts show the cost of cuts. All measured steps of Sirtaki use the untuned default. A short warm-up
+of the whole model probes the links first.
 
-"capped" are four emulated nodes (`bench.lib.cluster`: link 400 Mbit/s, a flow gets 100). Blocks sleep there
-instead of computing, because four computing ranks leave two cores no time to send. "fast" are two nodes with links of
-20 Gbit/s, so that communication is negligible. "one-host" are two ranks on this host.
+"capped": four emulated nodes (`bench.lib.cluster`: link 400 Mbit/s, at most 100 per flow). Blocks sleep instead of
+computing, because four computing ranks would leave two cores no time to send. "fast": two nodes with links of 20
+Gbit/s, so that communication is negligible. "one-host": two ranks on this host.
 
 Bars: on capped links early ÷ whole ≤ 0.90, and as recommended, too; elsewhere early and as recommended ÷ whole ≤ 1.02.
 """
@@ -42,10 +42,7 @@ CASES: dict[str, LabShape | int] = {
 }
 SEQUENCES = {"capped": 1, "fast": 4, "one-host": 4}
 ELSEWHERE_S = {"capped": 0.06, "fast": 0.0, "one-host": 0.0}
-"""Seconds of a block's forward pass.
-
-With more computing ranks than processors, communication would get no processor.
-"""
+"""Seconds that a block sleeps in its forward pass, so that four ranks on two cores still have time to communicate."""
 
 RECORDED = 3
 JOB_TIMEOUT_S = 900.0
@@ -61,33 +58,33 @@ class CompiledSirtaki(Sirtaki):
     """Sirtaki with the model compiled by a backend."""
 
     def __init__(self, make_model: ModelMaker, *, backend: Any, tune: bool = False) -> None:
-        """Collective."""
+        """Wrap the optimizer and compile the model. Collective."""
         super().__init__(make_model, tune=tune)
         self.forward = torch.compile(self.model, backend=backend, dynamic=False)
 
 
 class CompiledDdp(Ddp):
-    """DDP, compiled as its documentation says."""
+    """DDP whose wrapped model is compiled, as PyTorch's documentation recommends."""
 
     def __init__(self, make_model: ModelMaker, *, bucket_mb: float, backend: str) -> None:
-        """Collective."""
+        """Wrap the model and compile it. Collective."""
         super().__init__(make_model, bucket_mb=bucket_mb)
         self.forward = torch.compile(self.forward, backend=backend, dynamic=False)
 
 
 def compiled_once(make_model: ModelMaker, backend: Any, comm: Any) -> None:
-    """Compile on the first rank, then on the other ranks, which find most of it in Inductor's cache. Collective."""
+    """Compile on rank 0, then on the remaining ranks, which reuse Inductor's cache. Collective."""
     for turn in (True, False):
         if turn == (comm.rank == 0):
             model, batch = make_model()
             torch.compile(model, backend=backend, dynamic=False)(batch).backward()
-        everybody = comm.Ibarrier()
-        while not everybody.Test():  # waiting in MPI would take a processor from who compiles
+        barrier = comm.Ibarrier()
+        while not barrier.Test():  # sleep between polls, because a wait in MPI spins on a core that rank 0 compiles on
             time.sleep(0.02)
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
-    """Run the part of one rank: record, create the contenders, and alternate between them."""
+    """Run one rank: record, create the contenders, and time their steps alternately. Collective."""
     from torch._dynamo.backends.distributed import DDPOptimizer
 
     import sirtaki.torch as hvd
@@ -98,7 +95,8 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
     inner = options["backend"]
     early = hvd.early_gradients(inner)
     compiled_once(model, inner, comm)
-    whole = CompiledSirtaki(model, backend=inner, tune=True)  # the first one: its steps are those of a recording
+    # The first optimizer, because a recording follows the steps of a process's first optimizer.
+    whole = CompiledSirtaki(model, backend=inner, tune=True)
     contenders: dict[str, Contender] = {WHOLE: whole}
     whole.warm_up()
     whole.sync.apply(whole.sync.default)
@@ -110,7 +108,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
     backends = {EARLY: early}
     if advice:
         backends[ADVISED] = hvd.early_gradients(inner, part_bytes=advice)
-    if not options["ddp"]:  # where `early` may be the whole model: what cuts cost that bring nothing
+    if not options["ddp"]:  # four parts show the cost of cuts where `early` may keep the model whole
         n_bytes = 4 * sum(parameter.numel() for parameter in whole.model.parameters())
         backends[IN_FOUR] = hvd.early_gradients(inner, part_bytes=n_bytes // 4)
     for name, backend in backends.items():
@@ -129,20 +127,20 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
     return {"samples": samples, "advice": advice, "setups": {n: c.describe() for n, c in contenders.items()}}
 
 
-# ── judgement ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── evaluation ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def judge(report: Report, case: str, result: Mapping[str, Any]) -> None:
     """Add rows and bars from the ranks' measurements."""
     samples = dict(result["samples"])
-    samples.setdefault(ADVISED, samples[WHOLE])  # it was advised to leave it whole
-    setups = {ADVISED: "the same as whole", **result["setups"]}
+    samples.setdefault(ADVISED, samples[WHOLE])  # `sirtaki optimize` recommended the whole model
+    setups = {ADVISED: "whole", **result["setups"]}
     report.compare(samples, WHOLE, ratio="ratio_to_whole", where={"case": case}, setup=setups)
     for name in (EARLY, ADVISED):
         report.bar(f"{case}: {name} ÷ whole", ratio(samples, name, WHOLE), 0.90 if case == "capped" else 1.02)
     advice = result["advice"]
     report.notes.append(
-        f"{case}: " + (f"advised to cut at {advice / 1e6:.2f} MB" if advice else "advised to leave it whole")
+        f"{case}: " + (f"recommended: cut at {advice / 1e6:.2f} MB" if advice else "recommended: leave it whole")
     )
 
 

@@ -2,13 +2,13 @@
 
     python -m bench.convergence [--quick] [--check] [--save] [--ranks 2]
 
-Three tasks whose data are in installed packages: scikit-learn's handwritten digits (a perceptron), characters of
-Python's own documentation (a language model with a context of 16), and its pairs of neighbouring words (a recommender:
-two embeddings whose product predicts the next word). Each is trained from three seeds by each method, with the same
-batches, number of steps and learning rates; nothing is tuned for a method.
-Ranks use Gloo, because traffic through shared memory is not compressed.
+Three tasks use data from installed packages: scikit-learn's handwritten digits (a perceptron), characters of Python's
+documentation (a language model with a context of 16), and pairs of neighbouring words of the same text (a recommender:
+two embeddings whose product predicts the next word). Each task is trained from three seeds by each method, with the
+same batches, number of steps and learning rates. No hyperparameter is tuned for a method. Ranks use Gloo, because
+traffic through shared memory is not compressed.
 
-Bar: the validation loss, averaged over the seeds, relative to that of plain sums.
+Bar: the validation loss, averaged over the seeds, divided by the validation loss of plain sums.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LIMITS = {
     "diloco 16, 4 fragments": 1.10,
 }
 PAPERS = "diloco 16, the paper's momentum"
-"""No bar: this setting is for trainings with many more outer steps."""
+"""A method without a bar, because the paper's setting needs many more outer steps than these tasks have."""
 
 PLAIN, CONTEXT, SEEDS = "plain", 16, 3
 
@@ -47,7 +47,7 @@ Task = tuple[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, 
 
 
 def digits() -> Task:
-    """1 797 pictures of 8 × 8."""
+    """Return the task of classifying scikit-learn's 1 797 digits of 8 × 8 pixels."""
     from sklearn.datasets import load_digits
 
     found = load_digits()
@@ -91,7 +91,7 @@ class Recommender(nn.Module):
 
 
 def recommender() -> Task:
-    """Return the task over the thousand most frequent words."""
+    """Return the task of predicting the next word among the thousand most frequent ones."""
     words = text().lower().split()
     known = {word: number for number, (word, _) in enumerate(Counter(words).most_common(1000))}
     pairs = [(known[a], known[b]) for a, b in pairwise(words) if a in known and b in known]
@@ -103,8 +103,8 @@ def recommender() -> Task:
 TASKS: dict[str, Callable[[], Task]] = {"digits": digits, "characters": characters, "recommender": recommender}
 
 
-def trained(make: Callable[[], Task], way: str, seed: int, shorter: int) -> float:
-    """Return the final loss of this task with this method. Collective."""
+def validation_loss(make: Callable[[], Task], way: str, seed: int, shorter: int) -> float:
+    """Train a task with a method and return the validation loss. Collective."""
     import sirtaki.torch as hvd
 
     torch.manual_seed(seed)
@@ -142,10 +142,10 @@ def trained(make: Callable[[], Task], way: str, seed: int, shorter: int) -> floa
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
-    """Run the part of one rank: train all tasks by all methods from all seeds, and return the losses."""
+    """Run one rank: train all tasks by all methods from all seeds, and return the losses. Collective."""
     return {
         task: {
-            way: [trained(make, way, seed, options["shorter"]) for seed in range(options["seeds"])]
+            way: [validation_loss(make, way, seed, options["shorter"]) for seed in range(options["seeds"])]
             for way in (PLAIN, *LIMITS, PAPERS)
         }
         for task, make in TASKS.items()
@@ -153,7 +153,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
 
 
 def main() -> int:
-    """Train everything, and compare."""
+    """Train every task by every method, and compare the losses."""
     flags = parser(__doc__)
     flags.add_argument("--ranks", type=int, default=2)
     args = flags.parse_args()

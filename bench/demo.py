@@ -1,13 +1,13 @@
-"""What Sirtaki does, in under three minutes: one training job four times, on this host and on four emulated nodes.
+"""Demonstrate Sirtaki in under three minutes: one training job four times, on this host and on four emulated nodes.
 
     make demo        (or: python -m bench.demo)
 
-The job, a net that learns scikit-learn's digits, runs with PyTorch DDP, with Sirtaki untuned, with Sirtaki that tunes
-while it trains, and once more with what that run has left in the registry. Then DDP, Sirtaki untuned and Sirtaki tuned
-train in turns in the same processes, and a paired comparison says which differences are proved. The emulated nodes
-(`bench.lib.cluster`) are network namespaces whose links carry 400 Mbit/s, but one connection only 40, as clouds cap
-connections; where they cannot be made the demonstration says why and goes without. Nothing is left behind but the pages
-with the reports.
+The job trains a small network on scikit-learn's digits. It runs with PyTorch DDP, with Sirtaki untuned, with Sirtaki
+tuning during the training, and with the tuned setting from the registry. Then DDP, Sirtaki untuned and Sirtaki tuned
+alternate in the same processes, and a paired comparison shows which differences are proved. The emulated nodes
+(`bench.lib.cluster`) are network namespaces. Their links carry 400 Mbit/s and a single connection 40, because clouds
+cap connections, too. On a machine without network namespaces the demonstration prints the reason and skips the nodes.
+It keeps only the HTML reports.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ REPORTS = REPOSITORY / "build" / "demo"
 JOB_TIMEOUT_S = 150.0
 MOST_STEPS = 200
 ROUNDS = 8
-"""Turns of each contender in the paired comparison."""
+"""Number of pairs in the paired comparison."""
 
 say = Console(highlight=False, soft_wrap=True).print
 
@@ -81,7 +81,7 @@ NODES = Scene(
 
 
 def digits(comm: Any, width: int) -> tuple[Any, Any, Any]:
-    """Return the model, and the images and labels of this rank."""
+    """Return the model, and this rank's images and labels."""
     import torch
     from sklearn.datasets import load_digits
     from torch import nn
@@ -89,12 +89,12 @@ def digits(comm: Any, width: int) -> tuple[Any, Any, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
     found = load_digits()
-    mine = slice(comm.rank, None, comm.size)
-    return model, torch.tensor(found.data[mine], dtype=torch.float32) / 16, torch.tensor(found.target[mine])
+    shard = slice(comm.rank, None, comm.size)
+    return model, torch.tensor(found.data[shard], dtype=torch.float32) / 16, torch.tensor(found.target[shard])
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
-    """Run the part of one rank: train and time the last steps, or run all contenders alternately."""
+    """Run one rank: train and time the last steps, or time all contenders alternately. Collective."""
     import torch
     from torch import nn
 
@@ -145,11 +145,11 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
     }
 
 
-def play(scene: Scene, where: int | NetLab) -> dict[str, Any]:
-    """Run the job four times and all contenders in turns, and write the report of the tuned job.
+def run_scene(scene: Scene, where: int | NetLab) -> dict[str, Any]:
+    """Run the job four times, then all contenders alternately, and write the report of the tuned job.
 
     Returns:
-        The results of each job, and under `TURNS` the times of the turns.
+        The results of each job, and under `TURNS` the step times of the alternating contenders.
 
     Raises:
         RuntimeError: a job failed.
@@ -170,7 +170,7 @@ def play(scene: Scene, where: int | NetLab) -> dict[str, Any]:
             results[name] = result = run_ranks("bench.demo", where, options, env=env, timeout_s=JOB_TIMEOUT_S)
             say(f"  {name}: {_time(result['step_s'])} a step with {result['setting']}")
         env = {"SIRTAKI_WARMUP_ITERATIONS": str(scene.warmup_iterations), **registry}
-        say("  and in turns: DDP, Sirtaki untuned, Sirtaki tuned")
+        say("  alternating: DDP, Sirtaki untuned, Sirtaki tuned")
         turns = {"width": scene.width, "block": scene.block}
         results[TURNS] = run_ranks("bench.demo", where, turns, env=env, timeout_s=JOB_TIMEOUT_S)
         REPORTS.mkdir(parents=True, exist_ok=True)
@@ -190,19 +190,19 @@ def show(scene: Scene, results: Mapping[str, Any]) -> None:
     turns = results[TURNS]
     for name in (DDP, UNTUNED, TUNED, REMEMBERED):
         settled = f"{results[name]['settled']} steps" if name in (TUNED, REMEMBERED) else ""
-        if name not in turns:  # it runs the tuned setting
+        if name not in turns:  # it runs the tuned setting, so it is not timed again
             table.add_row(name, "", "", settled)
             continue
         gain = "" if name == DDP else difference(turns, name, DDP)
         table.add_row(name, _time(median(turns[name])), gain, settled)
     say()
     say(table)
-    say(f"Steps are medians of {ROUNDS} turns in the same processes; a difference is shown if pairs of turns prove it.")
-    say(f"What tuning tried: {os.path.relpath(REPORTS / f'{scene.name}.html')}")
+    say(f"Step: median of {ROUNDS} alternating blocks in the same processes. A difference is shown if pairs prove it.")
+    say(f"Tuning report: {os.path.relpath(REPORTS / f'{scene.name}.html')}")
 
 
-def play_nodes() -> tuple[dict[str, Any] | None, str]:
-    """Return the results of the emulated cluster, or why it is not possible. Without root, a user namespace is used."""
+def run_nodes() -> tuple[dict[str, Any] | None, str]:
+    """Return the results of the emulated cluster, or None and the reason. Without root, use a user namespace."""
     prefix: list[str] = []
     if shutil.which("setpriv") is None:
         return None, "not installed: setpriv (package util-linux)"
@@ -212,10 +212,10 @@ def play_nodes() -> tuple[dict[str, Any] | None, str]:
             return None, "network namespaces need root, or user namespaces, which this system does not permit"
     with tempfile.TemporaryDirectory(prefix="sirtaki-demo-") as folder:
         found = Path(folder) / "found.json"
-        # Whatever ends this process ends that one, and with it all that it has made.
+        # The kernel kills the child process, and with it all namespaces, as soon as this process ends.
         command = ["setpriv", "--pdeathsig", "KILL", *prefix, sys.executable, "-m", "bench.demo", "--nodes", str(found)]
         subprocess.run(command, cwd=REPOSITORY, check=False)
-        outcome = json.loads(found.read_text()) if found.exists() else {"problem": "it ended early"}
+        outcome = json.loads(found.read_text()) if found.exists() else {"problem": "its process ended early"}
     return outcome.get("results"), outcome.get("problem", "")
 
 
@@ -224,7 +224,7 @@ def main() -> int:
     flags = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     flags.add_argument("--nodes", type=Path, metavar="FILE", help=argparse.SUPPRESS)
     args = flags.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: so that all is taken down
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, so that the namespaces are removed
     if args.nodes is not None:
         outcome: dict[str, Any]
         try:
@@ -233,7 +233,7 @@ def main() -> int:
                 outcome = {"problem": reason}
             else:
                 with NetLab(SHAPE) as lab:
-                    outcome = {"results": play(NODES, lab)}
+                    outcome = {"results": run_scene(NODES, lab)}
         except (LabError, OSError, RuntimeError) as err:
             outcome = {"problem": str(err).strip().splitlines()[0]}
         except KeyboardInterrupt:
@@ -241,22 +241,22 @@ def main() -> int:
         args.nodes.write_text(json.dumps(outcome))
         return 0
     try:
-        say(f"One host: a net of {HOST.width} units a layer learns digits on 2 ranks, four times.")
-        on_host = play(HOST, 2)
-        say(f"\nFour nodes, emulated by network namespaces: the same with {NODES.width} units a layer.")
-        on_nodes, problem = play_nodes()
+        say(f"One host: train a network with layers of width {HOST.width} on 2 ranks, four times.")
+        on_host = run_scene(HOST, 2)
+        say(f"\nFour nodes, emulated by network namespaces: the same training with layers of width {NODES.width}.")
+        on_nodes, problem = run_nodes()
     except KeyboardInterrupt:
-        say("interrupted; nothing is left behind")
+        say("interrupted; all processes and namespaces are removed")
         return 130
     except RuntimeError as err:
-        say(f"the demonstration could not be played: {err}")
+        say(f"the demonstration failed: {err}")
         return 1
     show(HOST, on_host)
     if on_nodes is not None:
         show(NODES, on_nodes)
     else:
-        say(f"\nLeft out: the emulated nodes, on which tuning gains most: {problem}.")
-    say("Left out: GPUs and real networks, which a demonstration on one machine cannot show.")
+        say(f"\nSkipped: the emulated nodes, on which tuning gains most: {problem}.")
+    say("Not shown: GPUs and real networks.")
     return 0
 
 

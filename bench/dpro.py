@@ -1,19 +1,20 @@
-"""dPRO's figures (MLSys 2022), as far as one machine without GPUs can show them, in one table.
+"""Reproduce the figures of the dPRO paper (MLSys 2022) that one machine without GPUs can show, in one table.
 
     python -m bench.dpro [--quick] [--check] [--save] [--limit-s 480] [--parts accuracy overhead alignment …]
 
-Takes 8 minutes, `--quick` 2: on a busy machine jobs are left out, which it says. Each row has what the paper says, what
-was found here, how, and what of it cannot be redone. What is measured is what `bench.replay`, `bench.profile` and
-`bench.optimize` measure; rows on memory, compiled models and chosen plans quote what is kept in `bench/results`.
+Takes 8 minutes, `--quick` 2. On a busy machine it skips jobs and notes them. A row has the paper's figure, the figure
+measured here, the method, and the part that cannot be reproduced. Jobs run by the functions of `bench.replay`,
+`bench.profile` and `bench.optimize`. Rows on memory, compiled models and chosen plans quote `bench/results`.
 
-*accuracy* (figure 7, table 2): jobs are recorded, replayed, and held against iterations that were not recorded; beside
-it Daydream's rule. *overhead* (section 7.2): a step while it is recorded. *alignment* (figure 8): replays of a
-recording whose second rank has a wrong clock, with alignment and without. *search* (table 5): what a
-search takes. *scale* (figure 10): many ranks on few cores, replayed from their own recording, and
-predicted from that of two. *speed*: what one question to a job of 64 ranks takes.
+*accuracy* (figure 7, table 2): jobs are recorded, replayed, and compared with iterations that were not recorded, and
+with Daydream's rule. *overhead* (section 7.2): a step during a recording. *alignment* (figure 8): replays of a
+recording whose second rank has a wrong clock, with and without alignment. *search* (table 5): duration of a search.
+*scale* (figure 10): many ranks on few cores, replayed from their own recording, and predicted from a recording of two
+ranks. *speed*: time to predict a change of a job of 64 ranks.
 
-Bars: replay 5 % on average, 10 % at worst; alignment leaves at most half the smallest round trip of units, and 5 % of
-an iteration; the search 60 s; a replay of 64 ranks 2 s. Overhead has its bars in `bench.profile`.
+Bars: replay error 5 % on average, 10 % at worst. After alignment, clocks differ by at most half the smallest round trip
+of units, and an iteration by 5 %. A search takes 60 s, a replay of 64 ranks 2 s. Overhead has its bars in
+`bench.profile`.
 """
 
 from __future__ import annotations
@@ -50,26 +51,26 @@ from sirtaki.analysis.recording import Recording, write_job, write_rank
 from sirtaki.analysis.what_if import with_ranks
 from sirtaki.autotune.model.replayer import replay
 
-# ── What the dPRO paper says (MLSys 2022, section 7), and rows that put beside it what was found here ────────────────
+# ── figures of the dPRO paper (MLSys 2022, section 7) ────────────────────────────────────────────────────────────────
 
 PAPER: Mapping[str, tuple[str, str, str, str]] = {
     "iteration": ("fig. 7", "iteration: error", "< 5 % mostly", "RDMA, 100 Gbit/s, GPUs"),
     "rule": ("fig. 7", "iteration by Daydream's rule: error", "up to 70.2 %", "as above"),
     "forward": ("table 2", "forward pass: error", "0.8, 1.7 %", "BERT and ResNet on GPUs"),
     "backward": ("table 2", "backward pass: error", "0.7, 1.4 %", "as above"),
-    "plan": ("", "another plan, as a ratio to the one that ran: error", "not told", ""),
+    "plan": ("", "another plan, as a ratio to the one that ran: error", "not reported", ""),
     "overhead": ("sec. 7.2", "recording: overhead", "5.86 %", "GPUs, whose kernels run on"),
     "apart": ("fig. 8", "iteration, clocks not aligned: error", "up to 36.7 %", "clocks of several machines"),
     "aligned": ("fig. 8", "iteration, clocks aligned: error", "< 5 %", "as above"),
-    "clock": ("sec. 4.2", "what is left of a wrong clock", "not told", "as above"),
+    "clock": ("sec. 4.2", "clock error after alignment", "not reported", "as above"),
     "operators": ("fig. 9", "operators fused for communication: step", "1 / 1.52 of XLA's", "XLA, GPUs"),
     "tensors": ("fig. 9", "tensors fused and cut: step", "1 / 1.19 of the default's", "Horovod, BytePS, GPUs"),
     "peak": ("table 3", "peak memory: error", "at most 5.25 %", "memory of GPUs"),
     "remedies": ("table 4", "time with re-computation, accumulation: error", "3.4, 0.8 %", "BERT on 16 GPUs"),
     "search": ("table 5", "search with all accelerations", "0.29 h (ResNet50)", "operators are not fused in it"),
     "crowd": ("fig. 10", "more ranks: error", "< 5.6 %; Daydream up to 73.8 %", "128 GPUs on 16 hosts"),
-    "question": ("", "one question to 64 ranks", "not told", ""),
-    "questions": ("", "further ones, about other units", "not told", ""),
+    "question": ("", "one question to 64 ranks", "not reported", ""),
+    "questions": ("", "further questions, about other units", "not reported", ""),
 }
 """Figure, subject, the paper's value, and the part that one machine without GPUs cannot show."""
 
@@ -79,33 +80,33 @@ KEPT = {
     "peak": ("memory", "peak off by"),
     "remedies": ("memory", "time off by"),
 }
-"""The benchmark that measured it, and a word in the claims of its bars."""
+"""For figures that other benchmarks measure: the benchmark, and a word that occurs in the claims of its bars."""
 
 
 MOST = 3
-"""Bars that are quoted one by one."""
+"""Largest number of bars that are quoted one by one."""
 
 
 def line(key: str, here: str, how: str) -> dict[str, Any]:
-    """Return a row of the table: the result for one of `PAPER`, and its method."""
+    """Return a row of the table: the paper's figure `key`, the figure measured here, and the method."""
     figure, what, paper, missing = PAPER[key]
     return {"figure": figure, "what": what, "the paper": paper, "here": here, "how": how, "not redone": missing}
 
 
 def kept_lines(results: Path = RESULTS) -> Iterator[dict[str, Any]]:
-    """Return rows from the kept results of other benchmarks."""
+    """Return rows that quote results of benchmarks in the folder `results`."""
     for key, (name, word) in KEPT.items():
         path = results / f"{name}.md"
         bars = kept_bars(path.read_text(encoding="utf-8")) if path.exists() else {}
-        said = [f"{claim}: {value}" for claim, value in bars.items() if word in claim]
-        if len(said) > MOST:
+        shown = [f"{claim}: {value}" for claim, value in bars.items() if word in claim]
+        if len(shown) > MOST:
             worst = max((claim for claim in bars if word in claim), key=lambda claim: float(bars[claim].split()[0]))
-            said = [f"of {len(said)} at worst {worst}: {bars[worst]}"]
-        yield line(key, "; ".join(said) or "not kept yet", f"bench.{name}")
+            shown = [f"of {len(shown)} at worst {worst}: {bars[worst]}"]
+        yield line(key, "; ".join(shown) or "not kept yet", f"bench.{name}")
 
 
 def kept_bars(page: str) -> dict[str, str]:
-    """Return the measurements of a page of kept results, by the claims of the bars."""
+    """Return the measured values of the bars on a page of `bench/results`, by claim."""
     rows = re.findall(r"^\| (.+) \| (.+) \| ≤ .+ \| (?:met|\*\*missed\*\*) \|$", page, re.MULTILINE)
     return dict(rows)
 
@@ -134,11 +135,11 @@ SUBJECTS: Sequence[Subject] = (
 """The first jobs run even if time is short."""
 
 SHARE_OF_ACCURACY = 0.5
-"""Share of the time for jobs; the rest is for the other parts."""
+"""Share of the time limit for running jobs."""
 
 SLEEPS = "resnet50"
-"""Its computation is sleep, which is no operator: of its passes nothing is known. Nor of a straggler's forward pass,
-before which it sleeps."""
+"""The model that sleeps instead of computing. A recording has no operators of it, so its passes cannot be replayed. The
+same holds for a straggler's forward pass, before which the rank sleeps."""
 
 CROWDS = (8, 16)
 MANY_RANKS = 64
@@ -150,11 +151,11 @@ Rows = Iterator[dict[str, Any]]
 def run_jobs(
     report: Report, subjects: Sequence[Subject], args: Namespace, until_s: float
 ) -> dict[Subject, FinishedJob]:
-    """Record the jobs. Failed jobs, and jobs that would start too late (`time.monotonic()`), are noted and skipped."""
+    """Record the jobs. Skip and note those that fail, and those that would start after `until_s`."""
     found = {}
     for case, model, ranks in subjects:
         if found and time.monotonic() > until_s:
-            report.notes.append(f"{case}, {model}, {ranks} ranks: left out, the time was up")
+            report.notes.append(f"{case}, {model}, {ranks} ranks: skipped, the time was up")
             continue
         if case in NETWORKS and (reason := why_unavailable()) is not None:
             report.notes.append(f"{case}: no emulated cluster here, {reason}")
@@ -167,10 +168,10 @@ def run_jobs(
 
 
 def times(subject: Subject, job: FinishedJob) -> Rows:
-    """Return measured, replayed and Daydream's times of an iteration and its passes, as in table 2."""
+    """Yield the measured, the replayed and Daydream's times of an iteration and its passes, as in table 2."""
     case, model, ranks = subject
     true = job.truth["base"]
-    for who, told in (("measured", true), ("replayed", job.replayed()), (RULE, job.by_daydream())):
+    for who, times_s in (("measured", true), ("replayed", job.replayed()), (RULE, job.by_daydream())):
         known = who == "measured" or model != SLEEPS
         late = who != "measured" and case == "straggler"
         yield {
@@ -178,10 +179,10 @@ def times(subject: Subject, job: FinishedJob) -> Rows:
             "model": model,
             "ranks": ranks,
             "who": who,
-            "iteration_s": told[0],
-            "forward_s": told[1] if known and not late else math.nan,
-            "backward_s": told[2] if known else math.nan,
-            "error, %": None if who == "measured" else percent(told[0], true[0]),
+            "iteration_s": times_s[0],
+            "forward_s": times_s[1] if known and not late else math.nan,
+            "backward_s": times_s[2] if known else math.nan,
+            "error, %": None if who == "measured" else percent(times_s[0], true[0]),
         }
 
 
@@ -189,7 +190,7 @@ def times(subject: Subject, job: FinishedJob) -> Rows:
 
 
 def accuracy(report: Report, jobs: Mapping[Subject, FinishedJob]) -> Rows:
-    """Add figure 7 and table 2."""
+    """Compare replays with measured iterations: figure 7 and table 2."""
     rows = [row for subject, job in jobs.items() for row in times(subject, job)]
     report.rows += rows
     own, rule = ([abs(row["error, %"]) for row in rows if row["who"] == who] for who in ("replayed", RULE))
@@ -199,8 +200,8 @@ def accuracy(report: Report, jobs: Mapping[Subject, FinishedJob]) -> Rows:
     yield line("iteration", _mean_and_worst(own), how)
     yield line("rule", _mean_and_worst(rule), how)
     for name in PASSES[1:]:
-        pairs = [(told[f"{name}_s"], true[f"{name}_s"]) for true, told in zip(rows[::3], rows[1::3], strict=True)]
-        errors = [abs(percent(told_s, true_s)) for told_s, true_s in pairs if not math.isnan(told_s)]
+        pairs = [(own[f"{name}_s"], true[f"{name}_s"]) for true, own in zip(rows[::3], rows[1::3], strict=True)]
+        errors = [abs(percent(predicted_s, true_s)) for predicted_s, true_s in pairs if not math.isnan(predicted_s)]
         if errors:
             yield line(name, _mean_and_worst(errors), f"jobs with real models: {len(errors)}")
     plans = [
@@ -217,24 +218,28 @@ def _mean_and_worst(errors: Sequence[float]) -> str:
 
 
 def overhead(report: Report, args: Namespace) -> Rows:
-    """Add section 7.2."""
+    """Measure the overhead of recording: section 7.2."""
     model = "transformer, 256 tokens"
     with tempfile.TemporaryDirectory() as directory:
         flags = Namespace(steps=10, rounds=args.rounds, seed=args.seed)
         ratio = measure_cost(report, flags, model, Path(directory, "recorded"))
-    said = f"{100 * (ratio['operators'] - 1):.1f} % with operators, {100 * (ratio['units'] - 1):.1f} % without"
-    yield line("overhead", said, f"{model}; steps in {args.rounds} turns. Steps that are replayed have units only")
+    shown = f"{100 * (ratio['operators'] - 1):.1f} % with operators, {100 * (ratio['units'] - 1):.1f} % without"
+    yield line(
+        "overhead",
+        shown,
+        f"{model}; {args.rounds} alternating blocks of steps. Replayed steps are recorded with units only",
+    )
 
 
 def alignment(report: Report, job: FinishedJob) -> Rows:
-    """Add figure 8: the replayed iteration when one of two ranks has a wrong clock."""
+    """Replay a recording in which one of two ranks has a wrong clock: figure 8."""
     found: dict[bool, list[float]] = {False: [], True: []}
     for recorded in job.histories:
         right_s = _iteration_s(recorded.recording)
         for by_s, drift in INJECTED:
             for aligned, errors in found.items():
-                told = with_wrong_clock(recorded.recording, by_s=by_s, drift=drift, hosts=aligned)
-                errors.append(abs(percent(_iteration_s(_by_units(told)), right_s)))
+                shifted = with_wrong_clock(recorded.recording, by_s=by_s, drift=drift, hosts=aligned)
+                errors.append(abs(percent(_iteration_s(_by_units(shifted)), right_s)))
     off, on = max(found[False]), max(found[True])
     measure_clocks(report, job.histories[0].recording)
     left_us = {row["what"]: row["figure"] for row in report.rows if row.get("unit") == "µs"}
@@ -242,15 +247,15 @@ def alignment(report: Report, job: FinishedJob) -> Rows:
         next(us for what, us in left_us.items() if what.startswith(f"error left {by}")) for by in ("of", "by")
     )
     report.bar("fig. 8: error of an iteration, aligned", on, 5.0, "% ")
-    how = "±50 ms and ±20 ppm put into one of two ranks; against the replay with right clocks"
+    how = "error of ±50 ms and ±20 ppm on one of two ranks; compared with the replay with correct clocks"
     yield line("apart", f"up to {off:.1f} %", how)
     yield line("aligned", f"up to {on:.1f} %", how)
     yield line("clock", f"{own_us:.0f} µs; HolisticTraceAnalysis leaves {hta_us:.0f} µs", how)
 
 
-def _by_units(told: Recording) -> Recording:
-    """As between hosts: the question at the start knows no better than units."""
-    return replace(told, ranks={rank: replace(own, round_trip_s=1.0) for rank, own in told.ranks.items()})
+def _by_units(shifted: Recording) -> Recording:
+    """Return a recording whose clocks are aligned by the exchange of units only, as between hosts."""
+    return replace(shifted, ranks={rank: replace(own, round_trip_s=1.0) for rank, own in shifted.ranks.items()})
 
 
 def _iteration_s(recording: Recording) -> float:
@@ -258,7 +263,7 @@ def _iteration_s(recording: Recording) -> float:
 
 
 def search(report: Report, job: FinishedJob) -> Rows:
-    """Add table 5."""
+    """Measure the duration of a search: table 5."""
     recording = job.histories[0].recording
     with tempfile.TemporaryDirectory() as directory:
         write_job(Path(directory), recording.job)
@@ -267,8 +272,8 @@ def search(report: Report, job: FinishedJob) -> Rows:
         found = searched(Path(directory))
     report.bar("table 5: the search", found.search_s, 60.0, "s ")
     step_ms = 1e3 * found.best.answer.times.iteration_s
-    said = f"{found.search_s:.2f} s, {found.replays} replays; finds {step_ms:.4g} ms a step"
-    yield line("search", said, f"{' '.join(map(str, MAIN))} ranks, {_gradients(job)} gradients")
+    shown = f"{found.search_s:.2f} s, {found.replays} replays; finds {step_ms:.4g} ms a step"
+    yield line("search", shown, f"{' '.join(map(str, MAIN))} ranks, {_gradients(job)} gradients")
 
 
 def _gradients(job: FinishedJob) -> int:
@@ -276,25 +281,25 @@ def _gradients(job: FinishedJob) -> int:
 
 
 def scale(report: Report, small: FinishedJob, args: Namespace) -> Rows:
-    """Add figure 10: more ranks than cores, replayed from their recording, and predicted from two ranks."""
+    """Run more ranks than cores, replay their recording, and predict them from two ranks: figure 10."""
     few = Namespace(**{**vars(args), "turns": 2, "steps": 4})
     case, model, _ = MAIN
     for subject, job in run_jobs(report, [(case, model, ranks) for ranks in args.crowds], few, args.until_s).items():
         true, own, rule = times(subject, job)
         ranks, true_s = subject[2], true["iteration_s"]
-        told_s = statistics.fmean(replayed(play(with_ranks(one, ranks))).iteration_s for one in small.models)
-        error = percent(told_s, true_s)
-        from_two = {**true, "who": "from 2 ranks", "iteration_s": told_s, "error, %": error}
+        predicted_s = statistics.fmean(replayed(play(with_ranks(one, ranks))).iteration_s for one in small.models)
+        error = percent(predicted_s, true_s)
+        from_two = {**true, "who": "from 2 ranks", "iteration_s": predicted_s, "error, %": error}
         report.rows += [true, own, rule, {**from_two, "forward_s": math.nan, "backward_s": math.nan}]
-        said = (
+        shown = (
             f"{ranks} ranks, {1e3 * true_s:.0f} ms: {own['error, %']:+.1f} %, predicted from 2 ranks {error:+.1f} %, "
             f"Daydream {rule['error, %']:+.1f} %"
         )
-        yield line("crowd", said, f"{case} {model}, all on this machine's cores")
+        yield line("crowd", shown, f"{case} {model}, all ranks on this machine's cores")
 
 
 def speed(report: Report, job: FinishedJob) -> Rows:
-    """One question to many ranks like the recorded ones, a mean iteration; and how many more follow in a second."""
+    """Measure the time to predict a change of a job of `MANY_RANKS` ranks, and the rate of further predictions."""
     large = with_ranks(mean_iteration(job.models[0]), MANY_RANKS)
     operators = statistics.fmean(len(one.operators) for one in job.histories[0].recording.ranks[0].iterations)
     ways: Mapping[str, Callable[[JobModel], float]] = {
@@ -306,9 +311,9 @@ def speed(report: Report, job: FinishedJob) -> Rows:
     what, taken_s = f"{MANY_RANKS} ranks × {operators:.0f} operators", {}
     for name, ask in ways.items():
         begin_s = time.perf_counter()
-        told_s = ask(large)
+        predicted_s = ask(large)
         taken_s[name] = time.perf_counter() - begin_s
-        report.rows.append({"question": f"{what}, {name}", "takes_s": taken_s[name], "answer_s": told_s})
+        report.rows.append({"question": f"{what}, {name}", "takes_s": taken_s[name], "answer_s": predicted_s})
     small = symmetric(coarse(large, settled=False))
     begin_s, count = time.perf_counter(), 0
     while (passed_s := time.perf_counter() - begin_s) < 2.0:
@@ -319,11 +324,11 @@ def speed(report: Report, job: FinishedJob) -> Rows:
     yield line("questions", f"{count / passed_s:.1f} a second", f"{what}, {len(small.ranks)} ranks for all")
 
 
-# ── the front door ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def measure(report: Report, args: Namespace) -> None:
-    """Run the selected parts. The table with the paper's values is first."""
+    """Run the selected parts. The table with the paper's figures is the first one."""
     wanted = {*args.parts}
     whole = "accuracy" in wanted and not args.quick
     until_s = args.until_s - (1 - SHARE_OF_ACCURACY) * args.limit_s
@@ -344,10 +349,12 @@ def measure(report: Report, args: Namespace) -> None:
 
 
 def main() -> int:
-    """Runs them."""
+    """Run the selected parts and print the table."""
     flags = parser(__doc__)
     flags.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
-    flags.add_argument("--limit-s", type=float, default=480.0, metavar="S", help="no job begins after that")
+    flags.add_argument(
+        "--limit-s", type=float, default=480.0, metavar="S", help="start no job after so many seconds (%(default)s)"
+    )
     args = flags.parse_args()
     report = Report(name="dpro" if {*args.parts} == {*PARTS} else "_".join(["dpro", *args.parts]))
     amount = {"rounds": 3, "turns": 2} if args.quick else {"rounds": 7, "turns": 3}

@@ -1,6 +1,6 @@
 """Latency of a small eager all-reduce: `hvd.allreduce` of 64 floats, by kind of name, compared with plain MPI.
 
-Scripts call these once per step, and users are used to Horovod's cycle of 1 ms.
+Scripts call it once per step. Horovod takes about its cycle time of 1 ms.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from bench.lib.harness import Report, Spread, finish, parser
 from bench.lib.ranks import in_turns, run_ranks, start
 
 NUMEL = 64
-FIRST_CALLS = 20  # not counted
+FIRST_CALLS = 20  # not measured
 BARS_US = {2: 40.0, 4: 120.0}
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
-    """Run the part of one rank: calls of each kind alternately."""
+    """Run one rank: time calls of each kind alternately. Collective."""
     import torch
     from mpi4py import MPI
 
@@ -37,7 +37,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
 
 
 def main() -> int:
-    """Run two and four ranks on this host."""
+    """Measure with two and with four ranks on this host."""
     args = parser(__doc__).parse_args()
     report = Report(name="eager")
     for ranks in (2, 4):

@@ -2,11 +2,11 @@
 
     python -m bench.elastic [--quick] [--check] [--save] [--ranks 3 4 8] [--kills 50]
 
-Each job trains a small net on one host (`bench.lib.elastic_training`) and commits every five steps. Whenever all
+Each job trains a small network on one host (`bench.lib.elastic_training`) and commits every five steps. Whenever all
 ranks are present, a random one gets SIGKILL. *Recovery* is the time from the signal until each survivor has finished an
-iteration without the dead rank. *Join* is the step in which the new rank joined, on the slowest of the other ranks. At
-the end, all log lines of the processes are checked: commits must be equal on all ranks, and no returned commit may be
-lost.
+iteration without the dead rank. *Join* is the duration of the step in which the new rank joined, on the slowest older
+rank. At the end, all log lines of the processes are checked: commits must be equal on all ranks, and no commit that
+returned may be lost.
 
 Bars: median recovery ≤ 1 s, worst ≤ 2 s; a join ≤ 2 s; nothing lost.
 """
@@ -33,7 +33,7 @@ from typing import TypeVar
 from bench.lib.harness import REPOSITORY, Report, Spread, finish, parser
 from bench.lib.ranks import RANK_ENV
 
-# ── What the processes of a job have written down: what each death has cost, and whether anything was lo ─────────────
+# ── logs of the job's processes ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class LogEvent:
         pid: process that wrote it.
         kind: "resume", "step", "commit" or "end".
         at_s: time in seconds since the epoch.
-        step: number of training steps so far.
+        step: number of finished training steps.
         size: number of ranks.
         digest: digest of the parameters; empty if not logged.
     """
@@ -58,7 +58,7 @@ class LogEvent:
 
 
 class Diaries:
-    """The logs in a folder, by process, read repeatedly while the processes write."""
+    """Logs of a job's processes in a folder. Can be read while the processes write."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -66,7 +66,7 @@ class Diaries:
         self.events: dict[int, list[LogEvent]] = {}
 
     def read(self) -> dict[int, list[LogEvent]]:
-        """Return all complete lines so far, by process, in order."""
+        """Read new lines, and return the events of all complete lines in order, by process id."""
         for path in self._folder.glob("*.jsonl"):
             pid = int(path.stem)
             with path.open("rb") as file:
@@ -78,7 +78,7 @@ class Diaries:
         return self.events
 
     def recovered_at_s(self, survivors: Set[int], victims: Set[int], *, killed_s: float, size: int) -> float | None:
-        """Return when the last survivor had finished an iteration without the victims; None if some has not yet.
+        """Return when the last survivor finished an iteration without the victims; None if a survivor has not yet.
 
         Args:
             survivors: process ids of the survivors.
@@ -107,10 +107,11 @@ def _event(pid: int, line: bytes) -> LogEvent:
 def recovered_at_s(
     events: Mapping[int, Sequence[LogEvent]], *, killed_s: float, size: int, last_step: int
 ) -> float | None:
-    """Return when the last survivor had finished an iteration without the killed ranks; None if some has not yet.
+    """Return when the last survivor finished an iteration without the killed ranks; None if a survivor has not yet.
 
-    Such an iteration has fewer ranks. If new ranks joined before the survivors continued, it is an iteration in which
-    the killed ranks cannot have taken part: they took part at most in the one after their last.
+    Such an iteration has fewer ranks. If new ranks joined before the survivors continued, the number of ranks is
+    unchanged. Then an iteration counts if the killed ranks cannot have taken part, which is so from the second one
+    after their last step.
 
     Args:
         events: events of the survivors.
@@ -129,7 +130,7 @@ def recovered_at_s(
 
 
 def joins_s(events: Mapping[int, Sequence[LogEvent]]) -> list[float]:
-    """Return the delay by each new member: from one step to the next, if the number of ranks grew."""
+    """Return the seconds from step to step wherever the number of ranks grew, on the slowest rank."""
     costs: dict[tuple[int, int], float] = defaultdict(float)
     for own in events.values():
         steps = [event for event in own if event.kind == "step"]
@@ -141,7 +142,7 @@ def joins_s(events: Mapping[int, Sequence[LogEvent]]) -> list[float]:
 
 
 def faults(events: Mapping[int, Sequence[LogEvent]]) -> list[str]:
-    """Return violations: commits that differ between ranks, or that returned and were lost; empty if there are none."""
+    """Describe commits that differ between ranks, and commits that returned and were lost."""
     found: list[str] = []
     in_order = sorted((event for own in events.values() for event in own), key=lambda event: event.at_s)
     digests: dict[int, set[str]] = defaultdict(set)
@@ -165,19 +166,19 @@ MEDIAN_LIMIT_S, WORST_LIMIT_S, JOIN_LIMIT_S = 1.0, 2.0, 2.0
 PATIENCE_S = 90.0
 """Seconds to wait after a kill, for the survivors and for the new process."""
 
-LOOK_S, CALM_S = 0.05, 1.0
+POLL_S, CALM_S = 0.05, 1.0
 
 _Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Killed:
-    """The results of one job.
+    """Results of one job whose ranks were killed.
 
     Attributes:
         recoveries_s: one per kill; infinite if survivors did not continue.
         joins_s: one per new process.
-        faults: lost commits.
+        faults: descriptions of unequal or lost commits, and of timeouts.
     """
 
     recoveries_s: list[float] = field(default_factory=list)
@@ -186,14 +187,14 @@ class Killed:
 
 
 def environment() -> dict[str, str]:
-    """Of all processes."""
+    """Return the environment of all processes of a job."""
     places = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
     return os.environ | RANK_ENV | {"PYTHONPATH": os.pathsep.join(filter(None, places))}
 
 
 @contextmanager
 def running_job(folder: Path, ranks: int) -> Iterator[None]:
-    """Train with so many ranks inside the context. They log to this folder."""
+    """Run a training job with `ranks` ranks inside the context. The ranks log to `folder`."""
     command = [sys.executable, "-m", "sirtaki.run", "-np", str(ranks), "--min-np", "1", "--max-np", str(ranks)]
     training = [sys.executable, "-m", "bench.lib.elastic_training", str(folder), str(ENDLESS), str(COMMIT_EVERY)]
     with (folder / "output.txt").open("w") as output:
@@ -210,25 +211,25 @@ def running_job(folder: Path, ranks: int) -> Iterator[None]:
 
 
 def complete(alive: Mapping[int, Sequence[LogEvent]], ranks: int) -> bool:
-    """Return whether all ranks are present, and have been for a while."""
+    """Return whether all ranks have been present for `CALM_S` seconds."""
     if len(alive) != ranks or any(own[-1].size != ranks or own[-1].kind == "end" for own in alive.values()):
         return False
     began_s = [next((e.at_s for e in reversed(own) if e.size != ranks), own[0].at_s) for own in alive.values()]
     return time.time() - max(began_s) > CALM_S
 
 
-def wait_until(look: Callable[[], _Answer]) -> _Answer | None:
-    """Return the first answer that is not None; None after `PATIENCE_S`."""
+def wait_until(poll: Callable[[], _Answer]) -> _Answer | None:
+    """Poll until the answer is true, and return it. Return None after `PATIENCE_S` seconds."""
     deadline_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline_s:
-        if found := look():
+        if found := poll():
             return found
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
     return None
 
 
 def kill_one_by_one(ranks: int, kills: int, *, seed: int) -> Killed:
-    """Run one job with `kills` kills."""
+    """Run one job and kill `kills` ranks, one after the other."""
     rng, found, dead = random.Random(seed), Killed(), set[int]()
     with tempfile.TemporaryDirectory(prefix="sirtaki-bench-") as name:
         folder = Path(name)
@@ -240,7 +241,7 @@ def kill_one_by_one(ranks: int, kills: int, *, seed: int) -> Killed:
         with running_job(folder, ranks):
             for number in range(kills + 1):
                 if not wait_until(lambda: complete(alive(), ranks)):
-                    found.faults.append(f"{ranks} ranks were not there in {PATIENCE_S:.0f} s: {tail(folder)}")
+                    found.faults.append(f"{ranks} ranks were not complete after {PATIENCE_S:.0f} s: {tail(folder)}")
                     break
                 if number == kills:
                     break
@@ -250,11 +251,11 @@ def kill_one_by_one(ranks: int, kills: int, *, seed: int) -> Killed:
                 killed_s = time.time()
                 os.kill(victim, signal.SIGKILL)
                 dead.add(victim)
-                look = partial(diaries.recovered_at_s, survivors, {victim}, killed_s=killed_s, size=ranks)
-                recovered_s = wait_until(look)
+                poll = partial(diaries.recovered_at_s, survivors, {victim}, killed_s=killed_s, size=ranks)
+                recovered_s = wait_until(poll)
                 if recovered_s is None:
                     found.recoveries_s.append(float("inf"))
-                    found.faults.append(f"survivors did not go on: {tail(folder)}")
+                    found.faults.append(f"survivors did not continue within {PATIENCE_S:.0f} s: {tail(folder)}")
                     break
                 found.recoveries_s.append(recovered_s - killed_s)
         found.joins_s.extend(joins_s(diaries.read()))
@@ -263,15 +264,15 @@ def kill_one_by_one(ranks: int, kills: int, *, seed: int) -> Killed:
 
 
 def tail(folder: Path) -> str:
-    """Return the end of a job's output."""
+    """Return the last three lines of a job's output."""
     return " / ".join((folder / "output.txt").read_text(errors="replace").splitlines()[-3:])
 
 
 def main() -> int:
-    """Runs the jobs."""
+    """Run one job per number of ranks."""
     flags = parser(__doc__)
     flags.add_argument("--ranks", type=int, nargs="+", default=[3, 4, 8])
-    flags.add_argument("--kills", type=int, help="in each job")
+    flags.add_argument("--kills", type=int, help="number of kills in each job")
     args = flags.parse_args()
     args.kills = args.kills or (5 if args.quick else 50)
     report = Report(name="elastic", settings={"ranks": args.ranks, "kills": args.kills})
@@ -287,8 +288,8 @@ def main() -> int:
                 "faults": len(found.faults),
             }
         )
-        told = ", ".join(f"{recovery_s:.2f}" for recovery_s in found.recoveries_s)
-        print(f"{ranks} ranks: recovered in {told} s", file=sys.stderr, flush=True)
+        times = ", ".join(f"{recovery_s:.2f}" for recovery_s in found.recoveries_s)
+        print(f"{ranks} ranks: recovered in {times} s", file=sys.stderr, flush=True)
         report.notes += [f"{ranks} ranks: {fault}" for fault in found.faults[:5]]
         judge(report, found, ranks)
     return finish(report, args)
@@ -304,7 +305,7 @@ def judge(report: Report, found: Killed, ranks: int) -> None:
 
 
 def spread(times_s: list[float]) -> Spread:
-    """Return the median, or NaN without measurements."""
+    """Return the spread of the times; NaN if there are none."""
     return Spread.of(times_s or [float("nan")])
 
 

@@ -2,9 +2,9 @@
 
     python -m bench.elastic_cost [--quick] [--check] [--save] [--ranks 2]
 
-`sirtakirun` starts the same script (`bench.lib.elastic_steady`) with and without `--min-np` alternately, untuned. A
-step's ratio is that of the medians of a round. Then the script commits 100 MB periodically, and checkpoints are written
-to disk: with all cores busy, and with one rank only, which leaves a core to the writer.
+`sirtakirun` starts the same script (`bench.lib.elastic_steady`) with and without `--min-np` alternately, untuned. The
+ratio of a round is the ratio of its median steps. Then the script commits 100 MB periodically, and Sirtaki writes
+checkpoints to disk: once with all cores busy, and once with a single rank, which leaves a core to the writer.
 
 Bars: a step ≤ 1.005 of one with a fixed set of ranks; a commit of 100 MB ≤ 60 ms; a step during a write ≤ 1.05 with a
 free core.
@@ -33,10 +33,10 @@ UNTUNED = {"SIRTAKI_WARMUP_ITERATIONS": "0", "SIRTAKI_REGISTRY": "off"}
 def train(
     ranks: int, *, elastic: bool, seconds: float, commit_every: int = 0, state_bytes: int = 0
 ) -> Mapping[str, list[float]]:
-    """Seconds of rank 0's steps and commits, see `bench.lib.elastic_steady`.
+    """Run a job and return the seconds of rank 0's steps and commits, see `bench.lib.elastic_steady`.
 
     Raises:
-        RuntimeError: the job has failed.
+        RuntimeError: the job failed.
     """
     with tempfile.TemporaryDirectory(prefix="sirtaki-bench-") as folder:
         env = environment() | UNTUNED
@@ -53,7 +53,7 @@ def train(
             check=False,
         )
         if job.returncode != 0:
-            raise RuntimeError(f"a job of {ranks} ranks has failed:\n{job.stdout[-1000:]}\n{job.stderr[-3000:]}")
+            raise RuntimeError(f"a job of {ranks} ranks failed:\n{job.stdout[-1000:]}\n{job.stderr[-3000:]}")
         times: Mapping[str, list[float]] = json.loads(Path(folder, "0.json").read_text())
     return times
 
@@ -75,7 +75,7 @@ def steps(report: Report, ranks: int, *, rounds: int, seconds: float) -> None:
 
 
 def checkpoints(report: Report, ranks: int, *, seconds: float, core_is_free: bool) -> None:
-    """Measure commits, and steps during writes."""
+    """Measure commits, and steps while a checkpoint is written."""
     times = train(ranks, elastic=True, seconds=seconds, commit_every=COMMIT_EVERY, state_bytes=STATE_BYTES)
     beside = statistics.median(times["beside"]) / statistics.median(times["step"])
     report.rows += [
@@ -89,11 +89,11 @@ def checkpoints(report: Report, ranks: int, *, seconds: float, core_is_free: boo
     if core_is_free:
         report.bar(f"a step beside a write, {ranks} ranks", beside, BESIDE_LIMIT)
     else:
-        report.notes.append(f"{ranks} ranks keep all cores busy, so a write takes time from them: no bar for these")
+        report.notes.append(f"{ranks} ranks keep all cores busy, so a write takes time from the steps: no bar")
 
 
 def main() -> int:
-    """Runs the jobs."""
+    """Run all jobs."""
     flags = parser(__doc__)
     flags.add_argument("--ranks", type=int, default=2)
     args = flags.parse_args()

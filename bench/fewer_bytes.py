@@ -5,9 +5,10 @@
 Four emulated nodes (`bench.lib.cluster`), one rank each, train six layers of 512 × 512 (6.3 MB of gradients) with
 almost no computation, so the benchmark measures communication. PyTorch's DDP runs plain, with
 `quantization_pertensor_hook` (adapted to Gloo, see `_Gathered`) and with `powerSGD_hook`. Sirtaki runs tuned, with
-int8, with PowerSGD of the same rank, and with its own choice under `SIRTAKI_LOSSY=int8,powersgd:4`. All are in the same
-processes and alternate. Afterwards DiLoCo (H = 32, four fragments) trains the same model, with a pause of 20 ms in
-each step for its computation, alternating with the same loop without communication. `--diloco` runs only this part.
+int8, with PowerSGD of the same rank, and with the codec that it chooses under `SIRTAKI_LOSSY=int8,powersgd:4`. All
+contenders are in the same processes and alternate. Afterwards DiLoCo (H = 32, four fragments) trains the same model and
+alternates with the same loop without communication. Each step of both sleeps 20 ms instead of computing. `--diloco`
+runs only this part.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ JOB_TIMEOUT_S = 560.0
 
 
 class _Gathered:
-    """Adapts a gather for `quantization_hooks`: NCCL's futures hold a list of lists, Gloo's a list."""
+    """Stand-in for `torch.distributed` in `quantization_hooks`.
+
+    The hooks expect NCCL's futures, which hold a list of lists of tensors. Gloo's futures hold a list of tensors.
+    """
 
     group, get_rank = dist.group, staticmethod(dist.get_rank)
 
@@ -51,7 +55,7 @@ class _Gathered:
 
 
 def hooked(model: Callable[[], Any], kind: str) -> Ddp:
-    """Collective: DDP with PyTorch's hook."""
+    """Return DDP with PyTorch's communication hook of that kind. Collective."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook, quantization_hooks
 
     made = Ddp(model)
@@ -67,7 +71,7 @@ def hooked(model: Callable[[], Any], kind: str) -> Ddp:
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
-    """Run the part of one rank: create the contenders, and alternate between them."""
+    """Run one rank: create the contenders, and time their steps alternately. Collective."""
     import sirtaki.torch as hvd
 
     def model() -> Any:
@@ -92,7 +96,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
 def _compressed(
     comm: Any, model: Callable[[], Any], given: Mapping[str, Any], block: int
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Run steps of all contenders that send every gradient, and return their settings. Collective."""
+    """Time the contenders that synchronise in every step. Return times and settings by contender. Collective."""
     import sirtaki.torch as hvd
 
     contenders: dict[str, Contender] = {
@@ -113,7 +117,7 @@ def _compressed(
 
 
 def measure(report: Report, case: str, options: dict[str, Any], *, warmup_iterations: int) -> None:
-    """Adds the rows and bars of one case."""
+    """Run one case and add its rows and bars."""
     env = {"SIRTAKI_WARMUP_ITERATIONS": str(warmup_iterations)}
     result = run_ranks("bench.fewer_bytes", CASES[case], options, env=env, timeout_s=JOB_TIMEOUT_S)
     samples = result["samples"]
@@ -134,13 +138,13 @@ def measure(report: Report, case: str, options: dict[str, Any], *, warmup_iterat
 
 
 def main() -> int:
-    """Runs every case."""
+    """Run every case."""
     flags = parser(__doc__)
     flags.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
-    flags.add_argument("--diloco", action="store_true", help="DiLoCo only, kept by a name of its own")
-    flags.add_argument("--rounds", type=int, help="blocks a contender")
-    flags.add_argument("--steps", type=int, default=5, help="steps a block")
-    flags.add_argument("--warmup-iterations", type=int, default=60, help="the tuner's budget; its own default is 100")
+    flags.add_argument("--diloco", action="store_true", help="run only DiLoCo; the report is fewer_bytes_diloco")
+    flags.add_argument("--rounds", type=int, help="blocks of steps per contender")
+    flags.add_argument("--steps", type=int, default=5, help="steps per block")
+    flags.add_argument("--warmup-iterations", type=int, default=60, help="tuning budget in steps (Sirtaki: 100)")
     args = flags.parse_args()
     need_cluster()
     args.rounds = args.rounds or (2 if args.quick else 5)

@@ -2,12 +2,12 @@
 
     python -m bench.first_steps [--quick] [--check] [--save] [--ranks 2]
 
-Jobs of the three kinds alternate. Each trains a net of three layers (1 M parameters), first for two steps without
-Sirtaki, in which PyTorch loads its modules. Then the benchmark measures, on the slowest rank, `init()`, creating the
-optimizer, the first five steps, and the 45 after them, to which no work may only be shifted. An untuned job has
-`SIRTAKI_TUNE=0`. A job with a stored setting finds it in the registry of an earlier job. A fresh job has no
-registry, and creates it when its warm-up ends, after these 50 steps. A single process is measured, too, for which
-`init()` is the only cost.
+Jobs of the three kinds alternate. Each trains a network of three layers (1 M parameters), first for two steps without
+Sirtaki, in which PyTorch loads its modules. Then the benchmark measures, on the slowest rank, `init()`, the creation of
+the optimizer, the first five steps, and the next 45 steps, which show whether work was only postponed. An untuned job
+has `SIRTAKI_TUNE=0`. A job with a stored setting reads it from the registry of an earlier job. A fresh job has an empty
+registry and writes to it when its warm-up ends, after these 50 steps. A job of one process is measured, too: `init()`
+is its only cost.
 
 Bars: from `init()` to the fifth step, a job with a stored setting takes at most 0.2 s more than an untuned one, a fresh
 one at most 0.4 s more (medians of differences within rounds); `init()` of one process takes at most 0.3 s.
@@ -34,11 +34,11 @@ KINDS = ("untuned", "remembered", "fresh")
 PARTS = ("init_s", "optimizer_s", "first_steps_s", "more_steps_s")
 ALONE_LIMIT_S, REMEMBERED_LIMIT_S, FRESH_LIMIT_S = 0.3, 0.2, 0.4
 ENOUGH = 1000
-"""Steps after which every warm-up has ended."""
+"""Number of steps after which every warm-up has ended."""
 
 
 def on_rank(options: Mapping[str, Any]) -> None:
-    """Run the part of one rank: start a job, train, and return the time of each part on its slowest rank."""
+    """Run one rank: train, and report the seconds of each part on the slowest rank. Collective."""
     import sirtaki.torch as hvd
 
     torch.set_num_threads(1)
@@ -53,7 +53,7 @@ def on_rank(options: Mapping[str, Any]) -> None:
             optimizer.step()
 
     plain = torch.optim.SGD(model.parameters(), lr=1e-3)
-    train(plain, 2)  # PyTorch loads much when it is first used
+    train(plain, 2)  # PyTorch loads modules in its first steps
     marks_s = [time.perf_counter()]
     hvd.init()
     marks_s.append(time.perf_counter())
@@ -70,13 +70,13 @@ def on_rank(options: Mapping[str, Any]) -> None:
 
 
 def run_job(ranks: int, *, registry: Path | None, tune: bool, more: int = MORE) -> dict[str, float]:
-    """Return the times of the parts of one job."""
+    """Run one job, and return the seconds of its parts."""
     env = {"SIRTAKI_TUNE": str(int(tune)), "SIRTAKI_REGISTRY": "off" if registry is None else str(registry)}
     return dict(run_ranks("bench.first_steps", ranks, {"more": more}, env=env))
 
 
 def main() -> int:
-    """Runs the jobs."""
+    """Run jobs of all kinds alternately."""
     flags = parser(__doc__)
     flags.add_argument("--ranks", type=int, default=2)
     flags.add_argument("--rounds", type=int, help="jobs of each kind")
@@ -85,13 +85,13 @@ def main() -> int:
     report = Report(name="first_steps")
     measured: dict[str, list[dict[str, float]]] = {kind: [] for kind in (*KINDS, "alone")}
     with tempfile.TemporaryDirectory(prefix="sirtaki-bench-") as folder:
-        known = Path(folder) / "known.db"
-        run_job(args.ranks, registry=known, tune=True, more=ENOUGH)
+        tuned_registry = Path(folder) / "tuned_registry.db"
+        run_job(args.ranks, registry=tuned_registry, tune=True, more=ENOUGH)
 
         def job(kind: str) -> float:
             ranks, registry = args.ranks, None
             if kind == "remembered":
-                registry = known
+                registry = tuned_registry
             elif kind == "fresh":
                 registry = Path(folder) / f"{len(measured[kind])}.db"
             elif kind == "alone":
@@ -121,7 +121,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # Not by `start`, which has MPI begin before `init()` is measured.
+    # Without `start`, because it initialises MPI before `init()` can be measured.
     if (options := rank_options()) is not None:
         on_rank(options)
     else:

@@ -1,17 +1,22 @@
-"""Sharded training: PyTorch's FSDP2 over Gloo as it comes and tuned by hand, and with `sirtaki.torch.fsdp.attach`.
+"""Sharded training: PyTorch's FSDP2 over Gloo with its defaults, tuned by hand, and with `sirtaki.torch.fsdp.attach`.
 
     python -m bench.fsdp [--quick] [--check] [--save] [--cases capped equal capped-asleep host] [--expected]
 
-A transformer of 8.43 M parameters, eight blocks and a root, on four emulated nodes of one rank each
-(`bench.lib.cluster`: link 400 and each flow 100 Mbit/s; link and flow 200), on two nodes of two ranks ("nodes", 200,
-and "nodes-slow", 100, where shards may also travel as if each rank were a node: "one level"), and on this host with
-four ranks. "asleep": 150 ms of each step are slept, as a GPU would leave the processor free. "small": 32 blocks of 51
-KB and a root of 1 MB, link and flow 200. All contenders live in the same processes and take turns; a sample is a block
-of steps on the slowest rank. By hand: two blocks gathered ahead, scatters in a group of their own, the interface listed
-four times; and parameters kept.
+The model is a transformer of 8.43 M parameters: eight blocks and a root. Cases (rates in Mbit/s):
 
-`--expected`: how long steps take with a dozen settings, how long they were expected to take after one traced step, and
-how the settings that the tuner keeps, without memory for it and with, compare with the fastest of them.
+- "capped", "equal": four emulated nodes of one rank each (`bench.lib.cluster`), link 400 and flow 100, or both 200.
+- "…-asleep": the same, and each step sleeps 150 ms, because a GPU would leave the processor free.
+- "nodes", "nodes-slow": two nodes of two ranks each, link and flow 200 or 100. The contender "one level" sends shards
+  as if each rank were a node.
+- "small": as "equal", with 32 blocks of 51 KB and a root of 1 MB.
+- "host": four ranks on this host.
+
+All contenders are in the same processes and alternate. A sample is a block of steps on the slowest rank. "by hand"
+prefetches two blocks in forward and backward, reduces in a separate group, and lists the interface four times. "by
+hand, kept" also does not reshard after forward.
+
+`--expected` measures a dozen settings, compares them with predictions from one traced step, and compares the settings
+that the tuner keeps (without and with additional memory) with the fastest one.
 
 The bound is `max(computation, gathers and scatters at the link's payload rate)`: three times (P-1)/P of all parameters.
 """
@@ -43,7 +48,7 @@ from sirtaki.torch.fsdp.target import measure_step
 
 WIDTH, BLOCKS, TOKENS, LENGTH = 256, 8, 8192, 64
 SMALL = {"small": (32, 32)}
-"""Width and blocks of the other models."""
+"""Width and number of blocks, for cases whose model is not `WIDTH` × `BLOCKS`."""
 
 GLOO, BY_HAND, KEPT, UNTUNED, TUNED = "gloo", "by hand", "by hand, kept", "untuned", "tuned"
 LOSSY, ONE_LEVEL, KEEPING = "tuned, SIRTAKI_LOSSY=int8", "untuned, one level", "tuned, SIRTAKI_FSDP_MEMORY=1GiB"
@@ -66,18 +71,18 @@ SIRTAKIS = {
     NEAR: {"SIRTAKI_FSDP_MEMORY": "15MiB"},
     LOSSY: {"SIRTAKI_LOSSY": "int8"},
 }
-"""What is set."""
+"""Environment variables with which each contender of Sirtaki is attached."""
 
 SEARCHING = (TUNED, KEEPING, NEAR, LOSSY)
 
 RANKS_PER_NODE = {"nodes": 2, "nodes-slow": 2}
 LIMITS = {"capped": 0.22, "equal": 0.80, "host": 0.60}
-"""Tuned to Gloo."""
+"""Bars: tuned step over Gloo's step."""
 
 OF_BOUND = {"capped": 1.15, "capped-asleep": 1.15, "equal-asleep": 1.15}
 HOST_RANKS = 4
 PROOF = 25
-"""Steps by which a search may exceed its budget for a proof."""
+"""Steps by which a search may exceed its budget to prove a difference."""
 
 
 class _Sleep(torch.autograd.Function):
@@ -101,7 +106,7 @@ class SleepingBlock(nn.TransformerEncoderLayer):
         self.sleep_s = sleep_s
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        """Of `(batch, length, width)`."""
+        """Map `(batch, length, width)` to the same shape."""
         hidden: torch.Tensor = super().forward(inputs)
         if self.sleep_s:
             hidden = _Sleep.apply(hidden, self.sleep_s)  # type: ignore[no-untyped-call]
@@ -109,7 +114,7 @@ class SleepingBlock(nn.TransformerEncoderLayer):
 
 
 class Transformer(nn.Module):
-    """A language model whose head is its embedding."""
+    """A language model with tied embeddings."""
 
     def __init__(self, compute_s: float, width: int, blocks: int) -> None:
         super().__init__()
@@ -126,10 +131,10 @@ class Transformer(nn.Module):
 
 
 class ShardedTraining:
-    """A sharded model and its optimizer."""
+    """A sharded model with its optimizer and batch."""
 
     def __init__(self, name: str, *, compute_s: float, connections: int, of: tuple[int, int]) -> None:
-        """Collective."""
+        """Shard the model, and attach it if `name` is a contender of Sirtaki. Collective."""
         by_hand = name in (BY_HAND, KEPT)
         torch.manual_seed(1)
         self.model = Transformer(compute_s, *of)
@@ -170,9 +175,9 @@ class ShardedTraining:
 
 
 def expected(comm: Any, options: Mapping[str, Any]) -> Any:
-    """Run the part of one rank: compare settings with their predictions, and with the tuner's choice."""
+    """Run one rank: time a dozen settings, predict them, and search for the best. Collective."""
     found = {name: kept_by_tuner(name, options) for name in (TUNED, KEEPING)}
-    trained = ready(UNTUNED, options)
+    trained = warmed_up(UNTUNED, options)
     trained.step()
     attached = fsdp.attached(trained.model)
     assert attached is not None
@@ -214,14 +219,14 @@ def expected(comm: Any, options: Mapping[str, Any]) -> Any:
 
 
 def kept_by_tuner(name: str, options: Mapping[str, Any]) -> ShardKnobs:
-    """Return the setting that a search keeps. Collective."""
-    attached = fsdp.attached(ready(name, options).model)
+    """Run a search and return the setting that it keeps. Collective."""
+    attached = fsdp.attached(warmed_up(name, options).model)
     assert attached is not None
     return attached.knobs
 
 
-def ready(name: str, options: Mapping[str, Any]) -> ShardedTraining:
-    """Return a contender after its search, or after two runs. Collective."""
+def warmed_up(name: str, options: Mapping[str, Any]) -> ShardedTraining:
+    """Return a contender after its search, or after two steps if it does not search. Collective."""
     os.environ["SIRTAKI_WARMUP_ITERATIONS"] = str(options["warmup"])
     width, blocks = options["of"]
     trained = ShardedTraining(
@@ -233,7 +238,7 @@ def ready(name: str, options: Mapping[str, Any]) -> ShardedTraining:
 
 
 def measure_expected(report: Report, case: str, result: Mapping[str, Any]) -> None:
-    """Add the rows of settings, and the accuracy of their predictions."""
+    """Add a row per setting, and bars for the accuracy of predictions and for the tuner's choice."""
     measured_s = {name: Spread.of(times_s).median for name, times_s in result["samples"].items()}
     names, expected_s = list(measured_s), result["expected_s"]
     of_default = {name: [each[name] / each[names[0]] for each in (expected_s, measured_s)] for name in names}
@@ -256,11 +261,11 @@ def measure_expected(report: Report, case: str, result: Mapping[str, Any]) -> No
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
-    """Run the part of one rank: measure the link, create the contenders, and alternate between them."""
+    """Run one rank: measure the link, create the contenders, and time their steps alternately. Collective."""
     if options["expected"]:
         return expected(comm, options)
     payload = payload_bytes_per_s(comm) if options["emulated"] else None
-    contenders = {name: ready(name, options) for name in options["contenders"]}
+    contenders = {name: warmed_up(name, options) for name in options["contenders"]}
     steps = {name: contender.step for name, contender in contenders.items()}
     samples = in_turns(steps, comm, rounds=options["rounds"], block=options["steps"])
     return {
@@ -273,7 +278,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
 
 
 def measure(report: Report, case: str, options: dict[str, Any]) -> None:
-    """Adds the rows and bars of one case."""
+    """Run one case and add its rows and bars."""
     shape, compute_s = CASES[case]
     connections = 4 if shape is not None and shape.caps_flows else 1
     of_nodes = (ONE_LEVEL, NEAR)
@@ -324,14 +329,14 @@ def measure(report: Report, case: str, options: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Runs every case."""
+    """Run every case."""
     flags = parser(__doc__)
     flags.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     flags.add_argument("--contenders", nargs="+", default=[GLOO, BY_HAND, KEPT, *SIRTAKIS])
-    flags.add_argument("--expected", action="store_true", help="settings beside what is expected of them")
-    flags.add_argument("--rounds", type=int, help="blocks a contender")
-    flags.add_argument("--steps", type=int, help="steps a block")
-    flags.add_argument("--warmup", type=int, default=60, help="steps of the search")
+    flags.add_argument("--expected", action="store_true", help="compare a dozen settings with their predictions")
+    flags.add_argument("--rounds", type=int, help="blocks of steps per contender")
+    flags.add_argument("--steps", type=int, help="steps per block")
+    flags.add_argument("--warmup", type=int, default=60, help="steps of the search (%(default)s)")
     args = flags.parse_args()
     if args.cases != ["host"]:
         need_cluster()
@@ -341,7 +346,10 @@ def main() -> int:
     report = Report(name=name.replace("-", "_"))
     for case in args.cases:
         options = {
-            "contenders": [GLOO, *(name for name in args.contenders if name != GLOO)],  # what they are held against
+            "contenders": [
+                GLOO,
+                *(name for name in args.contenders if name != GLOO),
+            ],  # the reference is always present
             "expected": args.expected,
             "rounds": args.rounds or (2 if args.quick else 3),
             "steps": args.steps or (10 if case == "host" else 1),

@@ -1,12 +1,13 @@
-"""The wheels that `bench/gpu.sh` needs on a machine without a network: fetch them here, install them there.
+"""Fetch the wheels that `bench/gpu.sh` needs, and install them on a machine without a network.
 
     python3 bench/gpu_wheels.py fetch FOLDER [--python 3.12] [PACKAGE ...]
     python3 bench/gpu_wheels.py install FOLDER
 
-`bench/gpu_wheels.txt` names the wheels, and what the image has to have besides. `fetch` loads the wheels for the
-image's Python and checks that these and what is assumed satisfy each other; PACKAGE is a wheel for an image that lacks
-something of the latter. `install` checks what is assumed, installs what is missing, and then this checkout, so that its
-entry points exist. Both end with status 1 and say what is missing.
+`bench/gpu_wheels.txt` lists the wheels, and the packages that the image must already have ("assumed"). `fetch` loads
+the wheels for the image's Python and checks that wheels and assumed packages satisfy all requirements. PACKAGE is an
+additional wheel, for an image that lacks an assumed package. `install` checks the assumed packages, installs missing
+wheels, and then this checkout, so that its entry points exist. If something is missing, both commands print it and end
+with status 1.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_24_x86_64", "manylinux_2_17_x
 
 
 def wheels(*, enough: bool = False) -> list[Requirement]:
-    """Return the wheels, each with its version, or with the versions that are enough."""
+    """Return the listed wheels: with the exact version, or with `enough` the range of sufficient versions."""
     lines = (line.partition("#") for line in LIST.read_text().splitlines())
     return [Requirement((after if enough else wheel).strip()) for wheel, _, after in lines if wheel.strip()]
 
 
 def assumed() -> list[Requirement]:
-    """Return what the image has to have."""
+    """Return the packages that the image must already have."""
     lines = LIST.read_text().splitlines()
     return [Requirement(line.removeprefix(ASSUMED).strip()) for line in lines if line.startswith(ASSUMED)]
 
 
 def missing(requirements: Iterable[Requirement]) -> list[Requirement]:
-    """Return the requirements that are not met by what is installed."""
+    """Return the requirements that the installed packages do not meet."""
     found = []
     for requirement in requirements:
         try:
@@ -55,11 +56,11 @@ def missing(requirements: Iterable[Requirement]) -> list[Requirement]:
     return found
 
 
-# ── here ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── on a machine with a network ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def fetch(folder: Path, python: str, more: list[str]) -> int:
-    """Load the wheels into a folder, and check them."""
+    """Download the wheels into a folder, and check their requirements. Return the exit status."""
     folder.mkdir(parents=True, exist_ok=True)
     for wheel in folder.glob("*.whl"):
         wheel.unlink()
@@ -80,12 +81,12 @@ def fetch(folder: Path, python: str, more: list[str]) -> int:
         f"{len(found)} wheels, {sum(wheel.stat().st_size for wheel in folder.glob('*.whl')) / 1e6:.1f} MB in {folder}"
     )
     for problem in problems:
-        print(f"missing: {problem}, which is neither a wheel nor assumed in {LIST.name}")
+        print(f"missing: {problem}; add it to {LIST.name}, as a wheel or as assumed")
     return 1 if problems else 0
 
 
 def read(wheel: Path) -> tuple[str, Message]:
-    """Return a wheel's name and metadata."""
+    """Return the name and the metadata of a wheel file."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(
             each for each in archive.namelist() if each.count("/") == 1 and each.endswith(".dist-info/METADATA")
@@ -95,7 +96,7 @@ def read(wheel: Path) -> tuple[str, Message]:
 
 
 def own_metadata() -> Message:
-    """Return what this checkout needs, in the form of a wheel's metadata."""
+    """Return the requirements of this checkout as a wheel's metadata."""
     import tomllib
 
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
@@ -107,7 +108,7 @@ def own_metadata() -> Message:
 
 
 def needs(message: Message, python: str) -> Iterator[Requirement]:
-    """Yield what a wheel needs on the image's Python, without its extras."""
+    """Yield a wheel's requirements on the image's Python, without extras."""
     environment = {"python_version": python, "python_full_version": f"{python}.0", "extra": ""}
     for text in message.get_all("Requires-Dist", []):
         requirement = Requirement(text)
@@ -116,7 +117,7 @@ def needs(message: Message, python: str) -> Iterator[Requirement]:
 
 
 def satisfied(requirement: Requirement, versions: dict[str, str], present: set[str]) -> bool:
-    """Return whether a wheel of the folder or the image has it; versions of the image's are checked there."""
+    """Return whether a wheel or the image meets a requirement. `install` checks the versions in the image."""
     name = canonicalize_name(requirement.name)
     if name in versions:
         return requirement.specifier.contains(versions[name], prereleases=True)
@@ -127,7 +128,7 @@ def satisfied(requirement: Requirement, versions: dict[str, str], present: set[s
 
 
 def install(folder: Path) -> int:
-    """Install what is missing, and this checkout, from files alone."""
+    """Install missing wheels and this checkout, without a network. Return the exit status."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps"]
     pip += ["--root-user-action=ignore", "--break-system-packages"]
     there = {canonicalize_name(wheel.name.partition("-")[0]): wheel for wheel in folder.glob("*.whl")}
@@ -135,7 +136,7 @@ def install(folder: Path) -> int:
     helped = [str(there[canonicalize_name(each.name)]) for each in absent if canonicalize_name(each.name) in there]
     if len(helped) < len(absent):
         names = ", ".join(str(each) for each in absent if canonicalize_name(each.name) not in there)
-        print(f"this Python lacks {names}: fetch them, too (bench/gpu_wheels.py fetch {folder} PACKAGE ...)")
+        print(f"this Python lacks {names}: fetch them too: python3 bench/gpu_wheels.py fetch {folder} PACKAGE ...")
         return 1
     wanted = missing(wheels(enough=True))
     files = [there.get(canonicalize_name(each.name)) for each in wanted]
@@ -145,18 +146,18 @@ def install(folder: Path) -> int:
         return 1
     chosen = [*map(str, files), *helped]
     commands = [[*pip, *chosen]] if chosen else []
-    if not here():
+    if not is_installed():
         commands.append([*pip, "--no-build-isolation", "--editable", str(REPOSITORY)])
     for command in commands:
         if subprocess.run(command, check=False).returncode != 0:
-            print(f"pip could not install {' '.join(command[len(pip) :])}; {sys.version.split()[0]} is this Python")
+            print(f"pip could not install {' '.join(command[len(pip) :])} (Python {sys.version.split()[0]})")
             return 1
     print(f"installed: {len(chosen)} wheels and {REPOSITORY}" if chosen else "everything was installed already")
     return 0
 
 
-def here() -> bool:
-    """Return whether this checkout is installed: its entry points exist."""
+def is_installed() -> bool:
+    """Return whether this checkout is installed, so that its entry points exist."""
     try:
         origin = metadata.distribution("sirtaki").read_text("direct_url.json") or ""
     except metadata.PackageNotFoundError:
@@ -169,8 +170,8 @@ def main() -> int:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("action", choices=("fetch", "install"))
     flags.add_argument("folder", type=Path)
-    flags.add_argument("packages", nargs="*", metavar="PACKAGE", help="with fetch: wheels that are loaded besides")
-    flags.add_argument("--python", default="3.12", help="the image's (%(default)s)")
+    flags.add_argument("packages", nargs="*", metavar="PACKAGE", help="with fetch: additional wheels")
+    flags.add_argument("--python", default="3.12", help="Python version of the image (%(default)s)")
     args = flags.parse_args()
     return fetch(args.folder, args.python, args.packages) if args.action == "fetch" else install(args.folder)
 

@@ -1,12 +1,13 @@
-"""The cost of synchronisation besides sending bytes: per gradient, per negotiation round, and when idle.
+"""Overhead of synchronisation apart from sending bytes: per gradient, per negotiation round, and when idle.
 
     python -m bench.hot_path [--quick] [--check] [--save]
 
-*Per gradient*: processor time of the training thread (so waiting and other threads do not count) in the backward pass,
-the synchronisation and the zeroing of gradients (which frees tensors that Sirtaki frees earlier), minus that of the
-same without synchronisation, per gradient. Gradients are tiny, so that bytes do not count either. DDP is the reference.
-*Round*: one bit-vector all-reduce of the negotiation in its own thread, over MPI and over the mesh. *Idle*:
-processor time of a rank that has trained and is idle, and bytes that leave its node.
+*Per gradient*: processor time of the training thread in the backward pass, the synchronisation and the zeroing of
+gradients, minus the processor time of the same step without synchronisation, divided by the number of gradients.
+Waiting and other threads do not count. Zeroing counts because it frees tensors that Sirtaki frees earlier. Gradients
+are tiny, so that copies and sends take no time. DDP is the reference. *Round*: one bit-vector all-reduce of the
+negotiation in its own thread, over MPI and over the mesh. *Idle*: processor time of an idle rank after training, and
+bytes that leave its node.
 
 Bars: ≤ 5 µs per gradient, ≤ 100 µs per round over MPI and over the mesh at 4 ranks on one host, no traffic when idle.
 """
@@ -35,11 +36,11 @@ from sirtaki.machine import ReservedPorts, allowed_processors
 ROUND_BITS, ROUND_US = 161, 100.0
 IDLE_NODES = 2
 IDLE_BYTES_PER_S = 100.0
-"""Allowance for address resolution and the launcher's own connections."""
+"""Bar of the idle traffic. It allows for address resolution and the launcher's connections."""
 
 
 def tiny_model() -> tuple[EmulatedModel, torch.Tensor]:
-    """ResNet-50's 161 gradients, each a thousandth of its size, in no time."""
+    """Return ResNet-50's 161 gradients at a thousandth of their sizes, without computation."""
     return EmulatedModel(workload("resnet50").scaled(0.001), compute_s=0.0, gradient_value=1.0), torch.zeros(
         1, requires_grad=True
     )
@@ -63,7 +64,7 @@ def thread_time_of(contender: Contender, steps: int) -> tuple[float, float]:
 
 
 def cost_per_gradient(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return microseconds per gradient by contender, all samples. Collective."""
+    """Return all samples of each contender in microseconds per gradient. Collective."""
     model, _ = tiny_model()
     gradients = len(model.layers)
     contenders = {"alone": Contender(tiny_model), "ddp": Ddp(tiny_model), "sirtaki": Sirtaki(tiny_model, tune=False)}
@@ -90,8 +91,8 @@ def cost_per_gradient(options: Mapping[str, Any]) -> dict[str, Any]:
         "alone_us": [microseconds(sum(own)) for own in alone],
         "contenders": {
             name: {
-                "hooks_us": [microseconds(mine[0] - less[0]) for mine, less in zip(own, alone, strict=True)],
-                "all_us": [microseconds(sum(mine) - sum(less)) for mine, less in zip(own, alone, strict=True)],
+                "hooks_us": [microseconds(with_[0] - without[0]) for with_, without in zip(own, alone, strict=True)],
+                "all_us": [microseconds(sum(with_) - sum(without)) for with_, without in zip(own, alone, strict=True)],
             }
             for name, own in parts.items()
         },
@@ -99,14 +100,14 @@ def cost_per_gradient(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def round_latency(comm: Any, options: Mapping[str, Any]) -> list[float]:
-    """Return seconds of a negotiation round on the slowest rank. A sample is the mean of a few rounds. Collective."""
+    """Return seconds of a negotiation round on the slowest rank. A sample is the mean of 50 rounds. Collective."""
     from sirtaki.comm.control.communicator import Backend
     from sirtaki.comm.control.mpi import world
     from sirtaki.comm.gradients.negotiation import agree
 
-    everybody = world(comm) if Backend(options["backend"]) is Backend.MPI else mesh_beside(comm)
-    everybody.failures.crowded = everybody.size > len(allowed_processors())  # as a job finds out
-    own, samples = everybody.duplicate(), []
+    ranks = world(comm) if Backend(options["backend"]) is Backend.MPI else mesh_beside(comm)
+    ranks.failures.oversubscribed = ranks.size > len(allowed_processors())  # a job sets this when it starts
+    own, samples = ranks.duplicate(), []
     bits = np.ones(ROUND_BITS, dtype=np.bool_)
 
     def rounds() -> None:
@@ -120,12 +121,12 @@ def round_latency(comm: Any, options: Mapping[str, Any]) -> list[float]:
     thread = threading.Thread(target=rounds)
     thread.start()
     thread.join()
-    everybody.free()
+    ranks.free()
     return slowest({"round": samples}, comm)["round"]
 
 
 def mesh_beside(comm: Any) -> Communicator:
-    """Collective: the ranks of an MPI communicator as a mesh."""
+    """Return a mesh of the ranks of an MPI communicator. Collective."""
     from sirtaki.comm.control.members import Meeting, meet
 
     with ReservedPorts() as port:
@@ -145,13 +146,13 @@ def idle_cost(comm: Any, duration_s: float) -> dict[str, float]:
 
 
 def bytes_sent() -> int:
-    """Return the bytes sent through eth0 in this network namespace so far; 0 without eth0."""
+    """Return the number of bytes that this network namespace has sent through eth0; 0 without eth0."""
     device = psutil.net_io_counters(pernic=True).get("eth0")
     return 0 if device is None else int(device.bytes_sent)
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
-    """Run the part of one rank for which it was started."""
+    """Run the part that `options` selects, on one rank. Collective."""
     import sirtaki.torch as hvd
 
     if options["part"] == "round":
@@ -167,7 +168,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
 
 
 def measure_gradients(report: Report, args: Any) -> None:
-    """Adds the cost per gradient."""
+    """Measure the cost per gradient, and add its rows and bar."""
     options = {"part": "gradient", "rounds": args.rounds, "steps": 20, "seed": args.seed}
     result = run_ranks("bench.hot_path", 2, options)
     for name, samples in result["contenders"].items():
@@ -179,7 +180,7 @@ def measure_gradients(report: Report, args: Any) -> None:
 
 
 def measure_rounds(report: Report, args: Any) -> None:
-    """Adds the latency of a negotiation round."""
+    """Measure the latency of negotiation rounds, and add its rows and bars."""
     for backend in ("mpi", "mesh"):
         for ranks in (2, 4):
             times_s = run_ranks("bench.hot_path", ranks, {"part": "round", "rounds": args.rounds, "backend": backend})
@@ -189,10 +190,10 @@ def measure_rounds(report: Report, args: Any) -> None:
 
 
 def measure_idle(report: Report, args: Any) -> None:
-    """Add the cost of an idle job, on two emulated nodes if this machine supports them."""
+    """Measure an idle job on two emulated nodes, and add its rows and bar; a note if there can be no nodes."""
     options = {"part": "idle", "duration_s": 3.0 if args.quick else 10.0}
     if (reason := why_unavailable()) is not None:
-        report.notes.append(f"no traffic of an idle job was measured: {reason}")
+        report.notes.append(f"traffic of an idle job was not measured: {reason}")
         return
     result = run_ranks("bench.hot_path", LabShape(nodes=IDLE_NODES), options, ranks_per_node=2)
     report.figure("idle rank: share of a processor", 100 * result["processor_share"], "%")
@@ -201,7 +202,7 @@ def measure_idle(report: Report, args: Any) -> None:
 
 
 def main() -> int:
-    """Runs all three parts."""
+    """Run all three parts."""
     flags = parser(__doc__)
     flags.add_argument("--rounds", type=int)
     args = flags.parse_args()

@@ -1,23 +1,24 @@
-"""Whether the tuner is right where its own model is not: jobs of other physics, formulas, and recorded sweeps.
+"""Quality of the tuner on jobs that contradict its own model: other physics, formulas, and recorded sweeps.
 
-    python -m bench.landscapes --open                    the families it was developed on
-    python -m bench.landscapes --check --save            those held back
+    python -m bench.landscapes --open                    the families for development
+    python -m bench.landscapes --check --save            the families held back
     python -m bench.landscapes --only "equal shares" bayesian --seeds 15 --check --save    the bandit and its parts
 
-Every landscape (`bench.lib.landscapes`) knows what each setting truly takes; none shares code with Sirtaki's
-simulator. Planners get what probes of the landscape's idle network would have shown. All contenders have the same
-space, the same training iterations and the same noise (4 %), and each seed is a job of its own.
+A landscape (`bench.lib.landscapes`) gives the true time of each setting. It shares no code with Sirtaki's simulator.
+Planners get the results of probes on the landscape's idle network. All contenders have the same space, the same number
+of training iterations and the same noise (4 %). Each seed is a separate job.
 
-- *regret*: true time of the setting kept over the best of all uniform ones, less one; never below zero.
-- *within 3 %*: training iterations until the setting that would be kept is that good; the share of runs that end so.
-- *first plan*: what a planner proposes that runs first, of those jobs in which one has.
-- *cost*: time that the warm-up took over what its iterations would have taken untuned.
-- *paired*: regret less that of another contender on the same job with the same seed, in points (hundredths), and its
-  interval (95 %).
+- *regret*: true time of the kept setting over the true time of the best uniform setting, minus one; at least zero.
+- *within 3 %*: training iterations until the setting that would be kept has a regret of at most 3 %, and the share of
+  runs that end with such a setting.
+- *first plan*: regret of the first planner's proposal that ran, over the jobs in which one ran.
+- *cost*: time of the warm-up over the time of as many untuned iterations.
+- *paired*: regret minus another contender's regret on the same job with the same seed, in hundredths, and its 95 %
+  interval.
 
-Sirtaki and its arms run in a warm-up session as a job does; optimisers that know nothing of gradients (optuna's and
-scikit-optimize's) measure the default, then whatever they ask for, three iterations each, and keep the fastest. The
-Horovod-like tuner searches the unit size alone, on one stream.
+Sirtaki and its arms run in a warm-up session, as in a job. The general optimisers (optuna's and scikit-optimize's) have
+no model of gradients. They measure the default and then their own proposals for three iterations each, and keep the
+fastest setting. The Horovod-like tuner searches only the unit size, on one stream.
 """
 
 from __future__ import annotations
@@ -50,24 +51,24 @@ from bench.lib.landscapes.contenders import (
 from bench.lib.landscapes.landscape import Landscape
 
 OPEN_RECORDINGS = ("two-ranks-conv", "four-ranks-transformer", "cluster-400-100")
-"""Recorded jobs for the tuner's development; the other jobs are held back."""
+"""Recorded jobs for the tuner's development. The remaining recorded jobs are held back."""
 
 USUAL_BUDGET = 100
-"""Iterations; a shorter warm-up must only be no worse than the best other contender."""
+"""Iterations. With fewer, the only bar is that Sirtaki is at least as good as the best rival."""
 
 NOTHING_TO_GAIN = 1.005
 """Largest ratio of default to best in a family in which the default counts as the best."""
 
 BEST_ARM = "bayesian"
-"""The best single search technique."""
+"""Name of the best single search technique."""
 
 FEWER_SEEDS = {"optuna GP": 6, "scikit-optimize GP": 6, **dict.fromkeys(ARMS, 4)}
-"""Contenders with slow proposals, and the bandit's parts, which run only if requested by name."""
+"""Number of seeds for contenders with slow proposals, and for the bandit's parts, unless `--only` names them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Runs per process."""
+    """One job and the contenders that run on it in one process."""
 
     family: str
     contenders: tuple[str, ...]
@@ -88,7 +89,7 @@ def landscape(family: str, seed: int) -> Landscape:
 def run_task(task: Task) -> list[dict[str, Any]]:
     """Return one JSON-ready row per contender."""
     warnings.simplefilter("ignore")
-    logging.disable(logging.CRITICAL)  # probes that fit no model say so
+    logging.disable(logging.CRITICAL)  # because probes that fit no model are logged
     rows = []
     scape = landscape(task.family, task.seed)
     for name in task.contenders:
@@ -100,7 +101,7 @@ def run_task(task: Task) -> list[dict[str, Any]]:
 
 
 def summary(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
-    """Return one contender's row over all families; means are means over families."""
+    """Return one contender's row over all families. Its regrets are means over families."""
     regrets = by_family(rows, name, "regret")
     mine = [row for row in rows if row["contender"] == name]
     planned = [row["first_plan"] for row in mine if row.get("first_plan") is not None]
@@ -125,7 +126,7 @@ def summary(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
 
 
 def by_family(rows: Sequence[dict[str, Any]], name: str, what: str, *, like: str | None = None) -> dict[str, float]:
-    """Return a contender's mean in each family, over the seeds that another contender has, too."""
+    """Return a contender's mean of a column in each family, over the seeds that the contender `like` ran."""
     seeds = {row["seed"] for row in rows if row["contender"] == (like or name)}
     values: dict[str, list[float]] = defaultdict(list)
     for row in rows:
@@ -135,7 +136,7 @@ def by_family(rows: Sequence[dict[str, Any]], name: str, what: str, *, like: str
 
 
 def families_table(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return one row per family: the default, and the mean regret of Sirtaki and the other contenders."""
+    """Return one row per family: the default over the best, and the mean regret of each contender."""
     regrets = {name: by_family(rows, name, "regret") for name in names}
     default = by_family(rows, SIRTAKI, "default_over_best")
     return [
@@ -145,7 +146,7 @@ def families_table(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> list
 
 
 def paired(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
-    """Return Sirtaki's regret minus another contender's on the same jobs."""
+    """Return Sirtaki's regret minus the contender's regret on the same jobs: mean and interval."""
     regrets: dict[str, dict[tuple[str, int], float]] = defaultdict(dict)
     for row in rows:
         regrets[row["contender"]][row["family"], row["seed"]] = row["regret"]
@@ -161,7 +162,7 @@ def paired(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
 
 
 def bars(rows: Sequence[dict[str, Any]], *, budget: int = USUAL_BUDGET) -> list[Bar]:
-    """Return the bars of the tuner for a number of iterations."""
+    """Return the bars of a warm-up with `budget` iterations."""
     rivals = [name for name in OTHERS if any(row["contender"] == name for row in rows)]
     short = budget < USUAL_BUDGET
     return ([] if short else _bars_alone(rows)) + (_bars_beside(rows, rivals, short=short) if rivals else [])
@@ -204,20 +205,22 @@ def _bars_beside(rows: Sequence[dict[str, Any]], rivals: Sequence[str], *, short
 def main() -> int:
     """Run the benchmark and return its exit status."""
     flags = parser(__doc__)
-    flags.add_argument("--open", action="store_true", help="the families that the tuner was developed on")
+    flags.add_argument("--open", action="store_true", help="run the families for development")
     flags.add_argument("--seeds", type=int, default=20)
     flags.add_argument("--noise", type=float, default=0.04)
     flags.add_argument("--budget", type=int, default=USUAL_BUDGET, metavar="ITERATIONS")
-    flags.add_argument("--families", nargs="+", metavar="FAMILY", help="these of them, recorded jobs too")
-    flags.add_argument("--only", nargs="*", choices=CONTENDERS, metavar="CONTENDER", help=f"besides {SIRTAKI}")
-    flags.add_argument("--minutes", type=float, help="begin no further seed after these")
-    flags.add_argument("--workers", type=int, default=2, help="processes")
+    flags.add_argument("--families", nargs="+", metavar="FAMILY", help="run only these families or recorded jobs")
+    flags.add_argument(
+        "--only", nargs="*", choices=CONTENDERS, metavar="CONTENDER", help=f"run only {SIRTAKI} and these"
+    )
+    flags.add_argument("--minutes", type=float, help="start no further seed after so many minutes")
+    flags.add_argument("--workers", type=int, default=2, help="number of processes (%(default)s)")
     args = flags.parse_args()
     made = families.OPEN if args.open else families.HELD_BACK
     names = [family.__name__ for family in made]
     names += [path.stem for path in recorded.recordings() if (path.stem in OPEN_RECORDINGS) == args.open]
     if unknown := set(args.families or ()) - set(names):
-        flags.error(f"there are {', '.join(names)}, not {', '.join(sorted(unknown))}")
+        flags.error(f"unknown: {', '.join(sorted(unknown))}; choose from {', '.join(names)}")
     names = args.families or names
     contenders = [name for name in CONTENDERS if args.only is None or name == SIRTAKI or name in args.only]
     n_seeds = 2 if args.quick else args.seeds
@@ -250,10 +253,10 @@ def main() -> int:
     shown = [name for name in (*SIRTAKIS, *OTHERS) if name in contenders]
     report.rows += families_table(rows, shown)
     report.rows += [paired(rows, name) for name in contenders if name != SIRTAKI]
-    fewer = " (at most 6 of Gaussian processes, 4 of the bandit's parts)" if most else ""
+    fewer = " (at most 6 for Gaussian processes, 4 for the bandit's parts)" if most else ""
     report.notes.append(
-        f"{n_seeds} seeds{fewer}, {args.budget} iterations, noise {100 * args.noise:g} %; the second table is the "
-        "mean regret by family, the third one of pairs"
+        f"{n_seeds} seeds{fewer}, {args.budget} iterations, noise {100 * args.noise:g} %. Second table: mean regret by "
+        "family. Third table: paired differences"
     )
     report.bars += bars(rows, budget=args.budget)
     return finish(report, args)

@@ -2,19 +2,21 @@
 
     python -m bench.memory [--quick] [--check] [--save] [--models resnet transformer lstm]
 
-Takes 3 minutes per model, with two ranks on this host. A job is recorded. For each budget (a share of its peak), the
-recording yields a re-computation of chosen modules, and a number of passes over parts of the batch. Then jobs run
-unchanged and with each remedy. Re-computation executes the printed lines of code.
+Takes 3 minutes per model, with two ranks on this host. The first job is recorded. For each budget (a share of its
+peak), `sirtaki optimize` derives remedies from the recording: re-computation of chosen modules, or several passes over
+parts of the batch. Then jobs run unchanged and with each remedy. For re-computation they execute the lines of code that
+the command prints.
 
-*Peak*: each variant in its own job, under torch.profiler from before the model is created, so that the allocator's own
-count includes all allocations. The flat buffers are added, because they are mapped and not the allocator's.
-Units use sockets: over shared memory the transport threads release gradients, which torch.profiler, active
-only in the training thread, does not see, so its count would grow with each step. *Time*: variants alternate in one
-job, in which three recordings are made in between; medians of the slowest rank's steps, and of the predictions from
-each recording. Other load on the machine varies, so the judged value is the ratio of a step with a remedy to the
-unchanged step, measured and predicted. With `--peaks-only` nothing is timed.
+*Peak*: each variant runs in its own job under torch.profiler. The profiler starts before the model is created, so that
+the allocator's count includes all allocations. The flat buffers are added, because they are mapped memory and not the
+allocator's. Units use sockets. Over shared memory the transport's threads would release gradients, and torch.profiler
+sees only the training thread, so its count would grow with each step.
 
-Bars: peaks unchanged and with each remedy within 5 %; the chosen remedy is the fastest measured one that fits, or at
+*Time*: variants alternate in one job. Three recordings are made in between. Results are medians of the slowest rank's
+steps, and of the predictions from each recording. Because the load of the machine varies, rows show the ratio to the
+unchanged step, too. With `--peaks-only` nothing is timed.
+
+Bars: predicted peaks are within 5 % of measured ones; the chosen remedy is the fastest measured one that fits, or at
 most 2 % slower.
 """
 
@@ -45,7 +47,7 @@ from sirtaki.analysis.what_if import Baseline
 RANKS = 2
 RECORDED = 6
 WATCHED = 4
-"""Steps under torch.profiler; the last one counts."""
+"""Number of steps under torch.profiler. The peak is that of the last step."""
 
 ModelMaker = Callable[..., tuple[nn.Module, torch.Tensor]]
 MODELS: Mapping[str, ModelMaker] = {"resnet": small_resnet, "transformer": token_transformer, "lstm": lstm}
@@ -57,18 +59,18 @@ LIMIT = 0.05
 AS_FAST = 1.02
 AS_IS = "as it is"
 
-Way = Mapping[str, Any]
-"""`lines` of code to execute, and the number of `passes`."""
+Variant = Mapping[str, Any]
+"""A variant of the job: `lines` of code to execute, and `passes` over parts of the batch. Empty = unchanged."""
 
 
 # ── on the ranks ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class RemedyTraining:
-    """One model in an ordinary loop, with one remedy."""
+    """A training loop of one model with one remedy."""
 
-    def __init__(self, model_name: str, way: Way) -> None:
-        """Collective; `hvd.init()` comes first."""
+    def __init__(self, model_name: str, way: Variant) -> None:
+        """Create the model and wrap the optimizer. Collective. Call `hvd.init()` first."""
         import sirtaki.torch as hvd
 
         self.model, self._batch = MODELS[model_name](rank=hvd.rank())
@@ -81,7 +83,7 @@ class RemedyTraining:
         )
 
     def step(self) -> None:
-        """Collective."""
+        """Run one training step. Collective."""
         self._optimizer.zero_grad()
         for part in self._batch.chunk(self._parts):
             (self.model(part).square().mean() / self._parts).backward()
@@ -89,7 +91,7 @@ class RemedyTraining:
 
 
 def record(options: Mapping[str, Any], trained: RemedyTraining) -> None:
-    """Collective."""
+    """Train until a recording is finished. Collective."""
     from sirtaki.analysis.recorder import Stage
     from sirtaki.profiler import profile
 
@@ -99,7 +101,7 @@ def record(options: Mapping[str, Any], trained: RemedyTraining) -> None:
 
 
 def allocated_bytes(profiler: torch.profiler.profile, steps: int) -> int:
-    """Return the CPU allocator's own peak in the last of a number of steps."""
+    """Return the CPU allocator's peak, in bytes, in the last of `steps` steps."""
     results: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]
     left, counts, begins = list(results.experimental_event_tree()), [], []
     while left:
@@ -116,7 +118,7 @@ def allocated_bytes(profiler: torch.profiler.profile, steps: int) -> int:
 
 
 def peak(options: Mapping[str, Any]) -> int:
-    """Return this rank's bytes. Collective."""
+    """Return this rank's peak in bytes: the allocator's peak and the flat buffers. Collective."""
     import sirtaki.torch as hvd
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -131,7 +133,7 @@ def peak(options: Mapping[str, Any]) -> int:
 
 
 def times(comm: Any, options: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Return times of alternating steps of each variant, on the slowest rank. Collective."""
+    """Return seconds of alternating steps of each variant, on the slowest rank. Collective."""
     trained = {name: RemedyTraining(options["model"], way) for name, way in options["ways"].items()}
     steps = {name: one.step for name, one in trained.items()}
     found: dict[str, list[float]] = {name: [] for name in trained}
@@ -143,7 +145,7 @@ def times(comm: Any, options: Mapping[str, Any]) -> dict[str, list[float]]:
 
 
 def on_rank(comm: Any, options: dict[str, Any]) -> Any:
-    """Run the part of one rank for which it was started."""
+    """Run the part that `options` selects, on one rank. Collective."""
     import sirtaki.torch as hvd
 
     if options["what"] == "peak":
@@ -155,67 +157,72 @@ def on_rank(comm: Any, options: dict[str, Any]) -> Any:
     return None
 
 
-# ── judgement ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── evaluation ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def asked(folder: Path) -> list[Fitting]:
-    """Return the remedies for each budget."""
+def fittings_for_budgets(folder: Path) -> list[Fitting]:
+    """Return the remedies for each budget, from a recording."""
     recording = read(folder)
     base = Baseline.of(job_model(histories(recording)))
     most = fit(recording, base, budget_bytes=1 << 60).peak_bytes
     return [fit(recording, base, budget_bytes=round(share * most)) for share in SHARES]
 
 
-def ways_of(fittings: Sequence[Fitting]) -> dict[str, tuple[Way, int]]:
-    """Return each remedy of all budgets, by name, with its predicted peak."""
-    found: dict[str, tuple[Way, int]] = {AS_IS: ({}, fittings[0].peak_bytes)}
+def ways_of(fittings: Sequence[Fitting]) -> dict[str, tuple[Variant, int]]:
+    """Return all remedies of all budgets by name, each with its predicted peak in bytes. Includes the unchanged job."""
+    found: dict[str, tuple[Variant, int]] = {AS_IS: ({}, fittings[0].peak_bytes)}
     for fitting in fittings:
         for one in fitting.remedies:
             found[named(one.remedy.words, fitting)] = (way_of(one.remedy.lines), one.remedy.peak_bytes)
     return found
 
 
-def way_of(lines: Sequence[str]) -> Way:
-    """Split a remedy: lines about the model are executed; lines about the optimizer give the number of passes."""
+def way_of(lines: Sequence[str]) -> Variant:
+    """Split printed lines: lines about the model are to be executed, lines about the optimizer give `passes`."""
     passes = re.search(r"backward_passes_per_step=(\d+)", "\n".join(lines))
     about_model = list(takewhile(lambda line: not line.startswith("optimizer ="), lines))
     return {"lines": about_model, "passes": int(passes[1]) if passes else 1}
 
 
 def named(words: str, fitting: Fitting) -> str:
-    """A remedy among those of several budgets."""
+    """Return the name of a remedy, which includes the budget as a share of the peak."""
     return f"{words}, for {fitting.budget_bytes / fitting.peak_bytes:.0%}".replace("%", " %")
 
 
 def judge_peaks(report: Report, model: str, fittings: Sequence[Fitting], peaks: Mapping[str, int]) -> None:
-    """Add rows and bars: predicted and measured peaks of each variant (bytes)."""
-    for name, (_, said_bytes) in ways_of(fittings).items():
-        error = said_bytes / peaks[name] - 1
+    """Add a row and a bar for each variant: predicted and measured peak."""
+    for name, (_, predicted_bytes) in ways_of(fittings).items():
+        error = predicted_bytes / peaks[name] - 1
         report.rows.append(
             {
                 "model": model,
                 "way": name,
                 "peak, MiB": round(peaks[name] / 2**20, 2),
-                "predicted, MiB": round(said_bytes / 2**20, 2),
+                "predicted, MiB": round(predicted_bytes / 2**20, 2),
                 "off": f"{100 * error:+.2f} %",
             }
         )
         report.bar(f"{model}, {name}: peak off by", abs(error), LIMIT)
 
 
-def judge_times(report: Report, model: str, took_s: Mapping[str, Sequence[float]], said_s: Mapping[str, float]) -> None:
-    """Add rows: measured and predicted steps (seconds, by variant). The command does not print these predictions."""
+def judge_times(
+    report: Report, model: str, took_s: Mapping[str, Sequence[float]], expected_s: Mapping[str, float]
+) -> None:
+    """Add a row for each variant: measured and predicted seconds of a step. The command prints no such predictions."""
     for name, samples in took_s.items():
-        longer, said_longer = median(samples) / median(took_s[AS_IS]), said_s[name] / said_s[AS_IS]
-        error = said_longer / longer - 1
+        measured_ratio, predicted_ratio = (
+            median(samples) / median(took_s[AS_IS]),
+            expected_s[name] / expected_s[AS_IS],
+        )
+        error = predicted_ratio / measured_ratio - 1
         report.rows.append(
             {
                 "model": model,
                 "way": name,
                 "step_s": Spread.of(samples),
-                "predicted_s": said_s[name],
-                "÷ as it is": round(longer, 3),
-                "predicted ÷ as it is": round(said_longer, 3),
+                "predicted_s": expected_s[name],
+                "÷ as it is": round(measured_ratio, 3),
+                "predicted ÷ as it is": round(predicted_ratio, 3),
                 "off": f"{100 * error:+.1f} %",
                 "samples_s": list(samples),
             }
@@ -229,7 +236,7 @@ def judge_choices(
     peaks: Mapping[str, int],
     took_s: Mapping[str, Sequence[float]],
 ) -> None:
-    """Add a bar for each budget: the chosen remedy fits, and is the fastest that fits, as measured."""
+    """Add a bar for each budget: the chosen remedy's measured step over the fastest step among remedies that fit."""
     for fitting in fittings:
         fits = [
             name
@@ -247,46 +254,46 @@ def judge_choices(
 
 
 def predicted_s(folder: Path, fittings: Sequence[Fitting]) -> dict[str, float]:
-    """Return a step of each variant, predicted from a recording."""
+    """Return the step of each variant in seconds, predicted from a recording."""
     found = histories(read(folder))
     job = job_model(found)
-    said = {AS_IS: replayed(play(job)).iteration_s}
+    predicted = {AS_IS: replayed(play(job)).iteration_s}
     for fitting in fittings:
         for one in fitting.remedies:
-            said[named(one.remedy.words, fitting)] = replayed(play(one.remedy.apply(job))).iteration_s
-    return said
+            predicted[named(one.remedy.words, fitting)] = replayed(play(one.remedy.apply(job))).iteration_s
+    return predicted
 
 
 def run(report: Report, model: str, args: Any) -> None:
-    """Run one model."""
+    """Run all jobs of one model, and add rows and bars."""
     with tempfile.TemporaryDirectory() as directory:
         first = Path(directory, "alone")
-        others = [Path(directory, f"beside-others-{number}") for number in range(RECORDINGS)]
+        later = [Path(directory, f"alternating-{number}") for number in range(RECORDINGS)]
         options: dict[str, Any] = {"model": model, "folder": str(first)}
         env = {"SIRTAKI_TUNE": "0", "SIRTAKI_TRANSPORT": "gloo", "KINETO_LOG_LEVEL": "99"}
         ranks = partial(run_ranks, "bench.memory", RANKS, env=env)
         ranks({**options, "what": "record"})
-        fittings = asked(first)
+        fittings = fittings_for_budgets(first)
         ways = {name: way for name, (way, _) in ways_of(fittings).items()}
         peaks = {name: ranks({**options, "what": "peak", "way": way}) for name, way in ways.items()}
         judge_peaks(report, model, fittings, peaks)
         if args.peaks_only:
             return
-        timed = {**options, "what": "time", "ways": ways, "folders": list(map(str, others))}
+        timed = {**options, "what": "time", "ways": ways, "folders": list(map(str, later))}
         took_s = ranks({**timed, "rounds": 2 if args.quick else 4})
-        was = [recorded(histories(read(folder))) for folder in others]
-        told = ", ".join(f"{1e3 * one.iteration_s:.4g} ms (± {1e3 * one.spread_s:.2g})" for one in was)
-        report.notes.append(f"{model}: steps as they were recorded took {told}")
-        said = [predicted_s(folder, fittings) for folder in others]
-        judge_times(report, model, took_s, {way: median(one[way] for one in said) for way in ways})
+        was = [recorded(histories(read(folder))) for folder in later]
+        took = ", ".join(f"{1e3 * one.iteration_s:.4g} ms (± {1e3 * one.spread_s:.2g})" for one in was)
+        report.notes.append(f"{model}: recorded steps took {took}")
+        predicted = [predicted_s(folder, fittings) for folder in later]
+        judge_times(report, model, took_s, {way: median(one[way] for one in predicted) for way in ways})
         judge_choices(report, model, fittings, peaks, took_s)
 
 
 def main() -> int:
-    """Runs every model."""
+    """Run every model."""
     flags = parser(__doc__)
     flags.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
-    flags.add_argument("--peaks-only", action="store_true", help="nothing is timed")
+    flags.add_argument("--peaks-only", action="store_true", help="measure peaks only")
     args = flags.parse_args()
     report = Report(name="memory")
     for model in args.models:

@@ -1,21 +1,18 @@
-"""What NCCL's algorithms, protocols and channels cost by size, and what the tuner makes of such a table.
+"""Times of all-reduces by NCCL's algorithm, protocol and number of channels, and the tuner's choice on such a table.
 
-    python -m bench.nccl [--quick] [--check] [--save]
-    sirtakirun -np 8 python -m bench.nccl --measure TABLE [--quick]
-    python -m bench.nccl --table TABLE
+    python -m bench.nccl [--quick] [--check] [--save]                   modelled times, needs no GPU
+    sirtakirun -np 8 python -m bench.nccl --measure TABLE [--quick]     measure these ranks' GPUs, write TABLE, and tune
+    python -m bench.nccl --table TABLE                                  tune on a measured table
 
-The first needs no GPU; the second writes down what these ranks' GPUs take and puts the tuner on that, the third does so
-later.
+Without a GPU, `modelled` computes a table for nodes of eight H100. It uses NCCL's own model, `ncclTopoTuneModel` and
+`ncclTopoGetAlgoTime` in `src/graph/tuning.cc`, with the constants and corrections of PyTorch's copy
+(`torch/_inductor/comm_analysis.py`, torch 2.13). For up to two nodes, NCCL decides with the bandwidth of the links
+within a node. PyTorch's authors corrected the bandwidth by profiles of H100 over RoCE. Here, all-reduces take the times
+of the corrected model. Hence NCCL's decisions are right on one node and not always right between two. Only a measured
+table shows how wrong they are on real machines.
 
-Without a GPU there is no measured table: `modelled` makes one from what NCCL's source publishes, `ncclTopoTuneModel`
-and `ncclTopoGetAlgoTime` in `src/graph/tuning.cc`, with the constants and the corrections of PyTorch's copy of them
-(`torch/_inductor/comm_analysis.py`, torch 2.13), for H100 with eight GPUs a node. *Up to two nodes* NCCL believes in
-the bandwidth of the links within a node, and decides by it; PyTorch's authors have corrected that by profiles of H100
-over RoCE, and by the corrected model all-reduces take here what they take. So NCCL decides right on one node, and
-between two not always. How wrong it is on real machines only a measured table says.
-
-*Fastest*: of a lattice of settings, in every way. Bar: in the mean what is kept is nowhere more than 1 % slower than
-without these knobs.
+"fastest_s" is the fastest of a lattice of settings with every algorithm and protocol. Bar: the setting that the tuner
+keeps is on average at most 1 % slower than the setting that it keeps without NCCL's knobs.
 """
 
 from __future__ import annotations
@@ -51,7 +48,7 @@ THREADS = (None, *ALLOWANCES)
 CTAS = tuple(map(ctas_for, THREADS))
 ALL_WAYS = for_each_class(tuple(NcclWay))
 SIZES = tuple(1 << power for power in range(10, 29))
-"""Sizes in bytes of the table."""
+"""Sizes of the table in bytes."""
 
 # ── A table of all-reduces ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -67,7 +64,7 @@ class NcclTimes:
         source: origin of the times.
         ranks: number of ranks.
         nodes: number of nodes.
-        times_s: by row, and for each size in bytes; NCCL has refused missing rows.
+        times_s: seconds by row and size in bytes. A row is missing if NCCL refused it.
     """
 
     source: str
@@ -76,7 +73,7 @@ class NcclTimes:
     times_s: Mapping[Row, Mapping[int, float]]
 
     def of(self, size_bytes: int, way: NcclWay | None, ctas: int | None) -> float:
-        """Return seconds, interpolated between sizes on a logarithmic scale; infinite if NCCL has refused."""
+        """Return seconds, interpolated between sizes on a logarithmic scale; infinite if NCCL refused the row."""
         row = self.times_s.get((way, ctas))
         if row is None:
             return math.inf
@@ -119,7 +116,7 @@ BASE_US = {
 }  # baseLat
 WITHIN_US = {TREE: {LL: 0.6, LL128: 1.25, SIMPLE: 4.0}, RING: {LL: 0.6, LL128: 1.9, SIMPLE: 3.4}}  # hwLat, NVLINK
 BETWEEN_US = {TREE: {LL: 5.0, LL128: 8.5, SIMPLE: 14.0}, RING: {LL: 2.7, LL128: 4.0, SIMPLE: 14.0}}  # hwLat, NET
-MOST_LL_WITHIN, MOST_LL_BETWEEN = 141.0, (39.0, 20.4)  # llMaxBws: Hopper; Volta, whose row is taken between nodes
+MOST_LL_WITHIN, MOST_LL_BETWEEN = 141.0, (39.0, 20.4)  # llMaxBws: of Hopper within a node, of Volta between nodes
 MOST_A_CHANNEL = {LL128: 36.7, SIMPLE: (38.7, 41.4, 36.0)}  # perChMax…Bws
 TREE_CORRECTION = {
     LL: "1 1 1 1 .9 .8 .7 .7 .7 .7 .6 .5 .4 .4 .5 .6 .7 .8 .9 1 1 1 1 1",
@@ -127,11 +124,11 @@ TREE_CORRECTION = {
     SIMPLE: ".9 .9 .9 .9 .9 .9 .9 .8 .7 .6 .6 .5 .5 .5 .5 .6 .7 .8 .7 .7 .8 .9 .9 .9",
 }  # treeCorrectionFactor, by log2(bytes / 64)
 GPUS, CHANNELS, NVLINK, NIC = 8, 16, 370.0, 50.0
-"""A node: channels and GB/s of its links, and between nodes for each GPU."""
+"""Properties of a node: number of GPUs and of channels, GB/s of NVLink, and GB/s of each GPU's network interface."""
 
 
 def modelled_s(size_bytes: int, way: NcclWay, *, nodes: int, channels: int, gb_per_s: float) -> float:
-    """Return seconds of an all-reduce by `ncclTopoTuneModel` and `ncclTopoGetAlgoTime`, for given link bandwidths."""
+    """Return seconds of an all-reduce by `ncclTopoTuneModel` and `ncclTopoGetAlgoTime`, for given bandwidths."""
     algorithm, protocol = way.algorithm, way.protocol
     ranks, scale = GPUS * nodes, min(nodes, 3) - 1
     bus = min(gb_per_s, channels * NVLINK / CHANNELS)
@@ -159,9 +156,9 @@ def modelled_s(size_bytes: int, way: NcclWay, *, nodes: int, channels: int, gb_p
 
 @cache
 def modelled(nodes: int) -> NcclTimes:
-    """Return the table of a number of nodes with eight H100.
+    """Return the table for `nodes` nodes of eight H100.
 
-    NCCL decides by its own model; times follow the correction.
+    NCCL's own choice follows its own model. All times follow PyTorch's corrected model.
     """
     believed = NVLINK if nodes <= 2 else NIC
 
@@ -171,7 +168,7 @@ def modelled(nodes: int) -> NcclTimes:
         rails = (max(size_bytes, 5e7) / 5e7) ** 0.17 if nodes > 2 else 1.0
         return NIC * (0.77 + 0.23 * min(1.0, (nodes - 1) / 7)) * rails
 
-    ways = [way for way in NcclWay if nodes == 1 or way.protocol != LL128]  # which is for links within a node
+    ways = [way for way in NcclWay if nodes == 1 or way.protocol != LL128]  # LL128 needs links within a node
     times_s: dict[Row, dict[int, float]] = {}
     for ctas in CTAS:
         channels = CHANNELS if ctas is None else ctas
@@ -189,17 +186,17 @@ def modelled(nodes: int) -> NcclTimes:
     return NcclTimes(source=source, ranks=GPUS * nodes, nodes=nodes, times_s=times_s)
 
 
-# ── A job on such a table, and the tuner on that ─────────────────────────────────────────────────────────────────────
+# ── a job with the times of a table, and the tuner on this job ───────────────────────────────────────────────────────
 
 JOBS: Mapping[str, tuple[int, int, float]] = {
     "small gradients": (64, 2 * KIB, 0.2e-3),
     "large gradients": (16, 4 * MIB, 4e-3),
 }
-"""Number and bytes of gradients, and seconds of the backward pass."""
+"""Number of gradients, bytes of each, and seconds of the backward pass."""
 
 
 def job(table: NcclTimes, name: str) -> Landscape:
-    """A job whose reductions take the table's times. Concurrent all-reduces share the links."""
+    """Return a job whose all-reduces take the table's times. Concurrent all-reduces share the links."""
     count, size_bytes, backward_s = JOBS[name]
     layout = GradientLayout(sizes=(size_bytes // 4,) * count)
     profile = Profile.from_durations([backward_s / count] * count)
@@ -253,14 +250,14 @@ def job(table: NcclTimes, name: str) -> Landscape:
 
 
 def in_every_way(landscape: Landscape) -> Iterator[Knobs]:
-    """Return all settings of the lattice, each with NCCL's choice and with every combination."""
+    """Yield all settings of the lattice, each with NCCL's own choice and with every algorithm and protocol."""
     for knobs in KnobLattice(landscape.space, steps_per_octave=1).points:
         yield knobs
         yield from (knobs.but(nccl=NcclWays.of(knobs.unit_bytes, way)) for way in NcclWay)
 
 
 def tune(landscape: Landscape, *, noise: float, seed: int, budget: int = 100) -> SessionResult:
-    """Run a warm-up session on the job, as a GPU job does."""
+    """Run a warm-up session on the job, as in a job on GPUs."""
     arm = default_arms(
         space=landscape.space, rng=np.random.default_rng(seed), budget_iterations=budget, names=list(OUR_ARMS)
     )
@@ -282,7 +279,7 @@ def tune(landscape: Landscape, *, noise: float, seed: int, budget: int = 100) ->
 
 
 def judge(report: Report, table: NcclTimes, *, noise: float, seeds: int) -> None:
-    """Add a row and a bar for each job on that table."""
+    """Tune each job on the table, and add a row and a bar."""
     for name in JOBS:
         landscape = job(table, name)
         without = replace(landscape, space=replace(landscape.space, nccl=()))
@@ -307,7 +304,7 @@ def judge(report: Report, table: NcclTimes, *, noise: float, seeds: int) -> None
         report.bar(f"{where}, {name}: kept, of what is kept without NCCL's knobs", kept_s / without_s, 1.01)
 
 
-# ── The table of GPUs that are there ─────────────────────────────────────────────────────────────────────────────────
+# ── a table measured on GPUs ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def measured(sizes: Sequence[int], allowances: Sequence[int | None], *, rounds: int) -> NcclTimes:
@@ -331,11 +328,11 @@ def measured(sizes: Sequence[int], allowances: Sequence[int | None], *, rounds: 
                 plan = CommPlan(numel=unit.stop, units=(unit,), streams=1, transport=ROUTE[0])
                 try:
                     router.open_plan(plan)
-                except PlanError as err:  # on all ranks alike
+                except PlanError as err:  # raised on all ranks
                     if control.rank == 0:
                         print(err, flush=True)
                     break
-                for _ in range(2):  # the first one is not counted
+                for _ in range(2):  # the first time is discarded
                     control.barrier()
                     begin = device.record_event(timed=True)
                     router.wait_for([work for _ in range(rounds) for work in router.all_reduce_plan(buffer, plan)])
@@ -352,7 +349,10 @@ def measured(sizes: Sequence[int], allowances: Sequence[int | None], *, rounds: 
 
 
 def measure(path: Path, *, quick: bool) -> NcclTimes | None:
-    """Write the table of these GPUs on rank 0. Return None on other ranks, and if nothing can be measured."""
+    """Measure these ranks' GPUs. Rank 0 writes and returns the table, the other ranks return None. Collective.
+
+    Without a GPU, print that nothing was measured and return None.
+    """
     import os
 
     import torch
@@ -360,19 +360,21 @@ def measure(path: Path, *, quick: bool) -> NcclTimes | None:
     import sirtaki.torch as hvd
 
     if not torch.cuda.is_available():
-        print("bench.nccl: PyTorch sees no GPU here; nothing was measured")
+        print("bench.nccl: PyTorch finds no GPU; nothing was measured")
         return None
     hvd.init()
     if hvd.size() < 2:
-        raise SystemExit("bench.nccl --measure needs several ranks: sirtakirun -np 2 python -m bench.nccl --measure …")
+        raise SystemExit(
+            "bench.nccl --measure needs two or more ranks: sirtakirun -np 2 python -m bench.nccl --measure …"
+        )
     gpus = torch.cuda.device_count()
-    if hvd.local_size() > gpus:  # ranks that seem to be on different hosts may share one
+    if hvd.local_size() > gpus:  # NCCL lets ranks share a GPU only if they appear to be on different hosts
         os.environ["NCCL_HOSTID"] = f"rank{hvd.rank()}"
     torch.cuda.set_device(hvd.local_rank() % gpus)
-    # Two ranks that share a GPU talk over sockets, slowly, and each row takes a communicator.
+    # With --quick fewer sizes: ranks that share a GPU communicate over slow sockets, and each row needs a communicator.
     table = measured(SIZES[:15:2], THREADS[::2], rounds=5) if quick else measured(SIZES[:17], THREADS, rounds=20)
     if not table.times_s:
-        raise SystemExit("bench.nccl: NCCL carries nothing between these ranks; the log says why")
+        raise SystemExit("bench.nccl: NCCL cannot reduce between these ranks; see the log")
     if hvd.rank() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(table.to_json()))
@@ -381,9 +383,9 @@ def measure(path: Path, *, quick: bool) -> NcclTimes | None:
 
 def main() -> int:
     flags = parser(__doc__)
-    flags.add_argument("--measure", type=Path, metavar="TABLE", help="write the table of these ranks' GPUs there")
-    flags.add_argument("--table", type=Path, metavar="TABLE", help="one that was measured")
-    flags.add_argument("--noise", type=float, default=0.02, help="of a measured iteration")
+    flags.add_argument("--measure", type=Path, metavar="TABLE", help="measure these ranks' GPUs and write TABLE")
+    flags.add_argument("--table", type=Path, metavar="TABLE", help="tune on a measured table")
+    flags.add_argument("--noise", type=float, default=0.02, help="relative noise of a measured iteration (%(default)s)")
     args = flags.parse_args()
     tables: Sequence[NcclTimes] = [modelled(nodes) for nodes in (1, 2, 4)]
     if args.measure:

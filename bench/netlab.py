@@ -42,7 +42,7 @@ BY_HAND = {f"ddp, {devices} × {bucket_mb} MB": (devices, bucket_mb) for devices
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
-    """Run the part of one rank: measure the link, create the contenders, and alternate between them."""
+    """Run one rank: measure the link, create the contenders, and time their steps alternately. Collective."""
     payload = payload_bytes_per_s(comm)
     scale = options["scale"]
 
@@ -82,7 +82,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
 
 
 def measure(report: Report, case: str, options: dict[str, Any], *, warmup_iterations: int) -> None:
-    """Adds the rows and bars of one case."""
+    """Run one case and add its rows and bars."""
     shape = CASES[case]
     env = {"SIRTAKI_WARMUP_ITERATIONS": str(warmup_iterations)}
     result = run_ranks(
@@ -117,13 +117,13 @@ def measure(report: Report, case: str, options: dict[str, Any], *, warmup_iterat
 
 
 def main() -> int:
-    """Runs every case."""
+    """Run every case."""
     flags = parser(__doc__)
     flags.add_argument("--cases", nargs="+", choices=list(CASES), help="default: all; capped only with --quick")
-    flags.add_argument("--scale", type=float, help="of gradients, buckets and compute; default 1, equal 0.25")
-    flags.add_argument("--rounds", type=int, help="blocks a contender")
-    flags.add_argument("--steps", type=int, default=1, help="steps a block, after one that does not count")
-    flags.add_argument("--warmup-iterations", type=int, default=40, help="the tuner's budget; its own default is 100")
+    flags.add_argument("--scale", type=float, help="scale of gradients, buckets and compute (1; equal: 0.25)")
+    flags.add_argument("--rounds", type=int, help="blocks of steps per contender")
+    flags.add_argument("--steps", type=int, default=1, help="measured steps per block")
+    flags.add_argument("--warmup-iterations", type=int, default=40, help="tuning budget in steps (Sirtaki: 100)")
     args = flags.parse_args()
     need_cluster()
     args.cases = args.cases or (["capped"] if args.quick else list(CASES))

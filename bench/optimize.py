@@ -1,12 +1,13 @@
-"""Whether the plan that `sirtaki optimize` chooses is about as fast as the best of a sweep, measured in the same job.
+"""Speed of the plan that `sirtaki optimize` chooses, compared with the best setting of a sweep in the same job.
 
     python -m bench.optimize [--quick] [--check] [--save] [--jobs two-ranks-transformer …]
 
-Takes 1 to 2 minutes a job, of which `bench.sweep` has a list. A job is tuned, so that its links are probed, goes back
-to its untuned default, and is recorded for a few steps. The plan that the search makes of the recording, the default,
-what the warm-up had kept, and all settings of a coarse grid (unit sizes and streams, the default's route) take turns;
-then the first three and the best of the grid once more, since the best of many measurements is lucky. What counts is
-the whole step on the slowest rank, the first one after a change aside.
+Takes 1 to 2 minutes per job. `python -m bench.sweep --list` lists the jobs. A job is tuned first, so that its links are
+probed. It returns to its untuned default and is recorded for a few steps. Then these settings alternate: the plan that
+the search finds in the recording, the default, the setting that the warm-up kept, and a coarse grid of unit sizes and
+numbers of streams on the default's route. In a second series the first three alternate with the best settings of the
+grid, because the best of many measurements is partly luck. A sample is a whole step on the slowest rank. The first step
+after a change is not measured.
 
 Bars: chosen ÷ best of the sweep ≤ 1.03 in four of five jobs; the search ≤ 60 s.
 """
@@ -63,7 +64,7 @@ CHOSEN, DEFAULT, TUNED, RIVAL = "chosen", "untuned", "warm-up", "rival "
 
 
 def step_s(contender: Sirtaki, comm: Any, knobs: Knobs) -> float:
-    """Return the time of a step with these knobs on this rank, the second one after the change. Collective."""
+    """Return this rank's seconds of the second step after a change to `knobs`. Collective."""
     contender.sync.apply(knobs)
     contender.step()
     comm.Barrier()
@@ -73,7 +74,7 @@ def step_s(contender: Sirtaki, comm: Any, knobs: Knobs) -> float:
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
-    """Run the part of one rank: record, and alternate between settings."""
+    """Run one rank: record, search, and time steps of all settings alternately. Collective."""
     folder, job = Path(options["folder"]), JOBS[options["job"]]
     contender = Sirtaki(lambda: job.make(rank=comm.rank), tune=True)
     contender.warm_up()
@@ -107,33 +108,33 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
     }
 
 
-# ── judgement ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── evaluation ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def searched(folder: Path) -> SearchOutcome:
-    """Return the search's result for a recording."""
+    """Search the best plan for a recording."""
     recording = read(folder)
     found = histories(recording)
     return optimize(Baseline.of(job_model(found), recorded(found)), settings=recording.job.settings)
 
 
 def judge(report: Report, name: str, result: Mapping[str, Any], outcome: SearchOutcome) -> float:
-    """Add a row of measurements, and of predictions by search and replays; return chosen ÷ best."""
+    """Add a row with measured and predicted steps. Return the chosen plan's step over the best step."""
     knobs = {who: Knobs.from_json(one) for who, one in result["knobs"].items()}
     base = outcome.before
     asked = {who: with_knobs(base.job, one) for who, one in knobs.items() if one.route in base.job.links}
-    told = {
+    predicted = {
         who: base.answer(who, job, replanned=True)
         for who, job in asked.items()
         if plan_refusal(base.job, job.plans) is None
     }
     sweep_s, finals_s = ({who: median(each) for who, each in result[stage].items()} for stage in ("sweep", "finals"))
     best = min(finals_s, key=lambda who: finals_s[who])
-    true_s = {who: sweep_s[who] / sweep_s[DEFAULT] * base.times.iteration_s for who in told}
-    inside = [one.low_s <= true_s[who] <= one.high_s for who, one in told.items() if who != DEFAULT]
-    told_s = {who: one.times.iteration_s for who, one in told.items()}
-    differ = min(len(set(told_s.values())), len(set(true_s.values()))) > 1
-    order = spearmanr([*told_s.values()], [*true_s.values()]).statistic if differ else nan
+    true_s = {who: sweep_s[who] / sweep_s[DEFAULT] * base.times.iteration_s for who in predicted}
+    inside = [one.low_s <= true_s[who] <= one.high_s for who, one in predicted.items() if who != DEFAULT]
+    predicted_s = {who: one.times.iteration_s for who, one in predicted.items()}
+    differ = min(len(set(predicted_s.values())), len(set(true_s.values()))) > 1
+    order = spearmanr([*predicted_s.values()], [*true_s.values()]).statistic if differ else nan
     ratio = finals_s[CHOSEN] / finals_s[best]
     trials_s = [seconds for who, seconds in finals_s.items() if who == CHOSEN or who.startswith(RIVAL)]
     report.rows.append(
@@ -149,7 +150,7 @@ def judge(report: Report, name: str, result: Mapping[str, Any], outcome: SearchO
             "gain promised, %": round(100 * outcome.gain, 1),
             "measured, %": round(100 * (1 - finals_s[CHOSEN] / finals_s[DEFAULT]), 1),
             "others named": len(outcome.rivals),
-            "told of the sweep": f"{len(told)} of {len(knobs)}",
+            "told of the sweep": f"{len(predicted)} of {len(knobs)}",
             "inside": round(sum(inside) / len(inside), 2) if inside else None,
             "rank correlation": None if isnan(order) else round(float(order), 2),
             "search_s": outcome.search_s,
@@ -159,7 +160,7 @@ def judge(report: Report, name: str, result: Mapping[str, Any], outcome: SearchO
 
 
 def run(report: Report, name: str, args: Any) -> float:
-    """Run one job; return chosen ÷ best."""
+    """Run one job and add its row. Return the chosen plan's step over the best step."""
     rounds = {"rounds": 2 if args.quick else 3, "final_rounds": 6 if args.quick else 9}
     job = JOBS[name]
     with tempfile.TemporaryDirectory() as directory:
@@ -171,7 +172,7 @@ def run(report: Report, name: str, args: Any) -> float:
 
 
 def main() -> int:
-    """Runs every job."""
+    """Run every job."""
     flags = parser(__doc__)
     flags.add_argument("--jobs", nargs="+", choices=JOBS, default=[*CHOSEN_JOBS])
     args = flags.parse_args()

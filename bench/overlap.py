@@ -1,16 +1,18 @@
-"""The training step with communication hidden behind the next forward pass, too: off, on, and PyTorch DDP.
+"""Training steps with communication hidden behind the next forward pass as well: off, on, and PyTorch DDP.
 
     python -m bench.overlap [--quick] [--check] [--save] [--cases capped equal] [--networks resnet50 vgg16 bert_base]
 
-Four emulated nodes (`bench.lib.cluster`), one rank each, train a model whose layers sleep where a GPU would compute and
-read their parameters before that: 150 ms of computation, a third of it forward, over a network's gradients, scaled so
-that communication takes about as long. All contenders live in the same processes and take turns; a sample is a block of
-steps, which ends when all updates are made. DDP runs as it comes, and as a well-informed user sets it up (several
-connections, smaller buckets). "off" and "on" are Sirtaki tuned, with the same warm-up.
+Four emulated nodes (`bench.lib.cluster`), one rank each, train a model whose layers read their parameter and then sleep
+instead of computing. A step has 150 ms of computation, a third of it in the forward pass. The gradients are those of a
+real network, scaled so that communication takes about as long as computation. All contenders are in the same processes
+and alternate.
+A sample is a block of steps and ends after the last update. DDP runs with its defaults, and with a well-informed user's
+settings (several connections, smaller buckets). "off" and "on" are Sirtaki, tuned by the same warm-up.
 
-The bound is `max(all computation, 2(P-1)/P * gradient bytes / payload rate)`. Bars: on ≤ 1.01 of off, off ≤ 1.1 of the
-shortest step that waits for all gradients before its update, and on ≤ 1.15 of the shortest one that does not: BERT's is
-longer than the bound, since nothing can be sent while it computes its decoder, which has no weight of its own.
+The bound is `max(all computation, 2(P-1)/P * gradient bytes / payload rate)`. Bars: on ≤ 1.01 of off; off ≤ 1.1 of the
+shortest step that waits for all gradients before the update; on ≤ 1.15 of the shortest step that does not wait. BERT's
+shortest step is longer than the bound, because no gradient can be sent during the computation of its decoder, whose
+weight is the embedding's.
 """
 
 from __future__ import annotations
@@ -33,13 +35,14 @@ from sirtaki.engine.tuning.overlap import PREPARING
 COMPUTE_S = 0.15
 DDP, BY_HAND, OFF, ON = "ddp", "ddp by hand", "off", "on"
 MEGABYTES = {"capped": 6.1, "equal": 2.6}
-"""Of gradients: communication takes about as long as all computation."""
+"""Megabytes of gradients whose communication takes about as long as all computation."""
+
 NETWORKS = ("resnet50", "vgg16", "bert_base")
 JOB_TIMEOUT_S = 560.0
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
-    """Run the part of one rank: measure the link, create the contenders, and alternate between them."""
+    """Run one rank: measure the link, create the contenders, and time their steps alternately. Collective."""
     payload = payload_bytes_per_s(comm)
     whole = workload(options["network"])
     scale = 1e6 * options["megabytes"] / whole.layout.total_bytes
@@ -84,7 +87,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
 
 
 def measure(report: Report, case: str, options: dict[str, Any], *, warmup_iterations: int) -> None:
-    """Adds the rows and bars of one case and network."""
+    """Run one case and network, and add its rows and bars."""
     shape, network = CASES[case], options["network"]
     env = {"SIRTAKI_WARMUP_ITERATIONS": str(warmup_iterations)}
     options = {**options, "connections": 4 if shape.caps_flows else 1}
@@ -119,14 +122,16 @@ def measure(report: Report, case: str, options: dict[str, Any], *, warmup_iterat
 
 
 def main() -> int:
-    """Runs every case."""
+    """Run every case."""
     flags = parser(__doc__)
     flags.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     flags.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
-    flags.add_argument("--megabytes", type=float, help="of gradients; default: communication as long as computation")
-    flags.add_argument("--rounds", type=int, help="blocks a contender")
-    flags.add_argument("--steps", type=int, default=20, help="steps a block")
-    flags.add_argument("--warmup-iterations", type=int, default=40, help="the tuner's budget; its own default is 100")
+    flags.add_argument(
+        "--megabytes", type=float, help="megabytes of gradients (default: communication takes as long as computation)"
+    )
+    flags.add_argument("--rounds", type=int, help="blocks of steps per contender")
+    flags.add_argument("--steps", type=int, default=20, help="steps per block")
+    flags.add_argument("--warmup-iterations", type=int, default=40, help="tuning budget in steps (Sirtaki: 100)")
     args = flags.parse_args()
     need_cluster()
     args.rounds = args.rounds or (3 if args.quick else 7)

@@ -1,4 +1,4 @@
-"""Show how often a paired comparison is wrong, and how often it finds a true gain; simulated, without ranks.
+"""Simulate how often a paired comparison is wrong, and how often it finds a true gain. Starts no ranks.
 
     python -m bench.paired [--runs 4000] [--check]
 
@@ -22,7 +22,7 @@ from bench.lib.harness import Report, finish, parser
 from sirtaki.autotune.paired import PairedComparison, Verdict
 
 Noise = Callable[[np.random.Generator, int, float], npt.NDArray[np.float64]]
-"""Logarithms of measured over true times, `(2 n_pairs,)`, in order of time: from a number of pairs and a scale."""
+"""A function from a generator, a number of pairs and a scale to log(measured / true time), `(2 n_pairs,)`, in order."""
 
 LOOKS = (6, 24)
 GAINS, SCALES = (0.01, 0.02, 0.05, 0.10), (0.02, 0.05)
@@ -44,7 +44,7 @@ def _student(rng: np.random.Generator, n_pairs: int, scale: float) -> npt.NDArra
 
 
 def _spells(rng: np.random.Generator, n_pairs: int, scale: float) -> npt.NDArray[np.float64]:
-    # A pair takes three iterations: after the change of the setting one is not measured.
+    # A pair takes three iterations, because the first one after a change of the setting is not measured.
     changes = rng.random((n_pairs, 3)) < SPELL_ENDS
     slow = (np.cumsum(changes) + rng.integers(2)) % 2 == 1
     slowed: npt.NDArray[np.float64] = math.log(1.4) * slow.reshape(n_pairs, 3)[:, [0, 2]].ravel()
@@ -60,7 +60,7 @@ NOISES: dict[str, Noise] = {
 
 
 def compare(rng: np.random.Generator, noise: Noise, *, scale: float, gain: float = 0.0) -> PairedComparison:
-    """Return a finished comparison of two settings, of which the candidate is faster by the share `gain`."""
+    """Return a finished comparison of a baseline and a candidate that is faster by the share `gain`."""
     errors = noise(rng, LOOKS[-1], scale).reshape(-1, 2)
     pairs = PairedComparison(looks=LOOKS)
     while pairs.verdict is Verdict.OPEN:
@@ -81,7 +81,9 @@ def summarise(noise: str, runs: int, *, seed: int, scale: float, gain: float = 0
 def main() -> int:
     """Simulate all noises, gains and scales."""
     flags = parser(__doc__)
-    flags.add_argument("--runs", type=int, default=4000, help="comparisons without a gain; a quarter with one")
+    flags.add_argument(
+        "--runs", type=int, default=4000, help="comparisons per noise without a gain; with a gain, a quarter of it"
+    )
     args = flags.parse_args()
     runs = args.runs // 4 if args.quick else args.runs
     report = Report(name="paired")

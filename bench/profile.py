@@ -1,17 +1,17 @@
-"""What being recorded costs a job, and how well clocks are put right.
+"""Overhead of recording a job, and accuracy of the alignment of clocks.
 
     python -m bench.profile [--quick] [--check] [--save]
 
-*Cost*: one job trains a model, and by turns nobody records, units are recorded, and operators, too, as
-`sirtakirun profile` does. A figure is the mean step while a recording lasts, from the step that begins it on, divided
-by that of as many steps without one in the same round. Processor time is that of the training thread: a busy machine
-disturbs it less, and all that recording does while steps last is done there. What writing takes at the end of a
-recording is no part of a step, and stands by itself.
-*Clocks*: of a recording of two ranks, whose clocks are one, the second's moments are moved by ±50 ms with ±20 ppm and
-taken for another host's; the error is what is left after alignment. Beside it, what HolisticTraceAnalysis leaves.
+*Overhead*: one job trains a model. Blocks of steps alternate: without a recording, with recorded units, and with
+recorded operators as well, as by `sirtakirun profile`. The figure is the mean step of a block with a recording, from
+the step that starts the recording, divided by the mean step of the block without one in the same round. Processor time
+is measured on the training thread, because recording runs there during steps, and because other load on the machine
+disturbs it less. Writing the files at the end of a recording is not part of a step. It is reported separately.
+*Clocks*: the two recorded ranks have the same clock. The times of rank 1 are shifted by ±50 ms and ±20 ppm as if it
+were on another host. The figure is the error after alignment, compared with HolisticTraceAnalysis.
 
-Bars: a step 1.01 of one without where units are recorded, 1.05 where operators are, the mean of the models; clocks
-within half the smallest round trip of units.
+Bars, for the mean over models: a step ≤ 1.01 with recorded units, ≤ 1.05 with recorded operators. Clocks agree within
+half the smallest round trip of units.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from bench.lib.ranks import run_ranks, start
 from sirtaki.analysis.alignment import Alignment, ClockLine, OffsetSource, trace_entries
 from sirtaki.analysis.recording import Recording
 
-# ── HolisticTraceAnalysis beside our alignment: what it makes of ranks whose clocks differ ───────────────────────────
+# ── HolisticTraceAnalysis, for comparison ────────────────────────────────────────────────────────────────────────────
 
 PACKAGE = "HolisticTraceAnalysis"
 Entries = Sequence[Mapping[str, Any]]
 
 
 def version() -> str | None:
-    """Version of the package; None = not installed, or without what it needs."""
+    """Return the version of HolisticTraceAnalysis; None if it or a requirement is not installed."""
     try:
         import hta.common.trace  # noqa: F401
 
@@ -59,13 +59,13 @@ def version() -> str | None:
 def step_ends_s(recording: Recording) -> dict[int, list[float]]:
     """Return when each step of each rank ended, relative to the start of the earliest rank's first step."""
     by_rank: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
-    for entry in trace_entries(recording, _as_told(recording)):
+    for entry in trace_entries(recording, _unaligned(recording)):
         by_rank[entry["pid"]].append(entry)
     return _by_package(by_rank) if version() else _by_rule(by_rank)
 
 
-def _as_told(recording: Recording) -> Alignment:
-    """Nothing is added to any clock."""
+def _unaligned(recording: Recording) -> Alignment:
+    """Return an alignment that leaves all clocks unchanged."""
     line = ClockLine(origin_s=0.0, offset_s=0.0, drift=0.0, error_s=0.0, known=OffsetSource.START)
     return Alignment(lines=dict.fromkeys(recording.ranks, line), reference=min(recording.ranks))
 
@@ -99,7 +99,7 @@ def _by_package(by_rank: Mapping[int, Entries]) -> dict[int, list[float]]:
             Path(files[rank]).write_text(json.dumps(content))
         trace = Trace(trace_files=files, trace_dir=directory)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what pandas will do without one day
+            warnings.simplefilter("ignore")  # because pandas warns of deprecations
             trace.load_traces(use_multiprocessing=False, use_memory_profiling=False)
     names = trace.symbol_table.get_sym_table()
     found = {}
@@ -114,27 +114,27 @@ def _by_package(by_rank: Mapping[int, Entries]) -> dict[int, list[float]]:
 
 RANKS = 2
 STEPS = 16
-"""Iterations of a default recording: one starts it, ten are kept without operators and three with them. One
-iteration each after torch.profiler is switched on and off is not kept.
+"""Iterations of a default recording: the starting one, ten kept ones without operators, three kept ones with operators.
+One iteration is discarded after torch.profiler is switched on, and one after it is switched off.
 """
 
 WAYS: Mapping[str, bool | None] = {"off": None, "units": False, "operators": True}
-"""Whether operators are recorded; None = no recording."""
+"""Variants of a block: whether operators are recorded; None = no recording."""
 
 LENGTHS = ("exposed_s", "beside_s")
-"""Durations of a recorded iteration; all its other seconds are times."""
+"""Fields of a recorded iteration that are durations. All further fields in seconds are times."""
 
 INJECTED = ((0.05, 20e-6), (-0.05, -20e-6), (0.05, -20e-6), (-0.05, 20e-6))
 
 
 def long_transformer(*, rank: int) -> tuple[nn.Module, torch.Tensor]:
-    """The same transformer with 256 tokens instead of 32, as operators of real models have more to do."""
+    """Return `transformer` with 256 tokens instead of 32, because operators of real models take longer."""
     model, _ = transformer(rank=rank)
     return model, torch.randn(2, 128, 256, generator=torch.Generator().manual_seed(1 + rank))
 
 
 def wide_conv(*, rank: int) -> tuple[nn.Module, torch.Tensor]:
-    """The same convolutional network with 64 images instead of 8."""
+    """Return `small_conv` with 64 images instead of 8."""
     model, _ = small_conv(rank=rank)
     return model, torch.randn(64, 3, 32, 32, generator=torch.Generator().manual_seed(1 + rank))
 
@@ -147,7 +147,7 @@ MODELS: Mapping[str, Callable[..., tuple[nn.Module, torch.Tensor]]] = {
 
 
 def on_rank(comm: Any, options: dict[str, Any]) -> Any:
-    """Return seconds of alternating steps of each variant. The last recording stays in the folder. Collective."""
+    """Return seconds per step of each variant; blocks alternate. Leave one recording in the folder. Collective."""
     from sirtaki.profiler import profile
 
     contender = Sirtaki(lambda: MODELS[options["model"]](rank=comm.rank), tune=False)
@@ -185,7 +185,7 @@ def on_rank(comm: Any, options: dict[str, Any]) -> Any:
 
 
 def measure_cost(report: Report, args: Any, model: str, folder: Path) -> dict[str, float]:
-    """Add the cost of recording with one model; return the median ratios."""
+    """Measure the overhead of recording one model and add a row. Return the median ratios by variant."""
     from sirtaki.analysis.recording import read_folder as read
 
     options = {"model": model, "folder": str(folder), "rounds": args.rounds, "seed": args.seed}
@@ -206,7 +206,14 @@ def measure_cost(report: Report, args: Any, model: str, folder: Path) -> dict[st
 
 
 def moved(value: Any, by_s: float, drift: float, since_s: float) -> Any:
-    """Return the same recording with all times (`…_s`, but not durations) as a wrong clock shows them."""
+    """Return the value with all times (`…_s`, except durations) as a wrong clock would show them.
+
+    Args:
+        value: recorded iterations, or a part of one.
+        by_s: error of the clock at `since_s`.
+        drift: growth of the error per second.
+        since_s: time on the true clock.
+    """
     names = [each.name for each in fields(value)] if is_dataclass(value) else getattr(value, "_fields", ())
     if not names:
         return tuple(moved(each, by_s, drift, since_s) for each in value) if isinstance(value, tuple) else value
@@ -221,16 +228,16 @@ def moved(value: Any, by_s: float, drift: float, since_s: float) -> Any:
 
 
 def with_wrong_clock(true: Recording, *, by_s: float, drift: float, hosts: bool = True) -> Recording:
-    """Return the same job as if rank 1 were on another host with a wrong clock.
+    """Return the recording as if rank 1 were on another host with a wrong clock.
 
     Args:
         true: recording of two ranks.
-        by_s: error of that clock when the recording begins.
-        drift: its growth per second.
-        hosts: whether the hosts are declared different; otherwise the clocks count as one, and nothing is aligned.
+        by_s: error of rank 1's clock at the begin of the recording.
+        drift: growth of the error per second.
+        hosts: declare the hosts different. Otherwise the ranks count as one host's, whose clocks are not aligned.
     """
     own = true.ranks[1]
-    told = replace(
+    shifted = replace(
         own,
         iterations=moved(own.iterations, by_s, drift, own.iterations[0].begin_s),
         offset_s=own.offset_s - by_s if hosts else own.offset_s,
@@ -238,37 +245,37 @@ def with_wrong_clock(true: Recording, *, by_s: float, drift: float, hosts: bool 
     placement = list(true.job.placement)
     if hosts:
         placement[1] = replace(placement[1], host=1, node=1, clock="another")
-    return replace(true, job=replace(true.job, placement=tuple(placement)), ranks={0: true.ranks[0], 1: told})
+    return replace(true, job=replace(true.job, placement=tuple(placement)), ranks={0: true.ranks[0], 1: shifted})
 
 
-def left_by_hta_s(true: Recording, told: Recording) -> float:
-    """Return the largest difference between the ends of a step on rank 1 and rank 0 in HolisticTraceAnalysis."""
+def left_by_hta_s(true: Recording, shifted: Recording) -> float:
+    """Return the largest error of rank 1's step ends in HolisticTraceAnalysis, in seconds."""
     was, found = (
         {rank: [one.end_s for one in own.iterations] for rank, own in true.ranks.items()},
-        step_ends_s(told),
+        step_ends_s(shifted),
     )
     origin_s = was[0][0] - found[0][0]
     return max(abs(end_s + origin_s - right_s) for end_s, right_s in zip(found[1], was[1], strict=True))
 
 
 def measure_clocks(report: Report, true: Recording) -> None:
-    """Add the error that is left after alignment, and for comparison HolisticTraceAnalysis."""
+    """Shift rank 1's clock, align it, and add the remaining error, and HolisticTraceAnalysis' for comparison."""
     from sirtaki.analysis.alignment import align
 
     own = true.ranks[1]
     worst_us, bound_us, hta_us = 0.0, 0.0, 0.0
     for by_s, drift in INJECTED:
-        told = with_wrong_clock(true, by_s=by_s, drift=drift)
-        aligned = align(told)
+        shifted = with_wrong_clock(true, by_s=by_s, drift=drift)
+        aligned = align(shifted)
         pairs = [
             (there.done_s, here.done_s)
-            for one, other in zip(told.ranks[1].iterations, own.iterations, strict=True)
+            for one, other in zip(shifted.ranks[1].iterations, own.iterations, strict=True)
             for there, here in zip(one.units, other.units, strict=True)
         ]
         worst_us = max(worst_us, *(1e6 * abs(aligned.at(1, there_s) - here_s) for there_s, here_s in pairs))
         bound_us = 1e6 * aligned.lines[1].error_s
-        hta_us = max(hta_us, 1e6 * left_by_hta_s(true, told))
-    peer = f"{PACKAGE} {found}" if (found := version()) else f"{PACKAGE}'s rule, told again (not installed)"
+        hta_us = max(hta_us, 1e6 * left_by_hta_s(true, shifted))
+    peer = f"{PACKAGE} {found}" if (found := version()) else f"{PACKAGE}'s rule, re-implemented (not installed)"
     report.figure("error left of ±50 ms and ±20 ppm, at most", worst_us, "µs")
     report.figure("half the smallest round trip of units", bound_us, "µs")
     report.figure("half the quickest round trip of a question", 5e5 * own.round_trip_s, "µs")
@@ -279,7 +286,7 @@ def measure_clocks(report: Report, true: Recording) -> None:
 
 
 def main() -> int:
-    """Runs both parts."""
+    """Run both parts."""
     flags = parser(__doc__)
     flags.add_argument("--rounds", type=int)
     flags.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))

@@ -1,4 +1,4 @@
-"""The simulator against measurement, and the tuner's winner against a sweep of all settings, on the emulated cluster.
+"""Accuracy of the simulator, and the tuner's winner compared with a sweep of all settings, on the emulated cluster.
 
     python -m bench.reality [--quick] [--check] [--save] [--scale F]
 
@@ -7,16 +7,16 @@ Takes 9 minutes, 3 with --quick.
 Four emulated nodes (`bench.lib.cluster`: link 400 Mbit/s, 100 for a single flow), one rank each, train the emulated
 ResNet-50 over Gloo, in one job:
 
-1. Profile and probes are taken by the functions and with the time that the warm-up has for them; what is fitted to
-   them is all that the simulator knows.
-2. Random plans, drawn before anything is measured: half of them uniform (unit size log-uniform between 64 KiB and half
-   the gradients, number of streams), half with cuts at random places on random streams. They take turns; each time
-   the first step after a change of plan does not count.
-3. A real warm-up tunes. All settings of a coarse grid, the untuned default and the winner take turns; then the winner
-   and the best settings of the grid once more, since the best of many measurements is lucky.
+1. Profile and probes are taken as in the warm-up, by the same functions and within the same time. The simulator uses
+   only the models that are fitted to them.
+2. Random plans are drawn before any measurement. Half are uniform: the unit size is log-uniform between 64 KiB and half
+   the gradients, the number of streams is random. Half have cuts at random places on random streams. The plans
+   alternate. The first step after a change of plan is not measured.
+3. A real warm-up tunes. All settings of a coarse grid alternate. Then the winner alternates with the best settings of
+   the grid, because the best of many measurements is partly luck.
 
-A span runs from the first ready gradient to the last reduced one, on the rank where it is shortest, as the tuner
-measures it. Bars: mean error of the simulator ≤ 5 %, the winner within 5 % of the best of the grid.
+A span is the time from the first ready gradient to the last reduced one, on the rank where it is shortest, as the tuner
+measures it. Bars: mean error of the simulator ≤ 5 %, the winner within 5 % of the best setting of the grid.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from sirtaki.comm.plan import Algorithm, GradientLayout, TransportKind
 SHAPE = NETWORKS["capped"]
 ROUTE = (TransportKind.GLOO, Algorithm.FLAT)
 STREAMS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
-COMPUTE_S = 2.4  # of the whole model; two thirds of it are the backward pass
+COMPUTE_S = 2.4  # of the unscaled model; two thirds are the backward pass
 GRID_UNITS = (64 * KIB, 256 * KIB, MIB, 4 * MIB)
 GRID_STREAMS = (1, 2, 4, 8, 16)
 BEST_OF_GRID = 3
@@ -49,7 +49,7 @@ JOB_TIMEOUT_S = 1800.0
 
 
 def random_settings(layout: GradientLayout, count: int, rng: np.random.Generator) -> list[Knobs]:
-    """Return plans for that layout: alternately uniform ones, and ones with explicit cuts."""
+    """Return random settings for a layout: alternately uniform ones, and ones with explicit cuts."""
     settings = []
     for number in range(count):
         unit_bytes = int(2 ** rng.uniform(np.log2(64 * KIB), np.log2(max(128 * KIB, layout.total_bytes // 2))))
@@ -64,7 +64,7 @@ def random_settings(layout: GradientLayout, count: int, rng: np.random.Generator
 
 
 def grid_settings(layout: GradientLayout) -> list[Knobs]:
-    """Return every unit size of the grid that divides the layout, with every number of streams."""
+    """Return every unit size of the grid that is at most the layout's size, with every number of streams."""
     return [
         Knobs(unit_bytes=unit_bytes, streams=streams, transport=ROUTE[0])
         for unit_bytes in GRID_UNITS
@@ -77,20 +77,20 @@ def grid_settings(layout: GradientLayout) -> list[Knobs]:
 
 
 def spans_s(bare: Bare, settings: Sequence[Knobs], rounds: int, seed: int) -> list[list[float]]:
-    """Return `rounds` spans of each setting, which alternate. Collective."""
+    """Return `rounds` spans in seconds of each setting. The settings alternate. Collective."""
     turns = {str(number): lambda knobs=knobs: bare.measure(knobs)[0] for number, knobs in enumerate(settings)}
     return list(alternate(turns, rounds, seed=seed).values())
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
-    """Run the part of one rank: measure random plans, tune, and measure the grid together with the winner."""
+    """Run one rank: measure random plans, tune, and measure the grid and the winner. Collective."""
     from sirtaki.engine import job
 
     rank, scale = comm.rank, options["scale"]
     model, batch = emulated_resnet50(rank=rank, compute_s=scale * COMPUTE_S, scale=scale)
     bare = Bare(job.current(), model, batch, only=ROUTE)
     if rank == 0 and bare.known is None:
-        raise RuntimeError("no model fits the probes; SIRTAKI_LOG_LEVEL=info says why")
+        raise RuntimeError("no model fits the probes; set SIRTAKI_LOG_LEVEL=info for the reason")
     plans = random_settings(bare.layout, options["plans"], np.random.default_rng(options["seed"]))
     plan_spans_s = spans_s(bare, plans, options["rounds"], options["seed"])
 
@@ -102,7 +102,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
     grid = [knobs for knobs in grid_settings(bare.layout) if knobs != winner]
     grid_spans_s = spans_s(bare, grid, options["grid_rounds"], options["seed"])
     order = sorted(range(len(grid)), key=lambda place: statistics.median(grid_spans_s[place]))
-    places = comm.bcast(order[:BEST_OF_GRID])  # the same on all ranks
+    places = comm.bcast(order[:BEST_OF_GRID])  # because medians differ between ranks
     field = [winner, *(grid[place] for place in places)]
     field_spans_s = spans_s(bare, field, options["final_rounds"], options["seed"])
     found = {
@@ -121,7 +121,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
     return found
 
 
-# ── judgement ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── evaluation ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def judge(report: Report, result: Mapping[str, Any]) -> None:
@@ -154,7 +154,7 @@ def judge(report: Report, result: Mapping[str, Any]) -> None:
     link = model.links[ROUTE]
     curve = " ".join(f"{rate / 1e6:.4g}" for rate in link.throughput[:8])
     report.notes += [
-        f"fitted: α {1e3 * link.alpha_s:.3g} ms, processor {1e3 * link.host_s:.3g} ms a unit, G(1 … 8) {curve} MB/s, "
+        f"fitted: α {1e3 * link.alpha_s:.3g} ms, processor {1e3 * link.host_s:.3g} ms per unit, G(1 … 8) {curve} MB/s, "
         f"residual {100 * link.residual:.1f} %; backward pass {1e3 * model.profile.compute_s:.0f} ms",
         f"the simulator on the grid: mean error {100 * mean_error(grid):.1f} %; on the random plans at worst "
         f"{100 * max(abs(one['error']) for one in plans):.1f} %",
@@ -168,16 +168,16 @@ def judge(report: Report, result: Mapping[str, Any]) -> None:
 
 
 def mean_error(rows: Sequence[Mapping[str, Any]]) -> float:
-    """Return the mean of the errors' absolute values."""
+    """Return the mean absolute error."""
     return statistics.fmean(abs(row["error"]) for row in rows)
 
 
 def main() -> int:
-    """Runs the job on the emulated cluster."""
+    """Run the job on the emulated cluster."""
     flags = parser(__doc__)
-    flags.add_argument("--scale", type=float, help="of ResNet-50's gradients and compute (2.4 s); default 0.25")
-    flags.add_argument("--plans", type=int, help="random plans; default 16")
-    flags.add_argument("--warmup-iterations", type=int, default=100, help="the tuner's budget")
+    flags.add_argument("--scale", type=float, help="scale of ResNet-50's gradients and computation of 2.4 s (0.25)")
+    flags.add_argument("--plans", type=int, help="number of random plans (16)")
+    flags.add_argument("--warmup-iterations", type=int, default=100, help="tuning budget in steps")
     args = flags.parse_args()
     need_cluster()
     args.scale = args.scale or (0.1 if args.quick else 0.25)

@@ -5,10 +5,9 @@
 With `--transfer`: its gain for a job that has never run before (`bench.registry_transfer`).
 
 The models are synthetic but have the structure of real ones: stages of repeated blocks with branches, from 50 to 1000
-nodes, all different. Every query is a model that is not in the store; "stranger" shares no block with any stored model.
-A lookup uses its time limit and returns the best entry found: "of all" is the result without a limit. Computed
-    distances
-are stored, so a later lookup searches further. Loading of libraries is not counted.
+nodes, all different. Every query is a model that is not in the store. "stranger" shares no block with any stored model.
+A look-up returns the best entry that it finds within its time limit. "nearest without limit" is the result without a
+limit. Computed distances are stored, so a later look-up searches further. Time to load libraries is not measured.
 """
 
 import importlib
@@ -43,7 +42,7 @@ KNOBS = Knobs(unit_bytes=1 << 22, streams=4, transport=TransportKind.GLOO)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Nodes of one block and where its branch leaves; widths double from stage to stage."""
+    """A family of models: the nodes of one block, and the position of its branch."""
 
     kinds: tuple[str, ...]
     branch: int
@@ -60,7 +59,10 @@ STRANGER = Family(kinds=("Fft", "Einsum", "Scan", "Gate", "Mix"), branch=3, kern
 
 
 def block_model(family: Family, depths: tuple[int, ...], width: int) -> ModelGraph:
-    """Stages of `depths` blocks; each block's last node also takes what the block began with."""
+    """Return a model with stages of `depths` blocks. A branch leads from each block's input to a later node.
+
+    Widths double from stage to stage.
+    """
     nodes = [OperationLabel(kind="Stem", detail=str(width), size=width)]
     edges = set()
     for stage, depth in enumerate(depths):
@@ -77,7 +79,7 @@ def block_model(family: Family, depths: tuple[int, ...], width: int) -> ModelGra
 
 
 def random_model(rng: random.Random, families: tuple[Family, ...] = FAMILIES) -> ModelGraph:
-    """50 to 1000 nodes."""
+    """Return a random model with 50 to 1000 nodes."""
     while True:
         depths = tuple(rng.randrange(1, 48) for _ in range(rng.randrange(2, 5)))
         family = rng.choice(families)
@@ -96,7 +98,7 @@ def random_topology(rng: random.Random) -> Topology:
 def random_entry(rng: random.Random, number: int) -> JobRecord:
     model, topology = random_model(rng), random_topology(rng)
     key = EntryKey(
-        model=digest(str(number))[:32],  # a made-up fingerprint: it is only compared
+        model=digest(str(number))[:32],  # any unique fingerprint, because fingerprints are only compared
         topology=topology.fingerprint(),
         world_size=topology.world_size,
         dtype="float32",
@@ -131,7 +133,7 @@ def timed(action: Callable[[], Any], repeats: int) -> tuple[list[float], Any]:
 
 def measure(n_entries: int, repeats: int) -> dict[str, Any]:
     rng = random.Random(SEED)
-    importlib.import_module("scipy.optimize")  # its third of a second is not the registry's
+    importlib.import_module("scipy.optimize")  # outside of the measurement, because it takes a third of a second
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "registry.db"
         store = open_store(str(path))
@@ -141,7 +143,7 @@ def measure(n_entries: int, repeats: int) -> dict[str, Any]:
         queries["smallest"] = block_model(FAMILIES[2], (4, 4), 64)
         queries["stranger"] = random_model(rng, (STRANGER,))
         topology = Topology.from_ranks([f"h{rank // 4}" for rank in range(12)])
-        unchanged = open_store(str(path), read_only=True)  # keeps no distances, so every lookup in it is a first one
+        unchanged = open_store(str(path), read_only=True)  # stores no distances, so that every look-up is a first one
         lookups: list[dict[str, Any]] = []
         for name, model in queries.items():
 
@@ -202,7 +204,7 @@ def main() -> int:
         f"{1e3 * figures['lookup_first_worst_cpu_s']:.0f} ms at most",
         f"exact key: {1e3 * figures['exact_s']:.2f} ms",
     ]
-    # The best of three for each query, the worst of all queries: neighbours on the machine are not our doing.
+    # Worst query, best of three look-ups each, because other load on the machine delays single look-ups.
     worst_s = figures["lookup_first_worst_of_best_s"]
     claim = "the slowest query's first look-up, best of three"
     report.bar(claim, worst_s, LOOKUP_BAR_S, "s ")

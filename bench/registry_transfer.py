@@ -1,33 +1,32 @@
-"""What the registry saves a job that nobody has run before: leave-one-out on simulated jobs.
+"""Benefit of the registry for a job that has never run before: leave-one-out on simulated jobs.
 
     python -m bench.registry --transfer [--without-planners] [--quick] [--check] [--save]
 
-Each of 24 jobs is a network on a cluster, replayed by `autotune.model.simulator`; a measured span is the simulated
-one times lognormal noise of 3 or 10 %. Those count where the default is not within 3 % of the optimum already. Each
-runs in the real warm-up session with a budget of 100 training iterations, cold, and with a registry (a real one: a
-SQLite file, model and topology graphs, the look-up by edit distance, scaling by the links, the veto of the job's own
-model) that holds what cold warm-ups, under the same noise, have found for
+Each of 24 jobs is a network on a cluster, simulated by `autotune.model.simulator`. A measured span is the simulated one
+times lognormal noise of 3 or 10 %. Jobs whose default is within 3 % of the optimum are skipped. Each job runs in the
+real warm-up session with a budget of 100 training iterations, first cold, and then with a registry. The registry is
+real: a SQLite file, model and topology graphs, look-up by edit distance, scaling by the links, the veto of the job's
+own model. It holds the results of cold warm-ups under the same noise of
 
-- *sibling*: the next model of its family on the same cluster, such as ResNet-101 for ResNet-50;
-- *size*: the same model on the same fabric with the other two numbers of ranks of 8, 64 and 256;
+- *sibling*: the next model of the same family on the same cluster, such as ResNet-101 for ResNet-50;
+- *size*: the same model on the same fabric with other numbers of ranks (8, 64, 256);
 - *link*: the same model on as many ranks of other fabrics;
-- *all*: all of these.
+- *all*: all of these jobs.
 
-It never holds the job itself. A job knows its link, and planners know the job, up to the noise: every number of their
-model is off by it. *Without planners* only search techniques compete, and nothing is vetoed: jobs that cannot be
-modelled.
+The registry never holds the job itself. The job's link and the planners' model are known up to the noise, which
+multiplies each of their numbers. *Without planners* stands for jobs that cannot be modelled: only search techniques
+compete, and no proposal is vetoed.
 
-- *optimum*: exhaustive over the lattice of knobs, units in quarter octaves.
-- *iterations to 3 %*: training iterations until the setting that the session would keep, if it ended then, is truly
-  within 3 % of the optimum for the first time; 0 where the default is; 100 in means where it never is.
-- *regret*: true span of the setting kept at the end over the optimum, less one.
-- *tried*: training iterations spent on the registry's proposals, discarded included.
-- *excess*: iterations to 3 % with the registry, less those of the cold start under the same seed, less tried; both
-  count as the whole budget where it is never reached. Never worse than a cold start by more than the cost of the tried
-  proposals means an excess of at most 0. Two runs part ways with their first different setting, and from there on luck
-  differs, so a single run's excess is luck to a good part: the bars are that the mean over all runs is at most 0, and
-  that no job's mean over seeds lies above 0 by more than 3 of its standard errors. What a single run can be held to is
-  tried: at most 3 proposals of at most 5 iterations.
+- *optimum*: the fastest setting of the lattice of knobs, with units in quarter octaves, by exhaustive search.
+- *iterations to 3 %*: training iterations until the setting that the session would keep is within 3 % of the optimum in
+  true time; 0 if the default is. Runs that never get there count as 100 iterations in means.
+- *regret*: true span of the finally kept setting over the optimum, minus one.
+- *tried*: training iterations spent on the registry's proposals, including discarded iterations.
+- *excess*: iterations to 3 % with the registry, minus those of the cold start with the same seed, minus tried. An
+  excess of at most 0 means that the registry costs no more than its tried proposals. From their first different
+  setting on, two runs draw different noise, so a single run's excess is partly luck. Hence the bars: the mean over all
+  runs is at most 0, and no job's mean over seeds is above 0 by more than 3 standard errors. A single run tries at most
+  3 proposals of at most 5 iterations.
 """
 
 import math
@@ -66,7 +65,7 @@ from sirtaki.registry.warm_start import JobDescription, Neighbour, adapted_all, 
 
 ROUTE = (TransportKind.NCCL, Algorithm.FLAT)
 THREADS = (512, 1024, 2048, 4096)
-# Two networks on each of the twelve clusters, so that each network comes up at least twice.
+# Two networks on each of the twelve clusters. Each network occurs at least twice.
 MODELS = (
     "resnet50",
     "vgg16",
@@ -89,7 +88,7 @@ SIBLINGS = {
     "bert_large": "bert_base",
     "gpt2": "gpt2_medium",
 }
-ASKED = ("sibling", "size")  # those with a bar on iterations
+ASKED = ("sibling", "size")  # scenarios with a bar on iterations
 SCENARIOS = (*ASKED, "link", "all")
 ONE_HOST = "one host"
 DTYPE, DEVICE = "float32", "cuda"
@@ -97,7 +96,7 @@ PLANNERS: tuple[type[Planner], ...] = (AscWfbpN, Libra, Dpro, AscWfbp, LibraM, M
 BUDGET_ITERATIONS = 100
 CLOSE = 0.03  # share of the optimum within which a setting counts as found
 NOISES = (0.03, 0.10)
-OTHER_JOBS_SEED = 10_000  # what others found, they found under other luck
+OTHER_JOBS_SEED = 10_000  # added to the seed of the warm-ups in the registry, so that their noise is independent
 MOST_TRIED = 15
 CLEAR = 3.0  # standard errors
 
@@ -107,7 +106,7 @@ CLEAR = 3.0  # standard errors
 
 @dataclass(frozen=True, kw_only=True)
 class TransferJob:
-    """A network on a cluster, by name."""
+    """A simulated job: a network on a cluster."""
 
     network: str
     fabric: str
@@ -120,14 +119,14 @@ class TransferJob:
 
     @cached_property
     def model(self) -> PlanningModel:
-        """Return the true model."""
+        """Return the model that gives the true times."""
         load, link = workload(self.network), cluster(self.fabric, self.ranks).link()
         contention = _contention(link) if self._has_threads else None
         return PlanningModel(layout=load.layout, profile=load.profile(), links={ROUTE: link}, contention=contention)
 
     @property
     def _has_threads(self) -> bool:
-        """Return whether GPU threads are a knob: the GPUs communicate by themselves."""
+        """Return whether the number of GPU threads is a knob, which is so if the GPUs communicate directly (RDMA)."""
         return "RDMA" in self.fabric
 
     @cached_property
@@ -148,14 +147,14 @@ class TransferJob:
         return {}
 
     def span_s(self, knobs: Knobs) -> float:
-        """Return the true span. Each setting is simulated once."""
+        """Return the true span of a setting in seconds. Each setting is simulated once."""
         if knobs not in self._spans_s:
             self._spans_s[knobs] = self.model.simulator(ROUTE).run_knobs(knobs).span_s
         return self._spans_s[knobs]
 
     @cached_property
     def optimum_s(self) -> float:
-        """Return the shortest span of all settings on the fine lattice."""
+        """Return the shortest span of all settings on the fine lattice, in seconds."""
         return min(map(self.span_s, KnobLattice(self.space, steps_per_octave=4).points))
 
     def is_close(self, knobs: Knobs) -> bool:
@@ -164,7 +163,7 @@ class TransferJob:
 
     @property
     def graph(self) -> ModelGraph:
-        """Return a chain of layers with their parameters, without branches, as autograd shows a network."""
+        """Return the network as a chain of layers with their parameters, without branches."""
         return _layers(self.network)
 
     @property
@@ -175,11 +174,11 @@ class TransferJob:
 
     @property
     def layout(self) -> str:
-        """Return the fingerprint of its gradients."""
+        """Return the fingerprint of the gradient layout."""
         return layout_fingerprint(self.model.layout.sizes, self.model.layout.itemsize_bytes)
 
     def others(self, scenario: str) -> list["TransferJob"]:
-        """Return the jobs in the registry for each scenario."""
+        """Return the jobs whose results the registry holds in a scenario."""
         known = {
             "sibling": [replace(self, network=SIBLINGS[self.network])] if self.network in SIBLINGS else [],
             "size": [replace(self, ranks=ranks) for ranks in RANKS if ranks != self.ranks],
@@ -200,7 +199,7 @@ def jobs(count: int) -> list[TransferJob]:
 
 
 def _contention(link: LinkModel) -> ContentionModel:
-    """Effect of threads, assumed from LIBRA's figures 3 and 4: 512 threads reach most of the link's rate."""
+    """Return the effect of threads, assumed from LIBRA's figures 3 and 4: 512 threads reach most of the link's rate."""
     rate = link.throughput[0]
     return ContentionModel(
         alpha_1=0.98,
@@ -227,7 +226,7 @@ def _kind(layer: str) -> str:
 
 
 def misjudged(model: PlanningModel, *, noise: float, rng: np.random.Generator) -> PlanningModel:
-    """Return the model as measured: every number has the noise."""
+    """Return the model as a job would measure it: every number is multiplied by noise."""
 
     def off(value: float) -> float:
         return float(value * math.exp(noise * rng.standard_normal()))
@@ -258,10 +257,12 @@ def _scaled(curve: RateCurve, factor: float) -> RateCurve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Luck:
-    """The random part of a run.
+    """The random part of a run, and whether planners take part.
 
     Attributes:
-        planners: whether the job can be modelled.
+        noise: relative noise of measurements.
+        seed: seed of the noise and of the search.
+        planners: whether the job can be modelled, so that planners take part.
     """
 
     noise: float
@@ -271,11 +272,11 @@ class Luck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupOutcome:
-    """One warm-up.
+    """Result of one warm-up.
 
     Attributes:
-        job: its job.
-        results: the kept setting after each assignment; the last one is final.
+        job: the tuned job.
+        results: result after each assignment, if the warm-up ended there; the last one is final.
         tried: iterations spent on the registry's proposals.
     """
 
@@ -285,14 +286,14 @@ class WarmupOutcome:
 
     @property
     def found_at(self) -> float:
-        """Return iterations until within 3 %, infinite if never."""
+        """Return the number of iterations until the setting to keep is within 3 % of the optimum; infinite if never."""
         if self.job.is_close(self.job.default):
             return 0.0
         return next((one.iterations_used for one in self.results if self.job.is_close(one.knobs)), math.inf)
 
     @property
     def regret(self) -> float:
-        """Return the regret of the kept setting."""
+        """Return the regret of the finally kept setting."""
         return self.job.span_s(self.results[-1].knobs) / self.job.optimum_s - 1
 
     @property
@@ -302,7 +303,7 @@ class WarmupOutcome:
 
 
 def run(job: TransferJob, luck: Luck, seeds: Sequence[Knobs] = ()) -> WarmupOutcome:
-    """Run one warm-up, which begins with the settings `seeds`."""
+    """Run one warm-up that tries the settings `seeds` first."""
     rng = np.random.default_rng([luck.seed, 2])
     session = TuningSession(
         space=job.space,
@@ -324,7 +325,7 @@ def run(job: TransferJob, luck: Luck, seeds: Sequence[Knobs] = ()) -> WarmupOutc
 
 
 def _arm(job: TransferJob, luck: Luck) -> Arm:
-    """Return the bandit. Its planners plan only when they are asked, because most never are."""
+    """Return the bandit. Planners plan on demand, because most are never asked."""
     model = _measured(job, luck)
     return default_arms(
         space=job.space,
@@ -336,13 +337,13 @@ def _arm(job: TransferJob, luck: Luck) -> Arm:
 
 
 def _measured(job: TransferJob, luck: Luck) -> PlanningModel:
-    """Return the planners' knowledge of this job."""
+    """Return the planners' noisy model of the job."""
     return misjudged(job.model, noise=luck.noise, rng=np.random.default_rng([luck.seed, 1]))
 
 
 @cache
 def entry_of(job: TransferJob, luck: Luck) -> JobRecord:
-    """Return the registry entry of a cold warm-up of another job."""
+    """Return the registry entry that a cold warm-up of a job writes."""
     result = run(job, luck).results[-1]
     return JobRecord(
         key=make_key(job.graph, job.topology, dtype=DTYPE, device=DEVICE),
@@ -361,7 +362,7 @@ def entry_of(job: TransferJob, luck: Luck) -> JobRecord:
 
 
 def proposals(job: TransferJob, entries: Sequence[JobRecord], luck: Luck) -> list[Knobs]:
-    """Return the first settings to try with these entries in the registry, by the same steps as in `sirtaki.torch`."""
+    """Return the settings that `sirtaki.torch` would try first with these entries in the registry."""
     measured = _measured(job, luck)
     asked = JobDescription(
         key=make_key(job.graph, job.topology, dtype=DTYPE, device=DEVICE),
@@ -391,7 +392,7 @@ def _look_up(asked: JobDescription, entries: Sequence[JobRecord]) -> list[Neighb
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRuns:
-    """Run all runs of one job in one process."""
+    """One job, all of whose runs are made by one process."""
 
     job: TransferJob
     seeds: tuple[int, ...]
@@ -399,7 +400,7 @@ class JobRuns:
 
 
 def run_task(task: JobRuns) -> list[dict[str, Any]]:
-    """Return a JSON-ready row per scenario, with and without planners; none if the default is near the optimum."""
+    """Run a job in all scenarios. Return a JSON-ready row for each; none if the default is close to the optimum."""
     job = task.job
     if job.is_close(job.default):
         return []
@@ -437,11 +438,11 @@ def _finite(iterations: float) -> float | None:
     return None if math.isinf(iterations) else iterations
 
 
-# ── judgement ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── evaluation ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Combine some rows of `run_task`."""
+    """Return medians and means over some rows of `run_task`."""
 
     def all_of(key: str) -> list[float]:
         return [math.inf if value is None else value for row in runs for value in row[key]]
@@ -489,11 +490,11 @@ def bars(rows: Sequence[dict[str, Any]]) -> list[Bar]:
 
 def main() -> int:
     flags = parser(__doc__)
-    flags.add_argument("--transfer", action="store_true", required=True, help="this benchmark")
-    flags.add_argument("--workers", type=int, default=2, help="processes")
+    flags.add_argument("--transfer", action="store_true", required=True, help="run this benchmark")
+    flags.add_argument("--workers", type=int, default=2, help="number of processes (%(default)s)")
     flags.add_argument("--jobs", type=int, default=24)
     flags.add_argument(
-        "--without-planners", action="store_true", help="also jobs that cannot be modelled; twice as long"
+        "--without-planners", action="store_true", help="add jobs that cannot be modelled; takes twice as long"
     )
     flags.add_argument("--seeds", type=int, default=8)
     args = flags.parse_args()
@@ -511,5 +512,7 @@ def main() -> int:
     ]
     report = Report(name="registry_transfer", rows=rows, bars=bars(rows), settings={"runs": runs})
     counted = len({row["job"] for row in runs})
-    report.notes.append(f"{counted} of {n_jobs} jobs (on the others the default is close) × {n_seeds} seeds a row")
+    report.notes.append(
+        f"a row has {counted} of {n_jobs} jobs (where the default is not close to the optimum) × {n_seeds} seeds"
+    )
     return finish(report, args)

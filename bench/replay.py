@@ -1,30 +1,30 @@
-"""How well a recorded job is replayed: its own step, and what it would be with another plan, more ranks, another link.
+"""Accuracy of replays of a recorded job: the recorded step, and changes of plan, number of ranks, or link.
 
     python -m bench.replay [--quick] [--check] [--save] [--models transformer …] [--ranks 2 4] [--cases gloo …]
 
-Takes 20 s a job. A job trains in turns: some iterations without a recording, then some with one. Recordings are what
-the replayer gets, and the iterations that were not recorded are the truth: means over ranks and turns. On a machine
-that does other things, too, the two differ by themselves, which is shown ("recording"): what-ifs are judged by their
-ratio to the job as it is ("ratio"), too.
+Takes 20 s per job. In a job, iterations without and with a recording alternate. The replayer gets the recordings. The
+iterations that were not recorded are the truth: means over ranks and turns. On a busy machine the two differ. Column
+"recording" shows this difference, and column "ratio" the error of a what-if's ratio to the unchanged job.
 
-"gloo", "mpi" and "shared_memory" are on one host, "straggler" is shared memory with a last rank that is late. "capped"
-(link 400 Mbit/s, a flow gets 100) and "equal" (both 200) are emulated nodes (`bench.lib.cluster`), tuned, so that the
-link is probed. What-if answers are held against what was measured then: a second optimizer with another plan in the
-same processes, the same job on four ranks, without its straggler, or with links of half the rate. Beside each error
-stands Daydream's (bytes ÷ bandwidth).
+"gloo", "mpi" and "shared_memory" are on one host. "straggler" is shared memory with a late last rank. "capped" (link
+400 Mbit/s, at most 100 per flow) and "equal" (both 200) are emulated nodes (`bench.lib.cluster`), tuned, so that links
+are probed. What-if predictions are compared with measurements: of a second optimizer with another plan in the same
+processes, or of the same job on four ranks, without its straggler, or with links of half the rate. Errors of Daydream's
+rule (bytes ÷ bandwidth) are shown for comparison.
 
-Bars: error of an iteration 5 % on average, 10 % at worst; what-if 8 %.
+Bars: error of an iteration 5 % on average, 10 % at worst; error of a what-if 8 %.
 
     python -m bench.replay --errors [--save]
 
-runs nothing. It asks the replayer's simulator what the settings of the kept sweeps (`bench/recorded`) would take, and
-fits by quantile regression how far it is off, as `sirtaki.analysis.what_if.ModelError` has it: the logarithm of true
-over told is, beside what the steps asked from leave open (their scatter, and how much shorter they were than told), at
-most a + b |log change of the step| + c |log change of the number of units| in nine of ten questions of each job, had
-the fit not seen it. What is refused is shown beside it: by `refusal`, or since an interval would be wider than
-`WIDEST`. Each job is judged by what is fitted to the others; errors that are fitted to all are those that `what_if`
-has. By these are "unseen" jobs judged, which came when nothing was changed any more.
-Bars: what is told is off by 8 % on average and 15 % at worst, and in nine of ten questions within the interval.
+starts no job. It predicts settings of the kept sweeps (`bench/recorded`) by the replayer's simulator, and fits the
+errors in `sirtaki.analysis.what_if.ModelError` by quantile regression. Each question predicts one setting from the
+measured steps of another one. An error is |log(true / predicted)|. One part of it comes from the measured steps: their
+scatter, and how much they are shorter than predicted. The rest is at most
+a + b |log change of the step| + c |log change of the number of units| in nine of ten questions of each job, with a, b
+and c fitted to the remaining jobs. Refused questions are shown separately. They are refused by `refusal`, or because
+the interval would be wider than `MAX_INTERVAL_RATIO`. `what_if` contains the errors that are fitted to all jobs.
+"unseen" jobs are evaluated with these. They were recorded after the fit was final.
+Bars: error of a prediction 8 % on average, 15 % at worst; nine of ten are within the interval.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ from sirtaki.analysis.job_model import JobModel, histories, job_model
 from sirtaki.analysis.recording import read_folder as read
 from sirtaki.analysis.what_if import (
     CONFIDENCE,
-    WIDEST,
+    MAX_INTERVAL_RATIO,
     Answer,
     Baseline,
     ModelError,
     daydream,
+    half_width,
     knobs_of,
-    left_open,
     plan_refusal,
     refusal,
     with_knobs,
@@ -80,7 +80,7 @@ MODELS = ("resnet50", "transformer", "conv", "mlp")
 ON_ONE_HOST = ("shared_memory", "gloo", "mpi", "straggler")
 COMPUTE_S = 0.06
 SCALE = 0.1
-"""Scale of the emulated model's gradients; the other models are small."""
+"""Scale of the emulated model's gradients, which makes it as small as the real models."""
 
 LATE_S = 0.04
 """Seconds that a straggler sleeps before each forward pass."""
@@ -98,14 +98,14 @@ Change = Callable[[JobModel], JobModel]
 
 
 class Timed(Sirtaki):
-    """A contender whose steps are timed in parts.
+    """A contender that times the forward and the backward pass of its steps.
 
     Attributes:
-        late_s: additional seconds of each forward pass.
+        late_s: seconds that this rank sleeps before each forward pass.
     """
 
     def __init__(self, make_model: Any, *, tune: bool, changes: Mapping[str, Any], late_s: float) -> None:
-        """Create the contender; `changes` are settings. Collective."""
+        """Create the contender with changed settings. Collective."""
         from sirtaki.engine import job
 
         current = job.current()
@@ -118,7 +118,7 @@ class Timed(Sirtaki):
         self.late_s = late_s
 
     def timed_step(self) -> tuple[float, float, float]:
-        """Run one step; return its seconds, and those of its forward and backward pass. Collective."""
+        """Run one step. Return seconds of the step, of its forward pass and of its backward pass. Collective."""
         begin_s = time.perf_counter()
         if self.late_s:
             time.sleep(self.late_s)
@@ -148,7 +148,7 @@ def make_model(name: str, rank: int) -> Any:
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
-    """Run the part of one rank: train, record, train on; return the measured times."""
+    """Run one rank: alternate unrecorded and recorded iterations, and return the measured times. Collective."""
     straggles = options["straggler"] and comm.rank == comm.size - 1
     maker = make_model(options["model"], comm.rank)
     tuned = options["transport"] is None
@@ -189,7 +189,7 @@ def _means(samples: list[list[float]]) -> list[float]:
 
 
 class FinishedJob:
-    """One finished job: its measured times, and its recordings."""
+    """A finished job: measured times and recordings."""
 
     def __init__(self, result: Mapping[str, Any], folder: Path) -> None:
         self.truth: dict[str, list[float]] = result["truth"]
@@ -200,20 +200,20 @@ class FinishedJob:
 
     @property
     def knobs(self) -> Knobs:
-        """Return the plan that ran."""
+        """Return the knobs with which the job ran."""
         return self.models[0].buffers[0].knobs
 
     def replayed(self, change: Change = lambda job: job) -> list[float]:
-        """Return iteration, forward and backward pass of the changed job: means over recordings."""
+        """Return predicted seconds of iteration, forward and backward pass of the changed job, over all recordings."""
         return _means([_times(replayed(play(change(one)))) for one in self.models])
 
     def answers(self, change: Change) -> list[Answer]:
-        """Return the predictions with intervals, one per recording."""
+        """Return predictions with intervals for the changed job, one per recording."""
         bases = [Baseline.of(model, recorded(one)) for one, model in zip(self.histories, self.models, strict=True)]
         return [base.answer("", change(base.job), replanned=change is with_other_units) for base in bases]
 
     def by_daydream(self) -> list[float]:
-        """Return Daydream's predictions."""
+        """Return seconds of iteration, forward and backward pass by Daydream's rule."""
         return _means([_times(daydream(one, model)) for one, model in zip(self.histories, self.models, strict=True)])
 
 
@@ -222,7 +222,7 @@ def _times(found: MeanStepTimes) -> list[float]:
 
 
 def run(case: str, model: str, ranks: int, args: Any, *, shape: LabShape | None = None) -> FinishedJob:
-    """Run one job and read its recording."""
+    """Run one job and read its recordings."""
     with tempfile.TemporaryDirectory() as directory:
         options = {
             "model": model,
@@ -240,7 +240,7 @@ def run(case: str, model: str, ranks: int, args: Any, *, shape: LabShape | None 
 
 
 def measure(report: Report, case: str, model: str, args: Any) -> None:
-    """Run all jobs of one case and model: the jobs' own steps, and what-ifs between them."""
+    """Run all jobs of one case and model, and add rows: the jobs' own steps, and what-ifs between them."""
     jobs = {ranks: run(case, model, ranks, args) for ranks in args.ranks}
     for ranks, job in jobs.items():
         row = {"case": case, "model": model, "ranks": ranks}
@@ -280,14 +280,14 @@ def measure(report: Report, case: str, model: str, args: Any) -> None:
 
 
 def with_other_units(job: JobModel) -> JobModel:
-    """Return the what-if that a job measures itself."""
+    """Return the job with the plan of its second optimizer, whose steps the job measures, too."""
     return with_knobs(job, knobs_of(job, unit_bytes=OTHER_UNIT_BYTES, streams=OTHER_STREAMS))
 
 
 def _what_if(
     report: Report, row: Mapping[str, Any], what: str, job: FinishedJob, change: Change, true: Sequence[float]
 ) -> None:
-    told, answers = job.replayed(change), job.answers(change)
+    predicted, answers = job.replayed(change), job.answers(change)
     low_s, high_s = (statistics.fmean(getattr(one, name) for one in answers) for name in ("low_s", "high_s"))
     asked = change(job.models[0]).plans
     refused = change is with_other_units and plan_refusal(job.models[0], asked) is not None
@@ -296,8 +296,8 @@ def _what_if(
             **row,
             "what": what,
             "measured_s": true[0],
-            **_errors(told, true),
-            "ratio, %": percent(told[0] / job.replayed()[0], true[0] / job.truth["base"][0]),
+            **_errors(predicted, true),
+            "ratio, %": percent(predicted[0] / job.replayed()[0], true[0] / job.truth["base"][0]),
             "Daydream, %": None,
             "recording, %": None,
             "interval, ms": f"{1e3 * low_s:.3g} to {1e3 * high_s:.3g}",
@@ -306,13 +306,13 @@ def _what_if(
     )
 
 
-def _errors(told: Sequence[float], true: Sequence[float]) -> dict[str, float]:
-    return {f"{name}, %": percent(mine, right) for name, mine, right in zip(TIMES, told, true, strict=True)}
+def _errors(predicted: Sequence[float], true: Sequence[float]) -> dict[str, float]:
+    return {f"{name}, %": percent(mine, right) for name, mine, right in zip(TIMES, predicted, true, strict=True)}
 
 
-def percent(told: float, right: float) -> float:
-    """Return the relative error."""
-    return round(100 * (told / right - 1), 1)
+def percent(predicted: float, right: float) -> float:
+    """Return the relative error in per cent."""
+    return round(100 * (predicted / right - 1), 1)
 
 
 # ── errors of kept sweeps ────────────────────────────────────────────────────────────────────────────────────────────
@@ -320,20 +320,22 @@ def percent(told: float, right: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """One setting of a sweep, predicted from another one, as logarithms of quotients.
+    """One question: a setting's step, predicted from a base setting's steps. Figures are logarithms of ratios.
 
     Attributes:
+        kind: kind of job, as in `SHIPPED`.
+        job: name of the job and of the transport.
         unseen: whether the job is not in the fit.
-        told, true: predicted and measured time relative to the other setting.
-        units: ratio of the numbers of units.
-        open: uncertainty of the other setting's steps.
-        refusal: why there is no prediction.
+        predicted, true: predicted and measured time, relative to the base setting.
+        units: number of units, relative to the base setting; absolute value.
+        open: uncertainty that comes from the base setting's measured steps.
+        refusal: reason for which `what_if` refuses to predict; None = it predicts.
     """
 
     kind: str
     job: str
     unseen: bool
-    told: float
+    predicted: float
     true: float
     units: float
     open: float
@@ -342,65 +344,66 @@ class Miss:
     @property
     def error(self) -> float:
         """Return the error of the prediction."""
-        return abs(self.true - self.told)
+        return abs(self.true - self.predicted)
 
     @property
     def beyond(self) -> float:
-        """Return the error that a `ModelError` must cover, in addition to the uncertainty of the steps."""
+        """Return the error beyond the uncertainty of the steps, which a `ModelError` must cover."""
         return math.sqrt(max(0.0, self.error**2 - self.open**2))
 
     def allowance(self, error: ModelError) -> float:
-        """Return the error that a `ModelError` covers."""
-        return error.any_question + error.step * abs(self.told) + error.units * self.units
+        """Return the largest error that a `ModelError` expects for this question."""
+        return error.any_question + error.step * abs(self.predicted) + error.units * self.units
 
     def width(self, error: ModelError) -> float:
-        """Return half the interval."""
+        """Return half the width of the prediction interval."""
         return math.hypot(self.open, self.allowance(error))
 
 
 SHIPPED = {"between hosts": what_if.BETWEEN_HOSTS, "on one host": what_if.ON_ONE_HOST}
-"""The errors in `what_if`, by kind of job."""
+"""Errors that `what_if` uses, by kind of job."""
 
-HALF_WIDEST = math.log(WIDEST) / 2
+HALF_MAX_INTERVAL = math.log(MAX_INTERVAL_RATIO) / 2
 LEAST_ERROR = 0.01
-"""Smallest error of any question: two sweeps of the same setting differ by as much."""
+"""Smallest error of any question, because two sweeps of the same setting differ by as much."""
 
 
 def misses() -> Iterator[Miss]:
-    """Yield kept sweeps' settings with a probed route, predicted from settings with the default number of streams.
+    """Yield the questions of all kept sweeps. A base is a setting with the default number of streams and without cuts.
 
-    The time of a step outside its backward pass is the additional time measured in the sweep.
+    A setting and its base have the same, probed route. The simulator predicts a step up to the end of its backward
+    pass and communication. The rest of the step is taken from the base's measured step.
     """
     for path in sorted(RECORDED.rglob("*.json")):
         data = json.loads(path.read_text())
         model, default = PlanningModel.from_json(data["model"]), Knobs.from_json(data["default"])
         across = "cluster" in path.stem
         ranks = {"two": 2, "four": 4}.get(path.name.split("-")[0], 0)
-        if not across and model.host is None:  # not yet kept then
+        if not across and model.host is None:  # older sweeps did not record it
             model = replace(model, host=SharedHost(ranks=ranks, processors=float(data["machine"]["cores"])))
         steps_s: dict[Knobs, list[float]] = {}
         for row in data["rows"]:
             steps_s.setdefault(Knobs.from_json(row["knobs"]), []).extend(row["steps_s"])
         known = {knobs: statistics.median(each) for knobs, each in steps_s.items() if knobs.route in model.links}
-        told_s = {knobs: model.simulator(knobs.route).run_knobs(knobs).iteration_s for knobs in known}
+        predicted_s = {knobs: model.simulator(knobs.route).run_knobs(knobs).iteration_s for knobs in known}
         plans = {knobs: knobs.to_plan(model.layout) for knobs in known}
         crowded = model.host is not None and model.host.processors < model.host.ranks * model.host.threads
         for route in model.links:
             mine = [knobs for knobs in known if knobs.route == route]
             for base in (knobs for knobs in mine if knobs.streams == default.streams and not knobs.cuts):
-                rest_s = max(0.0, known[base] - told_s[base])
+                rest_s = max(0.0, known[base] - predicted_s[base])
                 deviation = statistics.stdev(steps_s[base]) / statistics.fmean(steps_s[base])
-                shorter = max(0.0, math.log(told_s[base] / known[base]))
+                shorter = max(0.0, math.log(predicted_s[base] / known[base]))
                 for knobs in mine:
                     if knobs != base:
                         yield Miss(
                             kind="between hosts" if across else "on one host",
                             job=f"{path.stem.removeprefix('asked-')} {route[0].value}",
                             unseen="unseen" in path.stem,
-                            told=math.log((told_s[knobs] + rest_s) / (told_s[base] + rest_s)),
+                            predicted=math.log((predicted_s[knobs] + rest_s) / (predicted_s[base] + rest_s)),
                             true=math.log(known[knobs] / known[base]),
                             units=abs(math.log(len(plans[knobs].units) / len(plans[base].units))),
-                            open=math.hypot(left_open(deviation, len(steps_s[base])), shorter),
+                            open=math.hypot(half_width(deviation, len(steps_s[base])), shorter),
                             refusal=refusal(
                                 [plans[base]],
                                 [plans[knobs]],
@@ -413,14 +416,14 @@ def misses() -> Iterator[Miss]:
 
 
 def answerable(some: Sequence[Miss]) -> list[Miss]:
-    """Return the questions that are not refused, and whose steps alone do not make the interval too wide."""
-    return [one for one in some if one.refusal is None and one.open < HALF_WIDEST]
+    """Return the questions that are not refused, and whose steps do not already make the interval too wide."""
+    return [one for one in some if one.refusal is None and one.open < HALF_MAX_INTERVAL]
 
 
 def fitted(some: Sequence[Miss]) -> ModelError:
-    """Return the narrowest errors that cover nine of ten questions, by quantile regression; jobs weigh equally."""
+    """Fit errors that cover nine of ten questions, by quantile regression. Jobs have equal weights."""
     count, share = len(some), _shares(some)
-    rows = hstack([np.array([[1.0, abs(one.told), one.units] for one in some]), identity(count), -identity(count)])
+    rows = hstack([np.array([[1.0, abs(one.predicted), one.units] for one in some]), identity(count), -identity(count)])
     cost = np.concatenate([np.zeros(3), CONFIDENCE * share, (1 - CONFIDENCE) * share])
     bounds = [(LEAST_ERROR, None), *[(0, None)] * (2 + 2 * count)]
     found = linprog(cost, A_eq=rows, b_eq=[one.beyond for one in some], bounds=bounds).x
@@ -428,7 +431,7 @@ def fitted(some: Sequence[Miss]) -> ModelError:
 
 
 def widened(some: Sequence[Miss]) -> ModelError:
-    """Widen the fit until nine of ten questions of each job are inside a fit without that job.
+    """Fit errors, and widen them until nine of ten questions of each job are inside a fit without this job.
 
     The factor is that of the worst job, because there are too few jobs to ignore one in ten of them.
     """
@@ -449,7 +452,7 @@ def _shares(some: Sequence[Miss]) -> np.ndarray:
 
 
 def fit_errors(args: Any) -> int:
-    """Fit the errors, and show for each job the error of answers, and of refused answers."""
+    """Fit the errors, and add a row per job: errors of its predictions, and of its refused questions."""
     report, by_kind, unseen = Report(name="replay_errors"), dict[str, list[Miss]](), list[Miss]()
     for one in misses():
         if one.unseen:
@@ -457,33 +460,33 @@ def fit_errors(args: Any) -> int:
         else:
             by_kind.setdefault(one.kind, []).append(one)
     for kind, some in by_kind.items():
-        asked, told = answerable(some), list[Told]()
+        asked, predicted = answerable(some), list[Judged]()
         for job in sorted({one.job for one in some}):
             others = [one for one in asked if one.job != job]
-            told.append(_told(report, [one for one in some if one.job == job], widened(others)))
-        _bars(report, kind, told)
+            predicted.append(_add_job(report, [one for one in some if one.job == job], widened(others)))
+        _bars(report, kind, predicted)
         error = widened(asked)
-        shipped = [one for one in asked if one.width(error) <= HALF_WIDEST]
+        shipped = [one for one in asked if one.width(error) <= HALF_MAX_INTERVAL]
         off = _off(shipped, "off")
         report.notes.append(
             f"{kind}, fitted to all: {error.any_question:.3f} + {error.step:.3f} × step + {error.units:.3f} × units; "
-            f"{len(shipped)} questions told, {len(some) - len(shipped)} refused; off by {off['off, %']} % on average, "
+            f"{len(shipped)} predicted, {len(some) - len(shipped)} refused; off by {off['off, %']} % on average, "
             f"{off['off at worst, %']} % at worst; {100 * _inside(shipped, error):.0f} % inside"
         )
     jobs = {one.job: one.kind for one in unseen}
-    told = [
-        _told(report, [one for one in unseen if one.job == job], SHIPPED[kind]) for job, kind in sorted(jobs.items())
+    predicted = [
+        _add_job(report, [one for one in unseen if one.job == job], SHIPPED[kind]) for job, kind in sorted(jobs.items())
     ]
-    _bars(report, "of an unseen job", told)
+    _bars(report, "of an unseen job", predicted)
     return finish(report, args)
 
 
-Told = tuple[list[Miss], ModelError]
+Judged = tuple[list[Miss], ModelError]
 
 
-def _told(report: Report, of_job: Sequence[Miss], error: ModelError) -> Told:
-    """Add a row of a job: its answers with intervals of that error, and its refused questions."""
-    known = [one for one in answerable(of_job) if one.width(error) <= HALF_WIDEST]
+def _add_job(report: Report, of_job: Sequence[Miss], error: ModelError) -> Judged:
+    """Add a row for one job. Return its predicted questions, and the error."""
+    known = [one for one in answerable(of_job) if one.width(error) <= HALF_MAX_INTERVAL]
     refused = [one for one in of_job if one not in known]
     report.rows.append(
         {
@@ -503,11 +506,11 @@ def _inside(some: Sequence[Miss], error: ModelError) -> float:
     return statistics.fmean([one.error <= one.width(error) for one in some])
 
 
-def _bars(report: Report, kind: str, told: Sequence[Told]) -> None:
-    errors = [one.error for known, _ in told for one in known]
-    outside = [one.error > one.width(error) for known, error in told for one in known]
+def _bars(report: Report, kind: str, predicted: Sequence[Judged]) -> None:
+    errors = [one.error for known, _ in predicted for one in known]
+    outside = [one.error > one.width(error) for known, error in predicted for one in known]
     if not errors:
-        report.notes.append(f"nothing is told {kind}")
+        report.notes.append(f"no predictions {kind}")
         return
     mean, worst = (math.expm1(of(errors)) for of in (statistics.fmean, max))
     report.bar(f"error of a what-if {kind} that is told, mean", 100 * mean, 8.0, "% ")
@@ -516,7 +519,7 @@ def _bars(report: Report, kind: str, told: Sequence[Told]) -> None:
 
 
 def _off(some: Sequence[Miss], words: str) -> dict[str, float | str]:
-    """Return the mean and largest error in per cent."""
+    """Return mean and largest error in per cent, with column names that begin with `words`."""
     errors = [one.error for one in some]
     mean, worst = (percent(math.exp(of(errors)), 1.0) if errors else "" for of in (statistics.fmean, max))
     return {f"{words}, %": mean, f"{words} at worst, %": worst}
@@ -528,11 +531,13 @@ def main() -> int:
     flags.add_argument("--models", nargs="+", choices=MODELS, help="default: all, one with --quick")
     flags.add_argument("--cases", nargs="+", choices=[*ON_ONE_HOST, *NETWORKS], help="default: all, gloo with --quick")
     flags.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
-    flags.add_argument("--turns", type=int, default=5, help="of training without and with a recording")
-    flags.add_argument("--steps", type=int, default=8, help="that a contender is timed in a turn")
-    flags.add_argument("--recorded", type=int, default=5, help="iterations of a recording")
+    flags.add_argument(
+        "--turns", type=int, default=5, help="number of turns of steps without and with a recording (%(default)s)"
+    )
+    flags.add_argument("--steps", type=int, default=8, help="timed steps of a contender per turn (%(default)s)")
+    flags.add_argument("--recorded", type=int, default=5, help="iterations per recording (%(default)s)")
     flags.add_argument("--units-only", action="store_true", help="record no operators")
-    flags.add_argument("--errors", action="store_true", help="run nothing: fit errors to the kept sweeps")
+    flags.add_argument("--errors", action="store_true", help="start no job: fit errors to the kept sweeps")
     args = flags.parse_args()
     if args.errors:
         return fit_errors(args)
@@ -547,7 +552,7 @@ def main() -> int:
         for model in ["resnet50"] if case in NETWORKS else args.models:
             try:
                 measure(report, case, model, args)
-            except RuntimeError as err:  # a job that failed or took too long; what else was asked for is measured
+            except RuntimeError as err:  # the job failed or took too long; go on with the next one
                 report.notes.append(f"{case}, {model}: {str(err).splitlines()[0][:200]}")
     own = [abs(row["iteration, %"]) for row in report.rows if row["what"] == AS_IT_IS]
     others = [row for row in report.rows if row["what"] != AS_IT_IS and row["inside"] != "refused"]

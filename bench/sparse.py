@@ -1,17 +1,17 @@
-"""Training with sparse gradients: each way of their rows, the way that is chosen, DDP, and Horovod's rule, in one run.
+"""Training with sparse gradients: each sparse algorithm, the chosen one, DDP, and Horovod's rule, in one run.
 
     python -m bench.sparse [--quick] [--check] [--save] [--networks host capped] [--shapes click factorisation language]
         [--zipf 0.975 1.024 1.2] [--rounds 7]
 
 Takes about an hour, 4 minutes with --quick. The cluster needs root.
 
-Four ranks, on one host or on four emulated nodes (link 400 Mbit/s, one flow at most 100). Look-ups follow Zipf's law
-with that exponent over numbers in random order. A step is forward, backward, synchronisation and SGD, of embeddings and
-a small dense layer; all contenders live in the same processes and take turns. "horovod's rule" is what Horovod does,
-over the eager all-gathers that scripts have here: indices and values of all ranks by two all-gathers, nothing coalesced
-before. "auto" has learned and tried before it is measured. Each contender's gradients are compared with DDP's.
+Four ranks run on one host, or on four emulated nodes (link 400 Mbit/s, at most 100 per flow). Look-ups follow Zipf's
+law with the exponent `--zipf`, over row numbers in random order. A step is forward, backward, synchronisation and SGD
+of embeddings and a small dense layer. All contenders are in the same processes and alternate. "horovod's rule" gathers
+the indices and the values of all ranks by two eager all-gathers, without coalescing, as Horovod does. "auto" learns
+access frequencies and tries algorithms before it is measured. Each contender's gradients are compared with DDP's.
 
-Bars, on the capped network: auto ≤ 1.02 of the fastest single path and ≤ 0.50 of DDP's step.
+Bars, on the capped network: auto ≤ 1.02 of the fastest single algorithm and ≤ 0.50 of DDP's step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SHAPES: Mapping[str, tuple[tuple[tuple[int, int], ...], int]] = {
     "factorisation": (((140_000, 32), (27_000, 32)), 8192),
     "language": (((200_000, 64),), 8192),
 }
-"""Rows and width of each embedding, and look-ups per rank and step in each."""
+"""Rows and width of each embedding, and number of look-ups per rank, step and embedding."""
 
 ZIPF = (0.975, 1.024, 1.2)
 POOL = 16
@@ -66,7 +66,7 @@ class EmbeddingNet(nn.Module):
 
 
 class Batches:
-    """Return look-ups of one rank, drawn in advance."""
+    """Batches of look-ups of one rank, drawn in advance."""
 
     def __init__(self, tables: Sequence[tuple[int, int]], n: int, exponent: float, rank: int) -> None:
         numbers = np.random.default_rng(7)
@@ -84,7 +84,7 @@ class Batches:
 
 
 class SparseContender:
-    """One model, trained by SGD. Subclasses reduce the gradients."""
+    """A model trained by SGD. Subclasses reduce the gradients."""
 
     def __init__(self, tables: Sequence[tuple[int, int]], batches: Batches) -> None:
         torch.manual_seed(0)
@@ -94,7 +94,7 @@ class SparseContender:
         self.batches, self.steps = batches, 0
 
     def backward(self, step: int) -> None:
-        """Return the synchronised gradients of that batch. Collective."""
+        """Compute and synchronise the gradients of a batch. Collective."""
         self.optimizer.zero_grad()
         self.forward(self.batches[step]).backward()
 
@@ -105,7 +105,7 @@ class SparseContender:
         self.steps += 1
 
     def sums(self) -> list[float]:
-        """Return a digest of the gradients of the first batch."""
+        """Return one weighted sum per embedding of the first batch's gradient. Collective."""
         self.backward(0)
         weights = [table.weight.grad.coalesce() for table in self.model.tables]
         found = [
@@ -151,7 +151,7 @@ class HorovodsRule(SparseContender):
 
 
 class SparseSirtaki(SparseContender):
-    """A distributed optimizer whose rows use one algorithm, or the chosen one."""
+    """A distributed optimizer that reduces sparse rows by one algorithm, or by the chosen one if `path` is None."""
 
     def __init__(self, tables: Sequence[tuple[int, int]], batches: Batches, path: SparsePath | None) -> None:
         super().__init__(tables, batches)
@@ -176,7 +176,7 @@ class SparseSirtaki(SparseContender):
         self.steps += 1
 
     def warm_up(self) -> None:
-        """Train until all choices are made. Collective."""
+        """Train until all algorithms are chosen and tuning has ended. Collective."""
         for _ in range(MOST_WARMUP_STEPS):
             self.step()
             rows = self._reducer.sparse.rows
@@ -187,12 +187,12 @@ class SparseSirtaki(SparseContender):
                 break
 
     def describe(self) -> str:
-        """Return the plans in words."""
+        """Return the plans of all embeddings in words."""
         return "; ".join(plan.describe() for plan in self._reducer.sparse.plans.values())
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
-    """Run the part of one rank: create the contenders, and alternate between them."""
+    """Run one rank: create the contenders, and time their steps alternately. Collective."""
     tables, n = SHAPES[options["shape"]]
     batches = Batches(tables, n, options["zipf"], comm.rank)
     contenders: dict[str, SparseContender] = {DDP: SparseDdp(tables, batches), HOROVOD: HorovodsRule(tables, batches)}
@@ -205,12 +205,13 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
     reference = None
     for name, contender in contenders.items():
         with torch.no_grad():
-            for mine, theirs in zip(contender.model.parameters(), contenders[DDP].model.parameters(), strict=True):
-                mine.copy_(theirs)
+            pairs = zip(contender.model.parameters(), contenders[DDP].model.parameters(), strict=True)
+            for param, of_ddp in pairs:
+                param.copy_(of_ddp)
         sums = contender.sums()
         reference = reference or sums
         if not np.allclose(sums, reference, rtol=1e-3, atol=1e-7):
-            raise RuntimeError(f"the gradients of {name} are not those of {DDP}: {sums}, not {reference}")
+            raise RuntimeError(f"the gradients of {name} differ from those of {DDP}: {sums}, expected {reference}")
     steps = {name: contender.step for name, contender in contenders.items()}
     samples = in_turns(steps, comm, rounds=options["rounds"], block=options["steps"], seed=options["seed"])
     return {
@@ -220,7 +221,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
 
 
 def measure(report: Report, network: str, options: dict[str, Any]) -> None:
-    """Add the rows and bars of one shape and exponent on one network."""
+    """Run one shape and exponent on one network, and add its rows and bars."""
     where = RANKS if network == "host" else NETWORKS[network]
     env = {"SIRTAKI_WARMUP_ITERATIONS": "5"}
     result = run_ranks("bench.sparse", where, options, env=env, timeout_s=1200.0)
@@ -228,7 +229,7 @@ def measure(report: Report, network: str, options: dict[str, Any]) -> None:
     ways = {name: _shortened(way) for name, way in result["ways"].items()}
     report.compare(samples, DDP, where={"network": network, "shape": shape, "zipf": zipf}, way=ways)
     best = min((path.value for path in SparsePath), key=lambda name: Spread.of(samples[name]).median)
-    if network != "host":  # where one way, fixed and chosen, differs by 9 % from itself
+    if network != "host":  # on one host the same algorithm, measured twice, differs by 9 %
         for peer, limit, words in ((best, 1.02, ", the best"), (DDP, 0.50, "")):
             claim = f"{network}, {shape}, Zipf {zipf}: auto / {peer}{words}"
             report.bar(claim, ratio(samples, AUTO, peer), limit)
@@ -240,20 +241,20 @@ def _shortened(way: str) -> str:
 
 
 def main() -> int:
-    """Runs every case."""
+    """Run every case."""
     flags = parser(__doc__)
     flags.add_argument("--networks", nargs="+", choices=["host", "capped"])
     flags.add_argument("--shapes", nargs="+", choices=list(SHAPES))
     flags.add_argument("--zipf", type=float, nargs="+")
     flags.add_argument("--rounds", type=int)
-    flags.add_argument("--steps", type=int, default=2, help="a block, after one that does not count")
+    flags.add_argument("--steps", type=int, default=2, help="measured steps per block (%(default)s)")
     args = flags.parse_args()
     args.networks = args.networks or ["host", "capped"]
     args.shapes = args.shapes or (["language"] if args.quick else list(SHAPES))
     args.zipf = args.zipf or ([1.024] if args.quick else list(ZIPF))
     args.rounds = args.rounds or (3 if args.quick else 7)
     if "capped" in args.networks and (reason := why_unavailable()) is not None:
-        print(f"the emulated cluster is left out: {reason}", file=sys.stderr)
+        print(f"skipping the emulated cluster: {reason}", file=sys.stderr)
         args.networks = [network for network in args.networks if network != "capped"]
     one_case = (
         [args.networks[0], *args.shapes[:1]] if len(args.networks) == len(args.shapes) == 1 else args.networks[:1]

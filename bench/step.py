@@ -2,12 +2,13 @@
 
     python -m bench.step [--quick] [--check] [--save] [--ranks 1 2 4] [--models resnet50 transformer conv large equal]
 
-Emulated models compute for 60 ms: "resnet50"; "large", VGG-16's gradients at a twentieth of their size, 26 MB with one
-tensor of 20; "equal", sixteen of 1 MiB. All contenders are in the same processes, each with a copy of the model. A
-sample is the slowest rank's time for a block of steps, divided by the number of steps. "alone" synchronises nothing;
-the additional time of the other contenders is exposed communication. "mpi" is Horovod's method for large gradients.
-"ddp, attached" is DDP with `sirtaki.torch.ddp.attach(model)`. "ddp, backend sirtaki" is DDP over that backend, attached
-automatically.
+Emulated models compute for 60 ms. "resnet50" has ResNet-50's gradients. "large" has VGG-16's gradients at a twentieth
+of their size: 26 MB, of which one tensor has 20. "equal" has sixteen gradients of 1 MiB. All contenders are in the same
+processes, each with a copy of the model. A sample is the slowest rank's time for a block of steps, divided by the
+number of steps. "alone" synchronises nothing. The additional time of a contender is its exposed communication. "mpi" is
+Horovod's method for large gradients. "ddp, attached" is DDP with `sirtaki.torch.ddp.attach(model)`. "ddp, backend
+sirtaki" is DDP over that backend, attached automatically.
+
 Bars: untuned ≤ 1.00 of DDP's step at 2 and 4 ranks, tuned ≤ 0.80 at 4 ranks on "resnet50", attached ≤ 0.95, no more
 overhead than DDP at one rank, and no more exposed communication than the better of DDP and "mpi", for "large" and
 "equal" at 2 and 4 ranks. A bar below 1.00 must be proved by a paired comparison, too.
@@ -51,7 +52,7 @@ def make_model(name: str, *, rank: int, compute_s: float, scale: float, seed: in
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
-    """Run the part of one rank: create the contenders, and alternate between them."""
+    """Run one rank: create the contenders, and time their steps alternately. Collective."""
     given = {key: options[key] for key in ("compute_s", "scale", "seed")}
     model = make_model(options["model"], rank=comm.rank, **given)
     contenders: dict[str, Contender] = {
@@ -81,7 +82,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
 
 
 def measure(report: Report, model: str, ranks: int, options: Mapping[str, Any]) -> None:
-    """Add the rows and bars of one model on a number of ranks."""
+    """Run one model on a number of ranks, and add its rows and bars."""
     result = run_ranks("bench.step", ranks, {**options, "model": model})
     samples, where = result["samples"], {"model": model, "ranks": ranks}
     report.compare(samples, "ddp", where=where, setup=result["setups"], warmup_steps=result["warmup_steps"])
@@ -96,14 +97,16 @@ def measure(report: Report, model: str, ranks: int, options: Mapping[str, Any]) 
 
 
 def main() -> int:
-    """Runs every model on every number of ranks."""
+    """Run every model on every number of ranks."""
     flags = parser(__doc__)
     flags.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     flags.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    flags.add_argument("--rounds", type=int, help="blocks a contender")
-    flags.add_argument("--steps", type=int, help="steps a block")
-    flags.add_argument("--scale", type=float, default=1.0, help="of the emulated model's gradients")
-    flags.add_argument("--compute-s", type=float, default=COMPUTE_S, help="of the emulated model")
+    flags.add_argument("--rounds", type=int, help="blocks of steps per contender")
+    flags.add_argument("--steps", type=int, help="steps per block")
+    flags.add_argument("--scale", type=float, default=1.0, help="scale of the emulated model's gradients")
+    flags.add_argument(
+        "--compute-s", type=float, default=COMPUTE_S, help="seconds of computation of the emulated model (%(default)s)"
+    )
     args = flags.parse_args()
     args.rounds = args.rounds or (6 if args.quick else 11)
     args.steps = args.steps or (3 if args.quick else 5)

@@ -1,16 +1,16 @@
-"""Records what every setting costs a real job, for tuners to be put on later (`bench.landscapes`).
+"""Record the times of all settings of a real job, for the evaluation of tuners (`bench.landscapes`).
 
     python -m bench.sweep --job two-ranks-transformer        (--list shows the jobs; --all records them one by one)
 
-A job trains a network on this host, or an emulated one on the emulated cluster, over a synchroniser without a tuner.
-Settings are a lattice of unit sizes, streams and routes, the untuned one, and what each planner makes of probes that
-are taken as the warm-up takes them. All take turns in random order, round after round; each time the first step after
-the change does not count. What is kept, in `bench/recorded/JOB.json`, is each setting's span (first gradient ready
-to last one reduced, on the rank where it is shortest, as the tuner judges it) and the time of the whole step (the
-longest over the ranks), of every round, and the planners' model.
+A job trains a network on this host, or an emulated network on the emulated cluster, over a synchroniser without a
+tuner. Settings are a lattice of unit sizes, streams and routes, the untuned default, and the planners' proposals from
+probes like the warm-up's. All settings alternate for some rounds. The first step after a change of the setting is not
+measured. `bench/recorded/JOB.json` keeps, for each setting and round, the span and the time of the whole step, and the
+planners' model. The span is the time from the first ready gradient to the last reduced one, on the rank where it is
+shortest, as the tuner measures it. The time of the step is the longest over the ranks.
 
-Jobs whose names begin with "asked" only judge replays (`bench.replay --errors`), on a route of which these tell
-something; nothing was ever fitted to those with "unseen" in their names. They are kept in `bench/recorded/replay`.
+Jobs whose names begin with "asked" are used only to evaluate replays (`bench.replay --errors`), on a route that replays
+can predict. No model was ever fitted to jobs with "unseen" in their names. These files are in `bench/recorded/replay`.
 """
 
 from __future__ import annotations
@@ -52,16 +52,15 @@ Made = tuple[nn.Module, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedJob:
-    """A job to record.
+    """A job whose settings are to be measured.
 
     Attributes:
-        name: name of the file.
+        name: name of the job and of its file.
         ranks: total number of ranks.
         make: creates the network and its input, by rank.
         cluster: emulated nodes, None = this host.
-        delay_ms: delay that the nodes' links add to every packet.
         ranks_per_node: ranks per node of the emulated cluster.
-        octaves: unit sizes, each twice the previous one.
+        octaves: number of unit sizes, each twice the previous one.
         streams: numbers of streams.
         only: the only route to record, None = all.
         rounds: measurements of each setting.
@@ -79,7 +78,7 @@ class RecordedJob:
 
     @property
     def path(self) -> Path:
-        """Return the path of its file."""
+        """Return the path of the job's file."""
         return (RECORDED / "replay" if self.name.startswith("asked") else RECORDED) / f"{self.name}.json"
 
 
@@ -106,7 +105,7 @@ _MEMORY: dict[str, Any] = {"ranks": 2, **_FEW, "only": (TransportKind.SHARED_MEM
 
 
 def _asked(name: str, network: str, link: int, flow: int, nodes: int, **changes: float) -> RecordedJob:
-    """Return a job with a network on emulated nodes."""
+    """Return a job that evaluates replays: a network on emulated nodes."""
     make, cluster = _network(network, **changes), _cluster(link, flow, nodes=nodes)
     return RecordedJob(name=name, ranks=nodes, make=make, cluster=cluster, **_CLUSTER)
 
@@ -161,7 +160,7 @@ def settings(bare: Bare, job: RecordedJob) -> list[Knobs]:
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
-    """Run the part of one rank: measure every setting of the job, alternately."""
+    """Run one rank: measure all settings of the job alternately. Collective."""
     from sirtaki.autotune.arms.planners import make_planners
     from sirtaki.engine import job as engine_job
 
@@ -211,7 +210,7 @@ def _short(seconds: float) -> float:
 
 
 def record(job: RecordedJob, *, seed: int) -> Path:
-    """Run a job and write its file."""
+    """Run a job and write its file. Return the path."""
     result = run_ranks(
         "bench.sweep",
         job.cluster or job.ranks,
@@ -271,11 +270,11 @@ def describe(path: Path) -> str:
 
 
 def main() -> int:
-    """Record one job, or all."""
+    """Record one job or all jobs, or list them."""
     flags = parser(__doc__)
     flags.add_argument("--job", choices=JOBS)
     flags.add_argument("--all", action="store_true")
-    flags.add_argument("--list", action="store_true", help="the jobs, and what is recorded of them")
+    flags.add_argument("--list", action="store_true", help="list the jobs, with a summary of each recording")
     args = flags.parse_args()
     if args.list:
         for name, job in JOBS.items():
@@ -283,7 +282,7 @@ def main() -> int:
         return 0
     names = list(JOBS) if args.all else [args.job]
     if names == [None]:
-        flags.error("--job, --all or --list")
+        flags.error("one of --job, --all and --list is required")
     missing = 0
     for name in names:
         try:

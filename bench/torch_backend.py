@@ -2,8 +2,9 @@
 
     python -m bench.torch_backend [--quick] [--check] [--save] [--ranks 2 4] [--sizes-kib 1 64 1024 25600]
 
-All-reduce and reduce-scatter of one tensor, through `torch.distributed`, as in scripts. The groups alternate. A
-sample is the slowest rank's time from a barrier to the last result. One host: shared memory compared with sockets.
+The groups alternate. Each all-reduces and reduce-scatters one tensor through `torch.distributed`. A sample is the
+slowest rank's time from a barrier to the last result. All ranks are on this host, so the backend "sirtaki" uses shared
+memory and Gloo uses sockets.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SIRTAKI, GLOO = "sirtaki", "gloo"
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
-    """Run the part of one rank: every size through both groups, alternately."""
+    """Run one rank: time every size in both groups alternately. Collective."""
     import sirtaki.torch.distributed  # noqa: F401
 
     dist.init_process_group(SIRTAKI, init_method="sirtaki://")
@@ -47,7 +48,7 @@ def on_rank(comm: Any, options: Mapping[str, Any]) -> Any:
 
 
 def main() -> int:
-    """Runs every number of ranks."""
+    """Run every number of ranks."""
     flags = parser(__doc__)
     flags.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     flags.add_argument("--sizes-kib", type=int, nargs="+")

@@ -1,9 +1,9 @@
-"""The picture in the README: one warm-up, every trial a dot, drawn from the log that the job wrote.
+"""Draw the README's picture of a warm-up from a job's trial log: one dot per trial.
 
     python -m bench.tuning_picture [--log trials.jsonl] [-o docs/pictures/tuning.svg]
 
-Without --log it runs the job, which takes three minutes and root: four emulated nodes (`bench.lib.cluster`), each with
-a link of 400 Mbit/s of which one flow gets 40, train the emulated ResNet-50 at a quarter of its size.
+Without --log, run the job first. It takes three minutes and needs root: four emulated nodes (`bench.lib.cluster`, link
+400 Mbit/s, at most 40 per flow) train the emulated ResNet-50 at a quarter of its size.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ BEST_COLOR, INK = "#c00000", "#888888"
 
 
 def on_rank(comm: Any, options: Mapping[str, Any]) -> None:
-    """What each rank does: trains until the warm-up is over."""
+    """Run one rank: train until the warm-up has ended. Collective."""
     scaled = {"compute_s": COMPUTE_S * SCALE, "scale": SCALE}
     Sirtaki(lambda: emulated_resnet50(rank=comm.rank, **scaled), tune=True).warm_up()
 
 
 def draw(log: TrialLog, path: Path) -> None:
-    """Draw the log's trials: dots coloured by technique, the untuned default, the best so far."""
+    """Draw a log's trials as dots coloured by technique, with the untuned default and the best time at each step."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -60,11 +60,11 @@ def draw(log: TrialLog, path: Path) -> None:
         steps = [0, *(trial.iteration for trial in best[1:]), last]
         axes.step(steps, [*best_ms, best_ms[-1]], where="post", color=BEST_COLOR, label=label)
         for arm, color in colors.items():
-            mine = [trial for trial in measured if trial.arm == arm]
-            sizes = [60 if trial.was_best else 24 for trial in mine]
-            times_ms = [1e3 * trial.span_s for trial in mine]
+            of_arm = [trial for trial in measured if trial.arm == arm]
+            sizes = [60 if trial.was_best else 24 for trial in of_arm]
+            times_ms = [1e3 * trial.span_s for trial in of_arm]
             name = "untuned default" if arm == DEFAULT_ARM else arm
-            axes.scatter([trial.iteration for trial in mine], times_ms, sizes, color=color, label=name, zorder=2)
+            axes.scatter([trial.iteration for trial in of_arm], times_ms, sizes, color=color, label=name, zorder=2)
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("{x:g}")
@@ -74,9 +74,9 @@ def draw(log: TrialLog, path: Path) -> None:
 
 
 def main() -> int:
-    """Runs the job unless a log is given, and draws."""
+    """Run the job unless a log is given, and draw the picture."""
     flags = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    flags.add_argument("--log", type=Path, help="of an earlier job; default: run one")
+    flags.add_argument("--log", type=Path, help="trial log of an earlier job (default: run a job)")
     flags.add_argument("-o", "--output", type=Path, default=Path("docs/pictures/tuning.svg"), metavar="FILE")
     args = flags.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,16 +1,16 @@
-"""Sends gradients in fewer bytes than they have, with what is lost given back in the next step (error feedback).
+"""Gradient compression with error feedback: the part of a gradient that compression loses is added in the next step.
 
-A unit is compressed where it leaves, so that everything before and behind it stays as it is: hooks, accumulation, plans
-and their trials. Each stream has a thread, in which a unit goes through these hands:
+A unit is compressed when it is launched, so that hooks, accumulation, plans and trials do not change. Each stream has a
+thread, which processes a unit in these steps:
 
-    all_reduce ─▶ the stream's queue ─▶ what was lost before is added ─▶ a scheme's `reduce` ─▶ what is lost now is kept
+    all_reduce ─▶ queue of the stream ─▶ add the residual ─▶ `Scheme.reduce` ─▶ keep the new residual
 
-What is lost is kept for each parameter by name (`Feedback`), so that it outlives plans, buffers, and generations of a
-job. A scheme may leave out what it likes: the sum over steps of what is applied stays the sum of the gradients. Numbers
-that are not finite come out not finite on all ranks, as a loss scaler expects, and leave no trace in the next step.
+Residuals are kept by parameter name (`Feedback`), so that they outlive plans, buffers, and generations of a job. Over
+several steps, the sum of the applied gradients and the last residuals equals the sum of the true gradients, whatever a
+scheme omits. Values that are not finite stay so on all ranks, as a loss scaler expects, and leave no residual.
 
-Units are compressed between hosts, over TCP; where ranks share memory, and on GPUs, they travel as they are. So do the
-control flags at a buffer's end, and iterations in which the order of gradients is profiled.
+Units are compressed between hosts, over TCP. They are not compressed over shared memory or on GPUs, nor while the order
+of gradients is profiled. Control flags at the end of a buffer are never compressed.
 """
 
 from __future__ import annotations
@@ -31,32 +31,35 @@ from sirtaki.measures import ring_bytes
 
 from .plan import FLAGS, CommPlan, GradientLayout, NcclWay, Route, compressor_name, goes_through_sockets
 from .router import Router
-from .transports.contract import FlatBuffer, Parcels, ReduceOp, ThreadWork, Work, Worker, ended
+from .transports.contract import FlatBuffer, Parcels, ReduceOp, ThreadWork, Work, Worker, join_workers
 
 FEWEST = 1024
-"""Units of fewer elements travel as they are."""
+"""Units of fewer elements are not compressed."""
 
 
 @runtime_checkable
 class Codec(Hashable, Protocol):
-    """How numbers become fewer bytes; a user's own may take the place of ours. Equal on all ranks."""
+    """A lossy encoding of float32 values in fewer bytes. Users may implement their own. Must be equal on all ranks."""
 
     def pack(self, values: torch.Tensor) -> torch.Tensor:
-        """Bytes, `(m,)` uint8, that stand for `(n,)` float32; m follows from n. Not finite must stay not finite."""
+        """Return the encoding, `(m,)` uint8, of `values`, `(n,)` float32.
+
+        m must depend on n only. Values that are not finite must stay so.
+        """
         ...
 
     def unpack(self, packed: torch.Tensor, count: int) -> torch.Tensor:
-        """`(count,)` float32 that come close to what was packed."""
+        """Return the decoded values, `(count,)` float32."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Blockwise:
-    """A byte a number, and a float32 for each block of them: its largest number, as the dtype's largest.
+    """Codec with one byte per value, and a float32 scale per block, which maps the largest value to the dtype's.
 
     Attributes:
-        dtype: int8, or one of float8.
-        block: numbers that share a scale.
+        dtype: int8, or a float8 type.
+        block: number of values with a common scale.
     """
 
     dtype: torch.dtype = torch.int8
@@ -67,20 +70,20 @@ class Blockwise:
         return float(torch.finfo(self.dtype).max if self.dtype.is_floating_point else torch.iinfo(self.dtype).max)
 
     def pack(self, values: torch.Tensor) -> torch.Tensor:
-        """The scales, then the numbers."""
+        """Return the scales, followed by the scaled values."""
         count = values.numel()
         padded = torch.nn.functional.pad(values, (0, -count % self.block)).view(-1, self.block)
         scales = padded.abs().amax(1).div_(self._largest)
-        # What is too small to be divided by is left to the next step.
+        # Blocks with a scale too small to divide by are sent as zeros; error feedback keeps them.
         shares = padded * torch.where(scales < 1e-37, 0.0, 1.0 / scales)[:, None]
         if not self.dtype.is_floating_point:
             shares.round_()
         return torch.cat([scales.view(torch.uint8), shares.to(self.dtype).view(torch.uint8).view(-1)[:count]])
 
     def unpack(self, packed: torch.Tensor, count: int) -> torch.Tensor:
-        """The numbers, each times its block's scale."""
+        """Return the values, multiplied by the scales of their blocks."""
         n_blocks = -(-count // self.block)
-        scales = packed[: 4 * n_blocks].clone().view(torch.float32)  # bytes of a message need not be aligned
+        scales = packed[: 4 * n_blocks].clone().view(torch.float32)  # because bytes of a message may be unaligned
         numbers = packed[4 * n_blocks :].view(self.dtype).float()
         padded = torch.nn.functional.pad(numbers, (0, -count % self.block)).view(n_blocks, self.block)
         return padded.mul_(scales[:, None]).view(-1)[:count]
@@ -88,7 +91,7 @@ class Blockwise:
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """Numbers in a floating type of fewer bits; what is too large for it is sent as its largest.
+    """Codec that rounds to a 16-bit float type. Finite values beyond its range become its largest value.
 
     Attributes:
         dtype: float16 or bfloat16.
@@ -97,37 +100,39 @@ class Rounded:
     dtype: torch.dtype
 
     def pack(self, values: torch.Tensor) -> torch.Tensor:
-        """The numbers in the dtype; an infinite one stays infinite."""
+        """Return the values in `dtype`. Infinite values stay infinite."""
         largest = torch.finfo(self.dtype).max
         within = torch.where(values.isinf(), values, values.clamp(-largest, largest))
         return within.to(self.dtype).view(torch.uint8)
 
     def unpack(self, packed: torch.Tensor, count: int) -> torch.Tensor:
-        """The numbers as float32."""
+        """Return the values as float32."""
         return packed.clone().view(self.dtype)[:count].float()
 
 
 class Scheme(Protocol):
-    """A way to add up vectors of all ranks roughly."""
+    """An approximate sum over ranks."""
 
     def reduce(self, unit: CompressionInput, result: torch.Tensor, scale: float) -> None:
-        """Collective: `result` gets the sum of `unit.values` over the ranks times `scale`, the same bits on all.
+        """Write the approximate sum of `unit.values` over ranks, times `scale`, into `result`. Collective.
 
-        The values become what of the sum this rank owes: all ranks together the exact sum less the rough one, but for
-        rounding.
+        The result must be bitwise equal on all ranks. `unit.values` becomes this rank's residual. The residuals of all
+        ranks add up to the exact sum minus the approximate one, except for rounding.
         """
         ...
 
 
 @dataclass(slots=True, eq=False)
 class CompressionInput:
-    """A vector that is to be added up over the ranks, with the means to do so.
+    """A vector to be summed over ranks, with the exact operations that a scheme may use.
 
     Attributes:
-        values: `(n,)` float32, of this rank.
-        pieces: of which parameters it has elements, see `MatrixSlice`.
-        factors: what PowerSGD keeps of each piece, by its key.
-        sent_bytes: by this rank until now.
+        values: summand of this rank, `(n,)` float32.
+        pieces: matrices in the unit.
+        factors: PowerSGD's right factors, by `MatrixSlice.key`.
+        rank: rank of this process.
+        size: number of ranks.
+        sent_bytes: bytes that this rank has sent for the unit.
     """
 
     values: torch.Tensor
@@ -141,7 +146,7 @@ class CompressionInput:
     sent_bytes: float = 0.0
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Collective: adds up a contiguous vector exactly, in place."""
+        """Sum a contiguous vector over ranks in place, without compression. Collective."""
         if tensor.numel():
             self.sent_bytes += ring_bytes(tensor.nbytes, self.size)
             buffer = FlatBuffer(tensor)
@@ -150,22 +155,22 @@ class CompressionInput:
         return tensor
 
     def exchange(self, parcels: Sequence[torch.Tensor], lengths: Sequence[int]) -> list[torch.Tensor]:
-        """Collective: sends bytes to each rank but itself, and returns what comes, by sender.
+        """Send bytes to each peer, and return the bytes received, by sender. Collective.
 
         Args:
-            parcels: by receiver; the one to itself is left out.
-            lengths: by receiver: of each parcel that it gets.
+            parcels: bytes by receiver. The entry of this rank is ignored.
+            lengths: size in bytes of each parcel that a receiver gets, by receiver.
         """
         by_sender = np.tile(np.array(lengths, dtype=np.int64), (self.size, 1))
         np.fill_diagonal(by_sender, 0)
-        others = [parcel for to, parcel in enumerate(parcels) if to != self.rank]
-        return self._carry(torch.cat(others), Parcels(by_sender))
+        to_peers = [parcel for to, parcel in enumerate(parcels) if to != self.rank]
+        return self._exchange_parcels(torch.cat(to_peers), Parcels(by_sender))
 
     def gather(self, parcel: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """Collective: the bytes of all ranks, of these lengths."""
-        return self._carry(parcel, Parcels.to_all(lengths))
+        """Return the parcels of all ranks, whose sizes are `lengths`. Collective."""
+        return self._exchange_parcels(parcel, Parcels.to_all(lengths))
 
-    def _carry(self, outgoing: torch.Tensor, parcels: Parcels) -> list[torch.Tensor]:
+    def _exchange_parcels(self, outgoing: torch.Tensor, parcels: Parcels) -> list[torch.Tensor]:
         self.sent_bytes += float(parcels.lengths[self.rank].sum() - parcels.lengths[self.rank, self.rank])
         received = parcels.received_by(self.rank)
         incoming = torch.empty(sum(received), dtype=torch.uint8, device="cpu")
@@ -176,11 +181,13 @@ class CompressionInput:
 
 @dataclass(frozen=True, slots=True)
 class MatrixSlice:
-    """Elements `[start, stop)` of a unit that are some rows of a parameter, as a matrix of its outermost dimension.
+    """Elements `[start, stop)` of a unit that form whole rows of a parameter's matrix.
+
+    The rows of the matrix are the entries along the outermost dimension.
 
     Attributes:
-        key: the parameter's name and the first of these rows.
-        columns: of the matrix; the elements are whole rows of it.
+        key: name of the parameter, and index of the first row.
+        columns: length of a row.
     """
 
     key: str
@@ -191,29 +198,29 @@ class MatrixSlice:
 
 @lru_cache(maxsize=4096)
 def packed_bytes(codec: Codec, count: int) -> int:
-    """How many bytes so many numbers become."""
+    """Return the size in bytes of `count` packed values."""
     return codec.pack(torch.zeros(count, dtype=torch.float32, device="cpu")).numel()
 
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """Each rank adds up a part of the unit: parts are sent to it packed, and its sum to all, packed again.
+    """Scheme in which each rank sums one part of a unit: it receives packed summands, and sends the packed sum to all.
 
-    That way sums are made of float32, and both roundings are given back: that of a part by who has packed it.
+    Sums are computed in float32. Both rounding errors become residuals of the rank that has packed the values.
     """
 
     codec: Codec = field(default_factory=Blockwise)
 
     def reduce(self, unit: CompressionInput, result: torch.Tensor, scale: float) -> None:
-        """Sums of what the codec keeps of each part; the values become this rank's rounding errors."""
+        """Sum what the codec keeps of each part. The residual is the rounding error of this rank."""
         codec, me, size = self.codec, unit.rank, unit.size
         edges = [result.numel() * number // size for number in range(size + 1)]
         counts = [stop - start for start, stop in pairwise(edges)]
         parts, sums = torch.split(unit.values, counts), torch.split(result, counts)
         lengths = [packed_bytes(codec, count) for count in counts]
         packed = [part.new_empty(0) if to == me else codec.pack(part) for to, part in enumerate(parts)]
-        arriving = unit.exchange(packed, lengths)
-        for sender, parcel in enumerate(arriving):
+        received = unit.exchange(packed, lengths)
+        for sender, parcel in enumerate(received):
             if sender == me:
                 continue
             parts[sender].sub_(codec.unpack(packed[sender], counts[sender]))
@@ -228,52 +235,56 @@ class Quantised:
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """The largest numbers of each rank, with their places, are sent to all; the bytes grow with the ranks."""
+    """Scheme that sends the largest values of each rank, with their indices, to all. Bytes grow with the ranks.
+
+    Attributes:
+        ratio: share of the values that is sent.
+    """
 
     ratio: float
 
     def __post_init__(self) -> None:
         if not 0.0 < self.ratio <= 1.0:
             raise ConfigError(
-                f"topk takes the part of the numbers that is sent, above 0 and at most 1, not {self.ratio}"
+                f"the ratio of topk, the share of values that is sent, must be above 0 and at most 1, not {self.ratio}"
             )
 
     def reduce(self, unit: CompressionInput, result: torch.Tensor, scale: float) -> None:
-        """Sums of what each rank sends; what this rank does not send stays in the values."""
+        """Sum the values that the ranks send. The residual contains the values that this rank does not send."""
         values = unit.values
         count = max(1, math.ceil(self.ratio * values.numel()))
-        if count * unit.size >= values.numel():  # eight bytes for each of those, and for each number of an all-reduce
+        if count * unit.size >= values.numel():  # an all-reduce also sends 8 bytes per value
             unit.sum_(result.copy_(values)).mul_(scale)
             values.zero_()
             return
-        places = torch.topk(values.abs(), count, sorted=False).indices
-        parcel = torch.cat([places.int().view(torch.uint8), values[places].view(torch.uint8)])
+        indices = torch.topk(values.abs(), count, sorted=False).indices
+        parcel = torch.cat([indices.int().view(torch.uint8), values[indices].view(torch.uint8)])
         result.zero_()
         for sent in unit.gather(parcel, [parcel.numel()] * unit.size):
-            there, numbers = torch.split(sent.clone().view(torch.int32), count)
-            result.index_add_(0, there, numbers.view(torch.float32), alpha=scale)
-        values[places] = 0.0
+            where, numbers = torch.split(sent.clone().view(torch.int32), count)
+            result.index_add_(0, where, numbers.view(torch.float32), alpha=scale)
+        values[indices] = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class PowerSgd:
-    """Matrices as products of two narrow ones (Vogels et al., "PowerSGD", NeurIPS 2019, algorithm 1 with warm start).
+    """Low-rank scheme (Vogels et al., "PowerSGD", NeurIPS 2019, algorithm 1 with warm start).
 
-    A parameter's outermost dimension are the rows; a unit's part of it is a matrix by itself. What is no matrix, or too
-    small to gain, is added up exactly.
+    Each `MatrixSlice` is approximated as the product of two narrow matrices. Other elements are summed exactly, and so
+    are matrices too small to gain from this.
 
     Attributes:
-        rank: columns of the narrow ones.
+        rank: number of columns of the narrow matrices.
     """
 
     rank: int = 4
 
     def __post_init__(self) -> None:
         if self.rank < 1:
-            raise ConfigError(f"powersgd takes a rank of at least 1, not {self.rank}")
+            raise ConfigError(f"the rank of powersgd must be at least 1, not {self.rank}")
 
     def reduce(self, unit: CompressionInput, result: torch.Tensor, scale: float) -> None:
-        """Sums of matrices from one power iteration; the values become what this rank's matrices lack."""
+        """Sum matrices by one power iteration. The residual is a matrix minus the mean of the approximate sum."""
         values, plain, end = unit.values, list[tuple[int, int]](), 0
         blocks: list[tuple[MatrixSlice, torch.Tensor, torch.Tensor]] = []
         for piece in unit.pieces:
@@ -284,7 +295,7 @@ class PowerSgd:
                 end = piece.stop
                 blocks.append((piece, matrix, self._factor(unit, piece)))
         plain.append((end, values.numel()))
-        # What is not finite stays so, and a decomposition of it might not end.
+        # A matrix that is not finite is not decomposed, because QR might not terminate. It stays not finite.
         lefts = [
             torch.linalg.qr(left).Q if bool(left.isfinite().all()) else left
             for left in _summed(unit, [matrix @ factor for _, matrix, factor in blocks])
@@ -302,7 +313,7 @@ class PowerSgd:
             values[start:stop] = 0.0
 
     def _factor(self, unit: CompressionInput, piece: MatrixSlice) -> torch.Tensor:
-        """The right factor of the step before; where there is none, or a useless one, the same noise on all ranks."""
+        """Return the right factor of the previous step, or else noise that is equal on all ranks."""
         shape = (piece.columns, self.rank)
         known = unit.factors.get(piece.key)
         if known is not None and known.shape == shape and bool(known.isfinite().all()) and known.any():
@@ -313,10 +324,10 @@ class PowerSgd:
 
 @lru_cache(maxsize=64)
 def scheme_of(name: str) -> Scheme:
-    """What a compressor's name stands for.
+    """Return the scheme of a compressor's name.
 
     Raises:
-        ConfigError: nothing.
+        ConfigError: there is no compressor of this name.
     """
     kind, _, number = compressor_name(name).partition(":")
     if kind == "topk":
@@ -333,17 +344,17 @@ def scheme_of(name: str) -> Scheme:
 
 
 def codec_of(name: str) -> Codec | None:
-    """How a compressor's name packs a tensor by itself; None if it needs all ranks' tensors, as top-k and PowerSGD do.
+    """Return the codec of a compressor's name. None for top-k and PowerSGD, which are not codecs.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is no compressor of this name.
     """
     scheme = scheme_of(name)
     return scheme.codec if isinstance(scheme, Quantised) else None
 
 
 def _summed(unit: CompressionInput, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Collective: several tensors, each added up over the ranks, in one message."""
+    """Return the sums of several tensors over ranks, computed in one all-reduce. Collective."""
     if not tensors:
         return []
     flat = unit.sum_(torch.cat([tensor.reshape(-1) for tensor in tensors]))
@@ -353,41 +364,41 @@ def _summed(unit: CompressionInput, tensors: Sequence[torch.Tensor]) -> list[tor
 
 @dataclass(eq=False)
 class Feedback:
-    """What a rank owes of each parameter's gradient; outlives whatever reduces them.
+    """Residuals of error feedback on this rank. They outlive plans and buffers.
 
     Attributes:
-        owed: by the parameter's name, `(n,)` float32 in the order of memory.
-        factors: see `CompressionInput`.
-        loaded: it was replaced since units were laid out.
+        residuals: parts of the gradients not yet applied, by parameter name, `(n,)` float32 in memory order.
+        factors: PowerSGD's right factors, by `MatrixSlice.key`.
+        loaded: `load_state_dict` was called after the last change of the layout.
     """
 
-    owed: dict[str, torch.Tensor] = field(default_factory=dict)
+    residuals: dict[str, torch.Tensor] = field(default_factory=dict)
     factors: dict[str, torch.Tensor] = field(default_factory=dict)
     loaded: bool = False
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Copies of what this rank owes, and of PowerSGD's factors."""
+        """Return copies of the residuals (key "owed") and of PowerSGD's factors (key "factors")."""
         return {
-            "owed": {name: owed.clone() for name, owed in self.owed.items()},
+            "owed": {name: residual.clone() for name, residual in self.residuals.items()},
             "factors": {name: factor.clone() for name, factor in self.factors.items()},
         }
 
     def load_state_dict(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Takes up a state; parameters that are not in it owe nothing."""
-        for name, owed in self.owed.items():
-            there = state["owed"].get(name)
-            if there is None or there.shape != owed.shape:
-                owed.zero_()
+        """Load a state. Residuals of parameters that are not in it become zero."""
+        for name, residual in self.residuals.items():
+            stored = state["owed"].get(name)
+            if stored is None or stored.shape != residual.shape:
+                residual.zero_()
             else:
-                owed.copy_(there)
-        self.owed |= {name: there.clone() for name, there in state["owed"].items() if name not in self.owed}
+                residual.copy_(stored)
+        self.residuals |= {name: each.clone() for name, each in state["owed"].items() if name not in self.residuals}
         self.loaded = True
         self.factors.clear()
-        self.factors |= {name: there.clone() for name, there in state["factors"].items()}
+        self.factors |= {name: factor.clone() for name, factor in state["factors"].items()}
 
 
 class CompressibleGroup(Protocol):
-    """The part of `FlatGroup` that compression uses."""
+    """The attributes of `FlatGroup` that compression uses."""
 
     layout: GradientLayout
     buffer: FlatBuffer
@@ -395,50 +406,52 @@ class CompressibleGroup(Protocol):
 
 
 class Cost(NamedTuple):
-    """What compression has cost and saved; of units that were compressed, but for the bytes.
+    """Precision lost and bytes saved by compression, on one rank.
 
     Attributes:
-        owed_squares, gradient_squares: sums of squares of what was left to the next step, and of the gradients.
-        sent_bytes, whole_bytes: by a rank, and what they would be without compression.
+        residual_squares: sum of squares of the residuals of compressed units.
+        gradient_squares: sum of squares of the gradients of compressed units.
+        sent_bytes: bytes sent, for all units.
+        whole_bytes: bytes that would be sent without compression, for all units.
     """
 
-    owed_squares: float = 0.0
+    residual_squares: float = 0.0
     gradient_squares: float = 0.0
     sent_bytes: float = 0.0
     whole_bytes: float = 0.0
 
 
 class CompressedUnits:
-    """Carries units as the router does, in fewer bytes where that is possible.
+    """All-reduce of units with compression, where a route permits it. Otherwise the router reduces the unit.
 
     Attributes:
-        measures: adds to what `cost` gives.
+        measures: `all_reduce` measures its `Cost`.
     """
 
     def __init__(self, router: Router, scheme: Scheme | None, feedback: Feedback, *, rank: int, size: int) -> None:
-        """Starts no thread yet.
+        """Start no thread yet.
 
         Args:
-            router: carries what is left; closed by the caller, after this.
-            scheme: how to compress; None = as plans say it.
-            feedback: see there.
-            rank: of this process.
-            size: how many ranks there are.
+            router: reduces units and exchanges packed values. The caller must close it after this object.
+            scheme: scheme of all units that name no compressor. None = these units are not compressed.
+            feedback: residuals of this rank.
+            rank: rank of this process.
+            size: number of ranks.
         """
         self._router, self._scheme, self._feedback, self._rank, self._size = router, scheme, feedback, rank, size
         self._workers: dict[int, Worker] = {}  # by stream
-        self._owed: dict[int, torch.Tensor] = {}
-        self._laid: dict[int, CompressibleGroup] = {}
+        self._residuals: dict[int, torch.Tensor] = {}
+        self._groups: dict[int, CompressibleGroup] = {}
         self._plans: list[CommPlan] = []
         self._schemes: dict[tuple[int, int], Scheme] = {}  # by buffer and first element
-        self._unsettled: set[tuple[int, int]] = set()  # not compressed any more, but still owed something
+        self._uncompressed: set[tuple[int, int]] = set()  # units no longer compressed, with residuals that are not zero
         self.measures = False
         self._costs: dict[int, Cost] = {}  # by stream, each written by its thread
 
     def lay_out(self, groups: Sequence[CompressibleGroup], plans: Sequence[CommPlan]) -> None:
-        """With nothing under way: gradients lie in these buffers from now on, and leave by these plans."""
-        self._feedback.factors.clear()  # they are of other pieces
-        self._laid, self._plans = {id(group.buffer): group for group in groups}, list(plans)
+        """Use these buffers and plans from now on. Nothing may be in flight."""
+        self._feedback.factors.clear()  # because the pieces change
+        self._groups, self._plans = {id(group.buffer): group for group in groups}, list(plans)
         self._schemes = {}
         for group, plan in zip(groups, plans, strict=True):
             if not group.buffer.tensor.is_floating_point():
@@ -451,29 +464,31 @@ class CompressedUnits:
                     and self._end(group, unit.stop) - unit.start >= FEWEST
                 ):
                     self._schemes[id(group.buffer), unit.start] = scheme
-        self._take_over()
+        self._copy_residuals()
 
-    def _take_over(self) -> None:
-        """What is owed lies in the order of the buffers; none where nothing is, nor will be."""
+    def _copy_residuals(self) -> None:
+        """Copy the residuals into one tensor per buffer. A buffer without residuals and compressed units has none."""
         feedback = self._feedback
-        feedback.loaded, self._owed, self._unsettled = False, {}, set()
-        for (key, group), plan in zip(self._laid.items(), self._plans, strict=True):
+        feedback.loaded, self._residuals, self._uncompressed = False, {}, set()
+        for (key, group), plan in zip(self._groups.items(), self._plans, strict=True):
             spans = _spans(group.layout)
-            there = any(bool(feedback.owed[name].any()) for name, *_ in spans if name in feedback.owed)
-            if not group.buffer.tensor.is_floating_point() or not (self._schemes or there):
+            has_residuals = any(
+                bool(feedback.residuals[name].any()) for name, *_ in spans if name in feedback.residuals
+            )
+            if not group.buffer.tensor.is_floating_point() or not (self._schemes or has_residuals):
                 for name, *_ in spans:
-                    feedback.owed.pop(name, None)
+                    feedback.residuals.pop(name, None)
                 continue
-            owed = self._owed[key] = torch.zeros(group.layout.numel, dtype=torch.float32, device="cpu")
+            residual = self._residuals[key] = torch.zeros(group.layout.numel, dtype=torch.float32, device="cpu")
             for name, start, stop in spans:
-                before = feedback.owed.get(name)
+                before = feedback.residuals.get(name)
                 if before is not None and before.numel() == stop - start:
-                    owed[start:stop] = before
-                feedback.owed[name] = owed[start:stop]
-            self._unsettled |= {
+                    residual[start:stop] = before
+                feedback.residuals[name] = residual[start:stop]
+            self._uncompressed |= {
                 (key, unit.start)
                 for unit in plan.units
-                if there and (key, unit.start) not in self._schemes and owed[unit.start : unit.stop].any()
+                if has_residuals and (key, unit.start) not in self._schemes and residual[unit.start : unit.stop].any()
             }
 
     def all_reduce(
@@ -489,25 +504,25 @@ class CompressedUnits:
         op: ReduceOp = ReduceOp.SUM,
         scale: float = 1.0,
     ) -> Work:
-        """As `Router.all_reduce`; all units of a plan go through here, or none."""
+        """Launch an all-reduce, as `Router.all_reduce`. Either all units of a plan must be launched here, or none."""
         if self._feedback.loaded:
-            self._take_over()
+            self._copy_residuals()
         key = id(buffer), start
-        if key in self._unsettled:
-            self._unsettled.remove(key)
-            self._settle(buffer.tensor[start:stop], self._owed[id(buffer)][start:stop])
-            if not (self._schemes or self._unsettled):
-                self._take_over()  # which forgets what is not owed any more
-                self._unsettled.clear()
+        if key in self._uncompressed:
+            self._uncompressed.remove(key)
+            self._add_residual(buffer.tensor[start:stop], self._residuals[id(buffer)][start:stop])
+            if not (self._schemes or self._uncompressed):
+                self._copy_residuals()  # drops the residuals, because all are zero now
+                self._uncompressed.clear()
         if not self._schemes or op is not ReduceOp.SUM:
             return self._router.all_reduce(
                 buffer, start, stop, route=route, stream=stream, threads=threads, nccl=nccl, op=op, scale=scale
             )
         work = ThreadWork()
 
-        def travel() -> None:
+        def reduce() -> None:
             scheme = self._schemes.get(key)
-            end = start if scheme is None else self._end(self._laid[id(buffer)], stop)
+            end = start if scheme is None else self._end(self._groups[id(buffer)], stop)
             rest = self._router.all_reduce(buffer, end, stop, route=route, stream=stream, scale=scale)
             if scheme is not None:
                 self._reduce(scheme, buffer, start, end, route, stream, scale)
@@ -519,11 +534,11 @@ class CompressedUnits:
         if stream not in self._workers:
             self._workers[stream] = Worker(f"sirtaki-compress-{stream}")
         what = f"elements [{start}, {stop}) of a gradient could not be compressed"
-        self._workers[stream].put(partial(work.run, travel, what))
+        self._workers[stream].put(partial(work.run, reduce, what))
         return work
 
     def cost(self) -> Cost:
-        """What was measured since the last call."""
+        """Return the costs since the last call."""
         costs, self._costs = self._costs, {}
         return Cost(*(sum(values) for values in zip(Cost(), *costs.values(), strict=True)))
 
@@ -532,44 +547,44 @@ class CompressedUnits:
         self._costs[stream] = Cost(*(old + new for old, new in zip(before, cost, strict=True)))
 
     def _end(self, group: CompressibleGroup, stop: int) -> int:
-        """Where a unit's gradients end: control flags travel as they are."""
+        """Return the end of a unit's gradients: control flags, which are never compressed, follow."""
         layout = group.layout
         return min(stop, layout.offsets[-2]) if layout.names[-1:] == (FLAGS,) else stop
 
     @torch.no_grad()
-    def _settle(self, target: torch.Tensor, owed: torch.Tensor) -> None:
-        """Gives back what compression owes a gradient that travels as it is now, but for what its dtype rounds off."""
-        before = target.clone() if target.itemsize < owed.itemsize else None
-        target.add_(owed)
+    def _add_residual(self, target: torch.Tensor, residual: torch.Tensor) -> None:
+        """Add a residual to a gradient that is no longer compressed. The residual becomes the rounding error."""
+        before = target.clone() if target.itemsize < residual.itemsize else None
+        target.add_(residual)
         if before is None:
-            owed.zero_()
+            residual.zero_()
         else:
-            owed.sub_(target.float() - before).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            residual.sub_(target.float() - before).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     @torch.no_grad()
     def _reduce(
         self, scheme: Scheme, buffer: FlatBuffer, start: int, stop: int, route: Route, stream: int, scale: float
     ) -> None:
-        target, owed = buffer.tensor[start:stop], self._owed[id(buffer)][start:stop]
+        target, residual = buffer.tensor[start:stop], self._residuals[id(buffer)][start:stop]
         whole = float(torch.linalg.vector_norm(target, dtype=torch.float64)) if self.measures else math.nan
-        owed.add_(target)
+        residual.add_(target)
         pieces = [] if not isinstance(scheme, PowerSgd) else self._pieces(buffer, start, stop)
         unit = CompressionInput(
-            owed, pieces, self._feedback.factors, self._rank, self._size, self._router, route, stream
+            residual, pieces, self._feedback.factors, self._rank, self._size, self._router, route, stream
         )
-        result = target if target.dtype is owed.dtype else torch.empty_like(owed)
+        result = target if target.dtype is residual.dtype else torch.empty_like(residual)
         scheme.reduce(unit, result, scale)
-        if not bool(owed.sum().isfinite()):
-            owed.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        if not bool(residual.sum().isfinite()):
+            residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         if math.isfinite(whole):
-            left = float(torch.linalg.vector_norm(owed, dtype=torch.float64))
+            left = float(torch.linalg.vector_norm(residual, dtype=torch.float64))
             self._add(stream, Cost(left**2, whole**2, unit.sent_bytes, ring_bytes(target.nbytes, self._size)))
         if result is not target:
             target.copy_(result)
 
     def _pieces(self, buffer: FlatBuffer, start: int, stop: int) -> list[MatrixSlice]:
-        """The pieces of all parameters of which `[start, stop)` has whole rows."""
-        group, pieces = self._laid[id(buffer)], []
+        """Return the pieces of all parameters of which `[start, stop)` contains whole rows."""
+        group, pieces = self._groups[id(buffer)], []
         for (name, first, end), place in zip(_spans(group.layout), group.places, strict=True):
             if end <= start or first >= stop or first == end or place.dim() < 2:
                 continue
@@ -582,11 +597,11 @@ class CompressedUnits:
         return pieces
 
     def close(self) -> bool:
-        """Ends the threads; what is under way ends first, or fails. False if one waits for other ranks."""
-        return ended(list(self._workers.values()), within_s=1.0)
+        """End the threads after the units in flight. Return False if a thread still waits for a peer."""
+        return join_workers(list(self._workers.values()), within_s=1.0)
 
 
 def _spans(layout: GradientLayout) -> list[tuple[str, int, int]]:
-    """Names of parameters, and where they lie."""
-    there = zip(layout.names, layout.offsets, layout.offsets[1:], strict=False)
-    return [(name, start, stop) for name, start, stop in there if name != FLAGS]
+    """Return the name and the range of each parameter in the flat buffer."""
+    ranges = zip(layout.names, layout.offsets, layout.offsets[1:], strict=False)
+    return [(name, start, stop) for name, start, stop in ranges if name != FLAGS]

@@ -118,7 +118,7 @@ logger = logging.getLogger(__name__)
 HIGH_PRIORITY = -1
 
 POOL_STREAMS = 32
-"""Streams of one priority that PyTorch makes for each device; it hands them out in turn (c10/cuda/CUDAStream.cpp)."""
+"""Streams of one priority that PyTorch creates for each device, and returns in turn (c10/cuda/CUDAStream.cpp)."""
 
 CAPTURE_MODE_THREAD_LOCAL = 1
 """`cudaStreamCaptureModeThreadLocal`: another thread's CUDA graph capture does not forbid calls in this thread."""
@@ -152,7 +152,7 @@ def driver_version() -> tuple[int, int]:
 class CudaDevice(Device):
     """One GPU of this process.
 
-    Gradients are packed on a stream of their own, so the backward pass does not wait for the copies. The caching
+    Gradients are packed on a separate stream, so the backward pass does not wait for the copies. The caching
     allocator would reuse a gradient's memory as soon as its *backward* stream frees it, so `keep` holds the memory
     until the packing stream has read it.
     """
@@ -195,7 +195,7 @@ class CudaDevice(Device):
         self._side.wait_stream(self._outer)
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
-        """Run the body on that stream, without ordering anything."""
+        """Run the body on `stream`, without any order to the current stream."""
         return torch.cuda.stream(stream)
 
     def make_stream(self) -> torch.cuda.Stream:
@@ -264,7 +264,7 @@ class CudaDevice(Device):
     def _stream_of(self, raw: int) -> Any:  # Any: torch leaves it untyped
         stream = self._known_streams.get(raw)
         if stream is None:
-            if raw == 0:  # which ExternalStream refuses
+            if raw == 0:  # ExternalStream refuses 0
                 stream = torch.cuda.default_stream(self.torch_device)
             else:
                 stream = torch.cuda.ExternalStream(raw, self.torch_device)  # type: ignore[no-untyped-call]  # torch's
@@ -278,7 +278,7 @@ class CudaDevice(Device):
         return event
 
     def order_after(self, event: Event) -> None:
-        """Make the current stream wait for the event; the host goes on."""
+        """Make the current stream wait for the event. Does not block the host."""
         torch.cuda.current_stream(self.torch_device).wait_event(event)
 
     def is_reached(self, event: Event) -> bool:

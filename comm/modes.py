@@ -1,8 +1,8 @@
-"""Run Sirtaki's tensor operations outside of modes that the script is in.
+"""Run Sirtaki's tensor operations outside of the PyTorch modes of the training script.
 
-A mode of PyTorch holds for all operations of a thread: `torch.inference_mode()`, a default device, `torch.autocast`,
-and modes of the script's own (`TorchFunctionMode`, `TorchDispatchMode`) that count, change or refuse operations. What
-Sirtaki does in the training thread is not the script's operation, as little as what DDP's reducer does in C++.
+A mode applies to all operations of a thread: `torch.inference_mode()`, a default device, `torch.autocast`, and modes of
+the script (`TorchFunctionMode`, `TorchDispatchMode`) that count, change or refuse operations. Sirtaki's operations in
+the training thread must be exempt, as the operations of DDP's reducer are, which runs in C++.
 """
 
 from __future__ import annotations
@@ -36,16 +36,18 @@ _state = _ThreadModes()
 def script_is_in_inference_mode() -> bool:
     """Return whether the script has entered inference mode in this thread, also inside `outside_modes`.
 
-    A `TorchDispatchMode` must not begin or end there: leaving inference mode restores the dispatch keys that the thread
-    had when it entered. The mode would see nothing, or PyTorch would look for a mode that has ended.
+    A `TorchDispatchMode` must not begin or end inside inference mode, because leaving inference mode restores the
+    dispatch keys that the thread had when it entered. The mode would see no operations, or PyTorch would call a mode
+    that has ended.
     """
     return torch.is_inference_mode_enabled() or _state.left_inference_mode
 
 
 def outside_changes(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
-    """Return `function`, run outside of modes of the calling thread, but for `TorchDispatchMode`.
+    """Return `function`, run outside of all modes of the calling thread except `TorchDispatchMode`.
 
-    For code in a backward pass. There, a `TorchDispatchMode` also sees DDP's reducer, and `function` may exit the mode.
+    Used for code in the backward pass. There, a `TorchDispatchMode` also sees DDP's reducer, and `function` may exit
+    the mode.
     """
 
     @functools.wraps(function)
@@ -62,18 +64,18 @@ def outside_changes(function: Callable[_Given, _Result]) -> Callable[_Given, _Re
 
 
 def outside_modes(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
-    """Return `function`, run outside of all modes of the calling thread, so that it does in any thread the same.
+    """Return `function`, run outside of all modes of the calling thread, so that it has the same effect in any thread.
 
-    Outside of inference mode, since other threads could not write the tensors that `function` makes.
+    Inference mode is left, because other threads could not write tensors that were created in it.
     """
-    outside_of_others = outside_changes(function)
+    outside_other_modes = outside_changes(function)
 
     @functools.wraps(function)
     def outside(*args: _Given.args, **options: _Given.kwargs) -> _Result:
         if not torch._C._len_torch_dispatch_stack():
-            return outside_of_others(*args, **options)
+            return outside_other_modes(*args, **options)
         with _disable_current_modes():
-            return outside_of_others(*args, **options)
+            return outside_other_modes(*args, **options)
 
     return outside
 

@@ -1,4 +1,4 @@
-"""What a plan is: the layout of gradients, the units that it is cut into, their streams, threads and algorithm."""
+"""Communication plans: the layout of gradients, and its units with their streams, threads and algorithms."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from typing import Any
 from sirtaki.errors import ConfigError, PlanError
 
 SMALL_GRADIENT = 16 * 1024
-"""Elements from which on a gradient counts as large."""
+"""Smallest number of elements of a large gradient."""
 
 
 class UnitClass(Enum):
-    """What most elements of a unit belong to."""
+    """Kind of gradient to which most elements of a unit belong."""
 
     LARGE = "large"  # gradients of many elements
-    EMBEDDINGS = "embeddings"  # matrices most rows of which are zero in a step
+    EMBEDDINGS = "embeddings"  # matrices of whose rows most are zero in each step
     SMALL = "small"  # gradients of fewer than `SMALL_GRADIENT` elements
 
 
@@ -31,10 +31,10 @@ COMPRESSORS = "fp16, bf16, int8, fp8, topk:RATIO and powersgd:RANK"
 
 
 def compressor_name(text: str) -> str:
-    """A compressor as plans and knobs name it: `TopK:.1` → `topk:0.1`, `powersgd` → `powersgd:4`.
+    """Return a compressor's name in its normal form: `TopK:.1` → `topk:0.1`, `powersgd` → `powersgd:4`.
 
     Raises:
-        ConfigError: there is none of that name, or not with that number.
+        ConfigError: there is no compressor of this name, or its number is out of range.
     """
     kind, colon, number = text.strip().lower().partition(":")
     try:
@@ -46,33 +46,33 @@ def compressor_name(text: str) -> str:
             return f"powersgd:{rank}"
     except ValueError:
         pass
-    raise ConfigError(f"{text.strip()!r} is no compressor; there are {COMPRESSORS}")
+    raise ConfigError(f"{text.strip()!r} is not a compressor; compressors are {COMPRESSORS}")
 
 
 FLAGS = "sirtaki.control_flags"
-"""In a layout's names: what travels behind the gradients and is none."""
+"""Name, in a layout, of the control flags that follow the gradients in a flat buffer."""
 
 
 CUDA_ALIGNMENT_BYTES = 256
-"""What cudaMalloc aligns to. NCCL and foreach kernels leave their vectorised paths below 16 bytes."""
+"""Alignment of `cudaMalloc`. Vectorised kernels of NCCL and foreach require at least 16 bytes."""
 
 
 def alignment(device: str, itemsize_bytes: int) -> int:
-    """Return the elements at whose multiples gradients and units start in flat buffers on this type of device."""
+    """Return the alignment, in elements, of gradients and units in flat buffers on this type of device."""
     return max(1, CUDA_ALIGNMENT_BYTES // itemsize_bytes) if device == "cuda" else 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientLayout:
-    """Gradients one behind the other, in the order in which they are expected to become ready.
+    """Order and sizes of the gradients in a flat buffer, sorted by the time at which they are expected to be ready.
 
     Attributes:
         sizes: elements of each gradient, rounded up to its `alignment`, `(n_gradients,)`; zero is allowed.
-        itemsize_bytes: bytes of one element as it travels.
-        dtype: name of the element type as it travels, such as "float32".
+        itemsize_bytes: bytes of one element when it is sent.
+        dtype: name of the dtype in which elements are sent, such as "float32".
         device: "cpu" or "cuda".
         names: parameter names, `(n_gradients,)`, for messages and traces; empty if unknown.
-        embeddings: names of those whose rows are mostly zero in a step; only known where that matters.
+        embeddings: names of parameters whose gradients have mostly zero rows. Empty if not known.
     """
 
     sizes: tuple[int, ...]
@@ -92,21 +92,21 @@ class GradientLayout:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """First element of each gradient and, last, the total: `(n_gradients + 1,)`."""
+        """First element of each gradient, followed by the total: `(n_gradients + 1,)`."""
         return (0, *accumulate(self.sizes))
 
     @property
     def numel(self) -> int:
-        """Elements of the flat buffer."""
+        """Number of elements of the flat buffer."""
         return self.offsets[-1]
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the flat buffer."""
+        """Size of the flat buffer in bytes."""
         return self.numel * self.itemsize_bytes
 
     def describe(self, start: int, stop: int) -> str:
-        """The gradients with elements in `[start, stop)`, in words; needs names."""
+        """Return a text that names the gradients with elements in `[start, stop)`. Requires `names`."""
         first = bisect_right(self.offsets, start) - 1
         last = max(first, bisect_left(self.offsets, stop) - 1)
         last -= last > first and self.names[last] == FLAGS
@@ -115,7 +115,7 @@ class GradientLayout:
         return f"{self.names[first]} … {self.names[last]} ({last - first + 1})"
 
     def class_of(self, start: int, stop: int) -> UnitClass:
-        """What most of the elements `[start, stop)` belong to."""
+        """Return the class to which most of the elements `[start, stop)` belong."""
         elements: Counter[UnitClass] = Counter()
         place = bisect_right(self.offsets, start) - 1
         while place < len(self.sizes) and self.offsets[place] < stop:
@@ -127,9 +127,9 @@ class GradientLayout:
         return max(UnitClass, key=lambda kind: elements[kind])
 
     def reordered(self, order: Sequence[int]) -> GradientLayout:
-        """The layout whose i-th gradient is this one's `order[i]`-th."""
+        """Return the layout whose gradient i is gradient `order[i]` of this layout."""
         if sorted(order) != list(range(len(self.sizes))):
-            raise PlanError(f"an order of {len(self.sizes)} gradients must name each of them once")
+            raise PlanError(f"an order of {len(self.sizes)} gradients must contain each index once")
         return GradientLayout(
             sizes=tuple(self.sizes[i] for i in order),
             itemsize_bytes=self.itemsize_bytes,
@@ -141,14 +141,14 @@ class GradientLayout:
 
 
 class Algorithm(Enum):
-    """How one unit is reduced over all ranks."""
+    """Algorithm that reduces a unit over all ranks."""
 
-    FLAT = "flat"  # all ranks alike
-    HIERARCHICAL = "hierarchical"  # inside the node first, then across nodes (AIACC's "tree")
+    FLAT = "flat"  # one all-reduce over all ranks
+    HIERARCHICAL = "hierarchical"  # within the node first, then between nodes (AIACC's "tree")
 
 
 class TransportKind(Enum):
-    """What carries a unit between ranks (between nodes, where the algorithm is hierarchical)."""
+    """Transport of a unit between ranks. With the hierarchical algorithm, transport between nodes."""
 
     SHARED_MEMORY = "shared_memory"
     GLOO = "gloo"
@@ -158,16 +158,16 @@ class TransportKind(Enum):
 
 
 Route = tuple[TransportKind, Algorithm]
-"""The way of a unit: by which transport, and how the ranks go about it."""
+"""Transport and algorithm of a unit."""
 
 
 def goes_through_sockets(route: Route) -> bool:
-    """Return whether units on it may be compressed: what ranks send to each other there are bytes."""
+    """Return whether units on this route may be compressed: its ranks exchange bytes through sockets."""
     return route[0] in (TransportKind.GLOO, TransportKind.MPI) and route[1] is Algorithm.FLAT
 
 
 class NcclWay(Enum):
-    """By which of NCCL's algorithms, and in which of its protocols, an all-reduce runs."""
+    """Algorithm and protocol of an all-reduce of NCCL."""
 
     RING_LL = "ring/ll"
     RING_LL128 = "ring/ll128"
@@ -178,12 +178,12 @@ class NcclWay(Enum):
 
     @property
     def algorithm(self) -> str:
-        """As `NCCL_ALGO` has it."""
+        """Value for `NCCL_ALGO`."""
         return self.value.split("/")[0].capitalize()
 
     @property
     def protocol(self) -> str:
-        """As `NCCL_PROTO` has it."""
+        """Value for `NCCL_PROTO`."""
         name = self.value.split("/")[1]
         return "Simple" if name == "simple" else name.upper()
 
@@ -193,11 +193,13 @@ class Unit:
     """One all-reduce: elements `[start, stop)` of the flat buffer.
 
     Attributes:
-        stream: index of the communicator that carries it.
-        threads: GPU threads (LIBRA's r), None = the transport's default.
+        start: first element.
+        stop: end of the range.
+        stream: index of the stream.
+        threads: number of GPU threads (LIBRA's r). None = the transport's default.
         algorithm: flat or hierarchical.
-        compressor: what it is made smaller by (`compressor_name`); empty = it travels as it is.
-        nccl: how NCCL reduces it, None = as NCCL decides, or something else carries it.
+        compressor: name of the compressor (`compressor_name`). Empty = not compressed.
+        nccl: algorithm and protocol of NCCL. None = NCCL decides, or the transport is not NCCL.
     """
 
     start: int
@@ -210,13 +212,19 @@ class Unit:
 
     @property
     def numel(self) -> int:
-        """Elements in this unit."""
+        """Number of elements in this unit."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommPlan:
-    """All units of one flat buffer in the order in which they are issued.
+    """All units of one flat buffer, in the order of launch.
+
+    Attributes:
+        numel: number of elements of the flat buffer.
+        units: units, sorted by `start`.
+        streams: number of streams.
+        transport: transport of all units.
 
     Raises:
         PlanError: units overlap, leave a gap, are empty or name a stream that does not exist.
@@ -246,7 +254,7 @@ class CommPlan:
             raise PlanError(f"the units end at element {position} of {self.numel}")
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dict; `from_json` is its inverse."""
+        """Return the plan as a dict for JSON. `from_json` is the inverse."""
         return {
             "numel": self.numel,
             "streams": self.streams,
@@ -256,7 +264,7 @@ class CommPlan:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CommPlan:
-        """The plan that `to_json` described."""
+        """Return the plan of a dict from `to_json`."""
         return cls(
             numel=data["numel"],
             streams=data["streams"],
@@ -265,19 +273,19 @@ class CommPlan:
         )
 
     def on_fewest_streams(self) -> CommPlan:
-        """The same units on as few streams as they use, numbered as they are first used: what is run is the same."""
+        """Return an equivalent plan without unused streams, in which streams are numbered in the order of first use."""
         numbers = {stream: number for number, stream in enumerate(dict.fromkeys(unit.stream for unit in self.units))}
         units = tuple(replace(unit, stream=numbers[unit.stream]) for unit in self.units)
         return replace(self, units=units, streams=max(1, len(numbers)))
 
     def fingerprint(self) -> str:
-        """A digest that is equal on two ranks exactly if their plans are."""
+        """Return a digest, which is equal on two ranks if and only if their plans are equal."""
         text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _unit_json(unit: Unit) -> dict[str, Any]:
-    """Without what most units have not, so that their plans keep their fingerprints."""
+    """Return a unit as a dict. Omits newer attributes with default values, so that older fingerprints stay valid."""
     data = {**asdict(unit), "algorithm": unit.algorithm.value}
     if not unit.compressor:
         del data["compressor"]

@@ -1,7 +1,7 @@
-"""Who is told what travels between ranks, for a recording; nobody, as a rule.
+"""The interface through which communication is recorded.
 
-Whoever records is above this layer and gives itself to `start`. While nobody does, `current` is None, which is all
-that an iteration asks.
+The recorder belongs to a higher layer, which passes it to `start`. Without a recording, `current` is None, and an
+iteration only checks this.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .plan import GradientLayout, Route
 
 
 class ReadyMoment(NamedTuple):
-    """The gradient at that place of the synchroniser's layout of that number has come."""
+    """Time at which gradient `place` of layout `layout` of the synchroniser became ready."""
 
     layout: int
     place: int
@@ -23,7 +23,7 @@ class ReadyMoment(NamedTuple):
 
 
 class CopySpan(NamedTuple):
-    """So many gradients have been copied into the flat buffers."""
+    """Time of copying `n_gradients` gradients into flat buffers."""
 
     begin_s: float
     end_s: float
@@ -32,14 +32,18 @@ class CopySpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedUnit:
-    """A unit's way.
+    """Times of one unit, by `time.perf_counter`.
 
     Attributes:
-        layout_number: of its layout among the synchroniser's.
-        start, stop: elements of the flat buffer.
-        issued_s: it was handed to its transport.
-        began_s: the transport took it up; None where it does not tell.
-        done_s: it was reduced.
+        layout_number: index of the unit's layout in the synchroniser.
+        layout: layout of the unit's flat buffer.
+        start: first element in the flat buffer.
+        stop: end of the elements.
+        stream: stream of the unit.
+        route: transport and algorithm.
+        issued_s: time of launch.
+        began_s: time at which the transport started to reduce it. None = unknown.
+        done_s: time at which it was reduced.
     """
 
     layout_number: int
@@ -55,14 +59,18 @@ class TracedUnit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedIteration:
-    """One iteration of a synchroniser; moments as of `time.perf_counter`.
+    """Times of one iteration of a synchroniser, by `time.perf_counter`.
 
     Attributes:
         source: the synchroniser.
-        number: iterations of that one before it.
-        profiling: the order of gradients was profiled in it.
-        end_s: all gradients were reduced.
-        ready: empty unless somebody records.
+        number: number of earlier iterations of this synchroniser.
+        profiling: the order of gradients was profiled in this iteration.
+        first_ready_s: time at which the first gradient was ready.
+        backward_ended_s: end of the backward pass.
+        end_s: time at which all gradients were reduced.
+        ready: times at which gradients became ready. Empty without a recorder.
+        copies: copies into flat buffers.
+        units: units of the iteration.
     """
 
     source: object
@@ -78,7 +86,7 @@ class TracedIteration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedOperation:
-    """An eager operation of this rank: asked for, agreed upon, done."""
+    """Times of one eager operation of this rank: when it was submitted, agreed by all ranks, and done."""
 
     name: str
     kind: str
@@ -89,35 +97,35 @@ class TracedOperation:
 
 
 class Recorder(Protocol):
-    """Is told, quickly: nothing goes on meanwhile."""
+    """Consumer of recorded events. Its methods must return quickly, because the calling thread waits."""
 
     def iteration(self, traced: TracedIteration) -> None:
-        """All gradients of an iteration are reduced; in the thread that trains."""
+        """Record an iteration whose gradients are all reduced. Called by the training thread."""
 
     def operation(self, traced: TracedOperation) -> None:
-        """An eager operation is done; in another thread."""
+        """Record an eager operation that is done. Called by the thread of eager operations."""
 
     def end(self) -> None:
-        """The job ends, or this rank's part in it; any thread, and more than once perhaps."""
+        """End the recording, because the job or this rank ends. Thread-safe. May be called several times."""
 
 
 current: Recorder | None = None
-"""Who records now; None = nobody."""
+"""The recorder in use. None = no recording."""
 
 
 def times_wanted() -> bool:
-    """Transports are to note when units end."""
+    """Return whether transports must record when units start and end."""
     return current is not None or timeline.current is not None
 
 
 def start(recorder: Recorder) -> None:
-    """From now on it is told; of an iteration only if it has not begun."""
+    """Pass later events to `recorder`. The iteration in progress is not recorded."""
     global current
     current = recorder
 
 
 def stop() -> None:
-    """Nobody is told any more."""
+    """Stop recording, without calling `Recorder.end`."""
     global current
     current = None
 
@@ -126,7 +134,7 @@ os.register_at_fork(after_in_child=stop)
 
 
 def end() -> None:
-    """The job ends: so does the recording, if there is one."""
+    """End the recording, if there is one, because the job ends."""
     recorder = current
     stop()
     if recorder is not None:

@@ -1,4 +1,4 @@
-"""All the ways by which units can travel in this job: which there are, how many streams each has, and opening them."""
+"""The routes of units in this job: which ones are possible, how many streams each offers, and opening the streams."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sirtaki.comm.transports.contract import (
     Transport,
     Work,
     descriptors_for_streams,
-    held,
+    reserved,
     streams_within,
 )
 from sirtaki.comm.transports.gloo import DirectTransport, GlooTransport, WatchfulStore
@@ -36,23 +36,23 @@ from .plan import Algorithm, CommPlan, NcclWay, Route, TransportKind
 logger = logging.getLogger(__name__)
 
 MAX_COMMUNICATORS = 24
-"""NCCL communicators that are open at once; those of one stream with several CTA counts are several."""
+"""Largest number of open NCCL communicators. One stream has one for each number of CTAs that plans use."""
 
-LONG_WAY_S = 2e-3
-"""One way between two nodes, from which on units go straight to the ranks that add them up. Measured on four emulated
-nodes (400 Mbit/s, 100 a flow): units of 16 KiB to 1 MiB take 0.2 to 0.5 of the ring's time at any delay, but 8 MiB at
-once 1.04 to 1.09 of it up to 2 ms, and as long at 5 ms."""
+DIRECT_LATENCY_S = 2e-3
+"""Latency between nodes from which on `DirectTransport` replaces Gloo's ring. Measured on four emulated nodes (400
+Mbit/s, 100 Mbit/s per flow): units of 16 KiB to 1 MiB take 0.2 to 0.5 of the ring's time at any latency. A buffer of 8
+MiB takes 1.04 to 1.09 of the ring's time up to 2 ms, and the same time at 5 ms."""
 
 FLAT, TREE = Algorithm.FLAT, Algorithm.HIERARCHICAL
 
 
 class Router:
-    """The transports of one user of communication; two users that may interleave need a router each.
+    """Transports for one caller. Callers whose operations may interleave need separate routers.
 
     Attributes:
-        device: where the gradients are.
-        transports: those that exist, no stream of which need be open.
-        between_nodes: plans use no hierarchical route, whose sums within nodes cannot be compressed.
+        device: device of the gradients.
+        transports: possible transports by route, with or without open streams.
+        between_nodes: `routes` omits hierarchical routes, because their sums within nodes cannot be compressed.
     """
 
     between_nodes = False
@@ -66,15 +66,14 @@ class Router:
         nccl: Opener | None = None,
         direct: bool | None = None,
     ) -> None:
-        """Collective: finds out what can carry units here; opens no stream.
+        """Find the possible routes without opening a stream. Collective.
 
         Args:
-            control: the ranks.
-            timeout_s: after this long a reduction that does not get on fails.
-            device: where the gradients are.
-            nccl: makes communicators between the ranks' devices; None = they go through the hosts' memory.
-            direct: sockets carry each part of a unit straight to the rank that adds it up, instead of round a ring;
-                None = where messages between the nodes take long.
+            control: control plane of the ranks.
+            timeout_s: timeout of a reduction without progress.
+            device: device of the gradients.
+            nccl: opens NCCL communicators. None = gradients on GPUs are reduced in host memory.
+            direct: use `DirectTransport` instead of Gloo's ring. None = use it if latency is above `DIRECT_LATENCY_S`.
         """
         self._control, self.device, self._timeout_s, self._nccl = control, device, timeout_s, nccl
         self._descriptors = int(control.minimum(np.array([float(descriptors_for_streams())]))[0])
@@ -85,21 +84,23 @@ class Router:
                 nccl, limit=MAX_COMMUNICATORS, worst=lambda value: float(control.maximum(np.array([value]))[0])
             )
         self.transports: dict[Route, Transport] = {}
-        self._opened: dict[Route, int] = {}  # streams, the same on all ranks, as are those that are refused:
-        self._refused: dict[Route, int] = {}  # so many are not tried, since that failed before
+        self._opened: dict[Route, int] = {}  # number of open streams, equal on all ranks
+        self._refused: dict[
+            Route, int
+        ] = {}  # smallest number not tried again, because opening failed; equal on all ranks
         self._shares_memory = nccl is None and max(control.local_sizes) > 1
         if self._shares_memory:
             try:
                 share_memory(control, 1)
             except TransportError as err:
-                self._do_without_sharing(err)
+                self._disable_shared_memory(err)
         for route in self._possible():
-            self._make_if_possible(route)
+            self._create_if_possible(route)
 
-    # ── what there is ────────────────────────────────────────────────────────────────────────────────────────────
+    # ── routes ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _possible(self) -> tuple[Route, ...]:
-        """Routes that this job may have, the best guess first."""
+        """Return the routes that this job may have, the one expected to be fastest first."""
         control = self._control
         if self._nccl is not None:
             nodes = not control.one_node and control.is_homogeneous and control.local_size > 1
@@ -119,20 +120,19 @@ class Router:
         with_mpi = self._control.backend is Backend.MPI
         return tuple(route for route in routes if with_mpi or route[0] is not TransportKind.MPI)
 
-    def _make_if_possible(self, route: Route) -> None:
-        """Collective."""
+    def _create_if_possible(self, route: Route) -> None:
         try:
-            self.transports[route] = self._make(route)
+            self.transports[route] = self._create(route)
         except TransportError as err:
             self._refused[route] = 1
             if self._control.rank == 0:
                 logger.warning("%s %s cannot be used: %s", route[0].value, route[1].value, err)
 
-    def _make(self, route: Route) -> Transport:
-        """Collective: makes a transport, and opens none of its streams.
+    def _create(self, route: Route) -> Transport:
+        """Create a transport without opening a stream. Collective.
 
         Raises:
-            TransportError: on all ranks, if it cannot be made.
+            TransportError: on all ranks, if one of them cannot create the transport.
         """
         control, (kind, algorithm) = self._control, route
         if kind is TransportKind.NCCL:
@@ -149,27 +149,26 @@ class Router:
             )
         if kind is TransportKind.STAGED:
             inner = next(host_route for host_route in self._host_routes() if host_route[1] is algorithm)
-            return StagedTransport(self._make(inner), self.device, control.failures)
+            return StagedTransport(self._create(inner), self.device, control.failures)
         if kind is TransportKind.SHARED_MEMORY:
             return SharedMemoryTransport(control)
         if algorithm is TREE:
-            return SharedMemoryTransport(control, across=lambda: self._make_sockets(kind, across=True))
-        return self._make_sockets(kind, across=False)
+            return SharedMemoryTransport(control, across=lambda: self._create_socket_transport(kind, across=True))
+        return self._create_socket_transport(kind, across=False)
 
-    def _make_sockets(self, kind: TransportKind, *, across: bool) -> Transport:
-        """Gloo or MPI between all ranks, or across the nodes between those of one local rank."""
+    def _create_socket_transport(self, kind: TransportKind, *, across: bool) -> Transport:
+        """Create Gloo or MPI between all ranks, or, with `across`, between the ranks with this local rank."""
         control = self._control
         if kind is TransportKind.MPI:
-            duplicate = control.duplicate_cross if across else control.duplicate
-            return MpiTransport(lambda: mpi_of(duplicate()), control.agree_on_success)
+            return MpiTransport(lambda: mpi_of(control.duplicate(cross=across)), control.agree_on_success)
         store, address = control.store()
         group, rank, size = (
             (f"local{control.local_rank}", control.cross_rank, control.cross_size)
             if across
             else ("all", control.rank, control.size)
         )
-        far = size > 2 and control.round_trip_s >= 2 * LONG_WAY_S
-        return (DirectTransport if (far if self._direct is None else self._direct) else GlooTransport)(
+        long_latency = size > 2 and control.round_trip_s >= 2 * DIRECT_LATENCY_S
+        return (DirectTransport if (long_latency if self._direct is None else self._direct) else GlooTransport)(
             store=WatchfulStore(store, control.failures),
             prefix=lambda: f"{control.next_prefix()}/{group}",
             address=address,
@@ -180,18 +179,20 @@ class Router:
             failures=control.failures,
         )
 
-    def _do_without_sharing(self, error: TransportError) -> None:
+    def _disable_shared_memory(self, error: TransportError) -> None:
         if self._control.rank == 0:
-            logger.warning("%s; MPI or Gloo carry gradients within the nodes, too", error)
+            logger.warning("%s; gradients within nodes are sent over MPI or Gloo, too", error)
         self._shares_memory = False
-        for route in [route for route in self.transports if route[0] is TransportKind.STAGED]:  # over shared memory
+        for route in [
+            route for route in self.transports if route[0] is TransportKind.STAGED
+        ]:  # they may use shared memory
             self.transports.pop(route).close()
             self._opened.pop(route, None)
-            self._make_if_possible(route)
+            self._create_if_possible(route)
 
     @property
     def routes(self) -> tuple[Route, ...]:
-        """What a plan may use here, the best guess first; routes that have turned out not to open are left out."""
+        """Routes that a plan may use here, the one expected to be fastest first. Omits routes that failed to open."""
         return tuple(
             route
             for route in self._possible()
@@ -199,21 +200,21 @@ class Router:
         )
 
     def max_streams(self, routes: Sequence[Route] | None = None) -> int:
-        """The largest number of streams that every one of these routes (all) offers.
+        """Return the largest number of streams that each of these routes offers. Default: all routes.
 
-        As many as a transport has, fit into this process's descriptors on all ranks, and were not refused before.
+        The number is limited by the transport, by the descriptors of each rank, and by earlier failures.
         """
         return min(self._limit(route)[0] for route in routes or self.routes)
 
     def why_not_more(self, routes: Sequence[Route]) -> str:
-        """What holds the first of these routes down, and which ones offer more streams, in words."""
+        """Return a text: what limits the streams of the first route, and which routes offer more."""
         limits = {route: self._limit(route) for route in routes}
         lowest, reason = limits[routes[0]]
         more = sorted({f"{limit} on {route[0].value}" for route, (limit, _) in limits.items() if limit > lowest})
         return f"{reason}{'; with SIRTAKI_TRANSPORT set there can be ' if more else ''}{' and '.join(more)}"
 
     def _limit(self, route: Route) -> tuple[int, str]:
-        """The largest number of streams of a route, and why there are not more."""
+        """Return the largest number of streams of a route, and a text that says what limits it."""
         transport, name = self.transports[route], route[0].value
         fit = streams_within(self._descriptors, transport.stream_cost, most=transport.max_streams)
         refused = self._refused.get(route)
@@ -227,16 +228,16 @@ class Router:
         return fit, f"{name} has at most {fit}"
 
     def threads(self) -> tuple[int, ...]:
-        """Thread allowances that every route offers; empty where there are none."""
+        """Return the values of `StreamSpec.threads` that each route offers. Empty = the number of threads is fixed."""
         offers = [self.transports[route].threads for route in self.routes]
         return tuple(count for count in offers[0] if all(count in offer for offer in offers))
 
     def nccl_ways(self) -> tuple[NcclWay, ...]:
-        """Ways in which NCCL may be told to reduce units; none where something else carries them."""
+        """Return the combinations of NCCL algorithm and protocol that units may use. Empty without NCCL."""
         return () if self._nccl is None else self._nccl.ways
 
     def allocate(self, numel: int, dtype: torch.dtype) -> FlatBuffer:
-        """Collective: a zeroed buffer of the same size on every rank that all routes can reduce."""
+        """Allocate a zeroed buffer of the same size on each rank, which all routes can reduce. Collective."""
         if not self.device.streams:
             return self._allocate_on_host(numel, dtype)
         mirror = self._allocate_on_host(numel, dtype) if self._pool is None else None
@@ -247,7 +248,7 @@ class Router:
             try:
                 regions = share_memory(self._control, numel * dtype.itemsize)
             except TransportError as err:
-                self._do_without_sharing(err)
+                self._disable_shared_memory(err)
             else:
                 peers = tuple(region.view(dtype) for region in regions)
                 self.device.pin(peers[self._control.local_rank])
@@ -261,10 +262,10 @@ class Router:
 
         Raises:
             PlanError: on all ranks. The job has no such route, or the route has fewer streams.
-            TransportError: on all ranks. The streams could not be opened; those that were open still are. The router
-                refuses half of the missing streams from now on, because another failure may take long.
+            TransportError: on all ranks. The streams could not be opened; previous streams stay open. From now on the
+                router offers only half of the missing streams, because another failure may take long.
         """
-        # Opening is collective, so all ranks take the algorithms in one order.
+        # All ranks must open the algorithms in the same order, because opening is collective.
         for algorithm in sorted({unit.algorithm for unit in plan.units}, key=lambda kind: kind.value):
             self._open((plan.transport, algorithm), streams_of(plan, algorithm), planned=plan.streams)
 
@@ -285,8 +286,8 @@ class Router:
         have, want = self._opened.get(route, 0), 1 + max(stream.number for stream in streams)
         try:
             if want > have:
-                # Reserve on all ranks first, because a failure half way is slow, and leaves Gloo hard to use.
-                with held(transport.stream_cost * (want - have)) as problem:
+                # Check on all ranks first, because a failure halfway takes long and can make Gloo unusable.
+                with reserved(transport.stream_cost * (want - have)) as problem:
                     self._control.agree_on_success(problem)
             transport.open_streams(streams)
         except TransportError as err:
@@ -295,8 +296,8 @@ class Router:
         self._opened[route] = max(have, want)
 
     def keep_only(self, plans: Sequence[CommPlan]) -> None:
-        """Collective, between iterations: closes what only other plans need, if it takes time or a GPU's memory."""
-        self._control.agree_on_success("")  # nothing is in flight any more on any rank
+        """Close streams that are not in `plans`, if they use CPU time or GPU memory. Collective; nothing in flight."""
+        self._control.agree_on_success("")  # afterwards, nothing is in flight on any rank
         for (kind, algorithm), transport in self.transports.items():
             specs = [spec for plan in plans if plan.transport is kind for spec in streams_of(plan, algorithm)]
             wanted = 1 + max((spec.number for spec in specs), default=-1)
@@ -311,18 +312,18 @@ class Router:
                 for plan in plans
                 for key in transport.keys(streams_of(plan, algorithm))
             ]
-            self.device.synchronise()  # what is closed must have nothing in flight
+            self.device.synchronise()  # because a communicator to close must have nothing in flight
             self._pool.keep_only(keys)
 
-    # ── units on their way ───────────────────────────────────────────────────────────────────────────────────────
+    # ── units ───────────────────────────────────────────────────────────────────────────────────────
 
     def prepare(self, act: Callable[[], None], *, route: Route, stream: int) -> None:
-        """Does what units need that are submitted to a stream from now on: beside the caller, where it has a thread.
+        """Call `act` before units that are submitted to the stream later: in the stream's thread, if it has one.
 
         Args:
-            act: raises nothing.
-            route: of the units.
-            stream: of the route, open.
+            act: must not raise.
+            route: route of the units.
+            stream: number of an open stream.
         """
         if not self.transports[route].prepare(act, stream=StreamSpec(stream)):
             act()
@@ -340,7 +341,7 @@ class Router:
         op: ReduceOp = ReduceOp.SUM,
         scale: float = 1.0,
     ) -> Work:
-        """Reduces a range over a route whose streams are open; see `Transport.all_reduce`."""
+        """Launch the all-reduce of a range over open streams, as `Transport.all_reduce`. Collective, non-blocking."""
         return self.transports[route].all_reduce(
             buffer, start, stop, stream=StreamSpec(stream, threads, nccl), op=op, scale=scale
         )
@@ -348,11 +349,11 @@ class Router:
     def exchange(
         self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, *, route: Route, stream: int
     ) -> Work:
-        """Exchanges parcels over a flat route between hosts' memories whose streams are open."""
+        """Launch an exchange over a flat route in host memory, as `Transport.exchange`. Collective, non-blocking."""
         return self.transports[route].exchange(outgoing, parcels, incoming, stream=StreamSpec(stream))
 
     def all_reduce_plan(self, buffer: FlatBuffer, plan: CommPlan, *, scale: float = 1.0) -> list[Work]:
-        """Adds up all units of a plan whose streams are open, all submitted at once; see `Transport.all_reduce`."""
+        """Launch the sums of all units of a plan whose streams are open. Collective, non-blocking."""
         return [
             self.all_reduce(
                 buffer,
@@ -368,42 +369,42 @@ class Router:
         ]
 
     def wait_for(self, works: Sequence[Work], *, interrupted: Callable[[], bool] | None = None) -> bool:
-        """Wait for all works; see `wait_for_work`.
+        """Wait for all works, as `wait_for_work`.
 
-        A connection may break before this rank hears who has left, since a rank that drops its optimizer and leaves
-        closes the connections of its router first. The error raised names the rank.
+        The error names the rank that has ended, even if this rank's connection to it broke first: a rank that exits
+        closes the connections of its router before its control plane.
         """
         return wait_for_work(works, failures=self._control.failures, interrupted=interrupted)
 
     def check(self) -> None:
-        """Raises what a transport has found out by itself; any thread may ask.
+        """Raise an asynchronous error of NCCL, if there is one. Thread-safe, non-blocking.
 
         Raises:
-            CommError: naming what has failed.
+            CommError: a communicator has failed.
         """
         if self._pool is not None:
             self._pool.check()
 
     def release(self) -> bool:
-        """Ends threads and connections of this rank; what only all ranks together can close is left to `close`.
+        """End the threads and connections of this rank. NCCL communicators stay open, because closing is collective.
 
         Returns:
-            False if a thread does not end, since it waits for other ranks.
+            False if a thread still waits for a peer.
         """
-        ended = [transport.close() for transport in self.transports.values()]
+        closed = [transport.close() for transport in self.transports.values()]
         self.transports.clear()
-        return all(ended)
+        return all(closed)
 
     def close(self) -> None:
-        """Collective: closes all transports; may be called twice."""
+        """Close all transports and communicators. Collective. May be called twice."""
         self.release()
         if self._pool is not None and self._control.failures.error is None:
-            self.device.synchronise()  # what is closed must have nothing in flight
+            self.device.synchronise()  # because a communicator to close must have nothing in flight
             self._pool.close()
 
 
 def streams_of(plan: CommPlan, algorithm: Algorithm) -> list[StreamSpec]:
-    """What the plan's units of this algorithm travel on."""
+    """Return the different streams of the plan's units with this algorithm."""
     return list(
         dict.fromkeys(
             StreamSpec(unit.stream, unit.threads, unit.nccl) for unit in plan.units if unit.algorithm is algorithm

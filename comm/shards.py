@@ -1,28 +1,29 @@
-"""Gathers of shards and scatters of sums, as sharded training needs them, over several connections or shared memory.
+"""All-gather and reduce-scatter for sharded training, over several connections or shared memory.
 
-A gather puts the shard of every rank into the whole tensor on all ranks; a scatter adds up the whole tensors of all
-ranks, and leaves one part of the sum on each. Between hosts each rank talks to every other one directly:
+A *gather* is an all-gather: it copies the shard of every rank into the whole tensor on all ranks. A *scatter* is a
+reduce-scatter: it adds up the whole tensors of all ranks, and leaves one row of the sum on each rank. Between hosts,
+each rank sends directly to every other rank:
 
-    gather     my shard ─▶ its place in the whole tensor of each other rank, in pieces, each over the next connection
-    scatter    row r of my tensor ─▶ rank r, which adds up what it gets, in the order of ranks
+    gather     this rank's shard ─▶ its row of the whole tensor on each other rank; each piece uses the next connection
+    scatter    row r of this rank's tensor ─▶ rank r, which adds up the rows in the order of ranks
 
-Nothing is copied on the way, and nothing waits for another operation, as pieces are told apart by a number and not by
-their order. Ranks of one host read each other's memory instead. Where nodes have several ranks, both happen, so that
-each number crosses the network once for a node and not once for each of its ranks:
+There are no intermediate copies. Operations do not wait for each other, because pieces are identified by a tag and not
+by their order. Ranks of one host read each other's memory instead. If nodes have several ranks, an operation has two
+levels, so that each element crosses the network once per node and not once per rank:
 
-    gather     shards of the ranks with my local rank on other nodes ─▶ what my neighbours have got from theirs
-    scatter    sums over my node, of the rows of all ranks with my local rank ─▶ sums over the nodes, of mine
+    gather     between nodes: shards of the ranks with the same local rank ─▶ within the node: the rows received so far
+    scatter    within the node: sum of the rows of each local rank ─▶ between nodes: sum over ranks of one local rank
 
-Small tensors of several gathers or scatters may travel as one (`JointGather`, `JointScatter`): they are copied together
-before and apart again afterwards, which takes less time than a message for each. They are packed only if each of them
-would be.
+Several small gathers or scatters may be coalesced into one (`JointGather`, `JointScatter`), because copying the tensors
+into one buffer and out of it takes less time than a message for each.
 
-What goes over sockets may be packed in fewer bytes (a `Codec`): a shard before it is sent, and each row of a tensor
-that is scattered (ZeRO++'s qwZ and qgZ: Wang et al., 2023). Sums are made of what was unpacked, in float32. What is
-lost is not given back: a rank has no room for what it owes of the other ranks' shards.
+Data sent over sockets may be packed by a `Codec`: a shard before it is sent, and each row of a tensor that is scattered
+(ZeRO++'s qwZ and qgZ: Wang et al., 2023). Sums are computed from the unpacked values, in float32. There is no error
+feedback, because a rank has no memory for the residuals of the other ranks' shards.
 
-All ranks submit the same operations in the same order, as with every process group; they may wait for them in any.
-Each may have a label, so that ranks which do not (one has caught an exception that the others have not seen) are told.
+All ranks must submit the same operations in the same order, as with every process group; they may wait in any order.
+Operations may have labels. If the labels of the ranks differ, the operation fails. This happens, for example, after one
+rank has caught an exception that the other ranks have not seen.
 """
 
 from __future__ import annotations
@@ -44,26 +45,29 @@ from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.control.waiting import Deadline, wait_for, wait_for_work
 from sirtaki.comm.plan import Algorithm, TransportKind
 from sirtaki.comm.router import Router
-from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp, StreamSpec, ThreadWork, Work, Worker, ended
+from sirtaki.comm.transports.contract import FlatBuffer, ReduceOp, StreamSpec, ThreadWork, Work, Worker, join_workers
 from sirtaki.comm.transports.gloo import GlooTransport
 from sirtaki.comm.transports.shared_memory import SharedMemoryTransport, reduce_share
-from sirtaki.comm.units import HEARD_S, LATE_S
+from sirtaki.comm.units import LATE_S, UNIT_BLAME_S
 from sirtaki.errors import CommError, MismatchError, StallError
 from sirtaki.machine import finalize
 
 MOST_TAGS = 1 << 30
+"""Number of tags of messages."""
 
 GATHERS, SCATTERS = StreamSpec(0), StreamSpec(1)
+"""Streams of the shared-memory transport; on sockets, part of a message's tag."""
 
 END_S = 1.0
-"""How long threads may take to end, whose connections are closed, before they are left to themselves."""
+"""Time for which `close` waits for threads after their connections are closed. Later it leaves them running."""
 
 NEVER_S = 7 * 24 * 3600.0
-"""Timeout of the transport. `ShardWork.wait` gives up before: its timeout may change, and it can say more."""
+"""Timeout of the transport, which never expires. `ShardWork.wait` has the timeout that counts: it may change during
+the job, and the error names the operation."""
 
 
 class ShardWork:
-    """A gather or scatter under way."""
+    """A gather or scatter in flight."""
 
     def __init__(
         self, work: Work, control: ControlPlane, what: str, timeout: Timeout, problems: Sequence[CommError]
@@ -72,14 +76,14 @@ class ShardWork:
         self._problems = problems
 
     def is_done(self) -> bool:
-        """Return whether it has ended, well or not."""
+        """Return whether the operation has ended, with or without an error."""
         return self._work.is_done()
 
     def wait(self) -> None:
-        """Blocks until the result is in its place; may be called again.
+        """Block until the result is in the tensors of this rank. May be called again.
 
         Raises:
-            CommError: it failed, or another rank has not come within the time.
+            CommError: the operation has failed, or has not ended within the timeout.
         """
         failures, begin_s = self._control.failures, time.monotonic()
 
@@ -87,15 +91,17 @@ class ShardWork:
             return time.monotonic() - begin_s > self._timeout()
 
         try:
-            if not wait_for_work([self._work], failures=failures, interrupted=late, late_s=LATE_S, blame_s=HEARD_S):
+            if not wait_for_work(
+                [self._work], failures=failures, interrupted=late, late_s=LATE_S, blame_s=UNIT_BLAME_S
+            ):
                 raise StallError(
-                    f"{self._what} did not end within {self._timeout():g} s: another rank has not come, stands "
-                    "still, or has submitted something else"
+                    f"{self._what} did not end within {self._timeout():g} s: another rank has not submitted it, "
+                    "hangs, or has submitted another operation"
                 )
             for problem in self._problems:
                 raise fresh(problem)
         except (StallError, MismatchError) as err:
-            if failures.error is None:  # the others are told, which may wait for this rank elsewhere
+            if failures.error is None:  # stop the other ranks, which may wait for this rank elsewhere
                 failures.report(err)
                 self._control.comm.abort(f"rank {self._control.rank}: {err}")
             raise
@@ -103,11 +109,13 @@ class ShardWork:
 
 @dataclass(slots=True)
 class Loss:
-    """What packing has saved and lost.
+    """Bytes that packing has saved, and precision that it has lost.
 
     Attributes:
-        squares, lost_squares: sums of squares of what was packed, and of what that has changed.
-        whole_bytes, sent_bytes: of what was packed, before and after.
+        squares: sum of squares of the packed values.
+        lost_squares: sum of squares of the differences between the values before packing and after unpacking.
+        whole_bytes: size of the values before packing.
+        sent_bytes: size of the packed values.
     """
 
     squares: float = 0.0
@@ -116,28 +124,28 @@ class Loss:
     sent_bytes: float = 0.0
 
     def add(self, values: torch.Tensor, packed: torch.Tensor, codec: Codec, itemsize: int) -> None:
-        """These values, which had so many bytes each, have been packed."""
+        """Add the loss of `values`, which had `itemsize` bytes each before they were converted to float32."""
         self.squares += float(values.square().sum())
         self.lost_squares += float((values - codec.unpack(packed, values.numel())).square().sum())
         self.whole_bytes += values.numel() * itemsize
         self.sent_bytes += packed.numel()
 
     def describe(self) -> str:
-        """In words: `0.25 of the bytes, 0.6 % of the norm lost`."""
+        """Return a text for the log: `0.25 of the bytes, 0.6 % of the norm lost`."""
         bytes_share = self.sent_bytes / self.whole_bytes if self.whole_bytes else 1.0
         lost = math.sqrt(self.lost_squares / self.squares) if self.squares else 0.0
         return f"{bytes_share:.2g} of the bytes, {100.0 * lost:.2g} % of the norm lost"
 
 
 class ShardLanes(ABC):
-    """What carries the shards of one group of ranks.
+    """All-gather and reduce-scatter between the ranks of one group.
 
     Attributes:
-        control: these ranks, for what they agree on; for one thread at a time.
-        kind: what carries them.
-        most_streams: as many connections can be used.
-        peers: ranks that each one has connections to.
-        losses: of gathers and of scatters, if they are to be measured.
+        control: control plane of these ranks. Only one thread at a time may use it.
+        kind: transport between the ranks, or between nodes if there are two levels.
+        most_streams: largest number of connections to each peer.
+        peers: number of ranks to which each rank has connections.
+        losses: losses of gathers and of scatters. None = they are not measured.
     """
 
     kind: TransportKind
@@ -149,38 +157,44 @@ class ShardLanes(ABC):
         self.losses: tuple[Loss, Loss] | None = None
 
     def reserve(self, *, shard_bytes: int, whole_bytes: int = 0) -> None:  # noqa: B027 - most need nothing
-        """Collective: so large are the largest shard that is gathered, and the largest tensor that is scattered.
+        """Allocate shared memory for later gathers and scatters. Collective.
 
-        If nothing is scattered (0), `gather_memory` has nothing that is shared.
+        Args:
+            shard_bytes: size of the largest shard that is gathered.
+            whole_bytes: size of the largest tensor that is scattered. With 0, `gather_memory` returns private memory.
         """
 
     def within_node(self, *, shard_bytes: int) -> ShardLanes | None:
-        """Collective: lanes of their own for gathers between the ranks of this node, whose largest shard is so large.
+        """Open lanes for gathers between the ranks of this node. Collective.
 
-        They are closed with these; None = nodes have one rank, or there is one node.
+        Args:
+            shard_bytes: size of the largest shard that is gathered.
+
+        Returns:
+            The lanes, which `close` closes, too. None = each node has one rank, or there is only one node.
         """
         return None
 
-    def use(self, streams: int) -> None:  # noqa: B027 - where there are no connections
-        """Collective, with nothing under way: from now on cuts what is submitted over so many connections.
+    def use(self, streams: int) -> None:  # noqa: B027 - shared memory has no connections
+        """Split later operations over `streams` connections to each peer. Collective; nothing may be in flight.
 
         Raises:
-            TransportError: on all ranks, if they cannot be opened; those that were used still are.
+            TransportError: on all ranks, if the connections cannot be opened. The previous ones stay in use.
         """
 
     @abstractmethod
     def gather(
         self, rows: Sequence[torch.Tensor], shard: torch.Tensor, *, codec: Codec | None = None, label: int = 0
     ) -> ShardWork:
-        """Collective: fills `rows[r]`, `(n,)`, with the `shard`, `(n,)`, of rank r; this rank's may be that already.
+        """Launch an all-gather: fill `rows[r]` with the shard of rank r. Collective, non-blocking.
 
         Args:
-            rows: may lie apart, or one after the other in `gather_memory`.
-            shard: of this rank.
-            codec: packs shards of floating numbers that go over sockets; all ranks get what was unpacked, whoever's it
-                is. None = they travel as they are.
-            label: says what this is, so that ranks which have gone different ways do not take one for another: where
-                they give different ones, the work fails.
+            rows: one tensor per rank, `(n,)`, contiguous. They may be views of `gather_memory`. The row of this rank
+                may be `shard` itself.
+            shard: shard of this rank, `(n,)`.
+            codec: packs floating-point shards that are sent over sockets. All rows then hold unpacked values, including
+                the row of this rank. None = shards are sent unpacked.
+            label: identifies the operation. The work fails if the ranks pass different labels.
         """
 
     @abstractmethod
@@ -194,95 +208,103 @@ class ShardLanes(ABC):
         codec: Codec | None = None,
         label: int = 0,
     ) -> ShardWork:
-        """Collective: fills `part`, `(n,)`, with this rank's row of the reduction of `whole`, `(ranks, n)`, over ranks.
+        """Launch a reduce-scatter: fill `part` with this rank's row of the sum of `whole`. Collective, non-blocking.
 
         Args:
-            whole: contiguous, as is `part`; not to be written until the work is done.
-            part: of the same dtype.
-            op: how elements are combined; halves in float32, rounded once.
-            scale: what the result is multiplied by.
-            codec: packs rows of floating numbers that go over sockets to be summed; None = they travel as they are.
-            label: as of a gather.
+            whole: summand of this rank, `(ranks, n)`, contiguous. Must not be written until the work has ended.
+            part: result of this rank, `(n,)`, contiguous, same dtype as `whole`.
+            op: reduction over ranks. 16-bit floats are reduced in float32 and rounded once.
+            scale: factor for the result.
+            codec: packs floating-point rows that are sent over sockets to be summed. None = rows are sent unpacked.
+            label: identifies the operation. The work fails if the ranks pass different labels.
         """
 
     def gather_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for the whole tensor of the next gather, where shards need not be copied; `(numel,)`."""
+        """Return memory, `(numel,)`, for the whole tensor of the next gather: shared by the ranks where possible."""
         return torch.empty(numel, dtype=dtype, device="cpu")
 
     def scatter_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for the whole tensor of the next scatter, where it need not be copied; `(numel,)`.
+        """Return memory, `(numel,)`, for the whole tensor of the next scatter: read by the other ranks where possible.
 
-        Collective: waits until all ranks have read what was there.
+        Collective. Waits until all ranks have read its previous contents.
         """
         return torch.empty(numel, dtype=dtype, device="cpu")
 
     def close(self) -> None:
-        """Not collective, with nothing under way: ends threads and connections of this rank."""
+        """End the threads and connections of this rank. Not collective; nothing may be in flight."""
         self._router.release()
 
-    def _under_way(self, work: Work, kind: str, elements: int, problems: Sequence[CommError] = ()) -> ShardWork:
+    def _shard_work(self, work: Work, kind: str, elements: int, problems: Sequence[CommError] = ()) -> ShardWork:
         return ShardWork(work, self.control, f"a {kind} of {elements} elements", self._timeout, problems)
 
 
 class JointGather:
-    """Gathers of several tensors of one dtype between the same ranks that travel as one.
+    """Several gathers of one dtype between the same ranks, coalesced into one.
+
+    They are packed only if each of them would be packed alone.
 
     Attributes:
-        sent: it is under way, and takes no more.
+        sent: the gather is launched, and `add` is no longer permitted.
     """
 
     sent = False
 
     def __init__(self, lanes: ShardLanes, dtype: torch.dtype, *, codec: Codec | None) -> None:
-        """Arguments as of `ShardLanes.gather`."""
+        """Create an empty gather of `dtype`; `codec` is the argument of `ShardLanes.gather`."""
         self.lanes, self.dtype, self._codec = lanes, dtype, codec
         self._label: int | None = None
         self._shards: list[torch.Tensor] = []
         self._numel = 0
-        self._came: list[torch.Tensor] = []  # of each rank, one tensor after the other
+        self._received: list[torch.Tensor] = []  # one row per rank: the rank's shards, concatenated
 
     def add(self, rows: Sequence[torch.Tensor], shard: torch.Tensor, *, label: int = 0) -> Callable[[], None]:
-        """One more, as `ShardLanes.gather` takes it; what comes back fills its rows, once this has been waited for."""
+        """Add a gather with the arguments of `ShardLanes.gather`.
+
+        Returns:
+            Function that fills `rows`. The caller must call it after `wait`.
+        """
         self._label = _joint_label(self._label, label)
         start, stop = self._numel, self._numel + shard.numel()
         self._shards.append(shard.detach())
         self._numel = stop
 
         def put() -> None:
-            for row, common in zip(rows, self._came, strict=True):
+            for row, common in zip(rows, self._received, strict=True):
                 row.detach().copy_(common[start:stop])
 
         return put
 
     def send(self) -> None:
-        """Collective: begins."""
+        """Launch the gather, unless it is launched. Collective, non-blocking."""
         if not self.sent:
             self.sent, ranks = True, self.lanes.control
-            self._came = list(self.lanes.gather_memory(self._numel * ranks.size, self.dtype).view(ranks.size, -1))
-            mine = torch.cat(self._shards, out=self._came[ranks.rank])
+            self._received = list(self.lanes.gather_memory(self._numel * ranks.size, self.dtype).view(ranks.size, -1))
+            own_shard = torch.cat(self._shards, out=self._received[ranks.rank])
             codec = self._codec if min(shard.numel() for shard in self._shards) >= FEWEST else None
             self._shards = []
-            self._work = self.lanes.gather(self._came, mine, codec=codec, label=self._label or 0)
+            self._work = self.lanes.gather(self._received, own_shard, codec=codec, label=self._label or 0)
 
     def is_done(self) -> bool:
-        """Return whether it has ended, well or not."""
+        """Return whether the gather has ended, with or without an error."""
         return self.sent and self._work.is_done()
 
     def wait(self) -> None:
-        """Blocks until all have come; begins if that has not been done. May be called again.
+        """Launch the gather unless it is launched, and block until it has ended. May be called again.
 
         Raises:
-            CommError: as `ShardWork.wait`.
+            CommError: the gather has failed, or has not ended within the timeout.
         """
         self.send()
         self._work.wait()
 
 
 class JointScatter:
-    """Scatters of several tensors of one dtype between the same ranks that travel as one.
+    """Several scatters of one dtype between the same ranks, coalesced into one.
+
+    They are packed only if each of them would be packed alone.
 
     Attributes:
-        sent: it is under way, and takes no more.
+        sent: the scatter is launched, and `add` is no longer permitted.
     """
 
     sent = False
@@ -290,7 +312,7 @@ class JointScatter:
     def __init__(
         self, lanes: ShardLanes, dtype: torch.dtype, *, op: ReduceOp, scale: float, codec: Codec | None
     ) -> None:
-        """Arguments as of `ShardLanes.scatter`."""
+        """Create an empty scatter of `dtype`; `op`, `scale` and `codec` are arguments of `ShardLanes.scatter`."""
         self.lanes, self.dtype, self.op, self.scale = lanes, dtype, op, scale
         self._codec = codec
         self._label: int | None = None
@@ -298,13 +320,13 @@ class JointScatter:
         self._parts: list[torch.Tensor] = []
 
     def add(self, whole: torch.Tensor, part: torch.Tensor, *, label: int = 0) -> None:
-        """One more, as `ShardLanes.scatter` takes it, in memory that nobody writes to until the scatter begins."""
+        """Add a scatter with the arguments of `ShardLanes.scatter`. The caller must not write `whole` before `send`."""
         self._label = _joint_label(self._label, label)
         self._wholes.append(whole.detach().view(self.lanes.control.size, -1))
         self._parts.append(part.detach().view(-1))
 
     def send(self) -> None:
-        """Collective: begins."""
+        """Launch the scatter, unless it is launched. Collective, non-blocking."""
         if not self.sent:
             self.sent, size = True, self.lanes.control.size
             numel = sum(part.numel() for part in self._parts)
@@ -317,10 +339,10 @@ class JointScatter:
             )
 
     def wait(self) -> None:
-        """Blocks until all parts have their sums; begins if that has not been done. May be called again.
+        """Launch the scatter unless it is launched, and block until each `part` has its sum. May be called again.
 
         Raises:
-            CommError: as `ShardWork.wait`.
+            CommError: the scatter has failed, or has not ended within the timeout.
         """
         self.send()
         self._work.wait()
@@ -330,17 +352,17 @@ class JointScatter:
 
 
 def _joint_label(label: int | None, another: int) -> int:
-    """Of what travels as one: of a single member its own, of several another one for other members as large."""
+    """Return the label of a coalesced operation after adding one labelled `another`. None = it was empty."""
     return another if label is None else ((label + 1) * 8191 + another) % (1 << 40)
 
 
 def open_shard_lanes(control: ControlPlane, *, timeout: Timeout, kind: TransportKind | None = None) -> ShardLanes:
-    """Collective: lanes through shared memory if all ranks are on one node, over sockets between nodes, or over both.
+    """Open the fastest lanes for these ranks: shared memory on one node, sockets between nodes, or both. Collective.
 
     Args:
-        control: the ranks, two or more; nothing else may use it.
-        timeout: how long to wait for other ranks.
-        kind: what the user wants, None = what is best; what cannot carry shards counts as sockets.
+        control: control plane of two or more ranks. Nothing else may use it.
+        timeout: time to wait for other ranks.
+        kind: transport that the user asked for. None = the fastest. A transport that cannot carry shards means sockets.
 
     Raises:
         TransportError: on all ranks, if no connection can be opened.
@@ -350,28 +372,31 @@ def open_shard_lanes(control: ControlPlane, *, timeout: Timeout, kind: Transport
     shared = router.transports.get((TransportKind.SHARED_MEMORY, Algorithm.FLAT))
     if kind in (None, TransportKind.SHARED_MEMORY) and isinstance(shared, SharedMemoryTransport):
         return _InSharedMemory(control, router, shared, timeout=timeout)
-    trees = (TransportKind.GLOO, Algorithm.HIERARCHICAL) in router.transports  # nodes' memory can be shared
+    trees = (
+        TransportKind.GLOO,
+        Algorithm.HIERARCHICAL,
+    ) in router.transports  # the ranks of a node can share memory
     if kind in (None, TransportKind.SHARED_MEMORY) and trees and control.is_homogeneous and control.in_order:
         return _OverNodes(control, router, timeout=timeout)
     return _OverSockets(control, router, timeout=timeout)
 
 
 LEAST_PIECE_BYTES = 16 << 10
-"""Of what one connection carries: to cut smaller pieces takes more time than to send them."""
+"""Smallest piece for one connection, because cutting smaller pieces takes more time than sending them."""
 
 
 class _Finisher(Worker):
-    """A thread that does what follows when pieces have come, in the order in which they were submitted."""
+    """A thread that completes operations in the order in which they were submitted."""
 
     def follow(self, step: Callable[[], None]) -> Work:
-        """`step` blocks until the pieces are there, and puts them away."""
+        """Queue `step`, which waits for the pieces of an operation and copies or reduces them."""
         work = ThreadWork()
-        self.put(partial(work.run, step, "shards could not be put away"))
+        self.put(partial(work.run, step, "shards could not be copied to their target"))
         return work
 
 
 class _OverSockets(ShardLanes):
-    """Each piece goes straight to the rank it is for, over one of several Gloo connections between the two."""
+    """Lanes in which each piece goes directly to its receiver, over one of several Gloo connections to it."""
 
     kind = TransportKind.GLOO
 
@@ -385,7 +410,7 @@ class _OverSockets(ShardLanes):
         self._streams = 0
         self._tags = itertools.count()
         self._gathers, self._scatters = _Finisher("sirtaki-gathers"), _Finisher("sirtaki-scatters")
-        self._scratch: list[torch.Tensor] = []  # of scatters that are over
+        self._scratch: list[torch.Tensor] = []  # buffers of completed scatters
         self._largest_scratch = 0
         self.use(1)
 
@@ -396,29 +421,29 @@ class _OverSockets(ShardLanes):
     def gather(
         self, rows: Sequence[torch.Tensor], shard: torch.Tensor, *, codec: Codec | None = None, label: int = 0
     ) -> ShardWork:
-        rows, mine = [row.detach() for row in rows], shard.detach()
-        if codec is not None and mine.is_floating_point() and mine.numel() >= FEWEST:
-            return self._gather_packed(rows, mine, codec, label)
-        came = self._trade([mine] * self.control.size, rows, GATHERS, label)
-        if (own := rows[self.control.rank]).data_ptr() != mine.data_ptr():
-            own.copy_(mine)
-        return self._under_way(self._gathers.follow(came), "gather", len(rows) * mine.numel())
+        rows, own_shard = [row.detach() for row in rows], shard.detach()
+        if codec is not None and own_shard.is_floating_point() and own_shard.numel() >= FEWEST:
+            return self._gather_packed(rows, own_shard, codec, label)
+        wait_for_pieces = self._exchange([own_shard] * self.control.size, rows, GATHERS, label)
+        if (own := rows[self.control.rank]).data_ptr() != own_shard.data_ptr():
+            own.copy_(own_shard)
+        return self._shard_work(self._gathers.follow(wait_for_pieces), "gather", len(rows) * own_shard.numel())
 
-    def _gather_packed(self, rows: list[torch.Tensor], mine: torch.Tensor, codec: Codec, label: int) -> ShardWork:
-        values, me = mine.float(), self.control.rank
+    def _gather_packed(self, rows: list[torch.Tensor], own_shard: torch.Tensor, codec: Codec, label: int) -> ShardWork:
+        values, me = own_shard.float(), self.control.rank
         packed = codec.pack(values)
         parcels = list(torch.empty(len(rows), packed.numel(), dtype=torch.uint8, device="cpu"))
         parcels[me] = packed
-        came = self._trade([packed] * len(rows), parcels, GATHERS, label)
+        wait_for_pieces = self._exchange([packed] * len(rows), parcels, GATHERS, label)
         if self.losses is not None:
-            self.losses[0].add(values, packed, codec, mine.itemsize)
+            self.losses[0].add(values, packed, codec, own_shard.itemsize)
 
         def unpack() -> None:
-            came()
+            wait_for_pieces()
             for row, parcel in zip(rows, parcels, strict=True):
                 row.copy_(codec.unpack(parcel, row.numel()))
 
-        return self._under_way(self._gathers.follow(unpack), "gather", len(rows) * mine.numel())
+        return self._shard_work(self._gathers.follow(unpack), "gather", len(rows) * own_shard.numel())
 
     def scatter(
         self,
@@ -438,14 +463,14 @@ class _OverSockets(ShardLanes):
         memory = self._take_scratch(size_bytes)
         others = list(memory[:size_bytes].view(whole.dtype).view(size - 1, -1))
         summands = [*others[:me], rows[me], *others[me:]]
-        came = self._trade(list(rows), summands, SCATTERS, label)
+        wait_for_pieces = self._exchange(list(rows), summands, SCATTERS, label)
 
         def add_up() -> None:
-            came()
+            wait_for_pieces()
             reduce_share(summands, 0, target.numel(), op=op, scale=scale, outputs=[target])
             self._put_scratch(memory)
 
-        return self._under_way(self._scatters.follow(add_up), "reduce-scatter", whole.numel())
+        return self._shard_work(self._scatters.follow(add_up), "reduce-scatter", whole.numel())
 
     def _scatter_packed(
         self, rows: list[torch.Tensor], target: torch.Tensor, scale: float, codec: Codec, label: int
@@ -459,19 +484,19 @@ class _OverSockets(ShardLanes):
                 sent[other] = codec.pack(values)
                 if self.losses is not None:
                     self.losses[1].add(values, sent[other], codec, row.itemsize)
-        came = self._trade(sent, received, SCATTERS, label)
+        wait_for_pieces = self._exchange(sent, received, SCATTERS, label)
 
         def add_up() -> None:
-            came()
+            wait_for_pieces()
             total = torch.zeros(count, dtype=torch.float32, device="cpu")
             for other, parcel in enumerate(received):
                 total += rows[me] if other == me else codec.unpack(parcel, count)
             target.copy_(total.mul_(scale))
 
-        return self._under_way(self._scatters.follow(add_up), "reduce-scatter", len(rows) * count)
+        return self._shard_work(self._scatters.follow(add_up), "reduce-scatter", len(rows) * count)
 
     def _take_scratch(self, size_bytes: int) -> torch.Tensor:
-        """What an earlier scatter has used, if it is large enough: fresh memory costs more than what comes into it."""
+        """Return the buffer of a completed scatter if one is large enough, because fresh memory is slow."""
         self._largest_scratch = max(self._largest_scratch, size_bytes)
         while self._scratch:
             if (memory := self._scratch.pop()).numel() >= size_bytes:
@@ -479,26 +504,26 @@ class _OverSockets(ShardLanes):
         return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
     def _put_scratch(self, memory: torch.Tensor) -> None:
-        """A scatter is over: what it has used is left for others, but no more than the largest one needs."""
+        """Keep the buffer of a completed scatter for later ones, up to the size that the largest scatter needs."""
         if sum(one.numel() for one in self._scratch) + memory.numel() <= self._largest_scratch:
             self._scratch.append(memory)
 
-    def _trade(
+    def _exchange(
         self, sent: list[torch.Tensor], received: list[torch.Tensor], kind: StreamSpec, label: int
     ) -> Callable[[], None]:
-        """Sends `sent[r]` to each other rank r and receives `received[r]` from it; the result waits for that."""
+        """Send `sent[r]` to each rank r, and receive `received[r]` from it. Return a function that waits for both."""
         numel = sent[0].numel()
         pieces = max(1, min(self._streams, numel * sent[0].itemsize // LEAST_PIECE_BYTES))
         bounds = [numel * piece // pieces for piece in range(pieces + 1)]
         waits = []
         for start, stop in itertools.pairwise(bounds):
             number = next(self._tags)
-            # A piece of another length or label is another message, for which nobody waits: no rank writes behind its
-            # memory, or takes one module's numbers for another's.
+            # The tag contains length and label, because a rank that submitted another operation must not receive this
+            # piece: it would write beyond its memory, or take one module's values for another's.
             tag = (number * 8191 + numel + (2 * label + kind.number) * 524287) % MOST_TAGS
             if start < stop:
                 parts = [[row[start:stop] for row in rows] for rows in (sent, received)]
-                waits.append(self._sockets.trade(*parts, stream=number % self._streams, tag=tag))
+                waits.append(self._sockets.send_receive(*parts, stream=number % self._streams, tag=tag))
 
         def wait() -> None:
             for each in waits:
@@ -507,27 +532,27 @@ class _OverSockets(ShardLanes):
         return wait
 
     def close(self) -> None:
-        super().close()  # which ends what threads wait for
-        # Of a thread that comes back from there while the interpreter ends PyTorch makes the end of the process.
-        ended([self._gathers, self._scatters], within_s=END_S)
+        super().close()  # ends the waits of the threads
+        # Wait for the threads, because PyTorch aborts the process if one returns from its wait at interpreter exit.
+        join_workers([self._gathers, self._scatters], within_s=END_S)
 
 
 SLOTS = 2
-"""In shared memory, of either kind: one is read while the next one is filled."""
+"""Number of slots for gathers, and for scatters: one is read while the next one is filled."""
 
 MARK_BYTES = 16
-"""At the end of a slot: how many bytes it holds, negative = they lie in the whole tensor that all ranks share; and the
-label of what they are."""
+"""Size of the mark at the end of a slot: two int64, the size in bytes and the label of the operation. A negative size
+means that the data are in the whole tensor that all ranks share, and not in the slot."""
 
 WHOLES = 4
-"""Whole tensors that the ranks share at the same time: as many gathers may be ahead of what is used."""
+"""Number of whole tensors in shared memory: so many gathers may be in flight or in use at the same time."""
 
 RELEASE_S = 0.05
-"""How long to wait until the others have let go of one, before memory of this rank's own is taken instead."""
+"""Time to wait until the other ranks have released a whole tensor, before private memory is used instead."""
 
 
 class _Slots:
-    """Memory of each rank that the others of the node see, for operations of one kind, one after the other."""
+    """Shared memory of each rank of the node, used in turn by the gathers or by the scatters."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -536,44 +561,44 @@ class _Slots:
         self._next = 0
 
     def reserve(self, size_bytes: int) -> None:
-        """Collective: from now on operations may be so large."""
+        """Enlarge the slots for operations of `size_bytes`, if they are smaller. Collective."""
         if not self._slots or self._slots[0].tensor.numel() - MARK_BYTES < size_bytes:
             for work in self._works:
                 if work is not None:
                     work.wait()
-            self._slots = []  # which frees them
+            self._slots = []  # frees the memory
             whole_bytes = (size_bytes // MARK_BYTES + 2) * MARK_BYTES
             self._slots = [self._router.allocate(whole_bytes, torch.uint8) for _ in range(SLOTS)]
 
     def next(self, size_bytes: int) -> FlatBuffer:
-        """Collective: the slot whose turn it is, as bytes, once all ranks are through with it."""
+        """Wait until all ranks have read the next slot, and return it, uint8. Collective."""
         self.reserve(size_bytes)
         if (work := self._works[self._next]) is not None:
             work.wait()
         return self._slots[self._next]
 
     def fill(self, mark: int, label: int) -> FlatBuffer:
-        """The slot that `next` gave, into which so much has been put."""
+        """Write size and label to the end of the slot that `next` returned, and return the slot."""
         slot = self._slots[self._next]
         marks = torch.tensor([mark, label], dtype=torch.int64, device="cpu")
         slot.tensor[-MARK_BYTES:].view(torch.int64).copy_(marks)
         return slot
 
-    def taken_by(self, work: ShardWork) -> None:
-        """What the slot is read for."""
+    def end_turn(self, work: ShardWork) -> None:
+        """Move to the next slot. `work` reads the current one."""
         self._works[self._next] = work
         self._next = (self._next + 1) % SLOTS
 
 
 class _Wholes:
-    """Whole tensors that exist once for all ranks of a node: each puts its shard there, and nobody copies anything.
+    """Whole tensors in shared memory, one for all ranks of a node. Each rank writes its shard, and no rank copies.
 
-    The n-th gather has the n-th of them in turn, if every rank has let go of what was there. Where one has not, or what
-    is gathered is larger than was reserved, a rank takes memory of its own, whatever the others do.
+    Gather n uses whole tensor n modulo `WHOLES`, if every rank has released its previous contents. A rank uses private
+    memory instead if one has not, or if the gather is larger than reserved. Each rank decides this for itself.
     """
 
     def __init__(self, control: ControlPlane, router: Router, size_bytes: int) -> None:
-        """Collective: for whole tensors of so many bytes."""
+        """Allocate whole tensors of `size_bytes`. Collective."""
         size_bytes = -(-size_bytes // 64) * 64
         each = -(-WHOLES // control.size)
         memory = router.allocate(each * size_bytes, torch.uint8)
@@ -582,12 +607,15 @@ class _Wholes:
         ]
         self._released = [peer.numpy() for peer in router.allocate(WHOLES, torch.int64).peers]
         self._me, self._failures = control.rank, control.failures
-        self._held: dict[int, int] = {}  # the gather that this rank holds each of them for
-        self._over = [0] * WHOLES  # gathers of each of them that are over for this rank, but for the one it holds
+        self._held: dict[int, int] = {}  # number of the gather whose result this rank holds, by place
+        self._ended = [0] * WHOLES  # by place: earlier gathers have ended on this rank, except for the one it holds
         self.number = 0  # of the next gather
 
     def take(self, size_bytes: int) -> torch.Tensor | None:
-        """What the next gather goes to, as bytes; None = memory of one's own. It is released when nobody holds it."""
+        """Return shared memory for the next gather, uint8; None = use private memory.
+
+        The memory is released when the last tensor that refers to it is freed.
+        """
         place, least = self.number % WHOLES, self.number - WHOLES + 1
         if place in self._held or size_bytes > len(self._memory[place]):
             return None
@@ -598,33 +626,33 @@ class _Wholes:
         wait_for(lambda: not is_held() or self._failures.error is not None, Deadline.after(RELEASE_S))
         if is_held():
             return None
-        taken = self._memory[place][:size_bytes]  # an array of its own, which the tensor's memory keeps alive
+        taken = self._memory[place][:size_bytes]  # a new array, which lives as long as the tensor's storage
         self._held[place] = self.number
         finalize(taken, self._release, place)
         return torch.from_numpy(taken)
 
     def _release(self, place: int) -> None:
-        self._let_go(place, self._held.pop(place) + 1)
+        self._release_before(place, self._held.pop(place) + 1)
 
-    def _let_go(self, place: int, number: int) -> None:
-        """Of all gathers before that one, unless one of them is held. Any thread calls it, at any time."""
-        self._over[place] = max(self._over[place], number)
+    def _release_before(self, place: int, number: int) -> None:
+        """Release `place` for all gathers before `number`, unless this rank holds the result of one. Thread-safe."""
+        self._ended[place] = max(self._ended[place], number)
         if place not in self._held:
-            self._released[self._me][place] = self._over[place]
+            self._released[self._me][place] = self._ended[place]
 
     def next(self) -> torch.Tensor:
-        """Of the next gather, which begins: where it goes, as bytes. Who has not taken it lets go of it at the end."""
+        """Start the next gather, and return its shared memory, uint8. A rank that did not `take` it must call `end`."""
         place = self.number % WHOLES
         self.number += 1
         return torch.from_numpy(self._memory[place])
 
     def end(self, number: int) -> None:
-        """All shards of that gather have been read, by a rank that has not taken the memory."""
-        self._let_go(number % WHOLES, number + 1)
+        """Release the memory of gather `number` after reading all shards, on a rank that did not `take` it."""
+        self._release_before(number % WHOLES, number + 1)
 
 
 class _InSharedMemory(ShardLanes):
-    """Ranks of one node read what they need from memory that all of them see."""
+    """Lanes through memory that all ranks of one node can read."""
 
     kind = TransportKind.SHARED_MEMORY
 
@@ -651,16 +679,16 @@ class _InSharedMemory(ShardLanes):
     def gather(
         self, rows: Sequence[torch.Tensor], shard: torch.Tensor, *, codec: Codec | None = None, label: int = 0
     ) -> ShardWork:
-        me, mine, wholes = self.control.rank, _bytes(shard), self._wholes
-        rows, size_bytes, elements = [_bytes(row) for row in rows], mine.numel(), len(rows) * shard.numel()
+        me, own_shard, wholes = self.control.rank, _bytes(shard), self._wholes
+        rows, size_bytes, elements = [_bytes(row) for row in rows], own_shard.numel(), len(rows) * shard.numel()
         number = wholes.number if wholes is not None else 0
         common = wholes.next() if wholes is not None else None
         in_common = common is not None and rows[0].data_ptr() == common.data_ptr()
         slot = self._gathered.next(size_bytes)
         if not in_common:
-            slot.tensor[:size_bytes].copy_(mine)
-        if rows[me].data_ptr() != mine.data_ptr():
-            rows[me].copy_(mine)
+            slot.tensor[:size_bytes].copy_(own_shard)
+        if rows[me].data_ptr() != own_shard.data_ptr():
+            rows[me].copy_(own_shard)
 
         def read(marks: Sequence[int], slots: Sequence[torch.Tensor]) -> None:
             for rank, (row, slot, mark) in enumerate(zip(rows, slots, marks, strict=True)):
@@ -674,7 +702,7 @@ class _InSharedMemory(ShardLanes):
                 wholes.end(number)
 
         mark = -size_bytes if in_common else size_bytes
-        return self._visit(self._gathered, mark, label, read, "gather", elements)
+        return self._read_slots(self._gathered, mark, label, read, "gather", elements)
 
     def scatter_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         size_bytes = numel * dtype.itemsize
@@ -700,9 +728,9 @@ class _InSharedMemory(ShardLanes):
             summands = [slot.view(plain.dtype)[start:stop] for slot in slots]
             reduce_share(summands, 0, target.numel(), op=op, scale=scale, outputs=[target])
 
-        return self._visit(self._scattered, _bytes(plain).numel(), label, add_up, "reduce-scatter", plain.numel())
+        return self._read_slots(self._scattered, _bytes(plain).numel(), label, add_up, "reduce-scatter", plain.numel())
 
-    def _visit(
+    def _read_slots(
         self,
         slots: _Slots,
         mark: int,
@@ -711,13 +739,14 @@ class _InSharedMemory(ShardLanes):
         kind: str,
         elements: int,
     ) -> ShardWork:
-        """Has `read` called with the marks of all ranks, and with what they have put into the slot whose turn it is."""
+        """Launch a call of `read` with the marks and the slots of all ranks, once all have filled their slot."""
         slot, size_bytes = slots.fill(mark, label), abs(mark)
         problems: list[CommError] = []
 
-        def compared() -> None:
-            told = [peer[-MARK_BYTES:].view(torch.int64).tolist() for peer in slot.peers]
-            marks, sizes, labels = [mark for mark, _ in told], [abs(mark) for mark, _ in told], [one for _, one in told]
+        def compare_and_read() -> None:
+            ends = [peer[-MARK_BYTES:].view(torch.int64).tolist() for peer in slot.peers]
+            marks, labels = [mark for mark, _ in ends], [one for _, one in ends]
+            sizes = [abs(mark) for mark in marks]
             if set(sizes) != {size_bytes}:
                 problems.append(
                     MismatchError(f"the ranks have submitted tensors of different sizes, in bytes: {sizes}")
@@ -725,23 +754,24 @@ class _InSharedMemory(ShardLanes):
             elif set(labels) != {label}:
                 problems.append(
                     MismatchError(
-                        f"the ranks have submitted a {kind} of different tensors, by number: {labels}; one of them has "
-                        "left out something that the others have not, or does it in another order"
+                        f"the ranks have submitted a {kind} of different tensors, by number: {labels}; all ranks must "
+                        "submit the same operations in the same order"
                     )
                 )
             else:
                 read(marks, [peer[:size_bytes] for peer in slot.peers])
 
         stream = GATHERS if slots is self._gathered else SCATTERS
-        work = self._under_way(self._shared.visit(compared, stream=stream), kind, elements, problems)
-        slots.taken_by(work)
+        work = self._shard_work(self._shared.visit(compare_and_read, stream=stream), kind, elements, problems)
+        slots.end_turn(work)
         return work
 
 
 class _OverNodes(ShardLanes):
-    """Shared memory within each node, and sockets between the ranks that have one local rank on all nodes.
+    """Lanes through shared memory within each node, and over sockets between the ranks with the same local rank.
 
-    Gathers and scatters have lanes of their own, since a thread for each of them goes on where the other level ends.
+    Gathers and scatters have separate lanes, because each has a thread that starts the second level when the first one
+    has ended.
     """
 
     kind = TransportKind.GLOO
@@ -779,14 +809,14 @@ class _OverNodes(ShardLanes):
         across.losses = self.losses
         size = self.control.local_size
         nodes = [rows[start : start + size] for start in range(0, self.control.size, size)]
-        came = across.gather([node[place] for node in nodes], shard, codec=codec, label=label)
+        between_nodes = across.gather([node[place] for node in nodes], shard, codec=codec, label=label)
 
-        def share() -> None:
-            came.wait()
+        def gather_in_node() -> None:
+            between_nodes.wait()
             for work in [within.gather(node, node[place], label=label) for node in nodes]:
                 work.wait()
 
-        return self._under_way(self._finishers[0].follow(share), "gather", len(rows) * shard.numel())
+        return self._shard_work(self._finishers[0].follow(gather_in_node), "gather", len(rows) * shard.numel())
 
     def scatter(
         self,
@@ -804,12 +834,12 @@ class _OverNodes(ShardLanes):
         rows = whole.detach().view(nodes, -1)
         added = [within.scatter(each, own, op=op, scale=1.0, label=label) for each, own in zip(rows, sums, strict=True)]
 
-        def pass_on() -> None:
+        def scatter_between_nodes() -> None:
             for work in added:
                 work.wait()
             across.scatter(sums, part, op=op, scale=scale, codec=codec, label=label).wait()
 
-        return self._under_way(self._finishers[1].follow(pass_on), "reduce-scatter", whole.numel())
+        return self._shard_work(self._finishers[1].follow(scatter_between_nodes), "reduce-scatter", whole.numel())
 
     def close(self) -> None:
         for finisher in self._finishers:

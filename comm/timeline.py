@@ -1,8 +1,8 @@
 """A Chrome trace of what this rank does, for Perfetto (https://ui.perfetto.dev) or chrome://tracing.
 
-All ranks of a host write to one file, which is a complete JSON array after every write, so that the trace of a job that
-was killed can be read. Events are kept in memory and written a few times a second by a thread; who records something
-pays for one tuple in a list. While no trace is wanted, `current` is None and nothing is recorded.
+All ranks of a host write to one file. It is a complete JSON array after each write, so that the trace of a killed job
+can be read. Recording an event appends a tuple to a list. A thread writes the events to the file several times a
+second. Without a trace, `current` is None and nothing is recorded.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from sirtaki.machine import free_in_forked_children
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 0.05
-"""How long an event may be kept in memory; a reader may look for it at once."""
+"""Time between two writes to the file."""
 
 _END = b"\n]\n"
 
 Event = tuple[str | None, str, float, float, Mapping[str, object]]
-"""(track, name, begin_s, end_s, arguments); times as of `time.perf_counter`, equal for an instant."""
+"""(track, name, begin_s, end_s, arguments). Times by `time.perf_counter`. None as track = overlapping."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Writer:
-    """Who writes.
+    """Identity of a process that writes to a trace.
 
     Attributes:
-        job: equal for all that write to one file; a file of another job is overwritten.
-        rank: of this process; the trace's process number.
-        host: where it runs.
-        clock_offset_s: what must be added to this process's clock to get that of the trace.
+        job: name of the job. A file of a different job is overwritten.
+        rank: rank of this process. The trace's process id.
+        host: name of the host.
+        clock_offset_s: offset to add to this process's clock, so that it equals the trace's.
     """
 
     job: str
@@ -48,15 +48,15 @@ class Writer:
 
 
 class Timeline:
-    """Records events of this process until it is closed."""
+    """Trace of the events of this process. Recording is thread-safe and non-blocking."""
 
     def __init__(self, path: Path, writer: Writer, *, mark_cycles: bool = False) -> None:
-        """Opens the file.
+        """Open the file, and start the writing thread.
 
         Args:
-            path: of the trace; it is the same for all ranks of a host.
+            path: trace file, equal for all ranks of a host.
             writer: this process.
-            mark_cycles: rounds of eager operations are recorded, too.
+            mark_cycles: record the rounds of eager operations, too.
 
         Raises:
             OSError: the file cannot be written.
@@ -65,7 +65,7 @@ class Timeline:
         self._writer = writer
         self._events: list[Event] = []
         self._tracks: dict[str, int] = {}
-        self._overlapping = writer.rank << 32  # numbers that no other rank uses
+        self._overlapping = writer.rank << 32  # ids that no other rank uses
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         self._writing = free_in_forked_children(threading.Lock())
         try:
@@ -78,15 +78,15 @@ class Timeline:
         self._thread.start()
 
     def span(self, track: str, name: str, begin_s: float, end_s: float, **arguments: object) -> None:
-        """Something that lasted; spans of one track follow each other or lie in each other."""
+        """Record an event with a duration. Spans of one track must be disjoint or nested."""
         self._events.append((track, name, begin_s, end_s, arguments))
 
     def overlapping(self, name: str, begin_s: float, end_s: float, **arguments: object) -> None:
-        """Something that lasted and that others of this name may overlap; they share a track of this name."""
+        """Record an event with a duration on a track `name`, whose events may overlap."""
         self._events.append((None, name, begin_s, end_s, arguments))
 
     def instant(self, track: str, name: str, when_s: float, **arguments: object) -> None:
-        """Something that happened."""
+        """Record an event without a duration."""
         self._events.append((track, name, when_s, when_s, arguments))
 
     def _run(self) -> None:
@@ -94,7 +94,7 @@ class Timeline:
             self.flush()
 
     def flush(self) -> None:
-        """Writes what has been recorded; a file that can be written no longer (a full disk) ends there."""
+        """Write the recorded events. If this fails, as on a full disk, log a warning and close the file."""
         with self._writing:
             count = len(self._events)
             events = self._events[:count]
@@ -103,7 +103,7 @@ class Timeline:
                 try:
                     self._append([entry for event in events for entry in self._entries(event)])
                 except OSError as err:
-                    logger.warning("the timeline ends here, as its file can be written no longer: %s", err)
+                    logger.warning("the timeline ends here, because its file can no longer be written: %s", err)
                     self._close_file()
 
     def _entries(self, event: Event) -> list[dict[str, object]]:
@@ -137,7 +137,7 @@ class Timeline:
         return {"name": name, "ph": "M", "pid": self._writer.rank, "tid": tid, "args": dict(arguments)}
 
     def _append(self, entries: list[dict[str, object]]) -> None:
-        """One write that replaces the closing bracket; other processes of this host do the same."""
+        """Append entries by one write, which replaces the closing bracket. A file lock excludes other ranks."""
         text = ",\n".join(json.dumps(entry, separators=(",", ":")) for entry in entries).encode()
         fcntl.flock(self._file, fcntl.LOCK_EX)
         try:
@@ -155,7 +155,7 @@ class Timeline:
             if os.pwrite(self._file, text, size - len(_END)) < len(text):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
-            os.ftruncate(self._file, size)  # what was there stays whole
+            os.ftruncate(self._file, size)  # keeps the earlier entries readable
             os.pwrite(self._file, _END, size - len(_END))
             raise
 
@@ -164,7 +164,7 @@ class Timeline:
         return b"[\n" + json.dumps(labels, separators=(",", ":")).encode()
 
     def close(self) -> None:
-        """Writes the rest. May be called twice."""
+        """Write the remaining events, and close the file. May be called twice."""
         self._closing.set()
         self._thread.join(timeout=2.0)
         self.flush()
@@ -178,18 +178,18 @@ class Timeline:
 
 
 current: Timeline | None = None
-"""What records events now; None = nobody wants a trace."""
+"""The trace in use. None = no trace."""
 
 
 def start(timeline: Timeline) -> None:
-    """From now on, events go to `timeline`; one that was current is closed."""
+    """Make `timeline` the current trace, and close the previous one."""
     global current
     stop()
     current = timeline
 
 
 def stop() -> None:
-    """Ends the trace; harmless if there is none."""
+    """Close the current trace, if there is one."""
     global current
     timeline, current = current, None
     if timeline is not None:
@@ -205,7 +205,7 @@ os.register_at_fork(after_in_child=_leave_in_child)
 
 
 def path_on_host(path: Path, host_number: int) -> Path:
-    """The file of a host: `path` itself on the first one, `trace.host1.json` and so on elsewhere.
+    """Return the trace file of a host: `path` on the first host, then `trace.host1.json` and so on.
 
     Hosts do not share a file, because network file systems do not lock reliably.
     """

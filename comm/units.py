@@ -1,17 +1,18 @@
-"""Whole tensors, cut into units that travel over several lanes at the same time.
+"""All-reduce of large tensors in units, over several streams at the same time.
 
-Large tensors of eager operations and of torch.distributed's process groups go this way; gradients, whose units are
-planned, go that of `gradients.pipeline`, over the same lanes. A tensor goes through these hands:
+Eager operations and torch.distributed's process groups reduce their large tensors here. Gradients, whose units are
+planned, use `gradients.pipeline` instead. The steps of a tensor are:
 
-    submit ─▶ _issue: its next unit is cut off, and copied into a free slot if there are slots
-           ─▶ _begin: the unit goes over the next stream
-    finish ─▶ _advance: the oldest unit is awaited, its result copied back, and the next one issued
+    submit ─▶ _launch_units: cut off the next unit, and copy it into a free slot if there are slots
+           ─▶ _launch: reduce the unit on the next stream
+    finish ─▶ _advance: wait for the oldest unit, copy its result to the target, launch the next unit
 
-Nobody plans here, and nothing is negotiated: all ranks submit the same tensors in the same order, as with every process
-group. The units of all of them form one sequence; the n-th one travels on stream n modulo their number. Where ranks
-share memory, units pass through a window of *slots* there: copied in, reduced, copied out, slot after slot, so that a
-tensor of any size needs little shared memory, which stays in the processor's cache. Elsewhere they are reduced where
-they lie.
+There is no plan and no negotiation: all ranks must submit the same tensors in the same order, as with every process
+group. The units of all tensors form one sequence. Unit n uses stream n modulo the number of streams.
+
+Where ranks share memory, units pass through a window of *slots* in it. A unit is copied into its slot, reduced there
+and copied out again. A tensor of any size therefore needs little shared memory, which stays in the processor's cache.
+Elsewhere units are reduced in place, in the tensor itself.
 """
 
 from __future__ import annotations
@@ -37,34 +38,39 @@ from .plan import Route
 from .router import Router
 
 LEAST_BYTES = 128 << 10
-"""A tensor of less than one unit for each stream is cut into equal parts, one for each, of at least this size."""
+"""Smallest unit. A tensor that is too small for one full unit per stream is cut into equal parts, one per stream."""
 
 LATE_S = 0.5
-"""How long a unit may take to end after a rank has: one that leaves after its last operation has done its part."""
+"""Grace period of units in flight after a rank has ended: a rank may exit normally after its last operation."""
 
-HEARD_S = 0.5
-"""How long a unit that has failed waits to hear which rank has ended: lanes end after the control plane of theirs."""
+UNIT_BLAME_S = 0.5
+"""Time for which a failed unit waits for the name of the rank that has ended. A rank that ends closes its control plane
+before its transports, so the name arrives early."""
 
 
 class TensorOperation:
-    """Something that fills tensors, under way.
+    """An operation in flight that fills tensors.
 
     Attributes:
-        ended: gets its result when they are filled, or why it has failed.
+        ended: resolved when the tensors are filled, or with the error of the operation.
     """
 
     def __init__(self, then: Callable[[], None] = lambda: None) -> None:
-        """Nothing happens yet; `then` is called with the tensors filled, before anybody hears of it."""
+        """Record the operation; the caller starts it.
+
+        Args:
+            then: called once the tensors are filled, before `ended` is resolved.
+        """
         self.ended: Future[None] = Future()
         self._then = then
 
     def finish(self, error: CommError | None = None) -> None:
-        """Called by whoever drives it; what comes after the first time counts for nothing."""
+        """Resolve `ended`, with `error` if there is one. Only the first call has an effect. Thread-safe."""
         if error is None:
             try:
                 self._then()
-            except Exception as err:  # whatever it is, those who wait must hear of it
-                error = CommError(f"a tensor has come, but could not be put away: {err!r}")
+            except Exception as err:  # of any type, because the waiting threads must be woken
+                error = CommError(f"a tensor was received, but could not be copied to its target: {err!r}")
         with suppress(InvalidStateError):
             if error is None:
                 self.ended.set_result(None)
@@ -72,24 +78,24 @@ class TensorOperation:
                 self.ended.set_exception(error)
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether it has ended within that time; drives nothing."""
+        """Block for at most `timeout_s`; return whether the operation has ended. Does not drive the units."""
         return bool(wait([self.ended], timeout_s).done)
 
     def check(self) -> None:
-        """Raises why it has failed, if it has."""
+        """Raise the error of the operation, if it has failed."""
         error = self.ended.exception() if self.ended.done() else None
         if isinstance(error, CommError):
             raise fresh(error)
 
 
 class TensorReduction(TensorOperation):
-    """A tensor under way.
+    """All-reduce of one tensor.
 
     Attributes:
-        source: of this rank, 1-d and contiguous; left alone until it is done.
-        target: where elements `[start, start + target.numel())` of the result belong, 1-d and contiguous. It may be
+        source: summand of this rank, 1-d and contiguous. Must not be written until the operation has ended.
+        target: tensor for elements `[start, start + target.numel())` of the result, 1-d and contiguous. May be
             `source`.
-        start: see there.
+        start: index of the first element of the result that is wanted.
     """
 
     def __init__(
@@ -102,15 +108,15 @@ class TensorReduction(TensorOperation):
         timeout_s: float,
         then: Callable[[], None] = lambda: None,
     ) -> None:
-        """Nothing happens yet.
+        """Record the reduction; `UnitPipeline.submit` starts it.
 
         Args:
-            source: see above.
-            target: see above.
-            start: see above.
-            op: how elements are combined.
-            timeout_s: after so long, from now on, it has failed.
-            then: see `TensorOperation`.
+            source: attribute.
+            target: attribute.
+            start: attribute.
+            op: reduction over ranks.
+            timeout_s: time until the reduction fails, counted from this call.
+            then: called once `target` is filled, before `ended` is resolved.
         """
         super().__init__(then)
         self.source, self.target, self.start = source, target, start
@@ -120,7 +126,7 @@ class TensorReduction(TensorOperation):
 
 @dataclass(slots=True, eq=False)
 class _TensorUnit:
-    """Elements `[low, high)` of a tensor, on their way."""
+    """Elements `[low, high)` of a tensor, in flight."""
 
     reduction: TensorReduction
     low: int
@@ -130,7 +136,7 @@ class _TensorUnit:
 
 
 class UnitPipeline:
-    """Reduces tensors over one route, in the order in which they are submitted."""
+    """All-reduces of tensors over one route, in the order in which they are submitted."""
 
     def __init__(
         self,
@@ -142,15 +148,15 @@ class UnitPipeline:
         unit_bytes: int,
         slots: FlatBuffer | None = None,
     ) -> None:
-        """Keeps what it is given; the streams are open.
+        """Start without opening anything: the streams of `route` must be open.
 
         Args:
-            router: of these ranks, for this pipeline alone, which closes it.
-            control: the ranks; closed with the pipeline if all ranks close it.
-            route: of all units.
-            streams: how many run at the same time.
-            unit_bytes: size of a unit.
-            slots: memory that the ranks of the node share, some times `unit_bytes`, as uint8; None = units are reduced
+            router: transports of these ranks. The pipeline is its only user, and closes it.
+            control: control plane of these ranks. The pipeline closes it if all ranks close the pipeline together.
+            route: transport and algorithm of all units.
+            streams: number of streams.
+            unit_bytes: size of a unit in bytes.
+            slots: uint8 memory shared by the ranks of the node, a multiple of `unit_bytes`. None = units are reduced
                 in the tensors themselves.
         """
         self._router, self._control, self._failures = router, control, control.failures
@@ -158,84 +164,88 @@ class UnitPipeline:
         self._slots = slots
         self._window = slots.tensor.numel() // unit_bytes if slots is not None else 1 << 30
         self._typed: dict[torch.dtype, FlatBuffer] = {}
-        self._waiting: deque[TensorReduction] = deque()
-        self._position = 0  # in the first of those
-        self._issued = 0
+        self._queue: deque[TensorReduction] = deque()
+        self._offset = 0  # first element of `_queue[0]` that is not launched
+        self._launched = 0
         self._in_flight: deque[_TensorUnit] = deque()
-        self._issuing = free_in_forked_children(threading.Lock())
-        self._turn = free_in_forked_children(threading.Lock())  # of whoever waits for units
+        self._submit_lock = free_in_forked_children(threading.Lock())
+        self._drive_lock = free_in_forked_children(threading.Lock())  # held by the thread that waits for units
         self._error: CommError | None = None
 
     def submit(self, reduction: TensorReduction) -> None:
-        """Starts it; does not wait for others, nor for anything that was submitted before.
+        """Queue a reduction, and launch its units as far as slots are free. Non-blocking.
 
         Raises:
-            CommError: an earlier one has failed.
+            CommError: an earlier reduction has failed.
         """
-        with self._issuing:
+        with self._submit_lock:
             if self._error is not None:
                 raise fresh(self._error)
             if not reduction.source.numel():
                 reduction.finish()
                 return
-            self._waiting.append(reduction)
-            problem = self._issue()
+            self._queue.append(reduction)
+            problem = self._launch_units()
         if problem is not None:
             self.fail(problem)
 
     def finish(self, reduction: TensorReduction, timeout_s: float | None = None) -> bool:
-        """Drives the units, unless another thread does, until that reduction is done; False if the time is up.
+        """Wait until a reduction has ended, and drive the units meanwhile unless another thread does.
+
+        Returns:
+            False if the reduction has not ended within `timeout_s`.
 
         Raises:
-            CommError: it has failed.
+            CommError: the reduction has failed.
         """
         limit_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         while not reduction.ended.done():
             if time.monotonic() > limit_s:
                 return False
-            if self._turn.acquire(blocking=False):
+            if self._drive_lock.acquire(blocking=False):
                 try:
                     while not reduction.ended.done() and time.monotonic() <= limit_s:
                         self._advance()
                 finally:
-                    self._turn.release()
+                    self._drive_lock.release()
             else:
                 reduction.wait(WAIT_SLICE_S)
         reduction.check()
         return True
 
     def reduce_(self, tensor: torch.Tensor, op: ReduceOp) -> None:
-        """Collective: reduces a contiguous 1-d tensor in place, and blocks until it is there.
+        """Reduce a contiguous 1-d tensor in place, and block until the result is in it. Collective.
 
         Raises:
-            CommError: it has failed.
+            CommError: the reduction has failed.
         """
         reduction = TensorReduction(tensor, tensor, op=op, timeout_s=float("inf"))
         self.submit(reduction)
         self.finish(reduction)
 
     def drain(self) -> None:
-        """Drives the units until none is left. What fails is told to those who wait for it."""
+        """Wait until no unit is in flight. Errors are reported to the callers of `finish`."""
         while self._in_flight:
-            with self._turn:
+            with self._drive_lock:
                 self._advance()
 
     def fail(self, error: CommError) -> None:
-        """Ends what is under way; nothing can be submitted any more."""
-        with self._issuing:
+        """Fail all pending reductions with `error`; later calls of `submit` raise the error."""
+        with self._submit_lock:
             self._error = self._error or error
-            pending = [*(unit.reduction for unit in self._in_flight), *self._waiting]
+            pending = [*(unit.reduction for unit in self._in_flight), *self._queue]
             self._in_flight.clear()
-            self._waiting.clear()
+            self._queue.clear()
         for reduction in dict.fromkeys(pending):
             if not reduction.ended.done():
                 reduction.finish(error)
 
     def close(self, *, together: bool) -> None:
-        """Ends threads and connections of this rank; communicators, too, if all ranks close it at the same time.
+        """End the threads and connections of this rank.
 
         Args:
-            together: all do; collective then, with nothing under way.
+            together: all ranks close the pipeline now, with no unit in flight. The call is then collective, and also
+                closes communicators and the control plane.
         """
         if together:
             self._router.close()
@@ -243,32 +253,32 @@ class UnitPipeline:
         else:
             self._router.release()
 
-    def _issue(self) -> CommError | None:
-        """With `_issuing`: sends off what fits into the window. Returns what has gone wrong."""
-        while self._waiting and len(self._in_flight) < self._window:
-            reduction = self._waiting[0]
+    def _launch_units(self) -> CommError | None:
+        """Launch units while the window has room; return the error of a launch. Requires `_submit_lock`."""
+        while self._queue and len(self._in_flight) < self._window:
+            reduction = self._queue[0]
             itemsize, numel = reduction.source.itemsize, reduction.source.numel()
             step = min(max(-(-numel // self._streams), LEAST_BYTES // itemsize), self._unit_bytes // itemsize)
-            low, high = self._position, min(self._position + step, numel)
+            low, high = self._offset, min(self._offset + step, numel)
             try:
-                self._in_flight.append(self._begin(reduction, low, high))
-            except Exception as err:  # whatever it is, those who wait must hear of it
+                self._in_flight.append(self._launch(reduction, low, high))
+            except Exception as err:  # of any type, because the waiting threads must be woken
                 return caused(CommError(f"elements [{low}, {high}) of a tensor could not be sent: {err!r}"), err)
-            self._issued += 1
-            self._position = high
+            self._launched += 1
+            self._offset = high
             if high == numel:
-                self._waiting.popleft()
-                self._position = 0
+                self._queue.popleft()
+                self._offset = 0
         return None
 
-    def _begin(self, reduction: TensorReduction, low: int, high: int) -> _TensorUnit:
+    def _launch(self, reduction: TensorReduction, low: int, high: int) -> _TensorUnit:
         if self._slots is None:
             if low == 0 and reduction.target is not reduction.source:
-                reduction.source = reduction.source.clone()  # which is reduced in place
+                reduction.source = reduction.source.clone()  # because the units are reduced in place
             buffer, start, result = FlatBuffer(reduction.source), low, reduction.source[low:high]
         else:
             buffer = self._typed.get(reduction.source.dtype) or self._view(self._slots, reduction.source.dtype)
-            start = self._issued % self._window * (self._unit_bytes // reduction.source.itemsize)
+            start = self._launched % self._window * (self._unit_bytes // reduction.source.itemsize)
             result = buffer.tensor[start : start + high - low]
             result.copy_(reduction.source[low:high])
         work = self._router.all_reduce(
@@ -276,7 +286,7 @@ class UnitPipeline:
             start,
             start + high - low,
             route=self._route,
-            stream=self._issued % self._streams,
+            stream=self._launched % self._streams,
             op=reduction.op,
         )
         return _TensorUnit(reduction, low, high, result, work)
@@ -287,43 +297,42 @@ class UnitPipeline:
         return found
 
     def _advance(self) -> None:
-        """With the turn: waits a little for the oldest unit, and puts away its result if it is there."""
+        """Wait for the oldest unit for a moment; once it has ended, copy its result. Requires `_drive_lock`."""
         try:
             unit = self._in_flight[0]
-        except IndexError:  # whoever issues is about to, or another thread has ended all
+        except IndexError:  # another thread is about to launch a unit, or has failed all
             time.sleep(0)
             return
         reduction = unit.reduction
         try:
             if not wait_for_work(
-                [unit.work], failures=self._failures, interrupted=lambda: True, late_s=LATE_S, blame_s=HEARD_S
+                [unit.work], failures=self._failures, interrupted=lambda: True, late_s=LATE_S, blame_s=UNIT_BLAME_S
             ):
                 if time.monotonic() > reduction.deadline_s:
                     raise StallError(
                         f"a tensor of {reduction.source.numel()} elements was not reduced within "
-                        f"{reduction.timeout_s:g} s: another rank has not come, or stands still"
+                        f"{reduction.timeout_s:g} s: another rank has not submitted it, or hangs"
                     )
                 return
-            self._put_away(unit)
+            self._copy_result(unit)
         except CommError as err:
             self.fail(err)
             return
-        except Exception as err:  # whatever it is, those who wait must hear of it
-            self.fail(
-                CommError(f"elements [{unit.low}, {unit.high}) of a reduced tensor could not be put away: {err!r}")
-            )
+        except Exception as err:  # of any type, because the waiting threads must be woken
+            elements = f"elements [{unit.low}, {unit.high})"
+            self.fail(CommError(f"{elements} of a reduced tensor could not be copied to the target: {err!r}"))
             return
-        with self._issuing:
-            if self._in_flight:  # else another thread has ended all
+        with self._submit_lock:
+            if self._in_flight:  # else another thread has failed all
                 self._in_flight.popleft()
-            problem = self._issue()
+            problem = self._launch_units()
         if unit.high == reduction.source.numel() and not reduction.ended.done():
             reduction.finish()
         if problem is not None:
             self.fail(problem)
 
-    def _put_away(self, unit: _TensorUnit) -> None:
-        """Copies what belongs into the target, unless it is there."""
+    def _copy_result(self, unit: _TensorUnit) -> None:
+        """Copy the wanted elements of a unit into the target, unless it was reduced in the target."""
         reduction = unit.reduction
         if self._slots is None and reduction.target is reduction.source:
             return

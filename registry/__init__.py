@@ -1,7 +1,7 @@
-"""Stores settings that jobs found fastest: records, graphs of models, databases. Imports no torch.
+"""Store the fastest settings of jobs: records, graphs of models, databases. Imports no torch.
 
-Records hold the classes that run (`Knobs`, `ShardKnobs`, `SparsePath`), so this package is above `sirtaki.autotune`.
+Records contain tuner classes (`Knobs`, `ShardKnobs`, `SparsePath`), so this package depends on `sirtaki.autotune`.
 """
 
-if __name__ != "sirtaki.registry":  # every module would be there twice, with classes that differ
+if __name__ != "sirtaki.registry":  # otherwise every module would be loaded twice, with different classes
     raise ImportError("import sirtaki.registry, not registry: the folder at the checkout's root is the same code")

@@ -1,7 +1,8 @@
-"""The cluster of a job: which ranks share a host and a device, and how fast the links between them are.
+"""Topology of a job: placement of ranks on hosts and devices, and speed of the links between them.
 
-A job describes its cluster once, before anything is known about its model. Host names are not kept: two clusters that
-are built alike are the same cluster.
+A job describes its topology once, before its model is examined. Host names are not stored, so two clusters with the
+same
+structure have equal topologies.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ Ranks = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
 
 
 class LinkClass(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Speed of a link in powers of two, so that noise between two measurements rarely changes it.
+    """Speed of a link, rounded to powers of two so that measurement noise rarely changes it.
 
     Attributes:
-        bandwidth_log2: log2 of bytes a second, rounded; None = unknown.
-        latency_log2: log2 of nanoseconds, rounded; None = unknown.
+        bandwidth_log2: log2 of bytes per second; None = unknown.
+        latency_log2: log2 of nanoseconds; None = unknown.
     """
 
     bandwidth_log2: Log2 | None = None
@@ -39,12 +40,12 @@ class LinkClass(Struct, frozen=True, array_like=True, forbid_unknown_fields=True
 
     @property
     def is_known(self) -> bool:
-        """Return whether anything is known of it."""
+        """Return whether the bandwidth or the latency is known."""
         return self != _UNKNOWN
 
     @classmethod
     def of(cls, *, bandwidth_bytes_per_s: float | None = None, latency_s: float | None = None) -> LinkClass:
-        """The class of a measured or nominal speed.
+        """Return the class of a measured or nominal speed.
 
         Raises:
             RegistryError: a speed is not positive and finite.
@@ -58,9 +59,9 @@ class LinkClass(Struct, frozen=True, array_like=True, forbid_unknown_fields=True
         )
 
     def octaves_from(self, other: LinkClass) -> int:
-        """Doublings of bandwidth and latency that lie between two links; what is unknown of either counts nothing."""
+        """Return the distance in factors of two, summed over bandwidth and latency. Unknown values add nothing."""
         pairs = ((self.bandwidth_log2, other.bandwidth_log2), (self.latency_log2, other.latency_log2))
-        return sum(abs(mine - theirs) for mine, theirs in pairs if mine is not None and theirs is not None)
+        return sum(abs(own - others) for own, others in pairs if own is not None and others is not None)
 
     def __str__(self) -> str:
         bandwidth = "?" if self.bandwidth_log2 is None else f"2^{self.bandwidth_log2} B/s"
@@ -75,9 +76,9 @@ class RankLocation(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     """Host and device of one rank.
 
     Attributes:
-        host: number of its host, from 0 in the order in which hosts appear.
-        device: kind of its device, such as "cpu" or "NVIDIA H100".
-        device_index: which one on that host; ranks with equal numbers share it. None = not shared.
+        host: index of the host, counted from 0 in order of appearance.
+        device: kind of the device, such as "cpu" or "NVIDIA H100".
+        device_index: index of the device on its host; ranks with equal indices share it. None = not shared.
     """
 
     host: int
@@ -86,10 +87,10 @@ class RankLocation(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class ClusterShape(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A cluster without its ranks: what is needed to compare it with thousands of others.
+    """Summary of a topology without its ranks, small enough to compare with thousands of others.
 
     Attributes:
-        hosts: what a host is like, its number of ranks, and how many such hosts there are; sorted.
+        hosts: (description of a host, number of ranks on it, number of such hosts), sorted.
         network: class of the link between hosts.
     """
 
@@ -97,7 +98,7 @@ class ClusterShape(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     network: str
 
     def describe(self) -> str:
-        """Its hosts in words: `2 × c5.xlarge, 4 cores`."""
+        """Return the hosts in words, such as `2 × c5.xlarge, 4 cores`."""
         kinds: Counter[str] = Counter()
         for detail, _, count in self.hosts:
             try:
@@ -112,13 +113,13 @@ class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Ranks grouped by host and device.
 
     Attributes:
-        places: `(world_size,)`, by rank.
-        host_kinds: kind of each host, such as an instance type, `(n_hosts,)`; empty texts where unknown.
-        local_link: between ranks of one host.
-        network_link: between hosts.
+        places: location of each rank, `(world_size,)`.
+        host_kinds: kind of each host, such as an instance type, `(n_hosts,)`; "" = unknown.
+        local_link: class of the link between ranks of one host.
+        network_link: class of the link between hosts.
 
     Raises:
-        RegistryError: no ranks, too many, or host numbers that do not match `host_kinds`.
+        RegistryError: the number of ranks is out of range, or the host indices do not match `host_kinds`.
     """
 
     places: tuple[RankLocation, ...]
@@ -140,7 +141,13 @@ class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         devices: Sequence[str] | None = None,
         host_kinds: Mapping[str, str] | None = None,
     ) -> Topology:
-        """The topology of ranks on named hosts; all sequences are `(world_size,)`, by rank. Names are not kept."""
+        """Build the topology of ranks on named hosts.
+
+        Args:
+            host_names: host name of each rank, `(world_size,)`.
+            devices: kind of device of each rank, `(world_size,)`; None = "cpu".
+            host_kinds: kind of each host, by name.
+        """
         numbers = {name: number for number, name in enumerate(dict.fromkeys(host_names))}
         devices = devices or ["cpu"] * len(host_names)
         return cls(
@@ -154,16 +161,16 @@ class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return len(self.places)
 
     @property
     def n_hosts(self) -> int:
-        """Number of hosts."""
+        """Return the number of hosts."""
         return len(self.host_kinds)
 
     def _hosts(self) -> list[str]:
-        """One text a host: its kind, and how many ranks share each of its devices."""
+        """Return a description of each host: its kind, and how many of its devices are shared by how many ranks."""
         devices: list[Counter[tuple[str, int]]] = [Counter() for _ in self.host_kinds]
         for rank, place in enumerate(self.places):
             alone = -1 - rank  # a device of its own
@@ -176,11 +183,11 @@ class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return texts
 
     def fingerprint(self) -> str:
-        """A digest of grouping, kinds and classes; host names, their order and that of ranks do not count."""
+        """Return a digest that does not depend on host names, the order of hosts or the order of ranks."""
         return digest(str(self.local_link), str(self.network_link), *sorted(self._hosts()))[:32]
 
     def shape(self) -> ClusterShape:
-        """Hosts of a kind taken together."""
+        """Return the summary, in which hosts with equal descriptions are counted together."""
         ranks = Counter(place.host for place in self.places)
         hosts = Counter((f"{text} {self.local_link}", ranks[index]) for index, text in enumerate(self._hosts()))
         return ClusterShape(
@@ -189,6 +196,6 @@ class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         )
 
     def describe(self) -> str:
-        """The cluster in a few words: `8 ranks on 2 hosts`."""
+        """Return a text such as `8 ranks on 2 hosts`."""
         ranks = f"{self.world_size} rank" + ("" if self.world_size == 1 else "s")
         return f"{ranks} on {self.n_hosts} host" + ("" if self.n_hosts == 1 else "s")

@@ -1,4 +1,4 @@
-"""Documents: what `sirtaki registry export` writes and `import` reads."""
+"""Read and write registry documents, the format of `sirtaki registry export` and `import`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .schema import RECORDS, JobRecord, StoredSetting
 FORMAT = "sirtaki-registry"
 VERSION = 4
 _SINCE = {"entries": 1, "row_ways": 2, "shard_ways": 4}
-"""Version that added each list of records. Version 3 differs from 2 in what a row record may hold."""
+"""Version that added each list of records. Version 3 allowed additional values in row records, but no new list."""
 
 MAX_FILE_CHARS = 1 << 29
 MAX_RECORDS = 100_000
@@ -32,30 +32,34 @@ def write_document(records: Iterable[StoredSetting], file: IO[str]) -> int:
 
 
 def read_document(file: IO[str]) -> list[StoredSetting]:
-    """Read all records of a document, which may be of any earlier version, and check each of them.
+    """Read and check all records of a document of this or an earlier version.
 
     Raises:
-        RegistryError: this is not such a document, or a record has an invalid field; the message names both.
+        RegistryError: the document has another format, or a record has an invalid field. The message names the record
+            and
+            the field.
     """
     try:
         text = file.read(MAX_FILE_CHARS + 1)
     except UnicodeDecodeError as err:
-        raise RegistryError(f"this is no text: {err}") from err
+        raise RegistryError(f"the document must be UTF-8 text: {err}") from err
     if len(text) > MAX_FILE_CHARS:
         raise RegistryError(f"the document has more than {MAX_FILE_CHARS} characters")
     try:
         data = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as err:
-        raise RegistryError(f"this is not the JSON that `sirtaki registry export` writes: {err!s:.200}") from err
+        raise RegistryError(f"the document must be JSON as `sirtaki registry export` writes it: {err!s:.200}") from err
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise RegistryError("this is not what `sirtaki registry export` writes: its format is not " + FORMAT)
+        raise RegistryError("the document was not written by `sirtaki registry export`: its format must be " + FORMAT)
     version = data.get("version")
     if type(version) is not int or not 1 <= version <= VERSION:
-        raise RegistryError(f"the document's version is not 1 to {VERSION}: it was written by a newer release")
+        raise RegistryError(
+            f"the document's version must be 1 to {VERSION}, not {version!r:.20}: upgrade Sirtaki for newer documents"
+        )
     kinds = [kind for kind in RECORDS if _SINCE[kind.table] <= version]
     if set(data) != {"format", "version", *(kind.table for kind in kinds)}:
         lists = " and ".join(kind.table for kind in kinds)
-        raise RegistryError(f"the document needs exactly the fields format, version and {lists}")
+        raise RegistryError(f"the document must have exactly the fields format, version and {lists}")
     records: list[StoredSetting] = []
     for kind in kinds:
         items = data[kind.table]
@@ -73,22 +77,22 @@ def read_document(file: IO[str]) -> list[StoredSetting]:
 
 
 def _check_graphs(record: JobRecord) -> None:
-    """Check that a record's key is that of its graphs."""
+    """Check that a record's key contains the fingerprints of its graphs."""
     key, topology = record.key, record.topology
     if fingerprint(record.model) != key.model:
-        raise RegistryError("key.model: is not the fingerprint of the model's graph")
+        raise RegistryError("key.model: must be the fingerprint of the model's graph")
     if topology.fingerprint() != key.topology:
-        raise RegistryError("key.topology: is not the fingerprint of the topology")
+        raise RegistryError("key.topology: must be the fingerprint of the topology")
     if topology.world_size != key.world_size:
-        raise RegistryError(f"key.world_size: {key.world_size}, but the topology has {topology.world_size}")
+        raise RegistryError(f"key.world_size: must be {topology.world_size} as in the topology, not {key.world_size}")
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number here")
+    raise ValueError(f"{name} is not allowed")
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     data = dict(pairs)
     if len(data) != len(pairs):
-        raise ValueError("a field is there twice")
+        raise ValueError("a field occurs twice")
     return data

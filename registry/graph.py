@@ -1,9 +1,9 @@
-"""Graphs of models, as networkx keeps them: fingerprint, JSON, signature, edit distance, picture.
+"""Model graphs as networkx graphs: fingerprint, JSON, signature, edit distance, picture.
 
-A model's graph has nodes 0, 1, …, in the order in which the model computes, and edges from operations to those that
-read their output; there is no cycle. What the nodes are and the sorted edges are attributes of the graph, as lists:
-they are read thousands of times when graphs are compared. networkx is imported where a graph is made, since that takes
-a tenth of a second.
+Nodes are numbered 0, 1, … in the order of computation. Edges lead from an operation to the operations that read its
+output, so the graph is acyclic. Node labels and sorted edges are also stored as lists in the graph's attributes,
+because
+comparisons read them thousands of times. networkx is imported where a graph is built, because the import takes 0.1 s.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ else:
 
 
 def digest(*parts: str) -> str:
-    """SHA-256 of the parts, in hexadecimal; where one ends and the next begins counts."""
+    """Return the SHA-256 of the parts, in hexadecimal. Boundaries between parts change the digest."""
     sha = hashlib.sha256()
     for part in parts:
         raw = part.encode("utf-8", "surrogatepass")
@@ -44,17 +44,21 @@ def digest(*parts: str) -> str:
 
 
 def canonical_json(data: object) -> str:
-    """The one text of a JSON value: sorted keys, no spaces. NaN and infinity are refused (ValueError)."""
+    """Return the unique JSON text of a value: sorted keys, no spaces. Raises ValueError for NaN and infinity."""
     return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def gradients_fingerprint(buffers: Iterable[tuple[str, Iterable[int]]]) -> str:
-    """A digest of which gradients a job reduces, in whatever order they come: dtype and sizes of each flat buffer."""
+    """Return a digest of a job's gradients that does not depend on their order.
+
+    Args:
+        buffers: dtype and sizes of the gradients, for each flat buffer.
+    """
     return digest("gradients", *sorted(canonical_json([dtype, sorted(sizes)]) for dtype, sizes in buffers))[:32]
 
 
 def layout_fingerprint(sizes: Iterable[int], itemsize_bytes: int) -> str:
-    """A digest of a gradient layout: explicit cuts fit a layout of equal fingerprint and no other."""
+    """Return a digest of a gradient layout. Explicit cuts fit only a layout with the same digest."""
     return digest("layout", str(itemsize_bytes), *map(str, sizes))[:32]
 
 
@@ -63,12 +67,14 @@ MAX_EDGES = 60_000
 
 
 class OperationLabel(NamedTuple):
-    """What an operation is, from coarse to fine; a tuple, since graphs are matched by hashing thousands of them.
+    """Label of an operation, from coarse to fine.
+
+    A tuple, because graph matching hashes thousands of labels.
 
     Attributes:
-        kind: decides whether two nodes are the same sort of thing, such as "Convolution".
-        detail: what sets nodes of one kind apart, such as parameter shapes.
-        size: elements in it, for a graded comparison of nodes of one kind; 0 = it has no size.
+        kind: type of operation, such as "Convolution".
+        detail: properties that distinguish nodes of one kind, such as parameter shapes.
+        size: number of elements, for a graded comparison of nodes of one kind; 0 = no size.
     """
 
     kind: str
@@ -80,47 +86,50 @@ class OperationLabel(NamedTuple):
 
 
 def model_graph(nodes: Iterable[OperationLabel], edges: Iterable[tuple[int, int]] = ()) -> ModelGraph:
-    """The graph of these nodes, numbered from 0, which cannot be changed any more.
+    """Return an immutable graph with these nodes, numbered from 0.
 
     Raises:
-        RegistryError: an edge names a node that is not there, is a loop or is there twice; or it is too large.
+        RegistryError: an edge is a loop, a duplicate, or has an end that is not a node; or the graph is too large.
     """
     import networkx as nx
 
     nodes, edges = list(nodes), list(edges)
     if len(nodes) > MAX_NODES or len(edges) > MAX_EDGES:
         raise RegistryError(
-            f"a graph of {len(nodes)} nodes and {len(edges)} edges is too large to be kept: "
-            f"at most {MAX_NODES} and {MAX_EDGES}"
+            f"a graph of {len(nodes)} nodes and {len(edges)} edges is too large to store: "
+            f"the limits are {MAX_NODES} and {MAX_EDGES}"
         )
     graph = nx.DiGraph(labels=nodes, edges=sorted(edges))
     graph.add_nodes_from(range(len(nodes)))
     graph.add_edges_from(edges)
     if len(graph) > len(nodes) or len(set(edges)) < len(edges) or any(a == b for a, b in edges):
-        raise RegistryError(f"edges join two of {len(nodes)} nodes that are not the same, and none is there twice")
+        raise RegistryError(f"each edge must join two different nodes of {len(nodes)}, and no edge may occur twice")
     return nx.freeze(graph)
 
 
 def labels(graph: ModelGraph) -> list[OperationLabel]:
-    """What the nodes are, `(n_nodes,)`."""
+    """Return the label of each node, `(n_nodes,)`."""
     found: list[OperationLabel] = graph.graph["labels"]
     return found
 
 
 def edges_of(graph: ModelGraph) -> list[tuple[int, int]]:
-    """From and to which node each edge leads, `(n_edges,)`, sorted."""
+    """Return (source, target) of each edge, `(n_edges,)`, sorted."""
     found: list[tuple[int, int]] = graph.graph["edges"]
     return found
 
 
 def fingerprint(graph: ModelGraph) -> str:
-    """A digest that does not depend on how nodes are numbered, nor on process, hash seed or machine.
+    """Return a digest that does not depend on node numbers, process, hash seed or machine.
 
-    Every node is digested with all that leads to it and, separately, all that it leads to; the sorted digests make the
-    graph's. Isomorphic graphs agree; others that agree would have to look alike from each of their nodes.
+    Each node is hashed with all its ancestors and, separately, with all its descendants. The digest of the graph
+    combines the
+    sorted hashes. Isomorphic graphs have equal digests. Other graphs with equal digests are possible in theory, if they
+    look
+    alike from each node.
 
     Raises:
-        RegistryError: it has a cycle.
+        RegistryError: the graph has a cycle.
     """
     order = topological_order(graph)
     own = [digest("node", node.kind, node.detail, str(node.size)) for node in labels(graph)]
@@ -132,31 +141,39 @@ def fingerprint(graph: ModelGraph) -> str:
 
 
 def topological_order(graph: ModelGraph) -> list[int]:
-    """The nodes, each behind all that lead to it; RegistryError where there is a cycle."""
+    """Return the nodes in topological order.
+
+    Raises:
+        RegistryError: the graph has a cycle.
+    """
     import networkx as nx
 
     try:
         return list(nx.topological_sort(graph))
     except nx.NetworkXUnfeasible as err:
-        raise RegistryError("a model's graph has no cycle") from err
+        raise RegistryError("a model's graph must not have a cycle") from err
 
 
 class GraphJson(Struct, forbid_unknown_fields=True):
-    """A graph as it is kept; edges had labels once, which no model's have ever used."""
+    """JSON form of a graph. Edges have an empty label, because early versions allowed labels."""
 
     directed: bool
     nodes: Annotated[list[tuple[Label, Label, Annotated[int, Meta(ge=0, le=2**63 - 1)]]], Meta(max_length=MAX_NODES)]
     edges: Annotated[list[tuple[int, int, Literal[""]]], Meta(max_length=MAX_EDGES)]
 
     def graph(self) -> ModelGraph:
-        """The graph; RegistryError where there is none."""
+        """Build the graph.
+
+        Raises:
+            RegistryError: the graph is undirected or invalid.
+        """
         if not self.directed:
-            raise RegistryError("directed: a model's graph is")
+            raise RegistryError("directed: must be true for a model's graph")
         return model_graph((OperationLabel(*node) for node in self.nodes), ((a, b) for a, b, _ in self.edges))
 
 
 def graph_to_json(graph: ModelGraph) -> dict[str, Any]:
-    """A JSON-ready dict; `GraphJson` reads it again."""
+    """Return a JSON-ready dict that `GraphJson` can parse."""
     return {
         "directed": True,
         "nodes": [list(node) for node in labels(graph)],
@@ -164,13 +181,13 @@ def graph_to_json(graph: ModelGraph) -> dict[str, Any]:
     }
 
 
-Signatures = npt.NDArray[np.uint16]  # no graph has more nodes or edges than that holds
+Signatures = npt.NDArray[np.uint16]  # MAX_NODES and MAX_EDGES fit into 16 bits
 
 KIND_BINS = 32
 LABEL_BINS = 128
 WIDTH = 2 + KIND_BINS + LABEL_BINS
 
-# Raise it when the bins change: stored signatures of another version are made anew.
+# Increase it when the bins change, so that stored signatures of other versions are recomputed.
 SIGNATURE_VERSION = 1
 
 
@@ -180,7 +197,7 @@ def _bin(label: str, bins: int) -> int:
 
 
 def signature(graph: ModelGraph) -> Signatures:
-    """`(WIDTH,)`: number of nodes, number of edges, nodes by kind, nodes by kind and detail."""
+    """Return `(WIDTH,)` counts: nodes, edges, nodes by hashed kind, nodes by hashed label."""
     counts = np.zeros(WIDTH, dtype=np.uint16)
     counts[:2] = len(graph), len(edges_of(graph))
     for node, count in Counter(labels(graph)).items():
@@ -190,17 +207,17 @@ def signature(graph: ModelGraph) -> Signatures:
 
 
 def to_bytes(counts: Signatures) -> bytes:
-    """For a database; little-endian on every machine."""
+    """Return little-endian bytes to store in a database."""
     return counts.astype("<u2").tobytes()
 
 
 def is_signature(blob: object) -> bool:
-    """Return whether it can be read: what lies in a database may be damaged."""
+    """Return whether a value from a database, which may be damaged, is a signature."""
     return isinstance(blob, bytes) and len(blob) == 2 * WIDTH
 
 
 def from_bytes(blobs: Sequence[bytes]) -> Signatures:
-    """`(len(blobs), WIDTH)` from what `to_bytes` made."""
+    """Return `(len(blobs), WIDTH)` signatures from the output of `to_bytes`."""
     return np.frombuffer(b"".join(blobs), dtype="<u2").reshape(len(blobs), WIDTH)
 
 
@@ -209,22 +226,22 @@ Floats = npt.NDArray[np.float64]
 NODE_COST = 1.0
 EDGE_COST = 0.5
 
-# Relabelling within a kind: a fixed part and a part for each doubling in size, up to a limit. To another kind: more,
-# but less than a deletion and an insertion.
+# Cost of relabelling within a kind: a fixed part, and a part for each doubling in size, up to a limit. Another kind
+# costs more, but less than a deletion and an insertion.
 DETAIL_COST = 0.25
 DOUBLING_COST = 0.125
 SAME_KIND_LIMIT = 1.0
 OTHER_KIND_COST = 1.5
 
-# The optimal assignment takes time with the cube of this; beyond it alike nodes are paired in their order.
+# Largest number of nodes for the optimal assignment, which takes cubic time. More nodes are paired in order.
 MAX_ASSIGNED = 160
 
-# The same for the lower bound, which is computed for people only.
+# Larger limit for the lower bound, because it is only computed for display.
 MAX_BOUNDED = 600
 
 
 def node_cost(first: OperationLabel, second: OperationLabel) -> float:
-    """Price of relabelling a node; a metric, so it never pays to go through a third label."""
+    """Return the cost of relabelling a node. It is a metric, so an intermediate label never reduces the cost."""
     if first == second:
         return 0.0
     if first.kind != second.kind:
@@ -234,25 +251,29 @@ def node_cost(first: OperationLabel, second: OperationLabel) -> float:
 
 
 def mass(graph: ModelGraph) -> float:
-    """Cost of building the graph from nothing."""
+    """Return the cost of building the graph from an empty one."""
     return NODE_COST * len(graph) + EDGE_COST * len(edges_of(graph))
 
 
 def normalised(cost: float, total_mass: float) -> float:
-    """An edit cost as a number from 0 (the same) to 1 (nothing in common); `total_mass` is of both graphs together.
+    """Return an edit cost scaled to 0 (equal graphs) … 1 (nothing in common).
 
-    The Steinhaus transform: unlike the plain quotient it leaves a metric a metric.
+    Uses the Steinhaus transform, because it preserves the triangle inequality and a plain quotient does not.
+
+    Args:
+        cost: edit cost.
+        total_mass: `mass` of both graphs together.
     """
     return 0.0 if cost == 0.0 else 2.0 * cost / (total_mass + cost)
 
 
 def distance(first: ModelGraph, second: ModelGraph) -> float:
-    """Normalised upper bound: symmetric, at most 1, 0 for a graph and itself."""
+    """Return the normalised upper bound of the edit distance: symmetric, at most 1, 0 for equal graphs."""
     return normalised(upper_bound(first, second), mass(first) + mass(second))
 
 
 def least_distance(first: ModelGraph, second: ModelGraph) -> float:
-    """Normalised lower bound, the best that a second or so can buy."""
+    """Return the normalised lower bound of the edit distance, the best one that is computable in about a second."""
     cost = label_bound(first, second)
     if max(len(first), len(second)) <= MAX_BOUNDED:
         cost = max(cost, assignment_bound(first, second))
@@ -260,15 +281,18 @@ def least_distance(first: ModelGraph, second: ModelGraph) -> float:
 
 
 def histogram_bounds(query: Signatures, others: Signatures) -> Floats:
-    """Lower bounds for one graph against many.
+    """Return lower bounds of the edit cost between one graph and many.
+
+    The number of unchanged nodes is at most the number of common labels, and the number of nodes that keep their kind
+    is at
+    most the number of common kinds. Remaining nodes must be relabelled, deleted or inserted.
 
     Args:
         query: signature, `(WIDTH,)`.
         others: signatures, `(n, WIDTH)`.
 
     Returns:
-        `(n,)`, costs. No more nodes can stay as they are than there are labels in common, no more can keep their kind
-        than there are kinds in common, and all others change their kind, are deleted or are inserted.
+        Costs, `(n,)`.
     """
     common = np.minimum(others[:, 2:], query[2:])
     same_kind = common[:, :KIND_BINS].sum(axis=1, dtype=np.int64)
@@ -285,7 +309,7 @@ def histogram_bounds(query: Signatures, others: Signatures) -> Floats:
 
 
 def label_bound(first: ModelGraph, second: ModelGraph) -> float:
-    """The same for two graphs at hand, without bins: tighter."""
+    """Return the bound of `histogram_bounds` for two graphs, computed from exact labels and therefore tighter."""
     nodes = labels(first), labels(second)
     same_label = (Counter(nodes[0]) & Counter(nodes[1])).total()
     same_kind = (Counter(node.kind for node in nodes[0]) & Counter(node.kind for node in nodes[1])).total()
@@ -300,7 +324,7 @@ def label_bound(first: ModelGraph, second: ModelGraph) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LocalCosts:
-    """What each node costs with half of each of its edges: paired with any other, deleted, inserted."""
+    """Costs of nodes, each with half of its edges: of pairing, of deletion, and of insertion."""
 
     pair_NM: Floats
     delete_N: Floats
@@ -308,7 +332,10 @@ class _LocalCosts:
 
 
 def assignment_bound(first: ModelGraph, second: ModelGraph) -> float:
-    """Lower bound: the optimal assignment of nodes, each with half of its edges. Takes cubic time."""
+    """Return a lower bound of the edit cost: the optimal assignment of nodes, each with half of its edges.
+
+    Takes cubic time.
+    """
     costs = _local_costs(first, range(len(first)), second, range(len(second)))
     rows, columns = _assign(costs)
     gain = costs.pair_NM[rows, columns] - costs.delete_N[rows] - costs.insert_M[columns]
@@ -316,7 +343,7 @@ def assignment_bound(first: ModelGraph, second: ModelGraph) -> float:
 
 
 def upper_bound(first: ModelGraph, second: ModelGraph) -> float:
-    """What a good assignment of nodes costs; symmetric, and 0 for a graph and itself."""
+    """Return the edit cost of a good assignment of nodes: symmetric, and 0 for equal graphs."""
     first, second = sorted(
         (first, second), key=lambda graph: (len(graph), len(edges_of(graph)), labels(graph), edges_of(graph))
     )
@@ -324,7 +351,7 @@ def upper_bound(first: ModelGraph, second: ModelGraph) -> float:
 
 
 def assignment_cost(first: ModelGraph, second: ModelGraph, partners: Sequence[int]) -> float:
-    """What it costs to turn `first` into `second` if node i becomes `partners[i]`, -1 = is deleted."""
+    """Return the cost of turning `first` into `second` if node i becomes `partners[i]`; -1 = node i is deleted."""
     others = labels(second)
     pairs = [(node, others[partner]) for node, partner in zip(labels(first), partners, strict=True) if partner >= 0]
     there = set(edges_of(second))
@@ -337,11 +364,13 @@ def assignment_cost(first: ModelGraph, second: ModelGraph, partners: Sequence[in
 
 
 def match_nodes(first: ModelGraph, second: ModelGraph) -> list[int]:
-    """For each node of `first` its partner in `second`, -1 = none.
+    """Return for each node of `first` its partner in `second`; -1 = none.
 
-    Repeated blocks are what models are made of: nodes with equal labels and equal neighbours are paired in their
-    order, then nodes with equal labels; of the rest the optimal assignment decides, or, if there is too much of it,
-    the order within each kind.
+    Models consist of repeated blocks, so nodes with equal labels and equal neighbours are paired first, in order, and
+    then
+    nodes with equal labels. The optimal assignment pairs the remaining nodes. If more than `MAX_ASSIGNED` remain, they
+    are
+    paired by kind, in order.
     """
     partners = [-1] * len(first)
     free = set(range(len(second)))
@@ -364,7 +393,7 @@ def match_nodes(first: ModelGraph, second: ModelGraph) -> list[int]:
 
 
 def _contexts(graph: ModelGraph, numbers: Sequence[int]) -> list[Hashable]:
-    """For each node its label, and the labels of what leads to it and of what it leads to."""
+    """Return for each node its label and the labels of its predecessors and successors."""
     incoming: list[list[int]] = [[] for _ in numbers]
     outgoing: list[list[int]] = [[] for _ in numbers]
     for source, target in edges_of(graph):
@@ -377,7 +406,7 @@ def _contexts(graph: ModelGraph, numbers: Sequence[int]) -> list[Hashable]:
 
 
 def _pair_in_order(first: Sequence[Hashable], second: Sequence[Hashable], partners: list[int], free: set[int]) -> None:
-    """Pairs nodes of one class that have no partner yet, the k-th with the k-th; changes `partners` and `free`."""
+    """Pair unpaired nodes of equal class, the k-th with the k-th. Updates `partners` and `free`."""
     waiting: defaultdict[Hashable, list[int]] = defaultdict(list)
     for index in sorted(free, reverse=True):
         waiting[second[index]].append(index)
@@ -388,7 +417,7 @@ def _pair_in_order(first: Sequence[Hashable], second: Sequence[Hashable], partne
 
 
 def _local_costs(first: ModelGraph, left: Sequence[int], second: ModelGraph, right: Sequence[int]) -> _LocalCosts:
-    """Costs between nodes `left` of one graph and `right` of another."""
+    """Return the costs between the nodes `left` of one graph and `right` of another."""
     sides = [[nodes[index] for index in picked] for nodes, picked in ((labels(first), left), (labels(second), right))]
     kind = {name: number for number, name in enumerate({node.kind for side in sides for node in side})}
     label = {node: number for number, node in enumerate({node for side in sides for node in side})}
@@ -413,7 +442,7 @@ def _local_costs(first: ModelGraph, left: Sequence[int], second: ModelGraph, rig
 
 
 def _assign(costs: _LocalCosts) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The pairs of the cheapest assignment; one that gains nothing stands for a deletion and an insertion."""
+    """Return the pairs of the optimal assignment. A pair without gain represents a deletion and an insertion."""
     from scipy.optimize import linear_sum_assignment
 
     gain_NM = np.minimum(costs.pair_NM - costs.delete_N[:, None] - costs.insert_M, 0.0)
@@ -423,15 +452,16 @@ def _assign(costs: _LocalCosts) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.i
 
 _SAME, _CHANGED, _ALONE = "#2a9d8f", "#e9a23b", "#c0392b"
 
-# More labels than this cannot be read.
+# Graphs with more nodes are drawn without labels, because labels would overlap.
 _MAX_LABELLED = 60
 
 
 def draw_match(first: ModelGraph, second: ModelGraph, path: Path, *, titles: tuple[str, str], caption: str) -> None:
-    """Writes a picture of two graphs side by side: what is the same, has changed, or is only there.
+    """Write a picture of two graphs side by side, coloured by same, changed and unmatched nodes.
 
-    Inputs stand above and outputs below, each node one step below the last that it needs. The file's suffix decides on
-    its kind (.png, .svg, .pdf).
+    Inputs are at the top. Each node is one level below the lowest of its predecessors. The suffix of the file selects
+    the
+    format (.png, .svg, .pdf).
 
     Raises:
         RegistryError: matplotlib is missing, or the file cannot be written.

@@ -1,4 +1,4 @@
-"""The graph of a model, recorded from autograd in its first forward pass and coarsened."""
+"""Capture a model's graph from autograd in its first forward pass, and coarsen it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .graph import ModelGraph, OperationLabel, model_graph, topological_order
 if TYPE_CHECKING:
     import networkx as nx
 
-# Of an operation's parameters or trailing operations, only the first characters are kept: the rest is in its size.
+# Limit on the text for an operation's parameters, and for its appended operations. Its size counts all parameters.
 _MAX_DETAIL_CHARS = MAX_LABEL_CHARS // 2
 
 _SHAPE_ONLY = {
@@ -32,26 +32,30 @@ _SHAPE_ONLY = {
     *("T", "ToCopy", "Transpose", "UnsafeView", "Unsqueeze", "View", "ViewAsReal"),
 }
 
-# An operation with more parameters than this hides a part of the model (a compiled region, a fused RNN):
-# its parameters are strung up as a chain instead.
+# An operation with more parameters hides a part of the model (a compiled region, a fused RNN), so its parameters are
+# represented by a chain of nodes.
 _OPAQUE_PARAMETERS = 16
 
 
 def shapes_graph(shapes: Sequence[Sequence[int]]) -> ModelGraph:
-    """The graph of a model of which only the parameters' shapes are known, in their gradients' order: a chain."""
+    """Return a stand-in for a model's graph: a chain of its parameters, in the order of their gradients.
+
+    Args:
+        shapes: shape of each parameter.
+    """
     nodes = [_parameter_node(shape) for shape in shapes]
     return model_graph(nodes, pairwise(range(len(nodes))))
 
 
 @dataclass(frozen=True, kw_only=True)
 class CapturedGraph:
-    """What was found behind an output, without a tensor.
+    """Autograd graph of an output, copied without tensors.
 
     Attributes:
-        operations: by number, in the order in which they were looked at.
-        edges: from input to output, by these numbers.
-        missing: shapes of parameters that were not reached.
-        n_reached: parameters of interest that the output depends on.
+        operations: operations by number, in the order of discovery.
+        edges: (input, output), by number.
+        missing: shapes of parameters that the output does not depend on.
+        n_reached: number of reduced parameters that the output depends on.
     """
 
     operations: Mapping[int, AutogradNode]
@@ -61,14 +65,14 @@ class CapturedGraph:
 
     @cached_property
     def graph(self) -> ModelGraph:
-        """The coarsened graph, with parameters that were not reached as a chain beside it.
+        """Return the coarsened graph, in which missing parameters form a separate chain.
 
-        It is made when it is asked for: networkx may still be loading while the model runs for the first time.
+        Computed on first use, because networkx may still be loading during the model's first forward pass.
         """
         import networkx as nx
 
-        # Its nodes bear what operations are, and `tail`, the kinds of those that have joined them. What is found first
-        # comes first, among neighbours, too.
+        # Nodes have the fields of Operation and `tail`, the kinds of appended operations. Nodes and neighbours keep the
+        # order of discovery.
         operations = nx.DiGraph()
         for number, own in self.operations.items():
             operations.add_node(number, kind=own.kind, shapes=[*own.shapes], others=[*own.others], tail=[])
@@ -80,12 +84,12 @@ class CapturedGraph:
 
 
 class AutogradNode(NamedTuple):
-    """An operation, or a parameter, in autograd's graph.
+    """One operation or parameter of autograd's graph.
 
     Attributes:
-        kind: its name.
-        shapes: of the parameters of interest that it is.
-        others: of parameters that it is, of no interest.
+        kind: name of the operation, or "parameter".
+        shapes: shapes of reduced parameters at this node.
+        others: shapes of other parameters at this node.
     """
 
     kind: str
@@ -94,16 +98,19 @@ class AutogradNode(NamedTuple):
 
 
 def capture(outputs: object, parameters: Mapping[int, tuple[int, ...]]) -> CapturedGraph:
-    """The graph behind `outputs`, any nesting of tensors in dicts, sequences and objects with fields.
+    """Return the autograd graph of `outputs`, a nesting of tensors in dicts, sequences and objects with fields.
 
-    Other parameters count for no size and are told apart: the same model of which less is reduced is another graph.
+    The labels of parameters that are not reduced have no size and a prefix, so a model with fewer reduced parameters
+    has a
+    different graph.
 
     Args:
-        outputs: what a module returned; nothing of it is kept.
-        parameters: shape of each parameter of interest by `id`. Those that no output depends on (unused ones, or
-            hidden in a checkpointed block) are added as a chain, in this order.
+        outputs: output of a module. No reference to it is kept.
+        parameters: shape of each reduced parameter, by `id`. Parameters that no output depends on (unused, or hidden in
+            a
+            checkpointed block) are appended as a chain, in this order.
     """
-    found: dict[Any, int] = {}  # keeps autograd's nodes alive while walking, else their identities would be reused
+    found: dict[Any, int] = {}  # also keeps autograd's nodes alive, because ids of dead nodes are reused
     stack = []
     for function in _gradient_functions(outputs):
         if function not in found:
@@ -135,7 +142,7 @@ def capture(outputs: object, parameters: Mapping[int, tuple[int, ...]]) -> Captu
 
 
 def _gradient_functions(outputs: object) -> Iterable[Any]:
-    """The autograd node of every tensor in `outputs`, in the order of the nesting."""
+    """Yield the autograd node of each tensor in `outputs`, in the order of the nesting."""
     stack = [outputs]
     seen: set[int] = set()
     while stack:
@@ -156,7 +163,10 @@ def _gradient_functions(outputs: object) -> Iterable[Any]:
 
 
 def _fold_parameters(operations: nx.DiGraph) -> None:
-    """A parameter, or a reshaped one, with a single user becomes part of it; a shared one stays a node."""
+    """Merge each parameter with a single user into that user, also through reshapes.
+
+    Shared parameters stay separate nodes.
+    """
     waiting = [number for number, kind in operations.nodes(data="kind") if kind == "parameter"]
     while waiting:
         number = waiting.pop()
@@ -182,10 +192,10 @@ def _bypass_shape_only(operations: nx.DiGraph) -> None:
 
 
 def _collapse_chains(operations: nx.DiGraph) -> None:
-    """An operation without parameters joins the one before it if each is the other's only neighbour there."""
+    """Append each operation without parameters to its predecessor, if neither has other neighbours on that side."""
     for number, own in reversed(
         list(operations.nodes(data=True))
-    ):  # from the inputs on, so that a run grows at its end
+    ):  # from inputs to outputs, so that a chain grows at its end
         sources, targets = list(operations.pred[number]), list(operations.succ[number])
         if own["shapes"] or own["others"] or len(sources) != 1 or len(operations.succ[sources[0]]) != 1:
             continue
@@ -195,8 +205,8 @@ def _collapse_chains(operations: nx.DiGraph) -> None:
 
 
 def _coarse(operations: nx.DiGraph, missing: Sequence[tuple[int, ...]]) -> ModelGraph:
-    """The model's graph from inputs to outputs, as it computes: so graphs read, and align with each other, better."""
-    forward = operations.__class__()  # inputs were found last
+    """Return the graph in the order of computation, because such graphs are easier to read and to align."""
+    forward = operations.__class__()  # discovery went from outputs to inputs
     forward.add_nodes_from(reversed(list(operations)))
     forward.add_edges_from(operations.edges)
     nodes: list[OperationLabel] = []
@@ -219,7 +229,7 @@ def _coarse(operations: nx.DiGraph, missing: Sequence[tuple[int, ...]]) -> Model
 def _operation_node(
     kind: str, shapes: list[tuple[int, ...]], others: list[tuple[int, ...]], tail: Sequence[str]
 ) -> OperationLabel:
-    # Sorted: a weight's and its bias' shape say the same in either order, and torch versions differ in it.
+    # Sorted, because the order of weight and bias depends on the version of torch.
     texts = [*sorted(map(_shape_text, shapes)), *sorted(map(_other_text, others))]
     joined = "".join("+" + name for name in tail)
     detail = ",".join(texts)[:_MAX_DETAIL_CHARS] + joined[:_MAX_DETAIL_CHARS]
@@ -240,15 +250,15 @@ def _shape_text(shape: Sequence[int]) -> str:
 
 logger = logging.getLogger(__name__)
 
-# A model that is called in pieces, or with parameters that it does not use, never shows a graph with all of them;
-# then the fullest of so many outermost calls is taken.
+# If no call depends on all parameters (unused parameters, or a model called in pieces), the graph with most parameters
+# among this many outermost calls is used.
 _MAX_CALLS = 8
 
 
 class ModelGraphRecorder:
-    """Watches outermost module calls until one's output depends on all parameters of interest.
+    """Watches calls of outermost modules until the output of one depends on all reduced parameters.
 
-    It keeps no tensor of a forward pass, takes its hooks away by itself, and nothing it does can raise into training.
+    It keeps no tensor of a forward pass, removes its hooks by itself, and never raises into training.
     """
 
     def __init__(self) -> None:
@@ -257,88 +267,97 @@ class ModelGraphRecorder:
         self._shapes: list[tuple[int, ...]] | None = None
         self._name = ""
         self._calls = 0
-        # Handles of hooks on all modules and on the one that is called. Any: older versions of torch do not type them.
-        self._everywhere: Any = None
-        self._inside: Any = None
+        # Handles of the global hook and of the hook on the called module. Any, because older torch does not type them.
+        self._global_hook: Any = None
+        self._module_hook: Any = None
         self._is_watching = False
 
     def start(self, model_parameters: Iterable[torch.Tensor]) -> None:
-        """Begins to watch; `model_parameters` are those whose gradients are reduced, in the model's order."""
+        """Start watching.
+
+        Args:
+            model_parameters: parameters whose gradients are reduced, in the model's order.
+        """
         self.stop()
         self._best, self._name, self._calls = None, "", 0
         self._parameters = list(model_parameters)
         self._shapes = [tuple(parameter.shape) for parameter in reversed(self._parameters)]
-        # True, and of no consequence: the hook is gone before anything is compiled, or does nothing in what is.
+        # The warning does not apply: the hook is removed before compilation, or has no effect in compiled code.
         warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
         self._watch()
 
     def stop(self) -> None:
-        """Takes the hooks away and lets go of the parameters; what was found stays. Idempotent."""
+        """Remove the hooks and release the parameters. The captured graph stays. Idempotent."""
         self._remove_hooks()
         self._parameters = []
 
     @property
     def graph(self) -> ModelGraph | None:
-        """The model's graph; the chain of its parameters, last first, if none was seen; None before `start()`."""
+        """Return the model's graph; None before `start()`.
+
+        If no graph was captured, a chain of the parameters, last first, is returned instead.
+        """
         if self._best is not None:
             try:
                 return self._best.graph
-            except Exception:  # of too many operations, or whatever else a model has behind its output
-                logger.debug("no graph of %s: its parameters stand in for it", self._name, exc_info=True)
+            except Exception:  # a graph may be too large or have an unexpected form
+                logger.debug("no graph of %s: using a chain of its parameters", self._name, exc_info=True)
                 self._best, self._name = None, ""
         return None if self._shapes is None else shapes_graph(self._shapes)
 
     @property
     def model_name(self) -> str:
-        """Class name of the module whose output was used, empty if none was."""
+        """Return the class name of the captured module; "" if none was captured."""
         return self._name
 
     def _watch(self) -> None:
-        if self._everywhere is None and not something_is_compiled():
-            self._everywhere = torch_module.register_module_forward_pre_hook(unless_traced(self._before))
-        self._is_watching = self._everywhere is not None
+        if self._global_hook is None and not something_is_compiled():
+            self._global_hook = torch_module.register_module_forward_pre_hook(unless_traced(self._before))
+        self._is_watching = self._global_hook is not None
 
     def _remove_hooks(self) -> None:
-        """Remove the hooks. One on all modules stays, and does nothing, if something may have been compiled with it.
+        """Remove the hooks.
 
-        Dynamo compiles anew what was compiled when there were other hooks on all modules.
+        A global hook stays, without effect, if code may have been compiled with it, because Dynamo recompiles when the
+        set of
+        global hooks changes.
         """
         self._is_watching = False
-        if self._inside is not None:
-            self._inside.remove()
-            self._inside = None
-        if self._everywhere is not None and not something_is_compiled():
-            self._everywhere.remove()
-            self._everywhere = None
+        if self._module_hook is not None:
+            self._module_hook.remove()
+            self._module_hook = None
+        if self._global_hook is not None and not something_is_compiled():
+            self._global_hook.remove()
+            self._global_hook = None
 
     def _before(self, module: torch.nn.Module, inputs: object) -> None:
         if not self._is_watching:
             return
         try:
             self._remove_hooks()
-            self._inside = module.register_forward_hook(unless_traced(self._after), always_call=True)
+            self._module_hook = module.register_forward_hook(unless_traced(self._after), always_call=True)
         except Exception:
             self._give_up(module)
 
     def _after(self, module: torch.nn.Module, inputs: object, output: object) -> None:
         try:
             self._remove_hooks()
-            self._look(module, output)
+            self._capture(module, output)
         except Exception:
             self._give_up(module)
 
     def _give_up(self, module: torch.nn.Module) -> None:
-        """Whatever a module is or returns, the user's training goes on."""
-        logger.debug("no graph of %s: its parameters stand in for it", type(module).__name__, exc_info=True)
+        """Stop watching after an error, because training must continue."""
+        logger.debug("no graph of %s: using a chain of its parameters", type(module).__name__, exc_info=True)
         self.stop()
 
-    def _look(self, module: torch.nn.Module, output: object) -> None:
-        seen = capture(output, {id(parameter): tuple(parameter.shape) for parameter in self._parameters})
-        if seen.n_reached > 0:
+    def _capture(self, module: torch.nn.Module, output: object) -> None:
+        captured = capture(output, {id(parameter): tuple(parameter.shape) for parameter in self._parameters})
+        if captured.n_reached > 0:
             self._calls += 1
-        if seen.n_reached > (0 if self._best is None else self._best.n_reached):
-            self._best, self._name = seen, _name_of(module)
-        if seen.n_reached == len(self._parameters) or self._calls == _MAX_CALLS:
+        if captured.n_reached > (0 if self._best is None else self._best.n_reached):
+            self._best, self._name = captured, _name_of(module)
+        if captured.n_reached == len(self._parameters) or self._calls == _MAX_CALLS:
             self.stop()
         else:
             self._watch()

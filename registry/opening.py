@@ -1,4 +1,4 @@
-"""Location and opening of the registry. Imports SQLAlchemy only when a store is opened."""
+"""Locate and open the registry. Imports SQLAlchemy only when a store is opened."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .store import Store  # with SQLAlchemy, which takes a quarter of a second
+    from .store import Store  # imports SQLAlchemy, which takes 0.25 s
 
 
 def default_path() -> Path:
-    """`registry.db` in the user's cache directory (`XDG_CACHE_HOME`, else `~/.cache`)."""
+    """Return `registry.db` in the user's cache directory (`XDG_CACHE_HOME`, or `~/.cache` if it is not set)."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"  # the XDG specification wants it absolute
+    base = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"  # XDG requires an absolute path
     return base / "sirtaki" / "registry.db"
 
 
@@ -23,11 +23,12 @@ def open_store(url_or_path: str | None = None, *, read_only: bool = False) -> St
     """Open the registry, and create it if it does not exist.
 
     Args:
-        url_or_path: a file, or any SQLAlchemy URL such as `postgresql+psycopg://user@host/db`; None = `default_path()`.
-        read_only: never write; otherwise a file that cannot be written is opened for reading.
+        url_or_path: path of a file, or SQLAlchemy URL such as `postgresql+psycopg://user@host/db`; None =
+            `default_path()`.
+        read_only: never write. A file without write permission is opened read-only in any case.
 
     Raises:
-        RegistryError: it cannot be opened; the message says what to do.
+        RegistryError: the registry cannot be opened. The message names a remedy.
     """
     from .store import Store
 
@@ -35,7 +36,7 @@ def open_store(url_or_path: str | None = None, *, read_only: bool = False) -> St
 
 
 def is_yet_to_be_made(url_or_path: str | None) -> bool:
-    """Return whether the registry is a file that does not exist, in a place where it can be made."""
+    """Return whether the registry is a file that does not exist yet but can be created."""
     path = str(default_path()) if url_or_path is None else os.path.abspath(url_or_path)
     if (url_or_path is not None and "://" in url_or_path) or os.path.exists(path):
         return False
@@ -44,10 +45,10 @@ def is_yet_to_be_made(url_or_path: str | None) -> bool:
 
 
 def load_ahead(url_or_path: str | None = None) -> None:
-    """Has a thread import what a look-up takes, networkx and SQLAlchemy: that is 0.2 s of processor time.
+    """Import the modules for a look-up (networkx, SQLAlchemy) in a background thread.
 
-    Nothing is imported where the registry is yet to be made. The process forks only after that: in a child, modules
-    that are being imported would stay locked for ever.
+    The imports take 0.2 s of processor time. Does nothing if the registry does not exist yet. `os.fork` waits for the
+    thread, because a module whose import is in progress would stay locked forever in the child.
     """
     global _loading
     if _loading is None and not is_yet_to_be_made(url_or_path):
@@ -60,7 +61,7 @@ _loading: threading.Thread | None = None
 
 
 def _load() -> None:
-    with contextlib.suppress(Exception):  # whoever needs it imports it, and says what is wrong
+    with contextlib.suppress(Exception):  # the regular import at the look-up reports the error
         import networkx  # noqa: F401
         import sqlalchemy.dialects.sqlite  # noqa: F401
 

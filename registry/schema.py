@@ -1,7 +1,7 @@
-"""Records: what the registry keeps of a job, of sparse rows and of sharded training.
+"""Records of the registry: settings of jobs, of sparse rows and of sharded training.
 
-A record holds the classes that run, such as `Knobs`. The limits in their types are checked when a record is read. JSON
-is the form on disk; a record that was written by an earlier release is converted in `from_json`.
+Records contain tuner classes such as `Knobs`, so the limits in the types of those classes are checked when a record is
+read. On disk, records are JSON. `from_json` converts records of earlier releases.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from sirtaki.autotune.trial import Trial
 from sirtaki.comm.sparse.plan import COLD_PATHS, SparsePath
 from sirtaki.errors import RegistryError
 from sirtaki.fields import Count, Number, Positive, Text, Texts, checked, plain
-from sirtaki.measures import Gain, LinkModel, told_gain
+from sirtaki.measures import Gain, LinkModel, describe_gain
 
 from .cluster import MAX_RANKS, Ranks, Topology
 from .graph import GraphJson, ModelGraph, canonical_json, digest, fingerprint, graph_to_json
 
 STALE_AFTER_S = 90 * 24 * 3600.0
-"""Age in seconds from which a newer record replaces a better one, because networks and drivers change."""
+"""Age in seconds after which a newer record replaces a better one, because networks and drivers change."""
 
 MAX_SPEEDUP = 100.0
-"""No setting is that much faster than the untuned default. Such a record is a measurement error or a forgery."""
+"""Larger speedups over the untuned default are rejected as measurement errors or forgeries."""
 
 MAX_AHEAD_S = 24 * 3600.0
-"""Seconds by which the clock of another host may be ahead."""
+"""Largest accepted difference, in seconds, by which another host's clock is ahead."""
 
 
 class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,17 +43,17 @@ class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     kind: ClassVar[str]
 
     def digest(self) -> str:
-        """Return a digest that is equal exactly for equal keys of a kind."""
+        """Return a digest that is equal exactly for equal keys of one class."""
         return digest(self.kind, canonical_json(plain(self)))[:32]
 
 
 class StoredSetting(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A record: a setting that a job found fastest, the key under which it is found again, and its origin."""
+    """A record: the fastest setting of a job, the key to find it, and its origin."""
 
     table: ClassVar[str]
-    """Name of the table in a database, and of the list in a document."""
+    """Name of the database table, and of the list in a document."""
     called: ClassVar[str]
-    """Name in messages."""
+    """Noun for messages."""
     shown_by: ClassVar[str]
     """Command that lists the records."""
 
@@ -61,12 +61,12 @@ class StoredSetting(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def created_s(self) -> float:
-        """Seconds since the epoch."""
+        """Return the time of creation, in seconds since the epoch."""
         raise NotImplementedError
 
     @property
     def id(self) -> str:
-        """Id of the record. The store keeps one record for each."""
+        """Return the id. The store keeps one record per id."""
         return digest(*self._identity())[:32]
 
     def _identity(self) -> tuple[str, ...]:
@@ -77,37 +77,38 @@ class StoredSetting(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return bool(self.created_s > old.created_s)
 
     def distance(self, wanted: Any) -> float:  # Any: each type has its own
-        """Return how far this record is from what a job with the same key wants; infinite = of no use."""
+        """Return how much this record differs from what a job with the same key needs; infinite = unusable."""
         return 0.0
 
     def implausible(self) -> str:
-        """Return why no job can have found this, in words; empty if a job can have."""
+        """Return the reason why no job can have produced this record; "" if it is plausible."""
         raise NotImplementedError
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON-ready dict; `from_json` is the inverse."""
+        """Return a JSON-ready dict. `from_json` is the inverse."""
         data: dict[str, Any] = plain(self)
         return data
 
     def body(self) -> dict[str, Any]:
-        """Return what a store keeps in the row of this record: `to_json` without the graphs."""
+        """Return the part of `to_json` that a store keeps in the record's row, without the graphs."""
         return self.to_json()
 
     @property
     def graphs(self) -> dict[str, Any]:
-        """Fields of `to_json` that are not in `body`, as objects."""
+        """Return the fields of `to_json` that `body` lacks, as objects."""
         return {}
 
     @classmethod
     def from_json(cls, data: object, graphs: Mapping[str, Any] = MappingProxyType({})) -> Self:
-        """Return the record that `to_json` of this or an earlier release described.
+        """Build a record from the output of `to_json` of this or an earlier release.
 
         Args:
-            data: what `to_json` returned, or `body` if `graphs` are given.
-            graphs: fields that are not in `data`; see `graphs`.
+            data: output of `to_json`, or of `body` if `graphs` is given.
+            graphs: fields that `data` lacks, as in the property `graphs`.
 
         Raises:
-            RegistryError: a field is missing, unknown or invalid, or no job can have found this; the message names it.
+            RegistryError: a field is missing, unknown or invalid, or the record is implausible. The message names the
+                field.
         """
         record = checked(cls, {**checked(dict[str, Any], data), **graphs} if graphs else data)
         if record.created_s > time.time() + MAX_AHEAD_S:
@@ -121,21 +122,25 @@ class StoredSetting(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class EntryKey(Key, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Properties that must be equal for a job's setting to be used as it is.
+    """Properties that must be equal for a job to use a stored setting unchanged.
 
-    The last three are left out if they are empty, so that entries of releases that did not know them keep their ids.
+    Empty values of the last three fields are omitted from JSON, so that ids of entries from releases without these
+    fields
+    stay valid.
 
     Attributes:
         model: fingerprint of the model graph.
         topology: fingerprint of the topology.
         world_size: number of ranks.
-        dtype: name of the element type as it travels.
+        dtype: name of the element type on the wire.
         device: "cpu" or "cuda".
-        versions: library versions that matter, by name.
-        gradients: `graph.gradients_fingerprint` of the gradients that are reduced.
-        fixed: knobs that the user has fixed, and their values.
-        condition: how long communication took against the job's usual, such as "4×", if it had changed in mid-job;
-            empty = as usual. Jobs look up what is usual; the others are proposals to them, like those of similar jobs.
+        versions: relevant library versions, by name.
+        gradients: `graph.gradients_fingerprint` of the reduced gradients.
+        fixed: values of the knobs that the user fixed, by name.
+        condition: ratio of communication time to its usual value, such as "4×", if it changed during the job; "" =
+            usual.
+            Jobs look up the key with the usual condition. Entries with other conditions are treated like entries of
+            similar jobs.
     """
 
     kind = "key"
@@ -161,7 +166,7 @@ def make_key(
     gradients: str = "",
     fixed: Mapping[str, str] | None = None,
 ) -> EntryKey:
-    """The key of a job of this model on this cluster; the other arguments are `EntryKey`'s."""
+    """Return the key of a job. See `EntryKey` for the arguments."""
     return EntryKey(
         model=fingerprint(model),
         topology=topology.fingerprint(),
@@ -179,9 +184,9 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
         created_s: seconds since the epoch.
-        model_name: class name of the model, for people; empty if unknown.
-        host_kinds: kinds of the hosts, each once, sorted.
-        versions: versions of everything that took part, by name; more than the key's.
+        model_name: class name of the model, for display; "" = unknown.
+        host_kinds: distinct kinds of hosts, sorted.
+        versions: versions of all components, by name; a superset of the key's.
     """
 
     created_s: Annotated[float, Meta(ge=0, le=1e11)]
@@ -191,7 +196,7 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class _OldLink(Struct, forbid_unknown_fields=True):
-    """A link as early versions wrote it: the concurrency curve as factors."""
+    """Link format of early versions, in which the concurrency curve is a list of factors."""
 
     latency_s: Number
     bandwidth_bytes_per_s: Positive
@@ -206,21 +211,22 @@ class JobRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields=
     """Result of one job's warm-up.
 
     Attributes:
-        key: under which it is found again.
-        model: graph of the model; its fingerprint is `key.model`. Records are compared by it.
-        topology: the cluster; its fingerprint is `key.topology`.
-        layout: `layout_fingerprint` of the gradient layout that explicit cuts fit; empty if unknown.
-        knobs: the best knobs.
-        best_span_s: their span.
-        default_span_s: span of the untuned default in the same job.
-        noise_s: noise of these spans.
-        gain: gain over the default that a paired comparison has proved. None if the default was kept, of jobs that
-            ended early, and of releases that proved nothing.
-        n_trials: number of trials, including those of earlier jobs that were cut short.
+        key: key to find the record.
+        model: graph of the model; its fingerprint is `key.model`.
+        topology: cluster; its fingerprint is `key.topology`.
+        layout: `layout_fingerprint` of the gradients that explicit cuts fit; "" = unknown.
+        knobs: best knobs.
+        best_span_s: communication time per iteration with the best knobs.
+        default_span_s: communication time of the untuned default in the same job.
+        noise_s: noise of both times.
+        gain: gain over the default, proved by a paired comparison. None if the default was kept, if the job ended
+            early,
+            or if an earlier release wrote the record.
+        n_trials: number of trials, including trials of earlier unfinished jobs that this job continued.
         arm: arm that proposed the best knobs.
-        complete: False if the job ended before its warm-up; the next job continues from `trials`.
+        complete: False if the job ended before its warm-up did. The next job then continues from `trials`.
         trials: finished trials; may be empty.
-        link: the link as measured, if it was.
+        link: measured link; None = not measured.
         provenance: origin.
     """
 
@@ -243,12 +249,12 @@ class JobRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields=
     gain: Gain | None = None
 
     def __eq__(self, other: object) -> bool:
-        """Compare everything but the graph, whose fingerprint is in the key."""
+        """Compare all fields but the graph, whose fingerprint is part of the key."""
         names = [name for name in self.__struct_fields__ if name != "model"]
         return type(other) is JobRecord and all(getattr(self, name) == getattr(other, name) for name in names)
 
     def __ne__(self, other: object) -> bool:
-        return not self == other  # Struct's own compares identities
+        return not self == other  # because Struct's __ne__ compares identities
 
     __hash__ = None  # type: ignore[assignment]  # its key holds dicts
 
@@ -258,27 +264,33 @@ class JobRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def id(self) -> str:
-        """Digest of the key. Its first characters suffice for people."""
+        """Return the digest of the key. Users may abbreviate it."""
         return self.key.digest()
 
     @property
     def speedup(self) -> float:
-        """Speed relative to the untuned default. Comparable between jobs, because both times are of one job."""
+        """Return the speed relative to the untuned default.
+
+        Speedups are comparable between jobs, because both times come from the same job.
+        """
         return self.default_span_s / self.best_span_s
 
     @property
     def relative_noise(self) -> float:
-        """Noise as a fraction of the best span."""
+        """Return the noise as a fraction of the best communication time."""
         return self.noise_s / self.best_span_s
 
     def supersedes(self, old: JobRecord) -> bool:
         """Return whether this record replaces a stored one with the same key.
 
-        A complete record replaces an incomplete one, never the other way. Of two incomplete ones the longer search wins
-        (a job that continues has the trials of the earlier job). Of two with the same knobs the newer one knows better
-        what they are worth. Otherwise the better one wins if it is better by more than the noise, else the newer; after
-        `STALE_AFTER_S` always the newer. A job that has run a stored setting and found it slow says so to
-        `Store.put`.
+        A complete record replaces an incomplete one, never the reverse. Of two incomplete records, the one with more
+        trials
+        wins, because a job that continues a search starts with the earlier trials. If the records differ in age by more
+        than
+        `STALE_AFTER_S` or have equal knobs, the newer one wins. Otherwise the faster one wins if it is faster by more
+        than the
+        noise, else the newer one. A job that has run a stored setting and found it slow passes it to `Store.put` as
+        `disproved`.
         """
         if self.complete != old.complete:
             return self.complete
@@ -308,9 +320,9 @@ class JobRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields=
         names = (name for name in self.__struct_fields__ if name not in ("model", "topology"))
         body: dict[str, Any] = {name: plain(getattr(self, name)) for name in names}
         if body["link"] is not None:
-            del body["link"]["busy"]  # earlier releases refuse it; it is a property of the hosts
+            del body["link"]["busy"]  # a property of the hosts, and earlier releases reject it
         if body["gain"] is None:
-            del body["gain"]  # which earlier releases do not know
+            del body["gain"]  # earlier releases reject it
         return body
 
     @classmethod
@@ -320,7 +332,7 @@ class JobRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields=
             data["model"] = checked(GraphJson, data["model"], at="model").graph()
         if isinstance(link := data.get("link"), dict) and "latency_s" in link:
             data["link"] = checked(_OldLink, link, at="link").model()
-        if isinstance(trials := data.get("trials"), list):  # JSON knows no infinity
+        if isinstance(trials := data.get("trials"), list):  # JSON has no infinity, so null stands for it
             failed = {"span_s": math.inf}
             data["trials"] = [
                 one | failed if isinstance(one, dict) and one.get("span_s", 0) is None else one for one in trials
@@ -328,11 +340,11 @@ class JobRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields=
         return super().from_json(data, graphs)
 
     def describe_gain(self) -> str:
-        """Return how much faster than the default, with the interval of what was proved, and whether anything was."""
-        return told_gain(self.gain, self.default_span_s, self.best_span_s)
+        """Return the speedup over the default in words, with its confidence interval if it was proved."""
+        return describe_gain(self.gain, self.default_span_s, self.best_span_s)
 
     def describe(self) -> str:
-        """Return the job in a few words: `ResNet on 8 ranks on 2 hosts`."""
+        """Return the job in words, such as `ResNet on 8 ranks on 2 hosts`."""
         name = self.provenance.model_name or f"model {self.key.model[:8]}"
         return f"{name} on {self.topology.describe()}"
 
@@ -341,10 +353,10 @@ class JobRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 LIKE = 1.25
-"""Rows are touched alike where numbers of them differ by this factor at most."""
+"""Largest factor between the row counts of two access patterns that are treated as alike."""
 
 LIKE_COVERAGE = 0.1
-"""And parts of all touches by this at most: so much may hot rows lose until they are ranked anew."""
+"""Largest difference in covered accesses for alike patterns; the same loss makes a job rank its frequent rows again."""
 
 _Rows = Annotated[int, Meta(ge=1, le=2**48)]
 _Touches = Annotated[float, Meta(ge=1, le=1e18)]
@@ -354,12 +366,12 @@ class Skew(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Access pattern of the rows of one parameter.
 
     Attributes:
-        touched: in an iteration by all ranks together, one that several ranks touch counted for each; mean.
-        union: by any rank, mean.
-        curve: which part of all touches the most touched rows have: `(rows, part)`, both ascending, from one row on.
+        touched: mean number of rows accessed per iteration, summed over ranks, so that shared rows count several times.
+        union: mean number of distinct rows accessed per iteration by any rank.
+        curve: points (number of most frequent rows, fraction of all accesses), ascending in both, from one row on.
 
     Raises:
-        RegistryError: there is no curve, or it does not ascend.
+        RegistryError: the curve is empty or does not ascend.
     """
 
     touched: _Touches
@@ -368,12 +380,15 @@ class Skew(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if not (self.touched > 0 and self.union > 0 and self.curve):
-            raise RegistryError("skew: nothing was touched")
+            raise RegistryError("skew: must have at least one accessed row")
         if any(rows >= more or part > larger for (rows, part), (more, larger) in pairwise(self.curve)):
             raise RegistryError("skew.curve: must ascend")
 
     def covered(self, rows: int) -> float:
-        """Which part of all touches that many rows have; between points by the logarithm of the rows."""
+        """Return the fraction of accesses that go to the `rows` most frequent rows.
+
+        Values between points are interpolated over the logarithm of the rows.
+        """
         if rows >= self.curve[-1][0]:
             return 1.0
         below, part = self.curve[0]
@@ -385,7 +400,7 @@ class Skew(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return 1.0
 
     def distance(self, other: Skew) -> float:
-        """0 = the same, up to 1 = alike."""
+        """Return the distance of two patterns: 0 = equal, up to 1 = alike."""
         counts = (
             abs(math.log(here / there)) / math.log(LIKE)
             for here, there in ((self.touched, other.touched), (self.union, other.union))
@@ -395,7 +410,7 @@ class Skew(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return max(*counts, coverage / LIKE_COVERAGE)
 
     def bucket(self) -> list[int]:
-        """Equal or next to each other for skews that are alike."""
+        """Return rounded coordinates that are equal or adjacent for alike patterns."""
         middle = max(1, round(math.sqrt(self.curve[-1][0])))
         counts = (round(math.log(count) / math.log(LIKE)) for count in (self.touched, self.union))
         return [*counts, round(self.covered(middle) / LIKE_COVERAGE)]
@@ -406,13 +421,13 @@ class RowsKey(Key, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
         topology: fingerprint of the topology.
-        ranks: that add up rows.
-        n_rows: of the parameter.
-        row_bytes: of one.
+        ranks: number of ranks that sum the rows.
+        n_rows: number of rows of the parameter.
+        row_bytes: size of one row.
         dtype: name of the element type.
-        aggregator: one is there that may sum hot rows.
-        versions: library versions that matter, by name.
-        fixed: knobs that the user has fixed, and their values.
+        aggregator: an aggregator for frequent rows is available.
+        versions: relevant library versions, by name.
+        fixed: values of the knobs that the user fixed, by name.
     """
 
     kind = "rows"
@@ -428,18 +443,18 @@ class RowsKey(Key, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class RowsRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fastest algorithm that a job found for the rows of one parameter: a `SparsePlan` without its hot rows.
+    """Fastest sparse algorithm that a job found for one parameter: a `SparsePlan` without its list of frequent rows.
 
     Attributes:
-        key: under which it is found again.
-        name: of the parameter.
-        skew: how often its rows are accessed.
-        path: the algorithm.
-        cold: algorithm of the rows that are not hot.
-        block_rows: consecutive rows in a block.
-        n_hot: number of hot rows.
-        span_s: time of a reduction, the median of trials.
-        aggregated: an aggregator summed the hot rows.
+        key: key to find the record.
+        name: name of the parameter.
+        skew: access pattern of the rows.
+        path: algorithm.
+        cold: algorithm for infrequent rows.
+        block_rows: number of consecutive rows in a block.
+        n_hot: number of frequent rows.
+        span_s: median time of a reduction.
+        aggregated: an aggregator summed the frequent rows.
         created_s: seconds since the epoch.
     """
 
@@ -460,7 +475,10 @@ class RowsRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields
         return "row way", self.key.digest(), self.name, canonical_json(self.skew.bucket())
 
     def distance(self, wanted: tuple[str, Skew]) -> float:
-        """Return the distance from a parameter's name and skew: 0 to 1 for the same name, 1 to 2 for another one."""
+        """Return the distance from (name, skew) of a parameter: 0 to 1 for an equal name, 1 to 2 for another name.
+
+        Returns infinity if the patterns are not alike or the record is stale.
+        """
         name, skew = wanted
         apart = self.skew.distance(skew)
         stale = self.created_s < time.time() - STALE_AFTER_S
@@ -469,13 +487,13 @@ class RowsRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields
     def implausible(self) -> str:  # noqa: D102
         hot, n_rows = self.path is SparsePath.HOT_COLD, self.key.n_rows
         if self.cold not in COLD_PATHS:
-            return f"cold: cold rows do not travel by {self.cold.value}"
+            return f"cold: {self.cold.value} is not an algorithm for infrequent rows"
         if self.aggregated and not (hot and self.key.aggregator):
-            return f"aggregated: only of {SparsePath.HOT_COLD.value} where the key has an aggregator"
+            return f"aggregated: must be false unless path is {SparsePath.HOT_COLD.value} and the key has an aggregator"
         if not int(hot) <= self.n_hot <= (n_rows if hot else 0):
-            return f"n_hot: {self.n_hot} of {n_rows} rows cannot be hot where the path is {self.path.value}"
+            return f"n_hot: {self.n_hot} of {n_rows} rows is not possible with the path {self.path.value}"
         if max(self.skew.union, self.skew.curve[-1][0]) > n_rows:
-            return f"skew: more rows are touched than the {n_rows} that there are"
+            return f"skew: must not have more accessed rows than the {n_rows} rows of the parameter"
         return ""
 
 
@@ -487,11 +505,11 @@ class ShardsKey(Key, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
         topology: fingerprint of the topology.
-        ranks: that have the shards of one model.
-        model: digest of its sharded modules, in the order in which they are used.
-        transport: what carries them.
-        versions: library versions that matter, by name.
-        fixed: knobs that the user has fixed, and their values.
+        ranks: number of ranks that share one model.
+        model: digest of the sharded modules, in order of use.
+        transport: transport of the shards.
+        versions: relevant library versions, by name.
+        fixed: values of the knobs that the user fixed, by name.
     """
 
     kind = "shards"
@@ -505,14 +523,14 @@ class ShardsKey(Key, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ShardsRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fastest setting that a job found for a model with sharded parameters. JSON has its fields beside the others.
+    """Fastest setting that a job found for a model with sharded parameters. JSON stores the fields of `setting` inline.
 
     Attributes:
-        key: under which it is found again.
-        memory_bytes: memory that the job allowed above what untuned training takes.
+        key: key to find the record.
+        memory_bytes: memory that the job allowed beyond that of untuned training.
         modules: number of sharded modules.
-        setting: the setting; its compressors are among those that the key names.
-        gain: share of the untuned step that it saves; 0 if the untuned setting was kept.
+        setting: setting; the key names its compressors as allowed.
+        gain: fraction of the untuned step time that it saves; 0 if the untuned setting was kept.
         created_s: seconds since the epoch.
     """
 
@@ -529,7 +547,10 @@ class ShardsRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fiel
         return "shard way", self.key.digest(), str(self.memory_bytes)
 
     def distance(self, wanted: int) -> float:
-        """Return by how much the memory that was allowed exceeds that many bytes; infinite if it was less."""
+        """Return by how many bytes the allowed memory exceeds `wanted`.
+
+        Returns infinity if less memory was allowed or the record is stale.
+        """
         stale = self.created_s < time.time() - STALE_AFTER_S
         return math.inf if stale or self.memory_bytes < wanted else float(self.memory_bytes - wanted)
 

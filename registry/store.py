@@ -1,4 +1,4 @@
-"""The registry: records in SQLite or another database of SQLAlchemy's."""
+"""Registry store: records in SQLite or another database that SQLAlchemy supports."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ metadata = MetaData()
 
 versions = Table("sirtaki_schema", metadata, Column("version", Integer, nullable=False))
 
-# Graphs are kept once for all entries that share them, compressed.
+# Entries share graphs, so each graph is stored once, compressed.
 models = Table(
     "models",
     metadata,
@@ -80,7 +80,7 @@ models = Table(
     Column("body", LargeBinary, nullable=False),
 )
 
-# Apart from the graphs, since all of them are read at every lookup of similar entries.
+# Separate from the graphs, because each search for similar entries reads all signatures.
 signatures = Table(
     "signatures",
     metadata,
@@ -151,31 +151,36 @@ SCHEMAS: Sequence[Sequence[Table]] = (
     (distances,),
     *((table,) for table in _TABLES.values() if table is not entries),
 )
-"""The tables that each version of the schema has added; older ones that may not be written stay as they are."""
+"""Tables that each version of the schema added. A read-only registry may have an older version."""
 
-_LOCK = 0x51A7A1  # any number, the same in every process
+_LOCK = 0x51A7A1  # arbitrary, but equal in all processes
 
-# Two jobs may insert the same key or graph at the same moment; the one that loses tries again and then updates.
+# Two jobs may insert the same key or graph at the same moment. The second one fails, tries again and updates.
 _ATTEMPTS = 5
 
-# A graph of stated maximum size has less than this many bytes as JSON; more is an attempt to fill our memory.
+# Bound on the JSON of a graph of maximum size. A larger body is an attempt to exhaust memory.
 _MAX_GRAPH_BYTES = 1 << 27
 
-MOST_OF_A_KEY = 1000
-"""Number of records with one key that are read, the newest ones."""
+MAX_PER_KEY = 1000
+"""Limit on the number of records with one key that are read, newest first."""
 
-_PARAMETERS = 500  # databases limit how many a statement has
+_PARAMETERS = 500  # per statement, because databases limit their number
 
-_POSTGRESQL = {"connect_timeout": 10, "client_encoding": "utf8"}  # s; a database of SQL_ASCII would answer in bytes
+_POSTGRESQL = {"connect_timeout": 10, "client_encoding": "utf8"}  # s; with SQL_ASCII the driver would return bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntrySummary:
-    """What a list shows of an entry, read without its graphs.
+    """Columns of an entry for lists, read without its graphs.
 
     Attributes:
-        hosts: number and kinds of its hosts, as `ClusterShape.describe` gives them.
-        fixed: knobs that the user had fixed.
+        id: id of the entry.
+        model, topology, world_size, dtype, device: as in `EntryKey`.
+        complete, best_span_s, default_span_s, n_trials, arm: as in `JobRecord`.
+        created_s: seconds since the epoch.
+        model_name: class name of the model.
+        hosts: number and kinds of hosts (`ClusterShape.describe`).
+        fixed: knobs that the user fixed.
         condition: as in `EntryKey`.
         gain: as in `JobRecord`.
     """
@@ -200,7 +205,7 @@ class EntrySummary:
 
 
 class Candidate(NamedTuple):
-    """The little that is read of an entry while the nearest is looked for."""
+    """Columns of an entry that the search for the nearest entries needs."""
 
     id: str
     model: str
@@ -213,13 +218,13 @@ _SUMMARY = [entries.c[name] for name in EntrySummary.__dataclass_fields__ if nam
 
 
 class Store:
-    """A registry. It keeps one record for each id.
+    """A registry. It stores one record per id.
 
-    All methods raise RegistryError if it cannot be read or written.
+    All methods raise RegistryError if the database cannot be read or written.
 
     Attributes:
-        read_only: it is never written, because it was opened so, or because it cannot be written.
-        name: of the file or database, without a password.
+        read_only: the registry is never written, because the caller or the file's permissions forbid it.
+        name: path of the file, or URL of the database without its password.
     """
 
     def __init__(self, url_or_path: str, *, read_only: bool = False) -> None:
@@ -238,18 +243,18 @@ class Store:
                 self._prepare(self._engine)
 
     def get(self, kind: type[R], key: Key) -> R | None:
-        """Return the newest record of this key, None if there is none, or if it is damaged."""
+        """Return the newest record with this key; None if there is none or it is damaged."""
         return next(self.all(kind, key), None)
 
     def all(self, kind: type[R], key: Key | None = None) -> Iterator[R]:
-        """Read all records of a type, or those of a key, newest first. Damaged ones are left out and logged."""
+        """Yield all records of a type, or those with a key, newest first. Damaged records are logged and skipped."""
         if kind not in self._kinds:
             return
         table, level = _TABLES[kind], logging.WARNING if key is None else logging.INFO
         newest = select(table.c.id).order_by(table.c.created_s.desc(), table.c.id)
         if key is not None:
             by_key = table.c.id if table is entries else table.c.kind
-            newest = newest.where(by_key == key.digest()).limit(MOST_OF_A_KEY)
+            newest = newest.where(by_key == key.digest()).limit(MAX_PER_KEY)
         with self._reading() as connection:
             names = list(connection.execute(newest).scalars())
         for some in _in_parts(names):
@@ -261,24 +266,26 @@ class Store:
                         yield _record(kind, *rows[name])
 
     def nearest(self, kind: type[R], key: Key, wanted: object) -> list[R]:
-        """Return the records of this key that can be of use, nearest to what is wanted first (`kind.distance`)."""
+        """Return the usable records with this key, by ascending `kind.distance` to `wanted`."""
         found = [(record.distance(wanted), record) for record in self.all(kind, key)]
         return [record for apart, record in sorted(found, key=lambda one: one[0]) if apart < float("inf")]
 
     def find(self, kind: type[R], id_prefix: str) -> R:
-        """Return the only record of this type whose id begins like this. `StoredSetting` = a record of any type."""
+        """Return the only record of this type whose id has this prefix. `StoredSetting` stands for any type."""
         with self._reading() as connection:
             found, name = self._find(connection, kind, id_prefix)
             row = next(_rows(connection, found, [name]), None)
         if row is None:
-            raise RegistryError(f"{found.called} {name} has lost its model or its cluster: forget it")
+            raise RegistryError(
+                f"the model or the cluster of {found.called} {name} is missing: forget the {found.called}"
+            )
         try:
             return _record(found, *row)
         except RegistryError as err:
             raise RegistryError(f"{found.called} {name} is damaged ({err}): forget it") from err
 
     def summaries(self) -> list[EntrySummary]:
-        """All entries, newest first; a damaged one, too, with what can be read of it."""
+        """Return all entries, newest first. Damaged entries are included with their readable columns."""
         with self._reading() as connection:
             rows = connection.execute(
                 select(*_SUMMARY, topologies.c.shape, entries.c.body)
@@ -305,17 +312,20 @@ class Store:
             return found
 
     def put(self, record: StoredSetting, *, disproved: StoredSetting | None = None) -> bool:
-        """Store a record, unless the stored one is better (`StoredSetting.supersedes`). Return False if so. Atomic.
+        """Store a record unless the stored one with the same id is better (`StoredSetting.supersedes`). Atomic.
 
         Args:
-            record: the record.
-            disproved: stored record that this job has run and found slow. It is replaced whatever it claims.
+            record: record to store.
+            disproved: stored record that this job has run and found slow. It is replaced in any case.
+
+        Returns:
+            False if the stored record was better.
         """
         return self.put_all([record], disproved=disproved) == 1
 
     def put_all(self, records: Sequence[StoredSetting], *, disproved: StoredSetting | None = None) -> int:
-        """Store all records or, if anything goes wrong, none. Return how many were stored."""
-        for record in records:  # a record that cannot be read must not be written
+        """Store all records, or none if an error occurs. Return the number of stored records."""
+        for record in records:  # check first, because an unreadable record must not be written
             type(record).from_json(record.body(), record.graphs)
         for _ in range(_ATTEMPTS):
             try:
@@ -324,10 +334,10 @@ class Store:
             except RegistryError as err:
                 if not isinstance(err.__cause__, IntegrityError):
                     raise
-        raise RegistryError(f"{self.name} is written by so many others at once that nothing could be kept")
+        raise RegistryError(f"{self.name}: nothing was stored, because {_ATTEMPTS} attempts met concurrent writes")
 
     def forget(self, id_prefix: str) -> str:
-        """Remove the only record whose id begins like this. Return its id."""
+        """Delete the only record whose id has this prefix. Return its id."""
         with self._writing() as connection:
             kind, name = self._find(connection, StoredSetting, id_prefix)
             table = _TABLES[kind]
@@ -336,30 +346,38 @@ class Store:
             return name
 
     def prune(self, *, older_than_s: float | None = None, keep: int | None = None) -> int:
-        """Removes what is older, and all but the `keep` newest of each kind; how many went."""
-        gone = 0
+        """Delete old and surplus records.
+
+        Args:
+            older_than_s: delete records of greater age.
+            keep: number of newest records of each type to keep.
+
+        Returns:
+            Number of deleted records.
+        """
+        deleted = 0
         with self._writing() as connection:
             for table in map(_TABLES.__getitem__, self._kinds):
                 if older_than_s is not None:
                     old = table.c.created_s < time.time() - older_than_s
-                    gone += connection.execute(delete(table).where(old)).rowcount
+                    deleted += connection.execute(delete(table).where(old)).rowcount
                 if keep is not None:
                     newest = select(table.c.id).order_by(table.c.created_s.desc(), table.c.id)
                     surplus = list(connection.execute(newest.offset(keep).limit(2**31)).scalars())
                     for some in _in_parts(surplus):
-                        gone += connection.execute(delete(table).where(table.c.id.in_(some))).rowcount
+                        deleted += connection.execute(delete(table).where(table.c.id.in_(some))).rowcount
             _delete_orphans(connection)
-        return gone
+        return deleted
 
     def candidates(self, device: str, models: Sequence[str]) -> Sequence[Candidate]:
-        """All entries of these models on this kind of device, in any order."""
+        """Return all entries of these models on this kind of device, in any order."""
         columns = [entries.c[name] for name in Candidate._fields]
         wanted = (entries.c.device == device, entries.c.model.in_(models))
         with self._reading() as connection:
             return [Candidate(*row) for row in connection.execute(select(*columns).where(*wanted))]
 
     def signatures(self) -> tuple[Sequence[str], Signatures]:
-        """Fingerprints and signatures, `(n_models, WIDTH)`, of all model graphs that entries use."""
+        """Return the fingerprints and signatures, `(n_models, WIDTH)`, of all stored model graphs."""
         with self._reading() as connection:
             rows = connection.execute(select(signatures)).all()
             found = {row.fingerprint: row.body for row in rows if row.version == SIGNATURE_VERSION}
@@ -369,12 +387,12 @@ class Store:
             return list(found), from_bytes(list(found.values()))
 
     def models(self, fingerprints: Sequence[str]) -> Mapping[str, ModelGraph]:
-        """These model graphs; those that are not there or damaged are left out."""
+        """Return the model graphs with these fingerprints. Missing and damaged graphs are omitted."""
         with self._reading() as connection:
             return dict(_graphs(connection, fingerprints))
 
     def shapes(self) -> Mapping[str, ClusterShape]:
-        """Shapes of all clusters that entries use, by the topology's fingerprint."""
+        """Return the shapes of all stored clusters, by fingerprint of the topology."""
         with self._reading() as connection:
             rows = connection.execute(select(topologies.c.fingerprint, topologies.c.shape)).all()
         found = {}
@@ -384,15 +402,15 @@ class Store:
         return found
 
     def distances(self, fingerprint: str) -> Mapping[str, float]:
-        """Distances from this graph that were computed before, by the other graph's fingerprint."""
-        mine = or_(distances.c.low == fingerprint, distances.c.high == fingerprint)
+        """Return the stored distances between this graph and others, by the other graph's fingerprint."""
+        matches = or_(distances.c.low == fingerprint, distances.c.high == fingerprint)
         with self._reading() as connection:
-            rows = connection.execute(select(distances).where(mine)).all()
+            rows = connection.execute(select(distances).where(matches)).all()
         sound = (row for row in rows if isinstance(row.distance, float) and 0.0 <= row.distance <= 1.0)
         return {row.high if row.low == fingerprint else row.low: row.distance for row in sound}
 
     def save_distances(self, fingerprint: str, by_other: Mapping[str, float]) -> None:
-        """Keeps computed distances; does nothing where the store is read-only."""
+        """Store computed distances. Does nothing if the store is read-only."""
         if self.read_only or not by_other:
             return
         rows = [
@@ -406,15 +424,15 @@ class Store:
                     connection.execute(delete(distances).where(*same_pair))
                 connection.execute(insert(distances), rows)
         except RegistryError as err:
-            if not isinstance(err.__cause__, IntegrityError):  # another process has just kept the same
+            if not isinstance(err.__cause__, IntegrityError):  # another process stored the same distances
                 raise
 
     def close(self) -> None:
-        """Lets go of all connections. Idempotent."""
+        """Close all connections. Idempotent."""
         self._engine.dispose()
 
     def _find(self, connection: Connection, kind: type[R], id_prefix: str) -> tuple[type[R], str]:
-        """Return the type and the id of the only record of a type whose id begins like this."""
+        """Return the type and the id of the only record of a type whose id has this prefix."""
         kinds = [one for one in self._kinds if issubclass(one, kind)]
         found = []
         for one in kinds:
@@ -444,7 +462,7 @@ class Store:
             except RegistryError as err:
                 if not (isinstance(err.__cause__, OperationalError) and path.is_file()) or "locked" in str(err):
                     raise
-                logger.info("%s; it is opened for reading only", err)
+                logger.info("%s; opening it read-only", err)
                 self.read_only = True
         with self._translated():
             engine = sqlite_engine(path, read_only=True)
@@ -452,24 +470,22 @@ class Store:
             return engine
 
     def _prepare(self, engine: Engine) -> None:
-        """Brings tables up to date, or checks that they can be read as they are."""
+        """Create missing tables, or check that the schema of a read-only registry can be read."""
         with engine.connect().execution_options(writes=not self.read_only) as connection, connection.begin():
-            if (
-                connection.dialect.name == "postgresql" and not self.read_only
-            ):  # SQLite's writers exclude each other anyway
+            if connection.dialect.name == "postgresql" and not self.read_only:  # SQLite allows only one writer
                 connection.execute(select(func.pg_advisory_xact_lock(_LOCK)))
             there = inspect(connection).has_table(versions.name)
             version = int(connection.execute(select(versions.c.version)).scalar_one()) if there else 0
             if version > len(SCHEMAS):
                 raise RegistryError(
-                    f"the registry has schema {version}, this release knows up to {len(SCHEMAS)}: "
+                    f"the registry has schema {version}, but this release supports up to {len(SCHEMAS)}: "
                     "upgrade Sirtaki, or name another registry in SIRTAKI_REGISTRY"
                 )
             if self.read_only and version == 0:
                 raise RegistryError(f"there is no registry in {self.name}")
             if self.read_only:
-                there_are = [table for added in SCHEMAS[:version] for table in added]
-                self._kinds = [kind for kind in RECORDS if _TABLES[kind] in there_are]
+                existing = [table for added in SCHEMAS[:version] for table in added]
+                self._kinds = [kind for kind in RECORDS if _TABLES[kind] in existing]
             elif version < len(SCHEMAS):
                 metadata.create_all(connection, tables=[table for added in SCHEMAS[version:] for table in added])
                 connection.execute(delete(versions))
@@ -493,7 +509,7 @@ class Store:
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
-        """Turns every error of the database and below into a RegistryError."""
+        """Convert errors of the database and its driver to RegistryError."""
         try:
             yield
         except ImportError as err:
@@ -506,7 +522,7 @@ class Store:
             why = " ".join(str(err.orig).split())
             raise RegistryError(f"the registry {self.name} cannot be used ({why}): {advice}") from err
         except DatabaseError as err:
-            if self._path is not None and type(err.orig) is sqlite3.DatabaseError:  # its subclasses are other things
+            if self._path is not None and type(err.orig) is sqlite3.DatabaseError:  # subclasses are not damage
                 message = f"{self.name} is not a registry or is damaged ({err.orig})"
                 raise CorruptStoreError(message, self._path) from err
             why = " ".join(str(err.orig).split())
@@ -531,11 +547,11 @@ class _ListedBody(Struct):
 
 @contextmanager
 def _skipping(what: str, level: int = logging.INFO) -> Iterator[None]:
-    """One damaged row must not hide all others."""
+    """Log and suppress a RegistryError, because one damaged row must not hide the intact ones."""
     try:
         yield
     except RegistryError as err:
-        logger.log(level, "%s in the registry is left out: %s", what, err)
+        logger.log(level, "%s in the registry is skipped: %s", what, err)
 
 
 def _in_parts(names: Sequence[str]) -> Iterator[Sequence[str]]:
@@ -544,7 +560,7 @@ def _in_parts(names: Sequence[str]) -> Iterator[Sequence[str]]:
 
 
 def _rows(connection: Connection, kind: type[StoredSetting], ids: Sequence[str]) -> Iterator[Sequence[Any]]:
-    """Read id and body of records and, of jobs, the bodies of model and topology."""
+    """Yield the id and body of records and, for jobs, the bodies of model and topology."""
     table = _TABLES[kind]
     wanted = select(table.c.id, table.c.body)
     if table is entries:
@@ -557,7 +573,7 @@ def _rows(connection: Connection, kind: type[StoredSetting], ids: Sequence[str])
 
 
 def _record(kind: type[R], name: str, body: str, *graphs: bytes) -> R:
-    """Return the record of a row; RegistryError if it is damaged."""
+    """Build the record of a row. Raises RegistryError if it is damaged."""
     data = parsed(dict[str, Any], body)
     data |= {
         field: parsed(dict, _expanded(graph), at=field)
@@ -565,12 +581,12 @@ def _record(kind: type[R], name: str, body: str, *graphs: bytes) -> R:
     }
     record = kind.from_json(data)
     if record.id != name:
-        raise RegistryError("it is of another job")
+        raise RegistryError("its id does not match its key")
     return record
 
 
 def _graphs(connection: Connection, fingerprints: Sequence[str]) -> Iterator[tuple[str, ModelGraph]]:
-    """Those of these model graphs that can be read."""
+    """Yield the readable model graphs with these fingerprints."""
     for some in _in_parts(fingerprints):
         for name, body in connection.execute(select(models).where(models.c.fingerprint.in_(some))):
             with _skipping(f"model {name}"):
@@ -578,10 +594,10 @@ def _graphs(connection: Connection, fingerprints: Sequence[str]) -> Iterator[tup
 
 
 def _put(connection: Connection, record: StoredSetting, disproved: StoredSetting | None) -> bool:
-    """Store a record, unless the stored one is better. Return False if so."""
+    """Store a record unless the stored one is better. Return False in that case."""
     kind, table = type(record), _TABLES[type(record)]
-    mine = table.c.id == record.id
-    is_there = connection.execute(select(table.c.id).where(mine).with_for_update()).first() is not None
+    matches = table.c.id == record.id
+    is_there = connection.execute(select(table.c.id).where(matches).with_for_update()).first() is not None
     row = next(_rows(connection, kind, [record.id]), None)
     damaged = False
     if row is not None:
@@ -597,7 +613,7 @@ def _put(connection: Connection, record: StoredSetting, disproved: StoredSetting
         values |= _put_graphs(connection, record, damaged)
     else:
         values["kind"] = record.key.digest()
-    connection.execute(update(table).where(mine).values(values) if is_there else insert(table).values(values))
+    connection.execute(update(table).where(matches).values(values) if is_there else insert(table).values(values))
     return True
 
 
@@ -611,7 +627,7 @@ def _put_graphs(connection: Connection, record: JobRecord, damaged: bool) -> dic
         (models, key.model, graph),
         (signatures, key.model, summary),
         (topologies, key.topology, cluster),
-    ):  # what is there already stays, unless it may be damaged
+    ):  # existing rows stay unless they may be damaged
         same = table.c.fingerprint == fingerprint
         if connection.execute(select(table.c.fingerprint).where(same)).first() is None:
             connection.execute(insert(table).values(fingerprint=fingerprint, **values))
@@ -626,7 +642,7 @@ def _put_graphs(connection: Connection, record: JobRecord, damaged: bool) -> dic
 
 
 def _delete_orphans(connection: Connection) -> None:
-    """Graphs that no entry uses, and distances of graphs that are gone."""
+    """Delete graphs that no entry uses, and distances of deleted graphs."""
     for table, column in ((models, entries.c.model), (topologies, entries.c.topology)):
         used = select(column).where(column == table.c.fingerprint)
         connection.execute(delete(table).where(~used.exists()))
@@ -639,7 +655,7 @@ def _compressed(data: object) -> bytes:
 
 
 def _expanded(body: bytes) -> bytes:
-    """What `_compressed` made smaller; RegistryError if it is damaged, or far too large."""
+    """Undo `_compressed`. Raises RegistryError if the body is damaged or exceeds the size limit."""
     try:
         inflate = zlib.decompressobj()
         text = inflate.decompress(body, _MAX_GRAPH_BYTES)
@@ -651,10 +667,10 @@ def _expanded(body: bytes) -> bytes:
 
 
 def file_of(url_or_path: str) -> Path | None:
-    """The file in which a registry lies, None if it is on a server.
+    """Return the file of a registry; None if it is on a server.
 
     Raises:
-        RegistryError: it is no URL, or one of a database in memory.
+        RegistryError: the URL is invalid, or its database is in memory.
     """
     url = _url(url_or_path)
     if url is None:
@@ -662,7 +678,7 @@ def file_of(url_or_path: str) -> Path | None:
     if url.get_backend_name() != "sqlite":
         return None
     if url.database in (None, "", ":memory:"):
-        raise RegistryError("a registry in memory would forget everything: name a file")
+        raise RegistryError("a registry in memory would be lost at the end: name a file")
     return Path(url.database)
 
 
@@ -673,14 +689,17 @@ def _url(url_or_path: str) -> URL | None:
         raise RegistryError(f"{url_or_path!r} is not a URL that SQLAlchemy understands: {err}") from err
 
 
-# Write transactions take milliseconds; with dozens of jobs starting together the last may wait for seconds.
+# Write transactions take milliseconds, but if dozens of jobs start together the last one may wait for seconds.
 _BUSY_TIMEOUT_S = 15.0
 
 _NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "afs", "fuse", "9p", "glusterfs")
 
 
 def sqlite_engine(path: Path, *, read_only: bool) -> Engine:
-    """An engine without a pool (safe across fork, nothing stays open) on a file, created unless `read_only`."""
+    """Return an engine for a file. It creates the file unless `read_only`.
+
+    The engine has no connection pool, so it is safe across fork and leaves no connection open.
+    """
     journal = "DELETE" if _is_on_network(path) else "WAL"
 
     def connect() -> sqlite3.Connection:
@@ -690,17 +709,17 @@ def sqlite_engine(path: Path, *, read_only: bool) -> Engine:
                 try:
                     connection.execute("SELECT count(*) FROM sqlite_schema")
                 except sqlite3.OperationalError:
-                    # WAL wants to write an index file beside the database even for reading; `immutable` does without.
+                    # With WAL, even readers write an index file beside the database, unless it is `immutable`.
                     connection.close()
                     connection = _connect(path, "mode=ro&immutable=1")
-            connection.isolation_level = None  # transactions begin where we say, below
+            connection.isolation_level = None  # _begin below starts transactions explicitly
             connection.execute("PRAGMA foreign_keys = ON")
             if not read_only:
                 if connection.execute("PRAGMA journal_mode").fetchone()[0].upper() != journal:
                     connection.execute(f"PRAGMA journal_mode = {journal}")
-                # A killed process loses nothing; WAL needs no more, the rollback journal does.
+                # These levels lose nothing if the process is killed.
                 connection.execute(f"PRAGMA synchronous = {'NORMAL' if journal == 'WAL' else 'FULL'}")
-        except sqlite3.Error:  # of a damaged file
+        except sqlite3.Error:  # the file is damaged
             connection.close()
             raise
         return connection
@@ -709,7 +728,7 @@ def sqlite_engine(path: Path, *, read_only: bool) -> Engine:
 
     @event.listens_for(engine, "begin")
     def _begin(connection: Connection) -> None:
-        # A transaction that reads first and writes later could fail on the way up: take the write lock at once.
+        # Take the write lock at once, because upgrading a read lock later could fail.
         writes = connection.get_execution_options().get("writes", False)
         connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
@@ -717,7 +736,7 @@ def sqlite_engine(path: Path, *, read_only: bool) -> Engine:
 
 
 def is_damaged(path: Path) -> bool:
-    """Return whether the file is no SQLite database, or one with damage anywhere; reads all of it."""
+    """Return whether the file is not a SQLite database or is damaged. Reads the whole file."""
     if not path.exists():
         return False
     try:
@@ -727,7 +746,7 @@ def is_damaged(path: Path) -> bool:
         finally:
             connection.close()
     except sqlite3.DatabaseError as err:
-        return type(err) is sqlite3.DatabaseError  # its subclasses are other things: locks, permissions
+        return type(err) is sqlite3.DatabaseError  # subclasses report locks and permissions
 
 
 def _connect(path: Path, options: str) -> sqlite3.Connection:
@@ -740,9 +759,9 @@ def _is_on_network(path: Path) -> bool:
     try:
         lines = Path("/proc/self/mounts").read_text().splitlines()
     except OSError:
-        return False  # no Linux: take it for a local disk, as most home directories are
+        return False  # without /proc, assume a local disk, as for most home directories
     folder, around = os.path.realpath(path.parent), [(0, 0, "")]
-    for number, line in enumerate(lines):  # of two at one place the later one hides the other
+    for number, line in enumerate(lines):  # of two mounts at one place, the later one hides the earlier one
         _, place, kind, *_ = line.split()
         place = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), place).rstrip("/")  # spaces are \040
         if f"{folder}/".startswith(f"{place}/"):
@@ -751,13 +770,13 @@ def _is_on_network(path: Path) -> bool:
 
 
 def set_aside(path: Path) -> Path:
-    """Renames the file, and what SQLite keeps beside it, to `<name>.broken-<n>`; the new path.
+    """Rename a damaged file and SQLite's files beside it to `<name>.broken-<n>`. Return the new path.
 
-    Under a lock, and only if it is still damaged: the first job to come replaces the file, and the others must not
-    put the new one aside.
+    Takes a lock and checks the damage again, because several jobs may find it. The first job renames the file, and the
+    others must not rename its replacement.
 
     Raises:
-        RegistryError: it cannot be renamed.
+        RegistryError: the file cannot be renamed.
     """
     try:
         with open(f"{path}.lock", "w") as lock:
@@ -769,4 +788,4 @@ def set_aside(path: Path) -> Path:
                         os.rename(f"{path}{suffix}", f"{aside}{suffix}")
             return aside
     except OSError as err:
-        raise RegistryError(f"the damaged registry {path} cannot be put aside: {err}; move it away by hand") from err
+        raise RegistryError(f"the damaged registry {path} cannot be renamed: {err}; move it away by hand") from err

@@ -1,4 +1,4 @@
-"""What earlier jobs offer a new one: similar entries, and their settings adapted to it."""
+"""Warm start of a job: find similar entries of earlier jobs, and adapt their settings."""
 
 from __future__ import annotations
 
@@ -40,26 +40,25 @@ from .schema import EntryKey, JobRecord
 if TYPE_CHECKING:
     from .store import Store
 
-# The model decides more than the cluster does what cuts and streams are good.
+# The model has more weight, because it influences the best cuts and streams more than the cluster does.
 MODEL_WEIGHT = 0.7
 TOPOLOGY_WEIGHT = 0.3
 OTHER_DTYPE = 0.05
 
-# The models that could be nearest are looked at in stretches: all entries of one are listed, then read and matched a
-# few at a time.
+# Models are examined in groups of _STRETCH: all entries of a group are listed, then matched in groups of _BATCH.
 _STRETCH = 32
 _BATCH = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """An entry and how far it is from the job asked for.
+    """An entry and its distance from the job.
 
     Attributes:
-        id: the entry's.
-        distance: 0 = the same model on the same cluster; about 1 = nothing in common.
+        id: id of the entry.
+        distance: 0 = same model on the same cluster; about 1 = nothing in common.
         model_distance: normalised edit distance of the models.
-        topology_distance: of the clusters.
+        topology_distance: normalised distance of the clusters.
     """
 
     id: str
@@ -69,16 +68,18 @@ class Match:
 
 
 def topology_distance(first: ClusterShape, second: ClusterShape, *, link_octaves: int = 0) -> float:
-    """Normalised cost of turning one cluster into the other, host by host; 0 to 1, symmetric.
+    """Return the normalised cost of turning one cluster into the other, host by host; 0 to 1, symmetric.
 
-    The edit distance of two graphs with a node a host, each joined to one of the network, where like hosts are paired
-    first and the others by size. Edges carry the bandwidth of the network (AIACC § VI): relabelling one costs a part
-    for each doubling, up to the whole.
+    This is the edit distance of two star graphs, with a node for each host and one for the network. Equal hosts are
+    paired
+    first, the others by size. Edges are labelled with the bandwidth of the network (AIACC § VI). Relabelling an edge
+    costs
+    a part for each doubling, at most as much as the whole edge.
 
     Args:
         first: a cluster.
-        second: another one.
-        link_octaves: between the measured links of the two (`LinkClass.octaves_from`), as far as they are known.
+        second: another cluster.
+        link_octaves: distance of the measured links (`LinkClass.octaves_from`); 0 if they were not measured.
     """
     if first == second and link_octaves == 0:
         return 0.0
@@ -89,7 +90,7 @@ def topology_distance(first: ClusterShape, second: ClusterShape, *, link_octaves
     share = 1.0 if first.network != second.network else min(1.0, DOUBLING_COST * link_octaves)
     cost += EDGE_COST * share * min(n_hosts)
     left, right = (sorted((count - alike).items(), key=_by_size) for count in counts)
-    while left and right:  # the largest hosts of either that are still without a partner
+    while left and right:  # pair the largest hosts without a partner
         (host, n_left), (other, n_right) = left[0], right[0]
         n_paired = min(n_left, n_right)
         cost += n_paired * node_cost(_host(host), _host(other))
@@ -121,9 +122,11 @@ def nearest(
     budget_s: float = 0.08,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Match]:
-    """The `k` nearest entries of this kind of device, nearest first; complete ones before others at equal distance.
+    """Return the `k` nearest entries for this kind of device, by ascending distance, complete entries first if equal.
 
-    Distances are upper bounds, and are kept in the store. When `budget_s` is up, the best so far is returned.
+    Distances are upper bounds, and are stored for later jobs. After `budget_s`, the nearest entries found until then
+    are
+    returned.
 
     Raises:
         RegistryError: the store cannot be read.
@@ -137,36 +140,36 @@ def nearest(
     masses = signatures[:, :2] @ np.array([NODE_COST, EDGE_COST]) + mass(model)
     bounds = 2 * costs / np.maximum(masses + costs, 1e-9)  # normalised lower bounds, `(n_models,)`
     clusters = {other: topology_distance(shape, there) for other, there in store.shapes().items()}
-    known, new = {**store.distances(name), name: 0.0}, dict[str, float]()
+    computed, new = {**store.distances(name), name: 0.0}, dict[str, float]()
     found: list[tuple[float, bool, str, Match]] = []
-    limit = max_distance  # what an entry must not exceed to be among the nearest
+    limit = max_distance  # largest distance of an entry that can still be among the nearest
     order = np.argsort(bounds, kind="stable")
     for first in range(0, len(order), _STRETCH):
         floors = {names[index]: MODEL_WEIGHT * bounds[index] for index in order[first : first + _STRETCH]}
         if min(floors.values()) > limit or (first and clock() > end_s):
             break
-        extras = []  # what cluster and dtype add to the distance
+        extras = []  # (lower bound, extra distance of cluster and dtype, cluster distance, candidate)
         for candidate in store.candidates(device, list(floors)):
-            cluster = clusters.get(candidate.topology, 1.0)  # one that another process has just added is far away
+            cluster = clusters.get(candidate.topology, 1.0)  # 1.0 if another process has just added it
             extra = TOPOLOGY_WEIGHT * cluster + (0.0 if candidate.dtype == dtype else OTHER_DTYPE)
             extras.append((floors[candidate.model] + extra, extra, cluster, candidate))
         extras.sort(key=lambda item: item[0])
         for start in range(0, len(extras), _BATCH):
             batch = [item for item in extras[start : start + _BATCH] if item[0] <= limit]
-            unknown = sorted({candidate.model for *_, candidate in batch} - known.keys())
-            # What is known costs no time: a busy machine must not make a job overlook its own model's entries.
+            unknown = sorted({candidate.model for *_, candidate in batch} - computed.keys())
+            # Stored distances are used even after the time limit, so that a busy host never misses its own model.
             if not batch or ((first or start) and unknown and clock() > end_s):
                 break
             graphs = store.models(unknown) if unknown else {}
-            # One that has just been removed by another process is as far away as can be.
+            # 1.0 if another process has just removed the graph.
             new |= {other: distance(model, graphs[other]) if other in graphs else 1.0 for other in unknown}
-            known |= new
+            computed |= new
             for _, extra, cluster, candidate in batch:
-                apart = MODEL_WEIGHT * known[candidate.model] + extra
+                apart = MODEL_WEIGHT * computed[candidate.model] + extra
                 match = Match(
                     id=candidate.id,
                     distance=apart,
-                    model_distance=known[candidate.model],
+                    model_distance=computed[candidate.model],
                     topology_distance=cluster,
                 )
                 found.append((apart, not candidate.complete, candidate.id, match))
@@ -177,40 +180,40 @@ def nearest(
     return [match for *_, match in found]
 
 
-# Sizes and speeds are taken for alike where they differ by less than this factor: α and β are noisy.
+# Ratios of sizes and speeds below this factor are treated as noise, because measurements of α and β are noisy.
 _ALIKE = 1.25
 
-# Another stream that adds less than this part to the throughput is not worth its cost.
+# Smallest relative gain in throughput that justifies another stream.
 _LEAST_GAIN = 0.05
 
-# A fit may give almost no latency, and the ratio of two such is noise: nothing starts up faster than this.
+# Lower limit on start-up times. A fit may return almost 0, and a ratio of two such values would be noise.
 _LEAST_STARTUP_S = 1e-6
 
 
 def alike(factor: float) -> bool:
-    """Return whether a ratio is near enough to one not to be acted on."""
+    """Return whether a ratio is so close to 1 that it is treated as noise."""
     return 1 / _ALIKE < factor < _ALIKE
 
 
 def link_class(link: LinkModel) -> LinkClass:
-    """The class of a measured link: of its throughput on as many streams as it takes, and its start-up time."""
+    """Return the class of a measured link: its highest throughput, and its start-up time."""
     return LinkClass.of(bandwidth_bytes_per_s=max(link.throughput), latency_s=_startup_s(link))
 
 
 def link_ratios(there: LinkModel, here: LinkModel) -> tuple[float, float]:
-    """How many times there's start-up time and throughput of one stream here's are."""
+    """Return the ratios here / there of the start-up time and of the throughput of one stream."""
     return _startup_s(here) / _startup_s(there), here.throughput[0] / there.throughput[0]
 
 
 def unit_factor(latency_ratio: float, bandwidth_ratio: float, size_ratio: float) -> float:
-    """How many times as large units should be: the ratio of √(M·α/β)."""
+    """Return the factor by which to scale the unit size: the ratio of √(M·α/β)."""
     return math.sqrt(latency_ratio * bandwidth_ratio * size_ratio)
 
 
 def with_uniform_units(knobs: Knobs, itemsize_bytes: int) -> Knobs:
-    """Replace explicit cuts by uniform ones of the size of the unit that carries the middle byte.
+    """Replace explicit cuts by uniform units of the size of the unit that contains the median byte.
 
-    Large units count for what they carry because small ones at either end are there for their place.
+    Bytes are counted instead of units, because cuts often have small units at both ends on purpose.
     """
     if not knobs.cuts:
         return knobs.but(cuts=None)
@@ -223,7 +226,10 @@ def with_uniform_units(knobs: Knobs, itemsize_bytes: int) -> Knobs:
 
 
 def scaled_streams(knobs: Knobs, there: LinkModel, here: LinkModel, *, unit_bytes: int) -> int:
-    """Return as many times what keeps the link busy here as it was there; unchanged where G(n) was not measured."""
+    """Return the number of streams, scaled by the streams that keep the link busy here relative to there.
+
+    Returns `knobs.streams` if the throughput of several streams was not measured on both links.
+    """
     wanted_there, wanted_here = _streams_wanted(there, knobs.unit_bytes), _streams_wanted(here, unit_bytes)
     if wanted_there is None or wanted_here is None or alike(wanted_here / wanted_there):
         return knobs.streams
@@ -232,7 +238,7 @@ def scaled_streams(knobs: Knobs, there: LinkModel, here: LinkModel, *, unit_byte
 
 
 def bounded(unit_bytes: float) -> int:
-    """A unit size that any job may have."""
+    """Return the unit size, limited to the allowed range."""
     return max(SMALLEST_UNIT_BYTES, min(LARGEST_UNIT_BYTES, round(unit_bytes)))
 
 
@@ -256,14 +262,14 @@ class JobDescription:
     """A job before its first trial.
 
     Attributes:
-        key: its key, of this model and topology.
+        key: key of the job.
         model: graph of the model.
-        topology: the cluster.
-        layout: `layout_fingerprint` of the gradients, for explicit cuts; empty = they never carry over.
-        itemsize_bytes: bytes of one element as it travels.
-        links: measured links, of as many routes as the job has measured.
-        space: what it may choose; None = anything.
-        name: name of the model, for explanations.
+        topology: cluster of the job.
+        layout: `layout_fingerprint` of the gradients, to check explicit cuts; "" = explicit cuts are never adopted.
+        itemsize_bytes: bytes per element on the wire.
+        links: links measured by the job, by route.
+        space: knobs that the job may choose; None = any.
+        name: name of the model, for messages.
     """
 
     key: EntryKey
@@ -278,7 +284,7 @@ class JobDescription:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Neighbour:
-    """The record of another job and its distance."""
+    """A record of another job, and its distance."""
 
     record: JobRecord
     distance: float
@@ -286,15 +292,15 @@ class Neighbour:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmStart:
-    """A first proposal.
+    """Adapted setting to try first.
 
     Attributes:
-        knobs: the setting, adapted.
-        distance: of the record; 0.0 for the job's own.
-        source: origin in one sentence, for the log.
-        changes: what had to be changed, in words.
-        lost_cuts: the record has planned units that do not fit this job; its planner could plan anew.
-        record: where the knobs come from, as stored.
+        knobs: adapted setting.
+        distance: distance of the record; 0.0 for the job's own record.
+        source: origin of the setting in one sentence, for the log.
+        changes: adaptations, in words.
+        lost_cuts: explicit cuts of the record did not fit this job and were dropped. Their planner may plan new ones.
+        record: stored record.
     """
 
     knobs: Knobs
@@ -306,14 +312,14 @@ class WarmStart:
 
     @property
     def explanation(self) -> str:
-        """Origin, and what had to be changed."""
+        """Return the origin and the adaptations, in words."""
         return "; ".join([self.source, *self.changes])
 
 
 def neighbours(store: Store, job: JobDescription, *, k: int = 3, max_distance: float = 0.6) -> list[Neighbour]:
-    """Return the `k` nearest records of other jobs, nearest first; those that cannot be read are left out.
+    """Return the `k` nearest records of other jobs, by ascending distance. Unreadable records are skipped.
 
-    The key does not contain measured links, so they are compared here, of twice as many records as are wanted.
+    Measured links are not part of the key, so they are compared here, for twice as many records as requested.
 
     Raises:
         RegistryError: the store cannot be read.
@@ -332,12 +338,12 @@ def neighbours(store: Store, job: JobDescription, *, k: int = 3, max_distance: f
         except CorruptStoreError:
             raise
         except RegistryError as err:
-            logger.info("entry %s of the registry is passed over: %s", match.id, err)
+            logger.info("entry %s in the registry is skipped: %s", match.id, err)
     return sorted(readable, key=lambda neighbour: neighbour.distance)[:k]
 
 
 def _farther_by_link(record: JobRecord, job: JobDescription) -> float:
-    """Return what the measured links add to the distance, at one number of ranks; 0 where a link is not known."""
+    """Return the distance that the measured links add, at an equal number of ranks; 0 if a link was not measured."""
     there, here = _resized_link(record, job), job.links.get(record.knobs.route)
     if there is None or here is None:
         return 0.0
@@ -347,7 +353,7 @@ def _farther_by_link(record: JobRecord, job: JobDescription) -> float:
 
 
 def adapted_all(found: Sequence[Neighbour], job: JobDescription) -> list[WarmStart]:
-    """Adapt each record, in this order; of those with equal knobs only the first."""
+    """Adapt each record, in this order. Of records with equal adapted knobs only the first is kept."""
     starts: list[WarmStart] = []
     for neighbour in found:
         start = adapted(neighbour, job)
@@ -357,22 +363,22 @@ def adapted_all(found: Sequence[Neighbour], job: JobDescription) -> list[WarmSta
 
 
 def adapted(neighbour: Neighbour, job: JobDescription) -> WarmStart:
-    """Adapt the knobs of a record to the job's space, link and layout, and say in a sentence what was changed."""
+    """Adapt the knobs of a record to the job's space, link and layout, and describe each adaptation."""
     record, space = neighbour.record, job.space
     knobs = record.knobs
     changes: list[str] = []
     if space is not None and knobs.route not in space.routes:
         transport, algorithm = space.routes[0]
         there = " ".join(part.value for part in knobs.route)
-        changes.append(f"over {transport.value} {algorithm.value}, as {there} is left out here")
+        changes.append(f"over {transport.value} {algorithm.value}, because this job does not allow {there}")
         knobs = knobs.but(transport=transport, algorithm=algorithm)
     if space is not None and knobs.lossy:
         names = set(knobs.lossy.names)
         if not names <= set(space.lossy) or knobs.route != record.knobs.route:
-            changes.append(f"without {', '.join(sorted(names))}, which is left out here")
+            changes.append(f"without {', '.join(sorted(names))}, which this job does not allow")
             knobs = knobs.but(lossy=UNSET)
-    if space is not None and knobs.nccl and not space.may_tell(knobs.nccl):
-        changes.append("as NCCL decides, which is not told here")
+    if space is not None and knobs.nccl and not space.allows_nccl(knobs.nccl):
+        changes.append("with NCCL's own choice of algorithm, because this job does not allow another one")
         knobs = knobs.but(nccl=UNSET)
     here = job.links.get(knobs.route) or _resized_link(record, job)
     latency_ratio, bandwidth_ratio = _link_ratios(record, job, here)
@@ -383,7 +389,7 @@ def adapted(neighbour: Neighbour, job: JobDescription) -> WarmStart:
     fits = bool(job.layout) and job.layout == record.layout
     lost_cuts = knobs.cuts is not None and not (fits and alike(factor))
     if lost_cuts:
-        changes.append(f"its planned units do not fit this {'link' if fits else 'layout'}, their usual size does")
+        changes.append(f"uniform units, because its planned units do not fit this {'link' if fits else 'layout'}")
         knobs = with_uniform_units(knobs, job.itemsize_bytes)
     if knobs.cuts is None:
         final = _scaled(knobs, record, here, factor)
@@ -401,7 +407,7 @@ def adapted(neighbour: Neighbour, job: JobDescription) -> WarmStart:
 
 
 def _resized_link(record: JobRecord, job: JobDescription) -> LinkModel | None:
-    """Return the record's link with the job's number of ranks; None where it is not known."""
+    """Return the record's link, rescaled to the job's number of ranks; None if it was not measured."""
     there, here = record.key.world_size, job.key.world_size
     if record.link is None or min(there, here) == 1:
         return record.link
@@ -409,7 +415,10 @@ def _resized_link(record: JobRecord, job: JobDescription) -> LinkModel | None:
 
 
 def _link_ratios(record: JobRecord, job: JobDescription, here: LinkModel | None) -> tuple[float, float]:
-    """Return the ratios of latency and bandwidth; where they are not known, of a ring, whose latency grows with it."""
+    """Return the ratios of latency and bandwidth.
+
+    Without measurements, assume a ring, whose latency is proportional to the number of ranks.
+    """
     if record.link is not None and here is not None:
         return link_ratios(record.link, here)
     return job.key.world_size / record.key.world_size, 1.0
@@ -429,7 +438,7 @@ def _scaled(knobs: Knobs, record: JobRecord, here: LinkModel | None, factor: flo
 
 
 def _about(ratio: float) -> str:
-    """Format with two digits: `260`, not `2.6e+02`."""
+    """Return a ratio with two significant digits: `260`, not `2.6e+02`."""
     return f"{float(f'{ratio:.2g}'):g}"
 
 
@@ -447,8 +456,8 @@ def _differences(before: Knobs, after: Knobs) -> list[str]:
 def _source(neighbour: Neighbour, job: JobDescription) -> str:
     record = neighbour.record
     if record.key == job.key:
-        state = "what an earlier job found" if record.complete else "the best so far of a job that was cut short"
+        state = "an earlier job's setting" if record.complete else "the best setting of a job that ended early"
         source = f"{state}, {record.describe_gain()} than the default"
     else:
-        source = f"what a similar job found, {record.describe()}, distance {neighbour.distance:.2f} of 1"
+        source = f"a similar job's setting ({record.describe()}, distance {neighbour.distance:.2f} of 1)"
     return f"{job.name or 'this model'} on {job.topology.describe()}: starting from {source}"

@@ -1,6 +1,6 @@
 """Sirtaki: gradient synchronisation for data-parallel PyTorch that tunes itself while it trains.
 
-Scripts import `sirtaki.torch`; importing this package alone starts nothing and loads neither torch nor MPI.
+Training scripts import `sirtaki.torch`. Importing only this package starts nothing and does not load torch or MPI.
 """
 
 __version__ = "0.2.0"

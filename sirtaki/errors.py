@@ -1,4 +1,4 @@
-"""Every error that Sirtaki raises on purpose, in one tree.
+"""All exception classes of Sirtaki.
 
 SirtakiError
 ├── ConfigError          (ValueError)    a setting or option that is invalid
@@ -7,15 +7,15 @@ SirtakiError
 ├── CommError            (RuntimeError)  communication failed; `hvd.HorovodInternalError` is this class
 │   ├── MismatchError                    ranks disagree about an operation
 │   ├── PeerLostError                    a rank died, left or raised
-│   │   └── PeerFaultError               its communication has failed, and with it that of all
-│   ├── StallError                       a rank did not come within the stall time
-│   ├── TransportError                   a transport, or so many streams of it, cannot be opened here
-│   └── AggregatorError                  an aggregator is gone, refuses, or waits for a rank that does not come
+│   │   └── PeerFaultError               a rank is alive, but its communication failed
+│   ├── StallError                       a rank did not take part within the stall time
+│   ├── TransportError                   a transport, or its number of streams, cannot be opened here
+│   └── AggregatorError                  an aggregator has exited, rejects the job, or misses a rank
 ├── GradientError        (RuntimeError)  a gradient was changed while it was being reduced
-├── StaleReadError       (RuntimeError)  a parameter was read before its update, which `overlap_forward` has put off
+├── StaleReadError       (RuntimeError)  a parameter was read before its deferred update (`overlap_forward`)
 ├── TuningError          (RuntimeError)  an arm, model or trial that cannot be used
-├── RegistryError        (RuntimeError)  a store that cannot be read or written
-│   └── CorruptStoreError                its file is no registry, or a damaged one
+├── RegistryError        (RuntimeError)  a registry that cannot be read or written
+│   └── CorruptStoreError                a file that is not a registry, or a damaged one
 ├── LaunchError          (RuntimeError)  ranks could not be started
 ├── RecordingError       (RuntimeError)  a recording of a job that cannot be read or written
 ├── ReplayError          (ValueError)    a recording or a question about it that cannot be replayed
@@ -31,11 +31,11 @@ from pathlib import Path
 
 
 def in_a_line(error: BaseException, where: str = "") -> str:
-    """Type, message and the line that has raised it: what a log says of a fault that a job goes on without.
+    """Return an error's type, message and source line as one line of text, to log an error that does not end the job.
 
     Args:
-        error: with its traceback, if it was raised.
-        where: training was at that time; empty = unknown.
+        error: the error. Without a traceback, the source line is omitted.
+        where: position in training when the error was raised, such as an iteration. Empty = unknown.
     """
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f"{os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}" for frame in frames[-1:]]
@@ -44,11 +44,11 @@ def in_a_line(error: BaseException, where: str = "") -> str:
 
 
 class SirtakiError(Exception):
-    """Base of all errors of this package."""
+    """Base class of all errors of this package."""
 
 
 class ConfigError(SirtakiError, ValueError):
-    """A setting or option has a value that is invalid; the message says what is accepted."""
+    """A setting or option has an invalid value. The message names the accepted values."""
 
 
 class NotInitializedError(SirtakiError, ValueError):
@@ -60,19 +60,19 @@ class PlanError(SirtakiError, ValueError):
 
 
 class CommError(SirtakiError, RuntimeError):
-    """Communication between the ranks failed."""
+    """Communication between ranks failed."""
 
 
 class MismatchError(CommError):
-    """Ranks submitted operations of one name that differ in kind, shape, dtype, root or factors."""
+    """Ranks submitted operations with equal names but different kinds, shapes, dtypes, roots or scale factors."""
 
 
 class PeerLostError(CommError):
-    """A rank died, left the job or raised an exception while others still needed it."""
+    """A rank died, left the job or raised an exception while other ranks still needed it."""
 
 
 class PeerFaultError(PeerLostError):
-    """A rank lives, but its communication has failed, and with it that of all; the message says what went wrong."""
+    """A rank is alive, but its communication failed, and thereby that of all ranks. The message has the cause."""
 
 
 class StallError(CommError):
@@ -80,23 +80,26 @@ class StallError(CommError):
 
 
 class TransportError(CommError):
-    """A transport, or so many streams of it, cannot be opened; raised on all ranks alike, which may go on without."""
+    """A transport, or the requested number of streams, cannot be opened.
+
+    All ranks raise this error together, so they may continue with another transport.
+    """
 
 
 class AggregatorError(CommError):
-    """No aggregator answers or takes the job, or ranks do not come to it; sums have to be made by other means."""
+    """An aggregator cannot be reached, rejects the job, or misses ranks. Gradients must be reduced without it."""
 
 
 class GradientError(SirtakiError, RuntimeError):
-    """A gradient was written between its backward pass and the end of its reduction."""
+    """A gradient was modified between its backward pass and the end of its reduction."""
 
 
 class StaleReadError(SirtakiError, RuntimeError):
-    """A parameter was read while its update was put off, by what does not wait (`SIRTAKI_OVERLAP_FORWARD=check`)."""
+    """User code read a parameter before its deferred update (`SIRTAKI_OVERLAP_FORWARD=check` detects this)."""
 
 
 class TuningError(SirtakiError, RuntimeError):
-    """A search technique, a model or a trial cannot be used; the message says why."""
+    """An arm (search technique), a model or a trial cannot be used. The message has the reason."""
 
 
 class RegistryError(SirtakiError, RuntimeError):
@@ -104,7 +107,11 @@ class RegistryError(SirtakiError, RuntimeError):
 
 
 class CorruptStoreError(RegistryError):
-    """The file at `path` is no registry, or a damaged one; None where it is not said."""
+    """A registry's file is damaged, or is not a registry.
+
+    Attributes:
+        path: the file; None = unknown.
+    """
 
     def __init__(self, message: str, path: Path | None = None) -> None:
         super().__init__(message, path)
@@ -119,25 +126,25 @@ class LaunchError(SirtakiError, RuntimeError):
 
 
 class RecordingError(SirtakiError, RuntimeError):
-    """A recording of a job cannot be read or written; the message says what is there."""
+    """A recording of a job cannot be read or written. The message describes the files found."""
 
 
 class ReplayError(SirtakiError, ValueError):
-    """A recording, or what is asked of it, cannot be replayed; the message says why."""
+    """A recording, or the changed settings requested for it, cannot be replayed. The message has the reason."""
 
 
 class TranslationError(SirtakiError, ValueError):
     """A script cannot be translated.
 
     Attributes:
-        obstacles: (line, reason) of each thing that is not understood, by line.
+        obstacles: (line, reason) pairs of the statements that cannot be translated, in ascending order of line.
     """
 
     obstacles: tuple[tuple[int, str], ...] = ()
 
     @classmethod
     def of(cls, obstacles: Sequence[tuple[int, str]]) -> TranslationError:
-        """An error that names them all."""
+        """Create an error whose message lists all obstacles."""
         ordered = tuple(sorted(set(obstacles)))
         error = cls("; ".join(f"line {line}: {reason}" for line, reason in ordered))
         error.obstacles = ordered

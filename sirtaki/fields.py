@@ -1,6 +1,7 @@
 """Types of fields that are read from files and databases, and the functions that check them.
 
-msgspec checks a value by its type: text is printable, sizes are limited, NaN is refused, and a bool is not a number.
+msgspec validates values by these types: text must be printable, sizes are limited, and NaN and booleans are not
+accepted as numbers.
 """
 
 from typing import Annotated, Any, TypeVar
@@ -12,8 +13,8 @@ from sirtaki.errors import RegistryError
 
 T = TypeVar("T")
 
-# Control characters, surrogates, format characters (which can reverse the direction of writing) and all spaces but one
-# are excluded because they can deceive on a terminal, and because some databases refuse them.
+# Control characters, surrogates, format characters (which can reverse the direction of writing) and all spaces but
+# U+0020 are excluded, because they can spoof text on a terminal and some databases reject them.
 _PRINTABLE = (
     r"^[^\x00-\x1f\x7f-\xa0\xad\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u1680\u180e\u2000-\u200f\u2028-\u202f"
     r"\u205f-\u206f\u3000\ud800-\udfff\ufeff\ufff0-\ufffb\U000110bd\U000110cd\U00013430-\U0001343f"
@@ -30,19 +31,29 @@ Positive = Annotated[float, Meta(ge=1e-9, le=1e18)]
 
 
 def checked(kind: type[T], data: Any, *, at: str = "") -> T:  # Any: what json.loads gives
-    """Convert JSON's lists, dicts and numbers to this type.
+    """Convert lists, dicts and numbers, as parsed from JSON, to the type `kind`.
+
+    Args:
+        kind: the result's type.
+        data: parsed JSON.
+        at: name of `data`, with which field paths in error messages begin.
 
     Raises:
-        RegistryError: a field is missing, unknown or invalid; the message begins with its path below `at`.
+        RegistryError: a field is missing, unknown or invalid. The message begins with the field's path.
     """
     try:
         return msgspec.convert(data, kind)
     except (msgspec.MsgspecError, RecursionError) as err:
-        raise RegistryError(_told(err, at)) from err
+        raise RegistryError(_message(err, at)) from err
 
 
 def parsed(kind: type[T], text: str | bytes, *, at: str = "") -> T:
-    """Convert JSON text to this type.
+    """Parse JSON text to a value of the type `kind`.
+
+    Args:
+        kind: the result's type.
+        text: JSON.
+        at: name of the text, with which field paths in error messages begin.
 
     Raises:
         RegistryError: a field is missing, unknown or invalid, or the text is not JSON.
@@ -50,26 +61,26 @@ def parsed(kind: type[T], text: str | bytes, *, at: str = "") -> T:
     try:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.MsgspecError, TypeError, UnicodeError, RecursionError) as err:
-        raise RegistryError(_told(err, at)) from err
+        raise RegistryError(_message(err, at)) from err
 
 
 def plain(value: object) -> Any:  # Any: JSON's
-    """Return the dicts, lists, texts and numbers that represent a value in JSON."""
+    """Convert a value to the dicts, lists, strings and numbers of JSON."""
     return msgspec.json.decode(msgspec.json.encode(value, enc_hook=_base))
 
 
 def _base(value: object) -> Any:
-    """Convert an instance of a subclass of str, int or float, such as torch's version or NumPy's floats."""
+    """Convert an instance of a subclass of str, int or float, such as `torch.__version__` or a NumPy float."""
     for kind in (str, int, float):
         if isinstance(value, kind):
             return kind(value)
     raise TypeError(f"{type(value).__name__} cannot be stored")
 
 
-def _told(err: Exception, at: str) -> str:
-    """Return `knobs.streams: expected int >= 1` for msgspec's "Expected `int` >= 1 - at `$.knobs.streams`"."""
+def _message(err: Exception, at: str) -> str:
+    """Convert msgspec's "Expected `int` >= 1 - at `$.knobs.streams`" to `knobs.streams: expected int >= 1`."""
     what, _, place = str(err).replace("`", "").partition(" - at ")
     if r"\x00" in what:
         what = "expected printable text"
-    told = f"{place.replace('$', at).removeprefix('.') or at or 'JSON'}: {what[:1].lower()}{what[1:200]}"
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in told)
+    text = f"{place.replace('$', at).removeprefix('.') or at or 'JSON'}: {what[:1].lower()}{what[1:200]}"
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

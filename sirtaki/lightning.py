@@ -1,4 +1,4 @@
-"""Sirtaki in Lightning: a strategy, registered as "sirtaki". docs/how-to/lightning.md."""
+"""Lightning strategy, registered as "sirtaki". See docs/how-to/lightning.md."""
 
 from sirtaki.integrations.lightning import SirtakiStrategy
 

@@ -1,8 +1,8 @@
-"""What this process may use of its machine, after affinity masks and cgroup limits, and of what kind the machine is.
+"""Host resources and identity: usable cores and memory, addresses and ports, exit handlers, and forked children.
 
-`os.cpu_count()` tells of the host, while a container's share is what ranks divide. The module also says where other
-machines reach this one, whose name often resolves to loopback or not at all, and keeps forked children from acting as
-the rank that they were forked from.
+Cores and memory include affinity masks and cgroup limits, because `os.cpu_count()` describes the host and not the
+container. Addresses come from the network interfaces, because a host name often resolves to loopback or not at all.
+Forked children must not act as the rank that they were forked from.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ Address = tuple[str, int]
 
 
 def usable_cores() -> int:
-    """Cores that this process may keep busy at the same time, at least 1."""
+    """Return the number of cores that this process may keep busy at the same time, at least 1."""
     allowed = len(allowed_processors())
     quota = cpu_quota()
     return allowed if quota is None else max(1, min(allowed, math.ceil(quota)))
 
 
 def allowed_processors() -> tuple[int, ...]:
-    """The cores that this process may use, by their number on the host."""
+    """Return the host's ids of the cores that this process may use, in ascending order."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
 
 
 def cpu_quota() -> float | None:
-    """The tightest cgroup CPU limit in cores; None if there is none."""
+    """Return the smallest cgroup CPU limit in cores; None if there is none."""
     limits = []
     for folder in _cgroup_folders("cpu"):
         quota, _, period = _read(folder / "cpu.max").partition(" ")  # version 2
@@ -68,12 +68,12 @@ def cpu_quota() -> float | None:
 
 
 def processor_time_beside_s() -> float:
-    """Processor time that this process has used on other threads than the one that asks, seconds."""
+    """Return the processor time, in seconds, that all threads of this process but the calling one have used."""
     return time.process_time() - time.thread_time()
 
 
 def memory_limit_bytes() -> int | None:
-    """The tightest cgroup memory limit in bytes; None if there is none."""
+    """Return the smallest cgroup memory limit in bytes; None if there is none."""
     limits = []
     for folder in _cgroup_folders("memory"):
         text = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
@@ -83,9 +83,9 @@ def memory_limit_bytes() -> int | None:
 
 
 def host_kind() -> str:
-    """What tells hosts of one kind from others: product (on clouds the instance type), processor, number of cores.
+    """Return a description that equal hosts share: product (on clouds the instance type), processor, number of cores.
 
-    A container that may use a part of the cores only is of another kind.
+    A container with a CPU quota below the host's number of cores counts as another kind of host.
     """
     lines = (line.partition(":") for line in _read(_PROCESSORS).splitlines())
     processor = next((value for name, _, value in lines if name.strip() == "model name"), "")
@@ -96,18 +96,18 @@ def host_kind() -> str:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process of this host has not ended; a zombie, which its parent may never collect, has."""
-    import psutil  # takes 7 to 12 ms, which the start of a rank does without
+    """Return whether a process of this host is running. A zombie is not, because its parent may never collect it."""
+    import psutil  # imported late: it takes 7 to 12 ms, and a rank can start without it
 
     try:
         return psutil.Process(pid).status() not in {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}
     except psutil.Error:
-        return psutil.LINUX and not Path("/proc/self").exists()  # where it is not mounted nothing can be known
+        return psutil.LINUX and not Path("/proc/self").exists()  # without /proc, assume that the process is running
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a process of this host is stopped, by SIGSTOP or a debugger."""
-    import psutil  # as above
+    """Return whether a process of this host is stopped, by SIGSTOP or by a debugger."""
+    import psutil  # imported late: it takes 7 to 12 ms, and a rank can start without it
 
     try:
         return psutil.Process(pid).status() in {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP}
@@ -118,9 +118,9 @@ def is_stopped(pid: int) -> bool:
 # ── forked children ───────────────────────────────────────────────────────────────────────────────────────────────────
 #
 # A child that a script forks (a data loader's worker, a checkpoint writer) inherits the rank's objects but none of its
-# threads, and it is not a rank. The functions below make sure that in such a child the rank's exit handlers and
-# finalizers do not run, locks are free although their holder does not exist, and shared memory is a private copy.
-# Processes that execute a new program inherit none of these objects.
+# threads, and it is not a rank. The functions below ensure that in such a child the rank's exit handlers and finalizers
+# do not run, that locks are free (the thread that held one does not exist there), and that shared memory is a private
+# copy. A process that executes a new program inherits none of these objects.
 
 T = TypeVar("T")
 
@@ -129,11 +129,11 @@ _keys = itertools.count()
 
 
 def in_forked_children(owner: T, act: Callable[[T], object]) -> None:
-    """Call `act(owner)` in each process that the script forks while `owner` lives.
+    """Call `act(owner)` in each process that the script forks while `owner` exists.
 
     Args:
-        owner: is not kept alive.
-        act: must not wait for anything; it must not refer to `owner`.
+        owner: the argument of `act`, held by a weak reference.
+        act: function that must not block and must not hold a reference to `owner`.
     """
     key = next(_keys)
     _in_children[key] = weakref.ref(owner, lambda _: _in_children.pop(key, None)), act
@@ -155,13 +155,13 @@ os.register_at_fork(after_in_child=_act_in_child)
 
 
 def at_exit(act: Callable[[], object]) -> None:
-    """Call `act` when this process ends, as `atexit` does; forked children do not call it."""
+    """Register `act` as an `atexit` handler that forked children do not call."""
     atexit.register(act)
     _exit_handlers.append(act)
 
 
 def forget_at_exit(act: Callable[[], object]) -> None:
-    """Undo `at_exit`. Harmless if `act` is not registered."""
+    """Unregister a handler of `at_exit`. Does nothing if `act` is not registered."""
     atexit.unregister(act)
     with contextlib.suppress(ValueError):
         _exit_handlers.remove(act)
@@ -171,12 +171,12 @@ _exit_handlers: list[Callable[[], object]] = []
 
 
 def finalize(owner: object, act: Callable[..., object], *arguments: Any) -> None:
-    """Call `act(*arguments)` when `owner` is collected in this process; not in forked children, and not at the exit.
+    """Call `act(*arguments)` when `owner` is garbage-collected. Not called in forked children or at interpreter exit.
 
     Args:
-        owner: is not kept alive, unless `act` or the arguments do so.
-        act: may be called in any thread, in the middle of anything.
-        arguments: of `act`.
+        owner: the observed object, held by a weak reference. `act` and `arguments` must not refer to it.
+        act: function that any thread may call at any time, because the garbage collector does.
+        arguments: arguments of `act`.
     """
     own = os.getpid()
 
@@ -191,15 +191,15 @@ Lock = TypeVar("Lock")
 
 
 def free_in_forked_children(lock: Lock) -> Lock:
-    """Return `lock` (a lock, or a condition with its own lock), which is free in forked children whoever held it."""
-    in_forked_children(lock, lambda lock: lock._at_fork_reinit())  # type: ignore[attr-defined]  # of each kind of lock
+    """Make forked children start with a released `lock`, and return it. Accepts a lock, or a condition with its own."""
+    in_forked_children(lock, lambda lock: lock._at_fork_reinit())  # type: ignore[attr-defined]  # all lock types have it
     return lock
 
 
 def keep_in_forked_children(owner: T) -> T:
-    """Return `owner` (a C++ object that has threads), which forked children never destroy.
+    """Keep forked children from destroying `owner`, a C++ object that has threads, and return it.
 
-    Its destructor would wait there for threads that the child does not have, or crash.
+    In a child, its destructor would crash, or wait for threads that do not exist there.
     """
     in_forked_children(owner, _never_destroy)
     return owner
@@ -213,33 +213,33 @@ _PROT_READ_WRITE, _MAP_PRIVATE_FIXED = 1 | 2, 2 | 16
 
 
 def private_in_forked_children(owner: object, address: int, length: int, descriptor: int | None) -> None:
-    """Make a shared mapping of a file private in forked children, so that what they write there reaches no rank.
+    """Make a shared memory mapping private (copy-on-write) in forked children, so that their writes reach no rank.
 
-    The child's mapping is copied on write. Nothing is copied by the fork itself.
+    The fork itself copies no pages.
 
     Args:
-        owner: lives as long as the mapping.
-        address: of the mapping.
-        length: of the mapping, in bytes.
-        descriptor: of the file; a duplicate stays open as long as `owner` lives. None = children find zeros there.
+        owner: object whose lifetime is that of the mapping.
+        address: start of the mapping.
+        length: size of the mapping in bytes.
+        descriptor: file descriptor of the mapped file, which is duplicated. None = children read zeros.
     """
-    kept, flags = -1, _MAP_PRIVATE_FIXED | mmap.MAP_ANONYMOUS
+    duplicate, flags = -1, _MAP_PRIVATE_FIXED | mmap.MAP_ANONYMOUS
     if descriptor is not None:
-        kept, flags = os.dup(descriptor), _MAP_PRIVATE_FIXED
-        finalize(owner, os.close, kept)
-    libc = ctypes.CDLL(None, use_errno=True)  # before the fork, after which no lock may be taken
+        duplicate, flags = os.dup(descriptor), _MAP_PRIVATE_FIXED
+        finalize(owner, os.close, duplicate)
+    libc = ctypes.CDLL(None, use_errno=True)  # loaded before the fork, because a forked child must not take locks
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 
     def map_privately(_: object) -> None:
-        if libc.mmap(address, length, _PROT_READ_WRITE, flags, kept, 0) != address:
-            os._exit(1)  # rather than write into the gradients of the job
+        if libc.mmap(address, length, _PROT_READ_WRITE, flags, duplicate, 0) != address:
+            os._exit(1)  # because the child could write into the job's gradients
 
     in_forked_children(owner, map_privately)
 
 
 def signal_name(number: int) -> str:
-    """The signal's name, such as `SIGTERM`."""
+    """Return a signal's name, such as `SIGTERM`."""
     try:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal
@@ -247,7 +247,7 @@ def signal_name(number: int) -> str:
 
 
 def handle_signal(number: signal.Signals, handler: Callable[[int, FrameType | None], None]) -> None:
-    """Installs a signal handler in this process; those that it forks have the default instead."""
+    """Install a signal handler in this process. Forked children have the default handler."""
 
     def forget(handler: Callable[[int, FrameType | None], None]) -> None:
         if signal.getsignal(number) is handler:
@@ -258,13 +258,13 @@ def handle_signal(number: signal.Signals, handler: Callable[[int, FrameType | No
 
 
 def _cgroup_folders(controller: str) -> Iterator[Path]:
-    """Yields this process's cgroup and those above it, from `/proc/self/cgroup` (`id:controllers:path`)."""
+    """Yield the folders of this process's cgroup and its parents, from `/proc/self/cgroup` (`id:controllers:path`)."""
     for line in _read(_OWN_CGROUPS).splitlines():
         _, controllers, path = line.split(":", 2)
         root = _CGROUPS / controllers if controllers else _CGROUPS
         if not controllers or controller in controllers.split(","):
             folder = root / path.lstrip("/")
-            # Inside a container the path may be the host's; the mount then shows the own cgroup as its root.
+            # In a container, the path may be that of the host. In this case the mount's root is the process's cgroup.
             yield from (parent for parent in (folder, *folder.parents) if parent.is_relative_to(root))
 
 
@@ -282,16 +282,16 @@ LOOPBACK = "127.0.0.1"
 
 
 def host_identity() -> tuple[str, ...]:
-    """Equal for processes of one host and network namespace, which reach each other over loopback."""
+    """Return a value that is equal for processes that share a host and network namespace, and hence loopback."""
     found = [socket.gethostname()]
-    with contextlib.suppress(OSError):  # not everywhere is there a /proc
+    with contextlib.suppress(OSError):  # /proc may be missing
         found.append(Path("/proc/sys/kernel/random/boot_id").read_text())
         found.append(os.readlink("/proc/self/ns/net"))
     return tuple(found)
 
 
 def interface_networks() -> dict[str, IPv4Interface]:
-    """IPv4 address, with its network, of every interface that has one, by name."""
+    """Return {interface name: IPv4 address and network} of all interfaces that have an IPv4 address."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -306,15 +306,18 @@ def interface_networks() -> dict[str, IPv4Interface]:
 
 
 def interface_addresses() -> dict[str, str]:
-    """IPv4 address of every interface that has one, by name."""
+    """Return {interface name: IPv4 address} of all interfaces that have an IPv4 address."""
     return {name: str(interface.ip) for name, interface in interface_networks().items()}
 
 
 def own_addresses(interface: str | None) -> list[str]:
-    """Addresses to offer to other hosts, the likeliest first.
+    """Return the IPv4 addresses at which other hosts may reach this host, the likeliest first.
+
+    Args:
+        interface: interface names to use, separated by commas. None = all interfaces but loopback.
 
     Raises:
-        ConfigError: `interface` (one name, or several separated by commas) names none that has an address.
+        ConfigError: none of the interfaces in `interface` has an IPv4 address.
     """
     known = interface_addresses()
     if interface:
@@ -322,25 +325,25 @@ def own_addresses(interface: str | None) -> list[str]:
         chosen = [known[name] for name in names if name in known]
         if not chosen:
             there = ", ".join(f"{name} ({address})" for name, address in known.items())
-            raise ConfigError(f"no interface {interface} with an IPv4 address on this host; there are {there}")
+            raise ConfigError(f"no interface {interface} with an IPv4 address on this host; available: {there}")
         return chosen
-    # Bridges of container engines come last: other hosts have the same ones.
+    # Bridges of container engines are last, because every host has bridges with these addresses.
     outside = [(name.startswith(("docker", "br-", "virbr")), address) for name, address in known.items()]
     return [address for _, address in sorted(outside, key=lambda item: item[0]) if not address.startswith("127.")]
 
 
 def serve_store(host: str, port: int = 0, *, timeout: datetime.timedelta, multi_tenant: bool = False) -> TCPStore:
-    """Open PyTorch's key-value store at this address only; it asks nobody for a secret.
+    """Open a `TCPStore` server that listens at one address only. The store has no authentication.
 
     Args:
-        host: where the job's other processes reach it; "0.0.0.0" = at all addresses. At a port that is given PyTorch
-            listens at all of them, too, unless `host` is loopback.
-        port: 0 = any that is free.
-        timeout: of those who wait in it.
-        multi_tenant: this process may open it again at that port, or has.
+        host: address at which the job's other processes reach the store. "0.0.0.0" = all addresses. With a fixed port,
+            PyTorch listens at all addresses unless `host` is loopback.
+        port: TCP port; 0 = any free one.
+        timeout: limit of the store's blocking operations.
+        multi_tenant: whether several stores of this process may share the port.
 
     Raises:
-        OSError, RuntimeError: it cannot listen.
+        OSError, RuntimeError: the address or port is not available.
     """
     from torch._C._distributed_c10d import TCPStore
 
@@ -348,7 +351,7 @@ def serve_store(host: str, port: int = 0, *, timeout: datetime.timedelta, multi_
     if port == 0 or host in (LOOPBACK, "localhost"):
         try:
             listener = socket.create_server((host, port), backlog=512)
-        except OSError:  # this process itself may listen there, for the script's own process groups
+        except OSError:  # this process may already listen there, for the script's own process groups
             if not (port and multi_tenant):
                 raise
     if listener is None:
@@ -357,7 +360,7 @@ def serve_store(host: str, port: int = 0, *, timeout: datetime.timedelta, multi_
         )
 
     def serve(**options: bool) -> TCPStore:
-        handle = os.dup(listener.fileno())  # the store's own from then on
+        handle = os.dup(listener.fileno())  # the store takes ownership
         try:
             store = TCPStore(
                 host,
@@ -377,15 +380,16 @@ def serve_store(host: str, port: int = 0, *, timeout: datetime.timedelta, multi_
     with listener:
         try:
             return serve()
-        except NotImplementedError:  # PyTorch 2.4's newer store opens its own sockets only
+        except NotImplementedError:  # PyTorch 2.4: the libuv store cannot use an open socket
             return serve(use_libuv=False)
 
 
 class ReservedPorts:
-    """Consecutive TCP ports that the kernel gives to no other process while this object is open.
+    """Consecutive TCP ports that are reserved for this process's servers while the object is open.
 
-    A socket is bound to each port and does not listen. A server that sets SO_REUSEADDR, as Python's and PyTorch's do,
-    may listen there by number. A bind to port 0, or a connection, never gets the port (Linux).
+    A socket is bound to each port and does not listen. Servers that set SO_REUSEADDR, as Python's and PyTorch's do,
+    can listen on a reserved port. On Linux, the kernel does not assign it to a bind to port 0 or to an outgoing
+    connection.
 
     Attributes:
         first: the lowest port.
@@ -399,7 +403,7 @@ class ReservedPorts:
             host: local address; "" = all IPv4 addresses.
 
         Raises:
-            OSError: there are none.
+            OSError: no port is free.
         """
         while True:
             self._sockets = [self._bound(host, 0)]
@@ -407,7 +411,7 @@ class ReservedPorts:
             try:
                 self._sockets += [self._bound(host, self.first + number) for number in range(1, count)]
                 return
-            except (OSError, OverflowError):  # the next port is taken, or there is none
+            except (OSError, OverflowError):  # the next port is in use, or above 65535
                 self.close()
 
     @staticmethod
@@ -418,12 +422,12 @@ class ReservedPorts:
         except (OSError, OverflowError):
             holder.close()
             raise
-        # After the bind, which must fail if the port belongs to another reservation.
+        # Set after the bind, because the bind must fail if another reservation has the port.
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         return holder
 
     def close(self) -> None:
-        """Give the ports back. Idempotent."""
+        """Release the ports. Idempotent."""
         for holder in self._sockets:
             holder.close()
 
@@ -435,10 +439,10 @@ class ReservedPorts:
 
 
 def parse_address(text: str) -> Address:
-    """Split `host:port`.
+    """Split an aggregator's address, `host:port`.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: the text is not an address with a port from 1 to 65535.
     """
     host, colon, port = text.strip().rpartition(":")
     if not colon or not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:

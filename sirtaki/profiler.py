@@ -1,4 +1,4 @@
-"""What a job does on all ranks, recorded in a folder: operators, gradients, copies, units. docs/how-to/profile.md."""
+"""Profiler that records operators, gradients, copies and units of all ranks in a folder. See docs/how-to/profile.md."""
 
 from sirtaki.analysis.recorder import profile
 

@@ -1,6 +1,6 @@
-"""Sirtaki on Ray: ranks as Ray's actors (`RayExecutor`, as Horovod's), and a configuration for Ray Train.
+"""Sirtaki on Ray: `RayExecutor` (ranks are Ray actors, as in Horovod) and `SirtakiConfig` for Ray Train.
 
-Importing this needs no Ray; what it loads does.
+Ray must be installed to use either class, but not to import this module.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Loads what is asked for: Ray Train is large, and `RayExecutor` does without it."""
+    """Import a class when it is first accessed, because Ray Train is large and `RayExecutor` does not need it."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if importlib.util.find_spec("ray") is None:

@@ -1,7 +1,7 @@
-"""Tells PyTorch that there is a backend "sirtaki".
+"""Registration of the `torch.distributed` backend "sirtaki".
 
-`import torch` calls `register` in every process where Sirtaki is installed (entry point `torch.backends`), so nothing
-of Sirtaki is loaded here: what makes process groups is looked up when the first one is made.
+`import torch` calls `register` in every process where Sirtaki is installed (entry point `torch.backends`). Therefore
+this module imports nothing else of Sirtaki: the process group's module is imported when the first group is created.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 
 NAME = "sirtaki"
 
-PROCESS_GROUP, MEETING = "sirtaki.torch.distributed.process_group", "sirtaki.torch.distributed.process_group"
+PROCESS_GROUP = "sirtaki.torch.distributed.process_group"
 
 
 def register() -> None:
-    """Register the backend. Called once by `import torch`; harmless later, or without torch.distributed.
+    """Register the backend. Called by `import torch`. Idempotent; does nothing without torch.distributed.
 
-    It neither raises nor warns, because either would end `import torch` (a warning does under `python -W error`).
+    Exceptions and warnings are suppressed, because either could end `import torch` (a warning under `python -W error`).
     """
     try:
         with warnings.catch_warnings():
@@ -44,21 +44,21 @@ def _register() -> None:
 
     if not dist.is_available() or NAME in dist.Backend.backend_list:
         return
-    # The first group asks whether there is a GPU: the question initialises CUDA, which does not survive a fork.
+    # Only the first group checks for a GPU, because the check initialises CUDA, which does not survive a fork.
     devices = ["cpu", "cuda"] if torch.backends.cuda.is_built() else ["cpu"]  # type: ignore[no-untyped-call]
     dist.Backend.register_backend(NAME, _process_group, devices=devices)
-    register_rendezvous_handler(NAME, _meet)  # type: ignore[no-untyped-call]
+    register_rendezvous_handler(NAME, _rendezvous)  # type: ignore[no-untyped-call]
 
 
 def _process_group(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
     import torch
     import torch.distributed as dist
 
-    # ShardedTensor takes the first of these devices that is not the CPU.
+    # ShardedTensor uses the first of these devices that is not the CPU.
     dist.Backend.backend_capability[NAME] = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    made: ProcessGroup = importlib.import_module(PROCESS_GROUP).SirtakiProcessGroup(store, rank, size, timeout)
-    return made
+    group: ProcessGroup = importlib.import_module(PROCESS_GROUP).SirtakiProcessGroup(store, rank, size, timeout)
+    return group
 
 
-def _meet(url: str, timeout: timedelta, **_: object) -> Iterator[tuple[Store, int, int]]:
-    yield importlib.import_module(MEETING).meet(timeout)
+def _rendezvous(url: str, timeout: timedelta, **_: object) -> Iterator[tuple[Store, int, int]]:
+    yield importlib.import_module(PROCESS_GROUP).meet(timeout)

@@ -2,15 +2,15 @@
 
 Dynamo reaches code in two ways. It evaluates each Python frame that is called while compiled code runs: autograd calls
 gradient hooks in such frames if a compiled function calls `backward()`. And it inlines each function that a traced
-function calls. Sirtaki's functions talk to other ranks, so neither may happen: a trace of the tuner takes minutes, and
-its graph would be wrong in the next step.
+function calls. Sirtaki's functions communicate with other ranks, so neither may happen: a trace of the tuner takes
+minutes, and its graph would be wrong in the next step.
 
 `torch.compiler.disable` prevents both, but its wrapper costs a microsecond a call, autograd calls a gradient hook for
 each gradient, and it loads Dynamo, which takes more than a second. The marks set here cost nothing where nothing is
 compiled, and load nothing:
 
-- A code object says that its frames, and all frames that they call, are not evaluated (`set_code_exec_strategy`).
-- A function's attribute `_torchdynamo_disable` says that it is not inlined; `torch.compiler.disable` sets it, too.
+- A code object's strategy (`set_code_exec_strategy`) excludes its frames, and all frames that they call.
+- A function's attribute `_torchdynamo_disable` excludes it from inlining. `torch.compiler.disable` sets it, too.
 
 A function that is created at run time lacks this attribute. That is intended for the hook of `GradientHooks`.
 Compiled autograd inlines the hook, so the graph of a pass breaks only at the first and the last gradient. A marked hook
@@ -18,7 +18,7 @@ would break the graph at every gradient.
 
 All of this is private to PyTorch and is used in this module only. Checked with PyTorch 2.13. Versions before 2.7
 exclude Sirtaki's frames one by one (`skip_code`), and the packages that Sirtaki calls as a whole (`trace_rules.add`);
-this was not checked in a compiled job. Where a version has neither, frames are compiled that need not be.
+this was not checked in a compiled job. With a version that has neither, Dynamo also compiles Sirtaki's frames.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import torch
 PACKAGE = "sirtaki"
 
 CALLED = ("optuna", "skopt", "sklearn", "scipy", "networkx", "sqlalchemy", "msgspec", "rich", "psutil")
-"""Packages whose functions Sirtaki calls; only named where frames are excluded one by one."""
+"""Packages that Sirtaki calls. Used only with PyTorch versions that exclude frames one by one."""
 
 REASON = "it communicates with other ranks"
 
@@ -44,9 +44,9 @@ _excluded = set[str]()
 
 
 def exclude_from_compilation() -> None:
-    """Exclude all functions of the modules of Sirtaki that are loaded by now. Idempotent; not collective.
+    """Exclude all functions of all Sirtaki modules loaded so far. Idempotent. Not collective.
 
-    Call it before Dynamo can meet hooks that Sirtaki registers.
+    Must be called before Dynamo can trace a hook that Sirtaki registers.
     """
     for name in [name for name in list(sys.modules) if name == PACKAGE or name.startswith(f"{PACKAGE}.")]:
         if name not in _excluded and (module := sys.modules.get(name)) is not None:
@@ -65,10 +65,10 @@ def exclude_from_compilation() -> None:
 
 
 def unless_traced(hook: Callable[..., None]) -> Callable[..., None]:
-    """Return a hook of modules that does nothing while Dynamo traces a call of a module.
+    """Wrap a module hook so that it does nothing while Dynamo traces the module's call.
 
-    A hook that is excluded breaks the graph, which `fullgraph=True` forbids. Before PyTorch 2.7, Dynamo cannot guard
-    hooks on all modules, and graphs break.
+    An excluded hook would break the graph, which `fullgraph=True` forbids. Before PyTorch 2.7, Dynamo cannot guard
+    hooks on all modules. There, the hook is excluded and breaks the graph.
     """
     if _exclude_each is _skip_code:
         excluded: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
@@ -84,43 +84,43 @@ def unless_traced(hook: Callable[..., None]) -> Callable[..., None]:
 def something_is_compiled() -> bool:
     """Return whether Dynamo has compiled a function in this process.
 
-    Any counter of Dynamo shows it. With `fullgraph=True`, Dynamo increments only the counters of graphs.
+    All of Dynamo's counters are checked, because with `fullgraph=True` Dynamo increments only the counters of graphs.
     """
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo is not None and any(dynamo.counters.values())
 
 
 def in_compiled_autograd() -> bool:
-    """Return whether a backward pass runs that compiled autograd has compiled.
+    """Return whether the current backward pass was compiled by compiled autograd.
 
-    Such a pass calls hooks, but drops the callbacks that they queue for its end.
+    Such a pass calls hooks, but drops the callbacks that hooks queue for the pass's end.
     """
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     return bool(getattr(module, "in_compiled_autograd_region", False))
 
 
 def _functions(namespace: ModuleType | type) -> Iterator[FunctionType]:
-    """Yield the functions defined in a module: its own, those of its classes, and those that their decorators hold."""
+    """Yield the functions defined in a module: module functions, methods, and functions inside decorators' closures."""
     module = namespace.__name__ if isinstance(namespace, ModuleType) else namespace.__module__
     for found in list(vars(namespace).values()):
         if isinstance(found, type):
             if found.__module__ == module and found is not namespace:
                 yield from _functions(found)
             continue
-        held = list[Any](_behind(found))
-        while held:
-            function = held.pop()
+        pending = list[Any](_unwrap(found))
+        while pending:
+            function = pending.pop()
             if getattr(function, "__module__", None) != module:
                 continue
-            held.append(getattr(function, "__wrapped__", None))
+            pending.append(getattr(function, "__wrapped__", None))
             if isinstance(function, FunctionType):
                 yield function
-                with suppress(ValueError):  # a cell that is empty still
-                    held += [cell.cell_contents for cell in function.__closure__ or ()]
+                with suppress(ValueError):  # raised by an empty cell
+                    pending += [cell.cell_contents for cell in function.__closure__ or ()]
 
 
-def _behind(found: Any) -> tuple[Any, ...]:
-    """Return what a name of a module or class holds, without the descriptor around it."""
+def _unwrap(found: Any) -> tuple[Any, ...]:
+    """Return the functions inside a descriptor; any other value unchanged."""
     if isinstance(found, property):
         return found.fget, found.fset, found.fdel
     if isinstance(found, staticmethod | classmethod):
@@ -129,7 +129,7 @@ def _behind(found: Any) -> tuple[Any, ...]:
 
 
 def _exclude_frames(code: CodeType) -> None:
-    """Exclude the frames of a code object, and of those nested in it."""
+    """Exclude the frames of a code object and of its nested code objects."""
     _exclude_each(code)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -137,11 +137,11 @@ def _exclude_frames(code: CodeType) -> None:
 
 
 def _nothing(code: CodeType) -> None:
-    """Exclude nothing: this version of PyTorch knows no such mark."""
+    """Do nothing, because this version of PyTorch cannot exclude frames."""
 
 
 def _how_to_exclude() -> tuple[Callable[[CodeType], None], Callable[[CodeType], None]]:
-    """Return what excludes frames of a code object: the best that this version of PyTorch has, and the older one."""
+    """Return two functions that exclude a code object's frames: this PyTorch version's best way, and `skip_code`."""
     try:
         from torch._C._dynamo import eval_frame
     except ImportError:

@@ -1,4 +1,4 @@
-"""Starting a program on several ranks from a test."""
+"""Fixtures that start programs on several ranks."""
 
 import json
 import logging
@@ -16,37 +16,37 @@ from rank_jobs import Launcher, Play, RankJobs, end, environment, following, fou
 
 from sirtaki.machine import ReservedPorts
 
-# Continuous integration tests changes, not luck; everywhere else each run looks elsewhere.
+# Continuous integration tests the change with fixed examples. All further runs draw new ones.
 settings.register_profile("ci", derandomize=True)
 settings.register_profile("quick", max_examples=10)
 if os.environ.get("CI"):
     settings.load_profile("ci")
 
-# PyTorch's store asks for the name of each address that connects: an answer that is lost would cost 5 s.
+# PyTorch's store resolves the name of each address that connects. A lost answer of the name server would take 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 STARTS_RANKS = {"mpiexec", "launch", "start"}
-"""Fixtures of tests that start ranks, by mpiexec or by `sirtakirun`."""
+"""Fixtures of tests that start ranks by mpiexec or `sirtakirun`."""
 
 RunRanks = Callable[..., subprocess.CompletedProcess[str]]
 
 PATIENCE = 2.0
-"""How many times as long as on a usual machine jobs may take before they count as standing still."""
+"""Factor on the time limits of jobs, in comparison with an idle machine."""
 
 WHOLE_JOBS_UNTIL = "SIRTAKI_TEST_JOBS_UNTIL"
-"""Environment variable: seconds since 1970; tests marked integration that would start later are skipped."""
+"""Environment variable: seconds since the epoch after which tests marked integration are skipped."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Keeps whole jobs from taking the time of the tests that come after them, on a slow machine."""
+    """Skip whole jobs late in a run, so that a slow machine has time for the remaining tests."""
     until_s = float(os.environ.get(WHOLE_JOBS_UNTIL, "inf"))
     if item.get_closest_marker("integration") is not None and time.time() > until_s:
         pytest.skip(f"{WHOLE_JOBS_UNTIL} is over: this machine is too slow for all whole jobs")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`make quick` leaves out what starts ranks. Other programs come last, if there is time for them."""
+    """Exclude tests that start ranks from `make quick`. Run tests of further programs last."""
     items.sort(key=lambda item: "integrations" in item.path.parts)
     for item in items:
         if STARTS_RANKS & set(getattr(item, "fixturenames", ())):
@@ -55,20 +55,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _log_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a test of this process has taken Sirtaki's log away from the root logger, as `init()` does."""
+    """Let Sirtaki's log reach the root logger, although `init()` in an earlier test may have disabled propagation."""
     monkeypatch.setattr(logging.getLogger("sirtaki"), "propagate", True)
 
 
 @pytest.fixture
 def reserve() -> Iterator[Callable[..., int]]:
-    """`reserve(count=1, host="127.0.0.1")`: the first of consecutive ports that no other process gets meanwhile."""
+    """Return `reserve(count=1, host="127.0.0.1")`. It returns the first of consecutive free ports, and keeps them."""
     with ExitStack() as held:
         yield lambda *args, **options: held.enter_context(ReservedPorts(*args, **options)).first
 
 
 @pytest.fixture(scope="session")
 def mpiexec() -> list[str]:
-    """The launcher with the options that let root start more ranks than there are cores."""
+    """Return the launcher's command, with options that let root start more ranks than cores."""
     found = found_mpiexec()
     if found is None:
         pytest.skip("there is no mpiexec beside this Python nor on PATH")
@@ -77,7 +77,7 @@ def mpiexec() -> list[str]:
 
 @pytest.fixture(scope="session")
 def launcher(mpiexec: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
-    """Starts programs on several ranks."""
+    """Return a launcher of programs on several ranks."""
     launcher = Launcher(mpiexec, tmp_path_factory.mktemp("ranks"))
     yield launcher
     launcher.close()
@@ -85,9 +85,9 @@ def launcher(mpiexec: list[str], tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture
 def run_ranks(launcher: Launcher, tmp_path: Path) -> RunRanks:
-    """`run_ranks(program, ranks, *args, env=None, timeout_s=60, check=True)` → the finished job, output as text.
+    """Return `run_ranks(program, ranks, *args, env=None, timeout_s=60, check=True)`, which returns the finished job.
 
-    `program` is a file of tests/ranks, or a path. The job must end with exit code 0 unless `check` is false; after
+    `program` is a file of tests/ranks, or a path. The job must end with exit code 0 unless `check` is false. After
     `timeout_s` all its processes are killed and the test fails.
     """
 
@@ -119,7 +119,7 @@ def run_ranks(launcher: Launcher, tmp_path: Path) -> RunRanks:
 
 @pytest.fixture(scope="session")
 def rank_jobs(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankJobs]:
-    """The jobs whose cases are single tests."""
+    """Return the running job whose cases are single tests."""
     jobs = RankJobs(launcher, tmp_path_factory)
     yield jobs
     jobs.close()
@@ -127,13 +127,13 @@ def rank_jobs(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> I
 
 @pytest.fixture
 def play(request: pytest.FixtureRequest, rank_jobs: RankJobs) -> Play:
-    """`play(rank_case)` passes when all ranks have passed that case."""
+    """Return `play(rank_case)`, which passes when all ranks have passed the case."""
     return lambda case: rank_jobs.play(case, following(request, case))
 
 
 @pytest.fixture
 def log_of(tmp_path: Path) -> Callable[..., Path]:
-    """Writes records as a trial log."""
+    """Return a function that writes records as a trial log."""
 
     def write(*records: dict[str, Any]) -> Path:
         path = tmp_path / "trials.jsonl"

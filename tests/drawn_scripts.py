@@ -1,6 +1,6 @@
-"""Whole training scripts of one process, put together from parts at random, in float64.
+"""Random training scripts of one process, combined from parts, in float64.
 
-What they train on is cut into batches of 12, 6 at the end of an epoch, which 2 and 3 ranks divide.
+Data sets are divided into batches of 12, and a last batch of 6, which are divisible by 2 and by 3 ranks.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def indented(lines: list[str], by: int = 1) -> list[str]:
 
 
 class Drawn:
-    """One script; the same for the same seed."""
+    """One random script. The same seed gives the same script."""
 
     def __init__(self, seed: int) -> None:
         rng = self.rng = random.Random(seed)
@@ -220,7 +220,7 @@ class Drawn:
             self.loss += " + " + rng.choice(PENALTIES).format(model=self.model)
 
     def text(self) -> str:
-        """The script."""
+        """Return the text of the script."""
         imports = ["import csv", "import json", "import logging", "import os", "import sys",
                    "from collections import deque", "", "import numpy as np",
                    "import torch", "import torch.nn.functional as F", "from torch import nn, optim",
@@ -231,7 +231,7 @@ class Drawn:
         head = HEAD.format(n=self.n, epochs=self.epochs, seed=self.seed).splitlines()
         if "loss_fn" in self.loss:
             self.defs.append("loss_fn = F.cross_entropy")
-        body = getattr(self, f"_{self.style}")()  # which may add definitions
+        body = getattr(self, f"_{self.style}")()  # may add definitions
         defs = [line for part in self.defs for line in part.splitlines()]
         if self.batches == "function":
             defs += ["def get_batch():", "    i = torch.randint(n, (batch_size,))", "    return X[i], Y[i], T[i], M[i]"]
@@ -241,7 +241,7 @@ class Drawn:
     # ── parts ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _build(self) -> list[str]:
-        """Model, optimizer, scheduler, loaders."""
+        """Return lines that create model, optimizer, scheduler and loaders."""
         rng, opt = self.rng, self.optimizer
         lines = [f"{self.model} = {self.made}"]
         if rng.random() < 0.3:
@@ -290,7 +290,7 @@ class Drawn:
         return lines
 
     def _batch_lines(self) -> tuple[list[str], list[str]]:
-        """The heads of loops around a step, without those of epochs, and what takes a batch."""
+        """Return the heads of loops around a step, without the epoch loop, and the lines that take a batch."""
         loader = f"{self.mine}loader"
         four = "x, y, t, mask"
         match self.batches:
@@ -341,7 +341,7 @@ class Drawn:
         return ["for number in range(2):"], []
 
     def _step(self) -> list[str]:
-        """Forward, backward, and the optimizer's step."""
+        """Return lines for forward, backward, and the optimizer's step."""
         rng, opt, model, scaled = self.rng, self.optimizer, self.model, self.amp == "scaler"
         loss = self.loss
         given = "x"
@@ -402,7 +402,7 @@ class Drawn:
         return [*forward, zero, back, *ready, *step]
 
     def _before_step(self) -> list[str]:
-        """What reads gradients."""
+        """Return lines that read gradients before the step."""
         model = self.model
         unscale = [f"{self.mine}scaler.unscale_({self.optimizer})"] * (self.amp == "scaler" and bool(self.clip))
         return (
@@ -420,7 +420,7 @@ class Drawn:
         )
 
     def _after_step(self) -> list[str]:
-        """A scheduler, and averages of parameters."""
+        """Return lines for a scheduler and for averaged parameters after the step."""
         lines = [f"{self.mine}scheduler.step()"] * (SCHEDULERS.get(self.schedule) == "step")
         if self.schedule == "by hand":
             lines += [f"for group in {self.optimizer}.param_groups:", "    group['lr'] *= 0.97"]
@@ -430,14 +430,14 @@ class Drawn:
         return lines
 
     def _define(self, head: str, lines: list[str]) -> None:
-        """A function of its own, which knows no epoch."""
+        """Add a function that does not use the epoch."""
         names = {self.model: "model", self.optimizer: "optimizer", "epoch > 0": "True"}
         for old, new in names.items():
             lines = [line.replace(old, new) for line in lines]
         self.defs.append("\n".join([f"def {head}:", *indented(lines)]))
 
     def _logged(self) -> tuple[list[str], list[str], list[str]]:
-        """In front of an epoch's steps, behind each, and behind all."""
+        """Return logging lines: before an epoch's steps, after each step, and after all steps."""
         x, y, loss = ("X", "Y", "loss.item()") if self.batches == "whole" else ("x", "y", "loss.item()")
         extra = ["right = (out.argmax(1) == " + y + ").double().mean()", "print(f'accuracy {right.item():.6f}')"] * (
             self.extra == "accuracy"
@@ -491,7 +491,7 @@ class Drawn:
         return before, [*each, *extra], after
 
     def _evaluation(self) -> list[str]:
-        """What computes `val` and `hits`."""
+        """Return lines that compute `val` and `hits`."""
         loop = [
             f"{self.model}.eval()", "val, hits = 0.0, 0", "with torch.no_grad():",
             f"    for x, y in {self.mine}val_loader:", f"        out = {self.model}(x)",
@@ -506,7 +506,7 @@ class Drawn:
         return loop
 
     def _epoch_end(self, evaluate: list[str]) -> list[str]:
-        """Evaluation, scheduler and checkpoints, behind an epoch's steps."""
+        """Return lines after an epoch's steps: evaluation, scheduler and checkpoints."""
         lines = list(evaluate)
         if self.evaluation:
             lines.append("print(f'val {val:.8f} {hits}')")
@@ -546,7 +546,7 @@ class Drawn:
     # ── whole scripts ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _epoch(self) -> list[str]:
-        """An epoch's steps, and what is logged of them."""
+        """Return lines of an epoch's steps, with logging."""
         heads, takes = self._batch_lines()
         before, each, after = self._logged()
         train = [f"{self.model}.train()"] if self.rng.random() < 0.7 else []
@@ -566,7 +566,7 @@ class Drawn:
         return ["def main():", *indented(self._flat()), "if __name__ == '__main__':", "    main()"]
 
     def _functions(self) -> list[str]:
-        """A function that trains an epoch, one that evaluates; they are called at the top level, or by main()."""
+        """Return functions that train an epoch and evaluate, and their calls at top level or in main()."""
         shared = [self.model, self.optimizer]
         shared += ["criterion"] * bool(self.criterion) + ["scheduler"] * (self.schedule in SCHEDULERS)
         shared += ["scaler"] * (self.amp == "scaler") + ["loader"] * (self.batches in BY_LOADER)
@@ -601,7 +601,7 @@ class Drawn:
         return ["class Trainer:", *indented(methods), *start]
 
     def _squeezed(self, lines: list[str]) -> list[str]:
-        """Statements of one block on one line, and blocks of one statement behind their heads."""
+        """Return the lines with some statements joined on one line, and some blocks on the line of their head."""
 
         def depth(line: str) -> int:
             return len(line) - len(line.lstrip())
@@ -654,5 +654,5 @@ class Drawn:
 
 
 def drawn(seed: int) -> str:
-    """A whole script."""
+    """Return a random script."""
     return Drawn(seed).text()

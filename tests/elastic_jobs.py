@@ -1,6 +1,6 @@
-"""Jobs whose ranks come and go, for tests: started, tormented, and judged by what each rank has said that it did.
+"""Elastic jobs for tests: start them, apply faults, and check the logs of their ranks.
 
-The judge knows nothing of the faults: it reads the logs of `ranks/elastic_member.py`.
+The checks do not know the faults. They read the logs of `ranks/elastic_member.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SOON_S = 40.0
 
 
 class LaunchedJob:
-    """A job of `sirtakirun` in a folder, whose processes are known by their environment."""
+    """A job of `sirtakirun` in a folder. Its processes are found by an environment variable."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class LaunchedJob:
         env: Mapping[str, str],
         popen: Callable[..., subprocess.Popen[Any]] = subprocess.Popen,
     ) -> None:
-        """Starts it; `words` follow `sirtakirun`."""
+        """Start the job. `words` are arguments of `sirtakirun`."""
         self.folder = folder
         with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
             self.process = popen(
@@ -55,12 +55,12 @@ class LaunchedJob:
 
     @property
     def said(self) -> list[str]:
-        """By the launcher."""
+        """Return the launcher's output lines."""
         mark = "sirtakirun: "
         return [line.removeprefix(mark) for line in self.err.splitlines() if line.startswith(mark)]
 
     def output(self) -> str:
-        """The last lines of the ranks and of the launcher."""
+        """Return the last lines of the ranks and of the launcher."""
         return (self.folder / "out").read_text()[-8000:] + self.err[-8000:]
 
     def until(self, condition: Callable[[], object], *, timeout_s: float = SOON_S) -> None:
@@ -71,14 +71,14 @@ class LaunchedJob:
             time.sleep(0.02)
 
     def wait(self, timeout_s: float = SOON_S) -> int:
-        """Until the launcher has ended; its exit code."""
+        """Wait until the launcher has ended. Return its exit code."""
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the job does not end\n{self.output()}") from None
 
     def processes(self) -> dict[int, str]:
-        """All that the job has started and that is there, by number its command line."""
+        """Return the processes that the job has started and that are alive: command line by process id."""
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
@@ -88,7 +88,7 @@ class LaunchedJob:
         return found
 
     def end(self) -> None:
-        """Ends what is left; AssertionError where something of it outlives its launcher."""
+        """Kill remaining processes. Raise AssertionError if a process has outlived its launcher."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             self.process.wait(SOON_S)
@@ -101,7 +101,7 @@ class LaunchedJob:
 
 
 class ElasticJob(LaunchedJob):
-    """One job with a host for each worker; `with` starts and ends it."""
+    """A job with one host per worker. A context manager that starts and ends it."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class ElasticJob(LaunchedJob):
         replaces: bool = False,
         **plan: Any,
     ) -> None:
-        """Starts nothing; `plan` is that of the program. `replaces`: for each worker that is lost another one comes."""
+        """Prepare the job. `plan`: of the program. `replaces`: whether a lost worker is replaced."""
         self.folder, self._plan = folder, elastic_member.Plan(**(plan if program == "elastic_member.py" else {}))
         hosts = folder / "hosts"
         hosts.write_text("".join(f"w{number}:1\n" for number in range(ranks)))
@@ -132,29 +132,29 @@ class ElasticJob(LaunchedJob):
         self.end()
 
     def run(self, timeout_s: float = 40.0) -> Judge:
-        """Until it has ended, well; what its ranks have said."""
+        """Wait until the job has ended successfully. Return the checks of its logs."""
         assert self.wait(timeout_s) == 0, self.output()
         logs = {int(path.stem): read(path) for path in self.folder.glob("*.log") if path.stem.isdecimal()}
-        # Who has said last that it ends, or leaves its generation, has ended well.
+        # A worker has ended well if the last line of its log is the end or the leave of a generation.
         codes = {worker: 0 if log and log[-1]["what"] in ("end", "left") else -9 for worker, log in logs.items()}
         return Judge(logs=logs, codes=dict(sorted(codes.items())), plan=self._plan, output=self.output())
 
 
 def read(path: Path) -> list[Line]:
-    """A log; the last line of who was killed may be a part."""
+    """Return the lines of a log, without an incomplete last line of a killed process."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
 
 
 class Judge:
-    """What must hold whatever has happened.
+    """Checks that hold after any faults.
 
     Attributes:
-        logs: by worker.
+        logs: log lines by worker.
         codes: exit codes by worker.
-        output: of all workers.
-        iterations: of the whole job.
+        output: output of all workers.
+        iterations: iterations of the whole job.
     """
 
     def __init__(
@@ -164,21 +164,21 @@ class Judge:
         self.iterations = plan.iterations
 
     def lines(self, what: str) -> list[Line]:
-        """Of all workers, in order of time."""
+        """Return lines of all workers, in order of time."""
         found = [
             {**line, "worker": worker} for worker, log in self.logs.items() for line in log if line["what"] == what
         ]
         return sorted(found, key=lambda line: line["s"])
 
     def effective(self) -> list[list[Line]]:
-        """By iteration, those lines that were not undone, by rank."""
+        """Return, by iteration and rank, the lines that were not undone."""
         by_number: defaultdict[int, list[Line]] = defaultdict(list)
         for line in self.lines("iteration"):
             by_number[line["number"]].append(line)
         history = []
         for number in range(self.iterations):
             generation = max(line["generation"] for line in by_number[number])
-            # In one generation an iteration may be repeated after an interrupt; the last one counts.
+            # Within a generation, an iteration may be repeated after an interrupt. The last one counts.
             last = {line["rank"]: line for line in by_number[number] if line["generation"] == generation}
             lines = [last[rank] for rank in sorted(last)]
             assert len(lines) == lines[0]["size"], f"iteration {number}: {lines}\n{self.output}"
@@ -186,12 +186,12 @@ class Judge:
         return history
 
     def check(self, *, ended: int, killed: int = 0, dismissed: int = 0) -> None:
-        """Everything.
+        """Run all checks.
 
         Args:
-            ended: workers that have come to the end of their scripts.
-            killed: those that were killed.
-            dismissed: those that were not wanted any more.
+            ended: number of workers that reached the end of the script.
+            killed: number of killed workers.
+            dismissed: number of dismissed workers.
         """
         counts = Counter(self.codes.values())
         assert counts == Counter({0: ended + dismissed, -9: killed}), f"{self.codes}\n{self.output}"
@@ -204,7 +204,7 @@ class Judge:
         self._check_reference(history)
 
     def _check_commits(self) -> None:
-        """Equal on all ranks, and none that has returned is lost."""
+        """Check that commits are equal on all ranks, and that no returned commit is lost."""
         by_iteration: defaultdict[int, set[str]] = defaultdict(set)
         for line in self.lines("commit"):
             by_iteration[line["iteration"]].add(line["hash"])
@@ -217,7 +217,7 @@ class Judge:
                 assert line["iteration"] >= returned, f"{line} after commit {returned}\n{self.output}"
 
     def _check_samples(self, history: list[list[Line]]) -> None:
-        """Each of an epoch once, but for those that fill up the last batches of a deal."""
+        """Check that each sample of an epoch is used once, except those that fill up the last batches of a deal."""
         epochs: defaultdict[int, list[list[Line]]] = defaultdict(list)
         for lines in history:
             epochs[lines[0]["epoch"]].append(lines)
@@ -230,12 +230,13 @@ class Judge:
                 assert set(seen) == set(range(self._plan.samples)), f"epoch {epoch} leaves samples out"
 
     def _check_reference(self, history: list[list[Line]]) -> None:
-        """The bits are those of one process that plays all ranks, with the same members in each iteration."""
+        """Check that parameters are bit-identical to one process that simulates the members of each iteration."""
         model = elastic_member.make_model(self._plan.width)
         sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         generation = 0
         for number, lines in enumerate(history):
-            if self._plan.inside and lines[0]["generation"] != generation:  # which makes the optimizer anew
+            # The optimizer is created again in each generation.
+            if self._plan.inside and lines[0]["generation"] != generation:
                 generation = lines[0]["generation"]
                 sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
             totals: list[torch.Tensor] = []

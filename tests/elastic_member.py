@@ -1,10 +1,10 @@
-"""A rank of a job whose ranks come and go, without PyTorch, so that it starts in tenths of a second.
+"""A rank of an elastic job without PyTorch, which starts within tenths of a second.
 
     elastic_member.py FOLDER
 
-It counts steps with the others, takes over the count of those who were there before, and leaves its
-generation as `hvd.elastic` does: at the next step once it is told of a change, at once where communication fails. The
-job ends when there is a file FOLDER/stop. What has happened stands in FOLDER/PID.jsonl, a record a line.
+It counts steps together with its peers and takes over their count. It leaves a generation like `hvd.elastic`: at the
+next step after a change was announced, or at once if communication fails. The job ends when there is a file
+FOLDER/stop. Events are lines of FOLDER/PID.jsonl.
 """
 
 import contextlib
@@ -42,14 +42,14 @@ def largest(ranks: Communicator, *values: int) -> list[int]:
 
 
 class Counter:
-    """What is trained here."""
+    """State of the job: the number of steps."""
 
     def __init__(self) -> None:
         self.steps, self.has_state = 0, False
         self.longest_s = 0.0
 
     def train(self, ranks: Communicator, client: AgentClient, generation: Generation) -> bool:
-        """Until the generation has changed; whether the job is over."""
+        """Count steps until the generation changes. Return whether the job has ended."""
         (self.steps,) = largest(ranks, self.steps if self.has_state else 0)
         self.has_state = True
         members = [[each.node, each.slot, not each.has_state] for each in generation.membership.members]

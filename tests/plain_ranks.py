@@ -1,6 +1,6 @@
-"""Starts ranks without MPI: `python plain_ranks.py N command …`, with the variables that torchrun sets.
+"""Start ranks without MPI: `python plain_ranks.py N command …`, with torchrun's variables.
 
-Ends as the first rank that fails, after it has ended the others; with 0 if none does.
+Exits with the status of the first rank that fails, after the remaining ranks have ended, or with 0.
 """
 
 import os
@@ -14,11 +14,11 @@ from typing import IO
 from sirtaki.machine import ReservedPorts
 
 GRACE_S = 5.0
-"""How long the others have to find out by themselves that a rank is gone."""
+"""Time in which ranks may detect a peer's exit themselves."""
 
 
 def forward(output: IO[bytes]) -> None:
-    """In whole lines: those of several ranks must not mix."""
+    """Forward output line by line, so that lines of several ranks are not mixed."""
     for line in output:
         os.write(1, line)
 
@@ -41,7 +41,7 @@ def run(size: int, command: list[str], port: str) -> int:
     forwarders = [threading.Thread(target=forward, args=[rank.stdout], daemon=True) for rank in ranks]
     for forwarder in forwarders:
         forwarder.start()
-    failed: dict[int, int] = {}  # exit codes by rank, in order, until the others are ended
+    failed: dict[int, int] = {}  # exit codes by rank, in order of time
     deadline_s = float("inf")
     while [rank for rank in ranks if rank.poll() is None]:
         if time.monotonic() < deadline_s:
@@ -56,7 +56,8 @@ def run(size: int, command: list[str], port: str) -> int:
         forwarder.join(GRACE_S)
     failed = failed or {number: rank.returncode for number, rank in enumerate(ranks) if rank.returncode}
     codes = [*failed.values(), 0]
-    first = next((code for code in codes if code < 0), codes[0])  # on a busy machine others may have ended meanwhile
+    # On a busy machine, further ranks may have ended meanwhile.
+    first = next((code for code in codes if code < 0), codes[0])
     return 128 - first if first < 0 else first
 
 

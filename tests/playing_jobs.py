@@ -1,4 +1,4 @@
-"""Jobs that run training scripts, one after the other, and keep what they leave (`translate/playing.py`)."""
+"""Jobs that run training scripts successively, and keep their results (`translate/playing.py`)."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 
 
 def play(results: Path, ranks: int, scripts: list[Path], mpiexec: list[str]) -> None:
-    """Runs scripts on as many ranks; what they leave is in `results`."""
+    """Run scripts on some ranks, and write their results to `results`."""
     results.mkdir()
     port = ReservedPorts()
     several = [*mpiexec, "-np", str(ranks)] if ranks > 1 else []
@@ -35,7 +35,7 @@ def play(results: Path, ranks: int, scripts: list[Path], mpiexec: list[str]) -> 
 
 
 def left(results: Path, name: str, rank: int) -> dict[str, Any]:
-    """What a script has left on a rank: `printed`, `trained`, `written`."""
+    """Return a script's results on a rank: `printed`, `trained`, `written`."""
     found: dict[str, Any] = torch.load(results / f"{name}.{rank}.pt", weights_only=False)
     assert found["error"] == ""
     return found

@@ -1,13 +1,13 @@
-"""Ranks that need not load PyTorch: they are forked from a process that has.
+"""Fork ranks from a process that has imported PyTorch.
 
-Half of the suite's processor time would go into `import torch`. The launcher starts
+Otherwise half of the suite's processor time would go into `import torch`. The launcher starts
 
     python preloaded.py FOLDER program.py arguments
 
-for each rank, which hands its arguments, environment and standard streams to a server, lives as long as the rank that
-the server forks, passes signals on to it, and ends as it ends. Ranks of even and of odd number come from two servers,
-so that they have different hash seeds, as two processes have. A fork is otherwise as fresh as a new process: neither
-MPI nor Sirtaki has begun, and there are no other threads.
+for each rank. This process sends its arguments, environment and standard streams to a server, which forks the rank. It
+forwards signals to the rank, and exits with the rank's status. Ranks of even and of odd number use two servers, so that
+their hash seeds differ, as in separate processes. Otherwise a fork is as fresh as a new process: MPI and Sirtaki are
+not initialised, and there are no further threads.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MESSAGE_BYTES = 1 << 18
 
 
 def connect(folder: Path) -> socket.socket:
-    """To the server of this rank."""
+    """Connect to the server of this rank."""
     names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK")
     rank = int(next((os.environ[name] for name in names if name in os.environ), os.getpid()))
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -41,13 +41,13 @@ def connect(folder: Path) -> socket.socket:
 
 
 def stand_in(folder: Path, arguments: list[str]) -> None:
-    """Has the program forked, and ends as it ends."""
+    """Let the server fork the program, and exit with its status."""
     server = connect(folder)
     wanted = {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}
     agent = [int(os.environ[AGENT].split(",")[0])] if AGENT in os.environ else []
     socket.send_fds(server, [json.dumps(wanted).encode()], [0, 1, 2, *agent])
     for descriptor in agent:
-        os.close(descriptor)  # whose end is the rank's
+        os.close(descriptor)  # the rank now has this descriptor
 
     def forward(number: int, _: object) -> None:
         with contextlib.suppress(ConnectionError):  # the program has just ended
@@ -57,7 +57,7 @@ def stand_in(folder: Path, arguments: list[str]) -> None:
         signal.signal(number, forward)
     try:
         end = server.recv(8)
-    except ConnectionResetError:  # the program ended before a signal was read that has been passed on to it
+    except ConnectionResetError:  # the program ended before it read a forwarded signal
         end = server.recv(8)
     status = os.waitstatus_to_exitcode(int.from_bytes(end, "little"))
     if status < 0:
@@ -68,13 +68,13 @@ def stand_in(folder: Path, arguments: list[str]) -> None:
 
 
 class Server:
-    """Forks a rank for everyone who asks; ends, and its ranks with it, when its standard input ends."""
+    """Forks a rank per request. Ends, and kills its ranks, when its standard input is closed."""
 
     def __init__(self, address: Path) -> None:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(f"{address}.new")
         self._listener.listen(64)
-        os.rename(f"{address}.new", address)  # who sees the address can connect
+        os.rename(f"{address}.new", address)  # atomic, so that whoever finds the address can connect
         self._ranks: dict[int, socket.socket] = {}
         self._wakeups, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(wake)
@@ -82,7 +82,7 @@ class Server:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def serve(self) -> dict[str, Any]:
-        """Returns in a rank, with what was asked for."""
+        """Serve requests. In a forked rank, return the request."""
         with selectors.DefaultSelector() as events:
             for each in (0, self._wakeups, self._listener):
                 events.register(each, selectors.EVENT_READ)
@@ -148,13 +148,13 @@ class Server:
 
 
 def become(wanted: dict[str, Any]) -> ModuleType:
-    """Makes this process what `python program.py arguments` is before the program's first line."""
+    """Give this process the state of `python program.py arguments` before the first line of the program."""
     os.chdir(wanted["folder"])
     os.environ.clear()
     os.environ.update(wanted["environment"])
     sys.argv[:] = wanted["arguments"]
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
-    faulthandler.enable()  # what a rank was doing that crashes
+    faulthandler.enable()  # prints the stacks of a rank that crashes
     module = ModuleType("__main__")
     module.__file__ = sys.argv[0]
     sys.modules["__main__"] = module
@@ -171,13 +171,13 @@ if __name__ == "__main__":
     import optuna  # noqa: F401
     import pytest  # noqa: F401
     import sqlalchemy  # noqa: F401
-    import torch._dynamo  # which the first optimizer of a process loads
+    import torch._dynamo  # because the first optimizer of a process imports it
     import torch.distributed  # noqa: F401
 
     import sirtaki.torch  # noqa: F401
 
     gc.collect()
-    gc.freeze()  # a collection in a rank must not write to all that is shared
+    gc.freeze()  # so that garbage collections in ranks do not copy shared pages
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not be forked"
     program = become(Server(place).serve())
     with open(sys.argv[0], encoding="utf-8") as file:

@@ -1,11 +1,11 @@
-"""Programs of tests/ranks as jobs of several ranks, and the cases of such a program as single tests.
+"""Jobs that run programs of tests/ranks, and the cases of a program as single tests.
 
-A program that ends with `CASES = cases(globals())` and `conformance.training.main(CASES)` is one launch for all of its
-cases: the ranks say of each when they have passed it, and each is a test of its own:
+A program that ends with `CASES = cases(globals())` and `conformance.training.main(CASES)` is launched once for all of
+its cases. Its ranks print each case that they have passed, and each case is a test:
 
     test_edited_gradients_train_as_in_one_process = played_on_ranks("gradient_edits", Job(2), slow(Job(3)))
 
-`pytest -k "set_to_none and 2-ranks"` starts that one case only.
+`pytest -k "set_to_none and 2-ranks"` launches only this case.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ Play = Callable[["RankCase"], None]
 CASE_TIMEOUT_S = 100.0
 
 CONTROL = "SIRTAKI_TEST_CONTROL"
-"""Set to `mesh`, of a job or of the whole run of pytest: ranks are started without MPI."""
+"""Environment variable of a job or of the whole run of pytest. `mesh` starts ranks without MPI."""
 
 OVER_MESH = {CONTROL: "mesh"}
 
 ONLY_OVER_MPI = pytest.mark.skipif(os.environ.get(CONTROL) == "mesh", reason="what it tries goes over MPI")
 
 UNTUNED = {"SIRTAKI_REGISTRY": "off", "SIRTAKI_WARMUP_ITERATIONS": "0"}
-"""Settings of jobs that neither tune nor remember."""
+"""Settings of jobs without tuning and registry."""
 
 
 def environment(cache: Path, more: Mapping[str, str]) -> dict[str, str]:
-    """Of every rank."""
+    """Return the environment of every rank."""
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "OMPI_MCA_mpi_yield_when_idle": "1",  # there may be more ranks than cores
+        "OMPI_MCA_mpi_yield_when_idle": "1",  # because there may be more ranks than cores
         "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)]),
         "XDG_CACHE_HOME": str(cache),
         **more,
@@ -60,7 +60,7 @@ def environment(cache: Path, more: Mapping[str, str]) -> dict[str, str]:
 
 
 def found_mpiexec() -> list[str] | None:
-    """The launcher with the options that let root start more ranks than there are cores; None where there is none."""
+    """Return the launcher's command, with options for root and for more ranks than cores; None if there is none."""
     beside = Path(sys.executable).with_name("mpiexec")
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
     if found is None:
@@ -72,7 +72,7 @@ def found_mpiexec() -> list[str] | None:
 
 
 class Launcher:
-    """Starts programs on several ranks, which are forked from processes that have loaded PyTorch."""
+    """Starts programs on several ranks, which are forked from processes that have imported PyTorch."""
 
     def __init__(self, mpiexec: Sequence[str], folder: Path) -> None:
         self._mpiexec, self._folder = mpiexec, folder
@@ -88,9 +88,10 @@ class Launcher:
         stderr: int | IO[str],
         options: Sequence[str] = (),
     ) -> subprocess.Popen[str]:
-        """`program` is a file of tests/ranks, or a path; `options` are mpiexec's."""
+        """Start a job. `program` is a file of tests/ranks, or a path; `options` are mpiexec's."""
         each = self.command_of_one(program, args)
-        session = tempfile.mkdtemp(dir=self._folder)  # where an mpiexec of the same number was killed none starts
+        # A fresh folder, because a killed mpiexec with the same process id would block the start.
+        session = tempfile.mkdtemp(dir=self._folder)
         over_mesh = env.get(CONTROL) == "mesh"
         starter = [sys.executable, TESTS / "plain_ranks.py"] if over_mesh else [*self._mpiexec, *options, "-np"]
         return subprocess.Popen(
@@ -103,13 +104,13 @@ class Launcher:
         )
 
     def command_of_one(self, program: str | Path, args: Sequence[object]) -> list[str]:
-        """What starts one process of it."""
+        """Return the command that starts one process of a program."""
         self._preload()
         each = [sys.executable, TESTS / "preloaded.py", self._folder, TESTS / "ranks" / program, *args]
         return list(map(str, each))
 
     def _preload(self) -> None:
-        """Starts the servers, and waits for them: also where a test that has run out of time began to."""
+        """Start the servers and wait for them, also if an earlier test was interrupted while it started them."""
         addresses = [self._folder / str(number) for number in range(preloaded.SERVERS)]
         for seed, address in enumerate(addresses[len(self._servers) :], len(self._servers)):
             self._servers.append(
@@ -124,7 +125,7 @@ class Launcher:
             time.sleep(0.05)
 
     def close(self) -> None:
-        """Ends the processes that ranks were forked from."""
+        """End the servers."""
         for server in self._servers:
             assert server.stdin is not None
             server.stdin.close()
@@ -132,7 +133,7 @@ class Launcher:
 
 
 def end(job: subprocess.Popen[str]) -> None:
-    """Ends a whole job: mpiexec ends its ranks if it is asked nicely, which may be in groups of their own."""
+    """End a whole job. mpiexec ends its ranks on SIGTERM; ranks may be in process groups of their own."""
     if job.poll() is None:
         os.killpg(job.pid, signal.SIGTERM)
         try:
@@ -144,7 +145,7 @@ def end(job: subprocess.Popen[str]) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """What the cases of a program are played on."""
+    """A job that runs the cases of a program."""
 
     ranks: int
     label: str = ""
@@ -152,9 +153,9 @@ class Job:
 
 
 def cases(module: Mapping[str, Any], *parameters: str) -> list[Callable[..., None]]:
-    """The functions that a module has written so far for each to be a test, but for those that are in a list already.
+    """Return the functions of a module that are cases, except those that an earlier call has returned.
 
-    They are public, return nothing, and have no parameters but these, and others with defaults.
+    Cases are public and return nothing. They have the given parameters, and others only with defaults.
     """
     listed = [each for value in module.values() if isinstance(value, list) for each in value if callable(each)]
 
@@ -169,12 +170,12 @@ def cases(module: Mapping[str, Any], *parameters: str) -> list[Callable[..., Non
 
 
 def slow(job: Job) -> ParameterSet:
-    """The same, in `make test-slow` only."""
+    """Run a job only in `make test-slow`."""
     return pytest.param(job, marks=pytest.mark.slow)
 
 
 def integration(job: Job, *, but: str = "") -> ParameterSet:
-    """The same, in `make test-integrations` only, but for cases with `but` in their name."""
+    """Run a job only in `make test-integrations`, except for cases with `but` in their name."""
     return pytest.param(job, marks=pytest.mark.integration(but=but))
 
 
@@ -188,7 +189,7 @@ class RankCase:
 
 
 def on_ranks(program: str, *jobs: Job | ParameterSet, only: str = "", cases: str = "CASES") -> pytest.MarkDecorator:
-    """Every case of that list whose name contains `only`, on every job; ids are case, ranks and the job's label."""
+    """Parametrize a test with every case whose name contains `only`, on every job. Ids are case, ranks and label."""
     listed = getattr(importlib.import_module(f"ranks.{program}"), cases)
     names = [case.__name__ for case in listed if only in case.__name__]
     assert names, f"{program} has no case with {only!r} in its name"
@@ -210,7 +211,7 @@ def on_ranks(program: str, *jobs: Job | ParameterSet, only: str = "", cases: str
 def played_on_ranks(
     program: str, *jobs: Job | ParameterSet, only: str = "", cases: str = "CASES"
 ) -> Callable[[Play, RankCase], None]:
-    """A test that plays those cases, each on every job, and asks nothing more; see `on_ranks`."""
+    """Return a test that runs cases on jobs and checks nothing else; see `on_ranks`."""
 
     @on_ranks(program, *jobs, only=only, cases=cases)
     def test(play: Play, rank_case: RankCase) -> None:
@@ -220,7 +221,7 @@ def played_on_ranks(
 
 
 class RankJob:
-    """A launched program, and which of its cases all ranks have passed."""
+    """A launched program, and the cases that all its ranks have passed."""
 
     def __init__(self, launcher: Launcher, job: Job, program: str, names: Sequence[str], cache: Path) -> None:
         self._ranks, self._names = job.ranks, tuple(names)
@@ -250,7 +251,7 @@ class RankJob:
             self._news.notify_all()
 
     def wait_for(self, name: str) -> None:
-        """Until all ranks have passed the case; after the last one, until the job has ended as it should."""
+        """Wait until all ranks have passed a case. After the last case, wait for the end of the job."""
         deadline_s = time.monotonic() + CASE_TIMEOUT_S
 
         def has_passed() -> bool:
@@ -273,7 +274,7 @@ class RankJob:
             )
 
     def close(self) -> None:
-        """Ends it if it has not ended."""
+        """End the job if it has not ended."""
         end(self._job)
         self._reader.join(10.0)
         assert self._job.stdout is not None
@@ -281,7 +282,7 @@ class RankJob:
 
 
 class RankJobs:
-    """The launched program whose cases are being waited for; one at a time."""
+    """The launched program whose cases are awaited. One at a time."""
 
     def __init__(self, launcher: Launcher, caches: pytest.TempPathFactory) -> None:
         self._launcher, self._caches = launcher, caches
@@ -289,28 +290,28 @@ class RankJobs:
         self._job: RankJob | None = None
 
     def play(self, case: RankCase, names: Sequence[str]) -> None:
-        """`names`: the cases from this one on that are to be played in the same launch."""
+        """Run a case. `names`: cases from this one on that run in the same launch."""
         if self._job is None or self._group != (case.program, case.job):
             self.close()
             self._group = (case.program, case.job)
             self._job = RankJob(self._launcher, case.job, case.program, names, self._caches.mktemp("cache"))
         try:
             self._job.wait_for(case.name)
-        except BaseException:  # the cases after this one get a launch of their own
+        except BaseException:  # launch the remaining cases again
             self.close()
             raise
         if names[-1] == case.name:
             self.close()
 
     def close(self) -> None:
-        """Ends what is under way."""
+        """End the current job."""
         if self._job is not None:
             self._job.close()
         self._job = self._group = None
 
 
 def following(request: pytest.FixtureRequest, case: RankCase) -> list[str]:
-    """The names of this case and of those after it, of the same program and job, that this run of pytest has chosen."""
+    """Return the names of this case and of later selected ones of the same program and job."""
     chosen = [
         item.callspec.params["rank_case"]
         for item in request.session.items

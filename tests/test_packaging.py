@@ -1,4 +1,4 @@
-"""What is installed is what the tree holds, and what the README promises."""
+"""The installed package has all files of the source tree, and provides what the README promises."""
 
 import importlib.util
 import subprocess
@@ -14,7 +14,7 @@ import sirtaki
 ROOT = Path(__file__).resolve().parent.parent
 LINKED = ("autotune", "comm", "registry")
 
-# Runs in the fresh environment, from where only what was installed can be seen.
+# Runs in the fresh environment, where only installed files are visible.
 IMPORT_ALL = """
 import importlib, pathlib, sys
 import sirtaki
@@ -59,7 +59,7 @@ def test_sdist_and_wheel_carry_every_module_the_pages_script_and_both_commands(t
     pip = [sys.executable, "-m", "pip", "--python", venv / "bin" / "python", "--disable-pip-version-check"]
     subprocess.run([*pip, "install", "--quiet", "--no-deps", wheel], check=True)
     (site,) = venv.glob("lib/python*/site-packages")
-    # Dependencies come from this environment, behind the wheel.
+    # Dependencies are taken from this environment, after the wheel.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     imported = subprocess.run(
         [venv / "bin" / "python", "-W", "error::ImportWarning", "-c", IMPORT_ALL],

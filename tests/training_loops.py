@@ -1,4 +1,4 @@
-"""Training scripts in short, around the lines that a test is about."""
+"""Short training scripts around the lines under test."""
 
 from sirtaki.integrations.translate import translate
 
@@ -20,12 +20,12 @@ for epoch in range(3):
 
 
 def added(in_loop: str = "", behind: str = "", before: str = "") -> list[str]:
-    """Lines that a translation brings, without those that every one brings.
+    """Return the lines that a translation adds, in addition to the lines that every translation adds.
 
     Args:
-        in_loop: more of the loop over batches.
-        behind: what follows it in the loop over epochs.
-        before: what stands in front of the whole.
+        in_loop: additional lines in the loop over batches.
+        behind: lines after this loop, in the loop over epochs.
+        before: lines before the script.
     """
 
     def indented(code: str, by: int) -> str:

@@ -1,1 +1,1 @@
-"""Search techniques and planners, one a module, all behind one ask/tell interface."""
+"""Search techniques and planners. All implement `sirtaki.autotune.trial.Arm`."""

@@ -1,28 +1,34 @@
-"""Planners: arms that propose what an analytical model finds best. MG-WFBP, ASC-WFBP, LIBRA, LIBRA-M and dPRO.
+"""Planners: arms that propose the optimum of an analytical model. MG-WFBP, ASC-WFBP, LIBRA, LIBRA-M and dPRO.
 
 References in a section are to the paper of its name.
 
-MG-WFBP (Shi et al., INFOCOM 2019; ASC-WFBP eq. (3)-(6)) merges a gradient into the next one where waiting for that
-costs less than another start-up. One stream, one message at a time. The arms keep the paper's rule as printed. Each of
-its steps is right for two gradients, but where the start-up is long against the gaps between gradients a chain of short
-waits adds up, all end in one message and nothing overlaps: so the exact optimum of the same model stands beside it, on
-which our N-way planner builds.
+MG-WFBP (Shi et al., INFOCOM 2019; ASC-WFBP eq. (3)-(6)) merges a gradient into the next one if waiting for the next one
+costs less than another start-up. It uses one stream and sends one message at a time. `MgWfbp` keeps the paper's rule as
+printed. The rule is optimal for two gradients only: if the start-up is long compared with the gaps between gradients,
+a chain of short waits ends in a single message without overlap. `merge_optimally` therefore computes the exact optimum
+of the paper's model, and our N-way planner uses it.
 
-ASC-WFBP chooses for each gradient between sending it, merging it, and sending it beside the one before: the paper's
-two-way rule (eq. 21-40, listing 1), and our generalisation to the measured concurrency curve G(n). Where the printed
-listing contradicts the text, the text holds: line 8 adds τ_b[l] and t_b[l − 1], eq. (21) means the time at which layer
-l − 1 is ready; line 12 adds t_b to τ_c, eq. (17) and (29) to τ_b. A penalty counts only while the other message still
-runs, which eq. (13) presupposes, and after merging "layer l + 1" is the message before this one. That these types are
-optimal (theorem 1) does not hold under the paper's own model: docs/explanation/planners.md.
+ASC-WFBP decides for each gradient whether to send it, to merge it, or to send it concurrently with the message before.
+`AscWfbp` is the paper's two-way rule (eq. 21-40, listing 1), `AscWfbpN` our generalisation to the measured concurrency
+curve G(n). Where the printed listing contradicts the paper's text, the code follows the text:
 
-LIBRA and LIBRA-M choose unit sizes and thread allowances by dynamic programming over a contention model.
+- Line 8 adds τ_b[l] and t_b[l − 1]. Eq. (21) means the time at which layer l − 1 is ready.
+- Line 12 adds t_b to τ_c. Eq. (17) and (29) add it to τ_b.
+- A penalty counts only while the other message is active, as eq. (13) presupposes.
+- After merging, "layer l + 1" means the message before the current one.
 
-dPRO follows the critical path of the simulated iteration, and fuses and partitions the tensors that lie on it. Of its
-strategies, tensor fusion and tensor partition apply here (theorem 2); a training script's computation is not ours to
-fuse, so theorem 1's saving is zero and its condition never holds. Search speed-ups (section 5.3): *coarsened view*,
-gradients of one operation (ready within a moment) start as one tensor; *partial replay*, t_sync(s, k) replays that
-tensor's messages alone, once for each size; *symmetry*, what is decided for a pair of tensors is decided for all pairs
-of these sizes on the path, as in repeated blocks.
+The paper claims that these types are optimal (theorem 1). This does not hold under its own model, see
+docs/explanation/planners.md.
+
+LIBRA and LIBRA-M choose unit sizes and numbers of GPU threads by dynamic programming over a contention model.
+
+dPRO follows the critical path of the simulated iteration, and fuses and partitions the tensors on it. Tensor fusion and
+tensor partition (theorem 2) apply here. Operator fusion (theorem 1) does not, because Sirtaki cannot fuse a training
+script's computation. Search speed-ups (section 5.3):
+
+- Coarsened view: gradients of one operation, which are ready at nearly the same time, start as one tensor.
+- Partial replay: t_sync(s, k) replays only the messages of one tensor, once for each size.
+- Symmetry: a decision for a pair of tensors applies to all pairs of the same sizes on the path, as in repeated blocks.
 """
 
 from __future__ import annotations
@@ -53,62 +59,67 @@ from ..trial import Proposal, Trial
 logger = logging.getLogger(__name__)
 
 LEAST_PREDICTED_GAIN = 0.005
-"""Share of the span that a plan must be predicted to save over the best that has been measured."""
+"""Fraction of the best measured span that a plan must be predicted to save."""
 
 
 class Planner(ABC):
-    """An arm with a model instead of a search.
+    """Arm that computes plans from a model instead of searching.
 
-    It proposes nothing where the user has fixed the unit size (explicit units would overrule that), and for a layout
-    without elements. The plan that the simulator likes best comes first.
+    It proposes one plan per route, the fastest in the simulator first. It proposes nothing for a layout without
+    elements, or if the user has fixed the unit size, because explicit units would override it.
+
+    Attributes:
+        space: permitted settings.
+        forecast: predictions and their measured accuracy, shared by all planners. None = predictions are not checked.
     """
 
     name: str
 
     def __init__(self, *, space: KnobSpace, model: PlanningModel, forecast: Forecast | None = None) -> None:
-        """Plans with `model`, and holds its tongue while trials speak against `forecast`, which planners share."""
+        """Create a planner that computes plans with `model`, and proposes none while trials contradict `forecast`."""
         self.space, self.forecast, self._model = space, forecast, model
-        self._to_ask: list[Proposal] | None = None  # None = it has not planned yet
+        self._pending: list[Proposal] | None = None  # None = plans have not been computed
 
     @property
     def doubted(self) -> bool:
-        """Trials have spoken against the model."""
+        """Return whether trials have contradicted the model's predictions."""
         return self.forecast is not None and not self.forecast.believed
 
     @abstractmethod
     def cuts(self, model: PlanningModel, route: Route) -> tuple[Cut, ...]:
-        """The units that this planner would use on that route.
+        """Compute the planner's units for one route.
 
         Raises:
-            TuningError: it cannot plan with this model.
+            TuningError: the planner cannot use this model.
         """
 
     def update_model(self, model: PlanningModel) -> None:
-        """Takes over a new model; plans anew if it differs from the last by more than its own error."""
+        """Replace the model. Plans are computed again if it differs from the last one by more than its own error."""
         if self.forecast is not None:
             self.forecast.update_model(model)
         if model.differs_from(self._model):
             self._model = model
-            self._to_ask = None
+            self._pending = None
 
     def ask(self, n: int = 1) -> Sequence[Proposal]:
-        """Up to `n` plans, one for each route, the most promising first; each is proposed once."""
+        """Return up to `n` plans for different routes, the fastest in the simulator first. Each is proposed once."""
         if self.doubted:
             return []
-        if self._to_ask is None:
-            self._to_ask = self._plan()
+        if self._pending is None:
+            self._pending = self._plan()
         if self.forecast is not None:
-            self._to_ask = [one for one in self._to_ask if self.forecast.promises(one.knobs, gain=LEAST_PREDICTED_GAIN)]
-        asked, self._to_ask = self._to_ask[:n], self._to_ask[n:]
+            gain = LEAST_PREDICTED_GAIN
+            self._pending = [one for one in self._pending if self.forecast.promises(one.knobs, gain=gain)]
+        asked, self._pending = self._pending[:n], self._pending[n:]
         return asked
 
     def tell(self, trials: Sequence[Trial]) -> None:
-        """Drops plans that another arm has had measured already."""
+        """Update the forecast, and drop plans that have been measured for another arm."""
         if self.forecast is not None:
             self.forecast.tell(trials)
-        if self._to_ask:
+        if self._pending:
             tried = {trial.knobs for trial in trials}
-            self._to_ask = [proposal for proposal in self._to_ask if proposal.knobs not in tried]
+            self._pending = [proposal for proposal in self._pending if proposal.knobs not in tried]
 
     def _plan(self) -> list[Proposal]:
         model = self._model
@@ -122,14 +133,15 @@ class Planner(ABC):
                 logger.info("%s has no plan for %s: %s", self.name, route[0].value, err)
                 continue
             span_s = model.simulator(route).run_knobs(knobs).span_s
-            reason = f"{len(knobs.cuts or ())} units, {span_s * 1e3:.3g} ms expected"
+            reason = f"{len(knobs.cuts or ())} units, {span_s * 1e3:.3g} ms predicted"
             plans.append((span_s, Proposal(arm=self.name, knobs=knobs, reason=reason)))
         return [proposal for _, proposal in sorted(plans, key=lambda plan: plan[0])]
 
     def allocations(self, model: PlanningModel, route: Route) -> tuple[int | None, ...]:
-        """LIBRA's R: the thread counts to choose from. Only None where nobody has measured what they do.
+        """Return the numbers of threads to choose from (LIBRA's R), or `(None,)` without a contention model.
 
-        None, NCCL's own choice, is no count: the model takes it for the one that it resembles, so it would win ties.
+        None (NCCL's own choice) is not a candidate beside numbers, because the model treats it as the number that it
+        resembles, so that it would win ties.
         """
         counts = tuple(threads for threads in self.space.threads if threads is not None)
         return counts if counts and model.contention_on(route) is not None else (None,)
@@ -139,7 +151,7 @@ class Planner(ABC):
         permitted = self.space.streams_on(route)
         streams = next((n for n in permitted if n >= used), None)
         if streams is None:
-            raise TuningError(f"the plan needs {used} streams, {permitted[-1]} are permitted")
+            raise TuningError(f"the plan needs {used} streams, but at most {permitted[-1]} are permitted")
         starts = [0, *(cut.stop for cut in cuts)]
         typical = median(cut.stop - start for start, cut in zip(starts, cuts, strict=False)) * layout.itemsize_bytes
         low, high = self.space.unit_bytes
@@ -154,7 +166,7 @@ class Planner(ABC):
 
 
 def sizes_bytes(layout: GradientLayout) -> list[int]:
-    """Of each gradient, `(n_gradients,)`."""
+    """Return the size of each gradient in bytes, `(n_gradients,)`."""
     return [size * layout.itemsize_bytes for size in layout.sizes]
 
 
@@ -166,15 +178,15 @@ def cuts_for_groups(
     slices: int | Sequence[int] = 1,
     threads: Sequence[int | None] | None = None,
 ) -> tuple[Cut, ...]:
-    """Explicit units for groups of consecutive gradients, on the streams in turn.
+    """Create explicit units from groups of consecutive gradients, assigned to streams round-robin.
 
     Args:
-        layout: where the gradients lie.
-        group_ends: index behind the last gradient of each group, ascending; the last is the number of gradients.
-        streams: how many are used.
-        slices: how many equal units a group is cut into (for all, or `(n_groups,)`), fewer where a slice would
-            be smaller than `SMALLEST_UNIT_BYTES`.
-        threads: of each group's units, `(n_groups,)`.
+        layout: the gradients.
+        group_ends: index after the last gradient of each group, ascending. The last one is the number of gradients.
+        streams: number of streams.
+        slices: number of equal units per group, for all groups or `(n_groups,)`. Reduced if a unit would be smaller
+            than `SMALLEST_UNIT_BYTES`.
+        threads: number of GPU threads of each group's units, `(n_groups,)`.
     """
     cuts: list[Cut] = []
     start = 0
@@ -182,7 +194,7 @@ def cuts_for_groups(
         stop = layout.offsets[end]
         wanted = slices if isinstance(slices, int) else slices[index]
         count = max(1, min(wanted, (stop - start) * layout.itemsize_bytes // SMALLEST_UNIT_BYTES))
-        for part in range(count if stop > start else 0):  # a group of empty gradients has nothing to send
+        for part in range(count if stop > start else 0):  # a group of empty gradients has no units
             cut_stop = start + (stop - start) * (part + 1) // count
             cuts.append(
                 Cut(stop=cut_stop, stream=len(cuts) % streams, threads=None if threads is None else threads[index])
@@ -197,22 +209,25 @@ def cuts_for_groups(
 def merge_gradients(
     ready_s: Sequence[float], sizes_bytes: Sequence[int], *, alpha_s: float, beta_s_per_byte: float
 ) -> list[int]:
-    """The end of each merged group, as index behind its last gradient.
+    """Merge gradients into groups by MG-WFBP's rule.
 
-    The gradients come in the order of the backward pass: the paper's layer l is followed by l − 1.
+    The gradients are in the order of the backward pass: the paper's layer l is followed by l − 1.
 
     Args:
-        ready_s: when each gradient and all before it are ready, `(n_gradients,)`, ascending.
-        sizes_bytes: `(n_gradients,)`.
+        ready_s: time at which each gradient and all before it are ready, `(n_gradients,)`, ascending.
+        sizes_bytes: size of each gradient, `(n_gradients,)`.
         alpha_s: the paper's a.
         beta_s_per_byte: the paper's b.
+
+    Returns:
+        The index after the last gradient of each group.
     """
     ends: list[int] = []
-    free_s = 0.0  # when the message before this group is through
+    free_s = 0.0  # end of the message before this group
     group_bytes = 0
     for i in range(len(ready_s)):
         group_bytes += sizes_bytes[i]
-        start_s = max(ready_s[i], free_s)  # τ_c of the group so far
+        start_s = max(ready_s[i], free_s)  # τ_c of the current group
         last = i == len(ready_s) - 1
         if not last and (ready_s[i + 1] < start_s + alpha_s or group_bytes == 0):  # eq. (5)
             continue
@@ -225,15 +240,16 @@ def merge_gradients(
 def merge_optimally(
     ready_s: Sequence[float], sizes_bytes: Sequence[int], *, alpha_s: float, beta_s_per_byte: float
 ) -> list[int]:
-    """The groups that finish first, exactly, in O(n); arguments and result as of `merge_gradients`.
+    """Merge gradients into the groups that finish first in MG-WFBP's model. Exact, in O(n).
 
-    With S the bytes before a gradient and f(i) the earliest end of the first i gradients,
-    `f(i) = min over j < i of max(ready_i, f(j)) + a + b · (S_i − S_j)`. Of all j with f(j) ≤ ready_i the largest is
-    best; of the others the one with the least f(j) − b · S_j, which a monotone queue keeps at its head.
+    Arguments and result are those of `merge_gradients`. Let S_i be the bytes before gradient i and f(i) the earliest
+    end of the first i gradients: `f(i) = min over j < i of max(ready_i, f(j)) + a + b · (S_i − S_j)`. Among all j with
+    f(j) ≤ ready_i, the largest is best. Among the other j, the one with the smallest f(j) − b · S_j is best, which is
+    the head of a monotone queue.
     """
-    end_s, before_s, chosen = [0.0], [0.0], [0]  # f(i); b · S_i; the j that f(i) came from
+    end_s, before_s, chosen = [0.0], [0.0], [0]  # f(i); b · S_i; the j that minimises f(i)
     queue: deque[int] = deque()
-    idle = 0  # the largest j after which the link waits for gradient i
+    idle = 0  # the largest j with f(j) ≤ ready_i: the link then waits for gradient i
     for i, (needed_s, size) in enumerate(zip(ready_s, sizes_bytes, strict=True), start=1):
         before_s.append(before_s[-1] + beta_s_per_byte * size)
         while queue and end_s[queue[-1]] - before_s[queue[-1]] >= end_s[i - 1] - before_s[i - 1]:
@@ -257,12 +273,12 @@ def merge_optimally(
 
 
 class MgWfbp(Planner):
-    """Proposes MG-WFBP's groups on one stream."""
+    """Planner with MG-WFBP's groups on one stream."""
 
     name = "mg_wfbp"
 
     def cuts(self, model: PlanningModel, route: Route) -> tuple[Cut, ...]:
-        """One unit a group."""
+        """Return one unit for each group."""
         layout, link = model.layout, model.links[route]
         ends = merge_gradients(
             model.profile.issuable_s,
@@ -275,11 +291,12 @@ class MgWfbp(Planner):
 
 # ── ASC-WFBP ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-VISIBLE_STARTUP = (1.0, 0.5, 0.25, 0.125)  # parts of α that other sets of streams may leave unhidden
+VISIBLE_STARTUP = (1.0, 0.5, 0.25, 0.125)
+"""Fractions of the start-up time α that may remain exposed when other streams transmit during the rest."""
 
 
 class LayerType(Enum):
-    """Definitions 1 to 3."""
+    """How a gradient is sent (definitions 1 to 3)."""
 
     NORMAL = "l_n"
     MERGED = "l_m"
@@ -289,17 +306,17 @@ class LayerType(Enum):
 def layer_types(
     ready_s: Sequence[float], sizes_bytes: Sequence[int], *, alpha_s: float, beta_s_per_byte: float, gamma: float
 ) -> list[LayerType]:
-    """Listing 1 in O(n): the type of each gradient, in the order of the backward pass.
+    """Determine the type of each gradient by listing 1, in the order of the backward pass. Takes O(n).
 
-    CALCCOMMTIME need not be run anew for each layer: a decision changes nothing but the message that the next
-    gradient joins or follows, which is what is carried along here.
+    The listing's CALCCOMMTIME for each layer is not needed, because a decision only affects the message that the next
+    gradient is merged into or follows. The loop keeps this message's size and start.
 
     Args:
-        ready_s: when each gradient and all before it are ready (τ_b + t_b), `(n_gradients,)`, ascending.
-        sizes_bytes: `(n_gradients,)`.
+        ready_s: time at which each gradient and all before it are ready (τ_b + t_b), `(n_gradients,)`, ascending.
+        sizes_bytes: size of each gradient, `(n_gradients,)`.
         alpha_s: a.
         beta_s_per_byte: b.
-        gamma: γ, how much slower each of two simultaneous messages is.
+        gamma: γ, the slow-down of each of two concurrent messages.
     """
     types: list[LayerType] = []
     message_bytes = 0
@@ -313,7 +330,7 @@ def layer_types(
         penalty_s = (gamma - 1) * beta_s_per_byte * before_bytes * overlap  # eq. (13)
         q1 = start_s + alone_s <= next_ready_s  # eq. (21)
         q2 = next_ready_s < start_s + alpha_s  # eq. (24)
-        q3 = start_s + alone_s + penalty_s < next_ready_s  # eq. (27), as (17) and (29) have it
+        q3 = start_s + alone_s + penalty_s < next_ready_s  # eq. (27), with the terms of (17) and (29)
         if message_bytes == 0 or (not q1 and q2 and not q3):
             types.append(LayerType.MERGED)  # eq. (38)
             continue
@@ -324,7 +341,7 @@ def layer_types(
 
 
 def two_way_cuts(layout: GradientLayout, ready_s: Sequence[float], link: LinkModel) -> tuple[Cut, ...]:
-    """The paper's plan: messages by listing 1, on two streams in turn."""
+    """Return the paper's plan: messages by listing 1, alternately on two streams."""
     types = layer_types(
         ready_s,
         sizes_bytes(layout),
@@ -337,31 +354,32 @@ def two_way_cuts(layout: GradientLayout, ready_s: Sequence[float], link: LinkMod
 
 
 class AscWfbp(Planner):
-    """Proposes the paper's two-way plan."""
+    """Planner with the paper's two-way plan."""
 
     name = "asc_wfbp"
 
     def cuts(self, model: PlanningModel, route: Route) -> tuple[Cut, ...]:
-        """Messages by listing 1 on two streams."""
+        """Return the messages of listing 1, on two streams."""
         if self.space.streams_on(route)[-1] < 2:
-            raise TuningError("simultaneous communication needs two streams, one is permitted")
+            raise TuningError("simultaneous communication needs 2 streams, but only 1 is permitted")
         return two_way_cuts(model.layout, model.profile.issuable_s, model.links[route])
 
 
 class AscWfbpN(Planner):
-    """Our N-way generalisation: units *and* streams, on the concurrency curve G(n).
+    """Our generalisation of ASC-WFBP to n streams with the concurrency curve G(n). It plans units and streams.
 
-    n streams are divided into n / s sets of s. A group of merged gradients is cut into s slices that fill a set
-    side by side, so it pays one start-up; groups take the sets in turn, so that the start-up of one hides behind the
-    transmission of another. To the merging rule all sets together are one link of rate G(n) whose start-up is hidden
-    to some part; which part, n and s the simulator picks. MG-WFBP's and the two-way plan compete too. With a contention
-    model the winner is tried with each permitted thread count, one for all units.
+    n streams are divided into n / s sets of s streams. A group of merged gradients is cut into s slices that are sent
+    concurrently on one set, so that the group has one start-up time. Groups are assigned to the sets round-robin, so
+    that the start-up of one group overlaps with the transmission of another. For the merging rule, all sets together
+    are one link of rate G(n) with a partly hidden start-up time. The simulator chooses n, s and the exposed fraction of
+    the start-up time. The plans of MG-WFBP and of the two-way rule are candidates, too. With a contention model, the
+    best candidate is simulated with each permitted number of threads, which all units share.
     """
 
     name = "asc_wfbp_n"
 
     def cuts(self, model: PlanningModel, route: Route) -> tuple[Cut, ...]:
-        """The best candidate in the simulator; of equals the one with the fewest units."""
+        """Return the fastest candidate in the simulator; among equals, the one with the fewest units."""
         simulator = model.simulator(route)
 
         def cost(cuts: tuple[Cut, ...]) -> tuple[float, int]:
@@ -395,13 +413,13 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageModel:
-    """What overlapping costs with each of J thread allocations.
+    """Costs of overlapping communication with computation, for each of J numbers of threads ("allocations").
 
     Attributes:
-        alpha_s: start-up of an all-reduce (a).
-        overlapped_J: bytes per second beside computation (c / p).
-        alone_J: bytes per second with nothing beside it (c / q).
-        speed_J: compute speed left beside communication (b / g), at most 1.
+        alpha_s: start-up time of an all-reduce (a).
+        overlapped_J: bytes all-reduced per second during computation (c / p), `(J,)`.
+        alone_J: bytes all-reduced per second without computation (c / q), `(J,)`.
+        speed_J: speed of computation during communication (b / g), relative to computation alone, at most 1, `(J,)`.
     """
 
     alpha_s: float
@@ -410,11 +428,11 @@ class StageModel:
     speed_J: Floats
 
     def overlapped_s(self, bytes_: Floats) -> Floats:
-        """Time p + a of each size for each allocation, `(…, J)`; nothing to send takes no time (eq. 8)."""
+        """Return the time p + a of each size and allocation, `(…, J)`; 0 for the size 0 (eq. 8)."""
         return self._seconds(bytes_, self.overlapped_J)
 
     def alone_s(self, bytes_: Floats) -> Floats:
-        """Time q + a of each size for each allocation, `(…, J)`."""
+        """Return the time q + a of each size and allocation, `(…, J)`; 0 for the size 0."""
         return self._seconds(bytes_, self.alone_J)
 
     def _seconds(self, bytes_: Floats, rates_J: Floats) -> Floats:
@@ -424,12 +442,13 @@ class StageModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LibraPlan:
-    """Groups and their threads.
+    """Groups of layers and their numbers of threads.
 
     Attributes:
-        ends: index behind the last layer of each group, `(n_groups,)`.
-        choices: index of each group's thread allocation, `(n_groups,)`.
-        discrete_s: backward time with starts at chunk edges only: T(K, L, Z), never below what is reached.
+        ends: index after the last layer of each group, `(n_groups,)`.
+        choices: index of each group's allocation, `(n_groups,)`.
+        discrete_s: backward time if communication starts at chunk boundaries only, T(K, L, Z). It is an upper bound of
+            the plan's time.
     """
 
     ends: tuple[int, ...]
@@ -445,22 +464,26 @@ def fuse_and_allocate(
     chunks: int = 150,
     earlier: Sequence[Ints] | None = None,
 ) -> LibraPlan:
-    """LIBRA: groups and threads together (listing 1, eq. 21-23), for any number of groups.
+    """Choose groups and their numbers of threads together (LIBRA, listing 1, eq. 21-23).
 
-    The paper limits their number (K = 10); without a limit the result is at least as good, and here it is cheaper,
-    which it is not for the printed listing.
+    The paper limits the number of groups (K = 10). This implementation has no limit: the result is at least as good,
+    and the programme, unlike the printed listing, is faster without one.
 
     Args:
-        compute_s: computation of each layer in the order of the backward pass, `(L,)`.
-        sizes_bytes: `(L,)`.
-        model: what overlapping costs.
-        chunks: Z; the result is within (K − 1) / Z of the optimum of K groups (theorem 2).
-        earlier: with which layers the group before one that ends at a layer may end, `(L + 1,)`; None = any.
+        compute_s: computation time of each layer in the order of the backward pass, `(L,)`.
+        sizes_bytes: size of each layer's gradients, `(L,)`.
+        model: costs of overlapping.
+        chunks: Z. The result is within (K − 1) / Z of the optimum for K groups (theorem 2).
+        earlier: for each layer l, the layers at which the group before a group that ends at l may end, `(L + 1,)`.
+            None = all earlier layers.
+
+    Raises:
+        TuningError: there are no layers, or `compute_s` and `sizes_bytes` differ in length.
     """
     n_layers = len(sizes_bytes)
     if not n_layers or len(compute_s) != n_layers:
-        raise TuningError(f"LIBRA needs at least one layer: {len(compute_s)} times, {n_layers} sizes")
-    if sum(compute_s) <= 0:  # nothing to overlap with: one message with the fastest allocation
+        raise TuningError(f"LIBRA needs a time and a size of each layer: {len(compute_s)} times, {n_layers} sizes")
+    if sum(compute_s) <= 0:  # without computation there is no overlap: send one message with the fastest allocation
         alone_J = model.alone_s(np.array(float(sum(sizes_bytes))))
         return LibraPlan(ends=(n_layers,), choices=(int(alone_J.argmin()),), discrete_s=float(alone_J.min()))
     if earlier is None:
@@ -471,7 +494,10 @@ def fuse_and_allocate(
 def allocate(
     compute_s: Sequence[float], sizes_bytes: Sequence[int], ends: Sequence[int], model: StageModel, *, chunks: int = 150
 ) -> LibraPlan:
-    """LIBRA-M: threads for given groups (eq. 16-19), within (K − 1) / Z of the optimum (theorem 1)."""
+    """Choose numbers of threads for given groups (LIBRA-M, eq. 16-19).
+
+    The result is within (K − 1) / Z of the optimum (theorem 1).
+    """
     bounds = [0, *ends]
     group_compute_s = [sum(compute_s[begin:end]) for begin, end in zip(bounds, ends, strict=False)]
     group_bytes = [sum(sizes_bytes[begin:end]) for begin, end in zip(bounds, ends, strict=False)]
@@ -481,10 +507,10 @@ def allocate(
 
 
 def coarsen(compute_s: Sequence[float], sizes_bytes: Sequence[int], *, limit: int = 160) -> list[int]:
-    """Ends of at most about `limit` runs of layers, cut where computation and bytes have both advanced by a share.
+    """Combine consecutive layers into about `limit` runs of equal weight, and return the runs' ends.
 
-    A big or slow layer stays alone; a thousand small ones close to each other become one, which no plan would send
-    one by one anyway.
+    A layer's weight is the mean of its shares of computation time and of bytes. Large or slow layers remain separate.
+    Many small layers become one run, because no plan would send them separately.
     """
     n_layers = len(sizes_bytes)
     if n_layers <= limit:
@@ -498,7 +524,7 @@ def coarsen(compute_s: Sequence[float], sizes_bytes: Sequence[int], *, limit: in
 
 
 class _Programme:
-    """The table of listing 1, filled."""
+    """Filled dynamic-programming table of listing 1."""
 
     def __init__(
         self,
@@ -515,7 +541,7 @@ class _Programme:
         self.w = float(ready[-1]) / chunks
         self.first_chunk = np.minimum(np.ceil(ready / self.w - 1e-9).astype(np.int64), chunks)  # ⌈n(l) / w⌉
         self.sent = np.concatenate([[0.0], np.cumsum(np.asarray(sizes_bytes, dtype=np.float64))])
-        # U for z < Z; column Z is a sentinel that no stage can start from. T at z = Z is apart.
+        # U for z < Z. Column Z is a sentinel (infinite), because T at z = Z is in `end_s`.
         self.beyond = np.full((self.n_layers + 1, chunks + 1), np.inf)
         self.beyond[0, :chunks] = 0.0
         self.end_s = np.full(self.n_layers + 1, np.inf)
@@ -531,7 +557,7 @@ class _Programme:
             self.end_s[layer] = (self._starts_s(layer) + self._last_stages(layer).min(axis=2)).min()
 
     def best(self) -> LibraPlan:
-        """The plan that ends first, followed back through the table."""
+        """Return the plan that ends first, by backtracking through the table."""
         ends: list[int] = []
         choices: list[int] = []
         layer, z = self.n_layers, self.Z
@@ -555,13 +581,16 @@ class _Programme:
         )
 
     def _stages(self, layer: int) -> tuple[Ints, Floats]:
-        """Chunks that hide the communication of each group ending at `layer`, and its price: `(before, J)` each."""
+        """Return the chunks that hide the communication of each group ending at `layer`, and the delay of computation.
+
+        Both have the shape `(before, J)`.
+        """
         overlapped_s = self.model.overlapped_s(self.sent[layer] - self.sent[self.earlier[layer]])
         need = np.ceil(overlapped_s * self.model.speed_J / self.w - 1e-9).astype(np.int64)
         return need, overlapped_s * (1 - self.model.speed_J)
 
     def _last_stages(self, layer: int) -> Floats:
-        """Stage times h of stages that end the pass, `(before, starts from first_chunk to Z, J)`, eq. (18)-(19)."""
+        """Return times h of stages that end the pass, `(before, starts from first_chunk to Z, J)`, eq. (18)-(19)."""
         sizes = self.sent[layer] - self.sent[self.earlier[layer]]
         overlapped_s = self.model.overlapped_s(sizes)[:, None, :]
         alone_s = self.model.alone_s(sizes)[:, None, :]
@@ -573,26 +602,27 @@ class _Programme:
         return np.where(hidden, left_s + overlapped_s * (1 - self.model.speed_J), slowed_s + alone_s * unsent)
 
     def _starts_s(self, layer: int) -> Floats:
-        """T of every state from which a stage of groups ending at `layer` may start, `(before, starts)`."""
+        """Return T of the states from which a stage of groups ending at `layer` may start, `(before, starts)`."""
         before, first = self.earlier[layer], self.first_chunk[layer]
         inner_s = self.beyond[before, first : self.Z] + np.arange(first, self.Z) * self.w
         return np.concatenate([inner_s, self.end_s[before, None]], axis=1)
 
 
-SATURATED = 0.98  # share of the largest throughput at which more streams are not worth their threads
+SATURATED = 0.98
+"""Fraction of the maximum throughput from which more streams are not worth their threads."""
 
 
 class Libra(Planner):
-    """Thread allocation and tensor fusion together (listing 1)."""
+    """Planner that chooses thread allocation and tensor fusion together (listing 1)."""
 
     name = "libra"
 
     def cuts(self, model: PlanningModel, route: Route) -> tuple[Cut, ...]:
-        """The programme's groups, each unit with its threads, for one stream or for enough to fill the link."""
+        """Return the faster plan in the simulator: on the fewest streams, or on enough streams to saturate the link."""
         link, simulator = model.links[route], model.simulator(route)
         candidates = [
             self._cuts_on(model, route, streams)
-            for streams in dict.fromkeys((self.space.streams[0], self._enough(link, route)))
+            for streams in dict.fromkeys((self.space.streams[0], self._saturating_streams(link, route)))
         ]
         return min(candidates, key=lambda cuts: simulator.run_cuts(cuts).span_s)
 
@@ -605,7 +635,7 @@ class Libra(Planner):
     def _plan_groups(
         self, model: PlanningModel, route: Route, stages: StageModel
     ) -> tuple[Sequence[int], Sequence[int]]:
-        """Ends and thread allocations of the groups."""
+        """Return ends and thread allocations of the groups."""
         compute_s, sizes = model.profile.durations_s, sizes_bytes(model.layout)
         runs = coarsen(compute_s, sizes)
         bounds = list(zip([0, *runs], runs, strict=False))
@@ -616,14 +646,14 @@ class Libra(Planner):
         )
         return [runs[end - 1] for end in plan.ends], plan.choices
 
-    def _enough(self, link: LinkModel, route: Route) -> int:
+    def _saturating_streams(self, link: LinkModel, route: Route) -> int:
         permitted = self.space.streams_on(route)
         best = max(link.total_bytes_per_s(streams) for streams in permitted)
         return next(n for n in permitted if link.total_bytes_per_s(n) >= SATURATED * best)
 
 
 class LibraM(Libra):
-    """Thread allocation for MG-WFBP's groups (eq. 16-19)."""
+    """Planner that chooses thread allocations for MG-WFBP's groups (eq. 16-19)."""
 
     name = "libra_m"
 
@@ -637,14 +667,14 @@ class LibraM(Libra):
             alpha_s=stages.alpha_s,
             beta_s_per_byte=1 / float(stages.alone_J.max()),
         )
-        # Theorem 1 allows an error of (K − 1) / Z, and MG-WFBP may leave many groups: Z grows with K while it is cheap.
+        # Z grows with K while it is cheap, because theorem 1 allows an error of (K − 1) / Z and K may be large.
         chunks = max(150, min(20 * len(groups), 2_000_000 // len(groups)))
         plan = allocate(compute_s, sizes, groups, stages, chunks=chunks)
         return plan.ends, plan.choices
 
 
 def stage_model(model: PlanningModel, route: Route, allocations: Sequence[int | None], *, streams: int) -> StageModel:
-    """What overlapping costs for each allocation when a group fills `streams` streams side by side."""
+    """Return the costs of overlapping if each group is sent on `streams` streams concurrently."""
     link, contention = model.links[route], model.contention_on(route)
     gain = link.total_bytes_per_s(streams) / link.throughput[0]
     if contention is None:
@@ -661,16 +691,17 @@ def stage_model(model: PlanningModel, route: Route, allocations: Sequence[int | 
 
 # ── dPRO ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-MAX_REPLAYS = 100  # the search's budget for one number of streams; counted, so that it is the same on any machine
+MAX_REPLAYS = 100
+"""Budget of the search for one number of streams. A count and not a time, so that results do not depend on the host."""
 
 
 class Dpro(Planner):
-    """Proposes the schedule at which the search arrives, on the number of streams that does best."""
+    """Planner with the result of dPRO's search, on the number of streams with the shortest simulated span."""
 
     name = "dpro"
 
     def cuts(self, model: PlanningModel, route: Route) -> tuple[Cut, ...]:
-        """One search for each permitted number of streams; the simulator picks."""
+        """Run one search for each permitted number of streams, and return the fastest schedule in the simulator."""
         simulator = model.simulator(route)
         best = min(
             (CriticalPathSearch(simulator, streams=streams).run() for streams in self.space.streams_on(route)),
@@ -681,13 +712,15 @@ class Dpro(Planner):
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Tensors as groups of gradients, each partitioned as its size asks for, and their replay.
+    """Fusion and partition of all gradients, with the resulting simulated iteration.
+
+    dPRO's "tensor" is a group of fused gradients.
 
     Attributes:
-        simulator: what replays it.
-        ends: index behind the last gradient of each tensor, `(n_tensors,)`; tensors without elements are not there.
-        partitions: messages of each tensor (k), `(n_tensors,)`.
-        streams: how many.
+        simulator: simulator that replays the schedule.
+        ends: index after the last gradient of each tensor, `(n_tensors,)`, without tensors that have no elements.
+        partitions: number of messages of each tensor (k), `(n_tensors,)`.
+        streams: number of streams.
     """
 
     simulator: Simulator
@@ -697,24 +730,24 @@ class Schedule:
 
     @cached_property
     def cuts(self) -> tuple[Cut, ...]:
-        """The schedule as explicit units."""
+        """Return the schedule as explicit units."""
         return cuts_for_groups(self.simulator.layout, self.ends, streams=self.streams, slices=self.partitions)
 
     @cached_property
     def timeline(self) -> SimulatedIteration:
-        """The full replay."""
+        """Return the full replay of the schedule."""
         return self.simulator.run_cuts(self.cuts)
 
     @cached_property
     def tensor_bytes(self) -> tuple[int, ...]:
-        """Size of each tensor, `(n_tensors,)`."""
+        """Return the size of each tensor in bytes, `(n_tensors,)`."""
         layout = self.simulator.layout
         stops = [layout.offsets[end] * layout.itemsize_bytes for end in self.ends]
         return tuple(stop - start for start, stop in zip([0, *stops], stops, strict=False))
 
     @cached_property
     def tensor_stop_s(self) -> tuple[float, ...]:
-        """When the last message of each tensor is through (q^e), `(n_tensors,)`."""
+        """Return the end of each tensor's last message (q^e), `(n_tensors,)`."""
         stops: list[float] = []
         offsets, tensor = self.simulator.layout.offsets, 0
         for cut, stop_s in zip(self.cuts, self.timeline.stop_s, strict=True):
@@ -726,14 +759,14 @@ class Schedule:
         return tuple(stops)
 
     def ready_s(self, tensor: int) -> float:
-        """When the computation that makes the tensor's last gradient is done (p^e)."""
+        """Return the end of the computation of a tensor's last gradient (p^e)."""
         return self.simulator.issuable_s[self.ends[tensor] - 1]
 
     def critical_tensors(self) -> range:
-        """The communication at the end of the critical path, as tensors n with the one before them also on it.
+        """Return the tensors n for which the communication of both n and n − 1 is on the critical path.
 
-        The path ends in the tensor reduced last and goes back over tensors that were still under way when the next
-        was ready; the first that came to an idle link began where computation, the path's other part, let it.
+        The path ends with the tensor reduced last. Going back, a tensor is on the path if its reduction had not ended
+        when the next tensor was ready. Before the first such tensor, the critical path is computation.
         """
         stops = self.tensor_stop_s
         last = max(range(len(stops)), key=lambda tensor: stops[tensor])
@@ -744,7 +777,7 @@ class Schedule:
 
 
 class CriticalPathSearch:
-    """Listing 1 for one number of streams."""
+    """Search of listing 1 for one number of streams."""
 
     def __init__(self, simulator: Simulator, *, streams: int) -> None:
         self.simulator = simulator
@@ -753,7 +786,7 @@ class CriticalPathSearch:
         self._replays = 0
 
     def run(self) -> Schedule:
-        """Rounds of theorem 2 over the critical path until the replay gets no shorter (lines 4 to 27)."""
+        """Apply theorem 2 to the critical path until the simulated span does not decrease any more (lines 4 to 27)."""
         best = self._replayed(coarsened_ends(self.simulator))
         while self._replays < MAX_REPLAYS:
             ends = self._fused(best)
@@ -768,13 +801,13 @@ class CriticalPathSearch:
         return best
 
     def sync_s(self, tensor_bytes: int) -> float:
-        """t_sync(s, k*[s])."""
+        """Return t_sync(s, k*[s]), the time to reduce a tensor of s bytes with its best number of partitions."""
         return self._partition(tensor_bytes)[0]
 
     def _partition(self, tensor_bytes: int) -> tuple[float, int]:
-        """t_sync with the best number of partitions, and that number (OPTPARTNUM: grid search, partial replay).
+        """Return the minimum of t_sync and the number of partitions that reaches it (OPTPARTNUM, by grid search).
 
-        Messages of one tensor start together on streams of their own, so their replay has a closed form.
+        The partial replay has a closed form, because the messages of one tensor start together on separate streams.
         """
         if tensor_bytes not in self._best_partition:
             most = min(self.streams, max(1, tensor_bytes // SMALLEST_UNIT_BYTES))
@@ -785,7 +818,7 @@ class CriticalPathSearch:
         return self._best_partition[tensor_bytes]
 
     def _replayed(self, ends: Sequence[int]) -> Schedule:
-        """The schedule with these tensors, each with its best partition; counts as a replay."""
+        """Return the schedule with these tensors and their best partitions. Counts as a replay."""
         self._replays += 1
         offsets, itemsize = self.simulator.layout.offsets, self.simulator.layout.itemsize_bytes
         sizes = [(offsets[end] - offsets[begin]) * itemsize for begin, end in zip([0, *ends], ends, strict=False)]
@@ -797,13 +830,13 @@ class CriticalPathSearch:
         )
 
     def _worth_fusing(self, ends_s: float, ready_s: float, before_bytes: int, own_bytes: int) -> bool:
-        """Theorem 2."""
+        """Return whether theorem 2 predicts a gain from fusing a tensor with the tensor before it."""
         return ends_s > ready_s + self.sync_s(before_bytes + own_bytes) - self.sync_s(own_bytes)
 
     def _fused(self, schedule: Schedule) -> list[int]:
-        """One walk along the critical path's communication (lines 17 to 25); the ends that remain.
+        """Fuse tensors along the critical path (lines 17 to 25), and return the remaining tensors' ends.
 
-        A tensor that was just fused goes on as the next one's predecessor, with the end that the fused tensor has.
+        A fused tensor, with its new end, is the predecessor in the next comparison.
         """
         dropped: set[int] = set()
         symmetric: set[tuple[int, int]] = set()
@@ -828,9 +861,10 @@ class CriticalPathSearch:
         return [end for tensor, end in enumerate(schedule.ends) if tensor not in dropped]
 
     def _first_fusion_that_helps(self, schedule: Schedule) -> Schedule:
-        """Where all fusions together do harm: the first of them that shortens the replay alone, else no change.
+        """Return the schedule with the first single fusion that shortens the replay, or `schedule` if there is none.
 
-        Theorem 2 takes tensors as one behind the other; with several streams they overlap, and only a replay tells.
+        Used if all fusions of `_fused` together make the replay longer. That is possible because theorem 2 assumes
+        sequential communication, while tensors on several streams overlap.
         """
         for tensor in schedule.critical_tensors():
             before_end_s, ready_s = schedule.tensor_stop_s[tensor - 1], schedule.ready_s(tensor)
@@ -846,10 +880,11 @@ class CriticalPathSearch:
 
 
 def coarsened_ends(simulator: Simulator) -> list[int]:
-    """The coarsened view: gradients that become ready together are one tensor, and empty ones join a neighbour.
+    """Return the ends of dPRO's coarsened view: gradients that are ready together are one tensor.
 
-    Together is: less than a start-up time after the first of them. Gradients of one operation are never measured as
-    ready at one time, since hooks run one after the other, and so close theorem 2 would fuse them on an idle link, too.
+    A gradient belongs to a tensor if it is ready less than one start-up time after the tensor's first gradient. A
+    tolerance is needed because hooks run one after the other, also for gradients of one operation. Theorem 2 would fuse
+    gradients that are so close even on an idle link. Empty gradients are added to a neighbouring tensor.
     """
     layout, issuable_s = simulator.layout, simulator.issuable_s
     ends: list[int] = []
@@ -869,10 +904,15 @@ OUR_PLANNERS: tuple[type[Planner], ...] = (AscWfbpN, Libra, Dpro, AscWfbp, MgWfb
 
 
 def make_planners(*, space: KnobSpace, model: PlanningModel, presumed: bool = True) -> list[Planner]:
-    """One of each, the one that did best on the simulated clusters first (`docs/decisions/0020`).
+    """Create one planner of each kind, in the order of their results on simulated clusters (`docs/decisions/0020`).
 
-    LIBRA-M takes part where there are threads to allocate: elsewhere its plan is MG-WFBP's. Where the model is not
-    `presumed` to be right they are silent until it has ranked at least five trials right.
+    LIBRA-M is created only if there are several numbers of threads, because its plan is otherwise MG-WFBP's.
+
+    Args:
+        space: permitted settings.
+        model: model of the job and its links.
+        presumed: whether the model is trusted at first. Otherwise planners propose nothing until the model has ranked
+            at least five trials correctly.
     """
     forecast = Forecast(model, presumed=presumed)
     kinds = OUR_PLANNERS if len(space.threads) > 1 else [kind for kind in OUR_PLANNERS if kind is not LibraM]

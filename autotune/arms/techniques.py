@@ -1,5 +1,6 @@
-"""Search techniques by name: grid, population based, Hyperband, scikit-optimize's, those of installed packages; and
-what tries compressors and NCCL's own knobs.
+"""Search techniques: grid, population based training, Hyperband, scikit-optimize, and those of installed packages.
+
+Also the arms that try compressors and NCCL's algorithms and protocols.
 """
 
 from __future__ import annotations
@@ -29,19 +30,26 @@ from .bayesian import BayesianArm
 
 
 def require(arm: str, package: str, distribution: str) -> None:
-    """Says at once what would be missing later.
+    """Check that an arm's package is installed, without importing it.
+
+    Args:
+        arm: name of the arm.
+        package: import name of the package.
+        distribution: name for `pip install`.
 
     Raises:
         TuningError: the package is not installed.
     """
     if find_spec(package) is None:
-        raise TuningError(f"the {arm} arm needs {distribution}: pip install {distribution}, or leave the arm out")
+        raise TuningError(f"the {arm} arm needs {distribution}: pip install {distribution}, or do not select the arm")
 
 
 @cache
 def import_late(name: str) -> ModuleType:
-    """The module. What it imports may keep the errors of imports that failed, and with these the frames that led to
-    them: so it is imported on a stack of its own, and not on the user's with his model in it.
+    """Import a module in a separate thread, and return it.
+
+    A library may keep the exceptions of optional imports that failed, and thereby all frames of the importing thread's
+    stack. In the training thread, these frames would keep the user's model alive.
     """
     with ThreadPoolExecutor(max_workers=1) as stack:
         return stack.submit(import_module, name).result()
@@ -51,7 +59,7 @@ def import_late(name: str) -> ModuleType:
 
 
 def radical_inverse(number: int, base: int) -> float:
-    """The digits of `number` in `base` mirrored at the point: 6 in base 2 (110) is 0.011 = 0.375."""
+    """Mirror the digits of `number` in `base` at the radix point: 6 in base 2 (110) becomes 0.011 = 0.375."""
     result, scale = 0.0, 1.0 / base
     while number:
         number, digit = divmod(number, base)
@@ -61,7 +69,7 @@ def radical_inverse(number: int, base: int) -> float:
 
 
 def halton(lattice: KnobLattice) -> Iterator[Knobs]:
-    """Every point of the lattice once, in the order in which the Halton sequence meets them."""
+    """Yield every point of the lattice once, in the order of the Halton sequence."""
     seen: set[Knobs] = set()
     for number in range(1, 8 * len(lattice)):
         knobs = lattice.snap(np.array([radical_inverse(number, base) for base in (2, 3, 5, 7)]))
@@ -72,26 +80,26 @@ def halton(lattice: KnobLattice) -> Iterator[Knobs]:
 
 
 class GridArm:
-    """Walks a coarse grid once; leaves out what has been measured already, whoever asked for it."""
+    """Arm that proposes each point of a coarse grid once, without points that any arm's trial has measured."""
 
     name = "grid"
 
     def __init__(self, space: KnobSpace) -> None:
-        self._left = list(halton(KnobLattice(_coarse(space), steps_per_octave=1)))
-        self._known: set[Knobs] = set()
+        self._grid = list(halton(KnobLattice(_coarse(space), steps_per_octave=1)))
+        self._measured: set[Knobs] = set()
 
     def ask(self, n: int = 1) -> Sequence[Proposal]:
-        """The next `n` points of the grid; empty at its end."""
-        fresh = (knobs for knobs in self._left if knobs not in self._known)
-        return [Proposal(arm=self.name, knobs=knobs) for knobs, _ in zip(fresh, range(n), strict=False)]
+        """Return the next `n` unmeasured points of the grid, or fewer at its end."""
+        unmeasured = (knobs for knobs in self._grid if knobs not in self._measured)
+        return [Proposal(arm=self.name, knobs=knobs) for knobs in islice(unmeasured, n)]
 
     def tell(self, trials: Sequence[Trial]) -> None:
-        """Strikes the measured points from the grid."""
-        self._known.update(trial.knobs for trial in trials)
+        """Mark the points of the trials as measured."""
+        self._measured.update(trial.knobs for trial in trials)
 
 
 def _coarse(space: KnobSpace) -> KnobSpace:
-    """Every other stream count and thread allowance, so that the grid has some hundred points at most."""
+    """Return the space with every second number of streams and threads, so that a grid has a few hundred points."""
     return KnobSpace(
         routes=space.routes,
         unit_bytes=space.unit_bytes,
@@ -100,10 +108,10 @@ def _coarse(space: KnobSpace) -> KnobSpace:
     )
 
 
-_TRUNCATION = 0.25  # share of the population that is copied
-_RESAMPLE = 0.15  # chance that an axis is drawn anew
-_MOVE = 0.6  # chance that an axis moves otherwise
-_MAX_TRIES = 32  # perturbations until one is new
+_TRUNCATION = 0.25  # fraction of the population, the best members, from which parents are chosen
+_RESAMPLE = 0.15  # probability that an axis is sampled again
+_MOVE = 0.6  # probability that an axis moves by a step or two
+_MAX_TRIES = 32  # maximum number of perturbations to find an unmeasured setting
 
 Index = tuple[int, ...]
 
@@ -115,11 +123,13 @@ class _Individual:
 
 
 class PBTArm:
-    """A small population on the lattice; other arms' trials immigrate where they are better than the worst member.
+    """Population based training with a small population on the lattice.
+
+    A trial of another arm replaces the worst member if it is faster.
 
     Args:
-        space: what may be chosen.
-        rng: first members, choice of whom to copy, perturbations.
+        space: permitted settings.
+        rng: source of the first members, of parents and of perturbations.
         population: number of members.
     """
 
@@ -130,25 +140,25 @@ class PBTArm:
         self._rng = rng
         self._size = max(2, min(population, len(self._lattice)))
         self._members: list[_Individual] = []
-        self._known: set[Knobs] = set()
+        self._measured: set[Knobs] = set()
 
     def ask(self, n: int = 1) -> Sequence[Proposal]:
-        """Up to `n` places for the worst member to go to, or random first ones; empty once everything was measured."""
+        """Return up to `n` random first members, or perturbed copies of good members. Empty if all is measured."""
         proposals: list[Proposal] = []
         for _ in range(n):
-            place = self._place({proposal.knobs for proposal in proposals} | self._known)
-            if place is not None:
-                proposals.append(Proposal(arm=self.name, knobs=place))
+            knobs = self._draw({proposal.knobs for proposal in proposals} | self._measured)
+            if knobs is not None:
+                proposals.append(Proposal(arm=self.name, knobs=knobs))
         return proposals
 
     def tell(self, trials: Sequence[Trial]) -> None:
-        """The worst member moves to what this arm has asked for, and to what others have found if that is better."""
+        """Replace the worst member by each of this arm's trials, and by other arms' trials that are faster."""
         for trial in trials:
-            self._known.add(trial.knobs)
+            self._measured.add(trial.knobs)
             index = self._lattice.index_of(trial.knobs)
             if index is None:
                 continue
-            # A setting measured again replaces its own entry: the latest trial holds all measurements.
+            # A setting measured again replaces its own entry, because the latest trial includes all measurements.
             self._members = [member for member in self._members if member.index != index]
             if len(self._members) == self._size and (trial.arm == self.name or trial.span_s < self._members[-1].span_s):
                 del self._members[-1]
@@ -156,22 +166,22 @@ class PBTArm:
                 self._members.append(_Individual(index=index, span_s=trial.span_s))
                 self._members.sort(key=lambda member: member.span_s)
 
-    def _place(self, taken: set[Knobs]) -> Knobs | None:
+    def _draw(self, excluded: set[Knobs]) -> Knobs | None:
         for _ in range(_MAX_TRIES):
             knobs = self._lattice.at(
                 self._random() if len(self._members) < self._size else self._explore(self._exploit())
             )
-            if knobs not in taken:
+            if knobs not in excluded:
                 return knobs
-        return next((knobs for knobs in self._lattice.points if knobs not in taken), None)
+        return next((knobs for knobs in self._lattice.points if knobs not in excluded), None)
 
     def _exploit(self) -> Index:
-        """The knobs of one of the best members."""
+        """Return a random one of the best members."""
         best = max(1, round(_TRUNCATION * self._size))
         return self._members[int(self._rng.integers(best))].index
 
     def _explore(self, parent: Index) -> Index:
-        """Moves axes by a step or two, or draws them anew (the paper's perturb and resample)."""
+        """Move axes by a step or two, or sample them again (perturb and resample in the paper on PBT)."""
         return tuple(self._explore_axis(i, length) for i, length in zip(parent, self._lattice.shape, strict=True))
 
     def _explore_axis(self, i: int, length: int) -> int:
@@ -192,12 +202,12 @@ _REDUCTION_FACTOR = 2
 
 
 class HyperbandArm:
-    """An optuna study behind the arms' interface.
+    """Arm with an Optuna study: TPE sampler and Hyperband pruner.
 
     Args:
-        space: what may be chosen.
-        rng: seeds the sampler.
-        max_iterations: measured iterations of a setting that survives to the end.
+        space: permitted settings.
+        rng: source of the sampler's seed.
+        max_iterations: measured iterations of a setting that is never pruned.
 
     Raises:
         TuningError: optuna is not installed.
@@ -210,26 +220,26 @@ class HyperbandArm:
         self._lattice = KnobLattice(space)
         self._max_iterations = max_iterations
         self._seed = int(rng.integers(2**31))
-        self._optuna: Any = None  # and what follows, until the arm is asked
+        self._optuna: Any = None  # imported by the first `ask`, which also creates the study
         self._study: Any = None
         self._distributions: dict[str, Any] = {}
-        self._told_early: list[Trial] = []
-        # Settings that are under way: their optuna trial and the iterations they shall have next.
+        self._early_trials: list[Trial] = []  # received before the first `ask`
+        # Unfinished settings: their Optuna trial and the number of iterations to measure next.
         self._pending: dict[Knobs, tuple[Any, int]] = {}
-        self._finished: set[Knobs] = set()  # what the sampler has learnt from already
+        self._finished: set[Knobs] = set()  # settings with a finished Optuna trial
 
     def ask(self, n: int = 1) -> Sequence[Proposal]:
-        """Settings that were promoted and wait for more iterations, then new ones."""
+        """Return settings that Hyperband promoted to more iterations, then new settings."""
         if self._study is None:
             self._create_study()
-            told, self._told_early = self._told_early, []
-            self.tell(told)
+            early_trials, self._early_trials = self._early_trials, []
+            self.tell(early_trials)
         attempts = 0
         while len(self._pending) < n and attempts < 4 * n:
             attempts += 1
             trial = self._study.ask(self._distributions)
             knobs = self._lattice.at(tuple(int(trial.params[axis]) for axis in _AXES))
-            if knobs in self._pending:  # drawn twice before anything was told
+            if knobs in self._pending:  # the sampler can return a setting twice before it gets a result
                 self._study.tell(trial, state=self._optuna.trial.TrialState.FAIL)
                 continue
             self._pending[knobs] = (trial, 1)
@@ -239,16 +249,16 @@ class HyperbandArm:
         ]
 
     def tell(self, trials: Sequence[Trial]) -> None:
-        """Reports to the settings' optuna trials; settings of other arms become finished optuna trials."""
+        """Report results to Optuna trials. Trials of other arms' settings become finished Optuna trials."""
         if self._study is None:
-            self._told_early += trials
+            self._early_trials += trials
             return
         for trial in trials:
-            under_way = self._pending.get(trial.knobs)
-            if under_way is None:
+            pending = self._pending.get(trial.knobs)
+            if pending is None:
                 self._add(trial)
                 continue
-            optuna_trial, wanted = under_way
+            optuna_trial, wanted = pending
             if trial.iterations >= wanted or trial.status is not TrialStatus.COMPLETE:
                 del self._pending[trial.knobs]
                 self._finished.add(trial.knobs)
@@ -269,7 +279,7 @@ class HyperbandArm:
             self._pending[trial.knobs] = (optuna_trial, promoted)
 
     def _add(self, trial: Trial) -> None:
-        """What another arm has had measured teaches the sampler."""
+        """Add another arm's trial to the study, so that the sampler learns from it."""
         index = self._lattice.index_of(trial.knobs)
         if index is None or trial.status is TrialStatus.FAILED or trial.knobs in self._finished:
             return
@@ -285,11 +295,11 @@ class HyperbandArm:
     def _create_study(self) -> None:
         optuna: Any = import_late("optuna")
         verbosity = optuna.logging.get_verbosity()
-        optuna.logging.set_verbosity(optuna.logging.WARNING)  # creating a study is news to nobody
+        optuna.logging.set_verbosity(optuna.logging.WARNING)  # because Optuna logs the creation of a study
         try:
             self._optuna = optuna
             self._study = optuna.create_study(
-                study_name="sirtaki",  # the pruner's brackets depend on it
+                study_name="sirtaki",  # fixed, because the pruner's brackets depend on the name
                 sampler=optuna.samplers.TPESampler(seed=self._seed, n_startup_trials=8),
                 pruner=optuna.pruners.HyperbandPruner(
                     min_resource=1, max_resource=self._max_iterations, reduction_factor=_REDUCTION_FACTOR
@@ -307,18 +317,18 @@ class HyperbandArm:
 
 
 N_INITIAL = 8
-"""Points of a Sobol sequence before the process is asked."""
+"""Number of points of a Sobol sequence before the Gaussian process is used."""
 
 ATTEMPTS = 4
-"""To get a setting that has not been measured."""
+"""Maximum number of the optimiser's proposals that are tried to get an unmeasured setting."""
 
 
 class ScikitOptimizeArm:
-    """A `skopt.Optimizer` over the logarithm of the unit size, streams, threads and route.
+    """Arm with a `skopt.Optimizer` over the logarithm of the unit size, streams, threads and route.
 
     Args:
-        space: what may be chosen.
-        rng: seeds it.
+        space: permitted settings.
+        rng: source of the optimiser's seed.
 
     Raises:
         TuningError: scikit-optimize is not installed.
@@ -330,35 +340,35 @@ class ScikitOptimizeArm:
         require(self.name, "skopt", "scikit-optimize")
         self._space = space
         self._seed = int(rng.integers(2**31))
-        self._optimizer: Any = None  # of a library that is loaded late
-        self._untold: list[Trial] = []
-        self._worst_log_s: float | None = None  # of what has run
-        self._known: set[Knobs] = set()
+        self._optimizer: Any = None  # skopt is imported by the first `ask`
+        self._new_trials: list[Trial] = []  # not yet reported to the optimiser
+        self._worst_log_s: float | None = None  # logarithm of the largest finite span
+        self._measured: set[Knobs] = set()
 
     def ask(self, n: int = 1) -> Sequence[Proposal]:
-        """One setting that nobody has measured; none if the optimiser knows none."""
+        """Return one unmeasured setting, or none if the optimiser proposes only measured ones."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # length scales at their bounds are usual with ten points
-            optimizer = self._told()
+            warnings.simplefilter("ignore")  # with ten points, skopt usually warns of length scales at their bounds
+            optimizer = self._updated_optimizer()
             for _ in range(ATTEMPTS):
                 point = optimizer.ask()
                 knobs = self._at(point)
-                if knobs not in self._known:
+                if knobs not in self._measured:
                     return [Proposal(arm=self.name, knobs=knobs)]
-                optimizer.tell(point, self._hopeless)  # else it would ask for the same again
+                optimizer.tell(point, self._bad_log_s)  # otherwise the optimiser would propose the point again
         return []
 
     def tell(self, trials: Sequence[Trial]) -> None:
-        """Learns from the trials of all arms; plans with explicit cuts have no place in its space."""
-        self._untold += [
+        """Record the trials of all arms. Trials with explicit cuts are not reported to the optimiser."""
+        self._new_trials += [
             trial
             for trial in trials
             if trial.knobs.cuts is None and not (trial.knobs.lossy or trial.knobs.nccl) and trial.knobs in self._space
         ]
-        self._known |= {trial.knobs for trial in trials}
+        self._measured |= {trial.knobs for trial in trials}
 
-    def _told(self) -> Any:
-        """The optimiser, which knows all that was told."""
+    def _updated_optimizer(self) -> Any:
+        """Report new trials to the optimiser, and return it. Created by the first call."""
         if self._optimizer is None:
             skopt: Any = import_late("skopt")
             streams, threads, routes = map(len, self._choices())
@@ -369,18 +379,18 @@ class ScikitOptimizeArm:
                 initial_point_generator="sobol",
                 random_state=self._seed,
             )
-        told, self._untold = self._untold, []
-        ran = [math.log(trial.span_s) for trial in told if math.isfinite(trial.span_s)]
-        if ran:
-            self._worst_log_s = max(ran) if self._worst_log_s is None else max(self._worst_log_s, *ran)
-        if told:
-            values = [math.log(trial.span_s) if math.isfinite(trial.span_s) else self._hopeless for trial in told]
-            self._optimizer.tell([self._point(trial.knobs) for trial in told], values)
+        trials, self._new_trials = self._new_trials, []
+        finite = [math.log(trial.span_s) for trial in trials if math.isfinite(trial.span_s)]
+        if finite:
+            self._worst_log_s = max(finite) if self._worst_log_s is None else max(self._worst_log_s, *finite)
+        if trials:
+            values = [math.log(trial.span_s) if math.isfinite(trial.span_s) else self._bad_log_s for trial in trials]
+            self._optimizer.tell([self._point(trial.knobs) for trial in trials], values)
         return self._optimizer
 
     @property
-    def _hopeless(self) -> float:
-        """What is not to be asked for again is as bad as the worst that ran; a second, if nothing has."""
+    def _bad_log_s(self) -> float:
+        """Return the value for settings not to be proposed again: the worst finite span; 1 s if there is none."""
         return 0.0 if self._worst_log_s is None else self._worst_log_s
 
     def _choices(self) -> tuple[Sequence[object], Sequence[object], Sequence[object]]:
@@ -400,7 +410,7 @@ class ScikitOptimizeArm:
 
 
 def _axis(low: float, high: float) -> Any:
-    """Numbers between, or the only one that there is."""
+    """Return skopt's dimension for a range of numbers, or for a single number."""
     return (low, high) if low < high else [low]
 
 
@@ -408,12 +418,13 @@ def _axis(low: float, high: float) -> Any:
 
 
 class CompressorArm:
-    """Compresses the fastest setting until then: all units by each compressor, then classes of units by others.
+    """Arm that adds compression to the fastest measured setting.
 
-    What it proposes of a compressed setting besides are units twice and half as large: compressed, they take less.
+    It proposes each compressor for all units, then other compressors for single unit classes. For a compressed setting,
+    it also proposes units of twice and half the size, because compression changes the best size.
 
     Args:
-        space: what may be chosen; it allows some compressor.
+        space: permitted settings, with at least one compressor.
     """
 
     name = "compressors"
@@ -421,31 +432,33 @@ class CompressorArm:
     def __init__(self, space: KnobSpace) -> None:
         self._space = space
         self._route = next((route for route in space.routes if goes_through_sockets(route)), None)
-        self._ran: dict[Knobs, float] = {}
+        self._spans_s: dict[Knobs, float] = {}
 
     def ask(self, n: int = 1) -> Sequence[Proposal]:
-        """Up to `n` settings that nobody has tried."""
-        if not self._ran or self._route is None:
+        """Return up to `n` unmeasured settings."""
+        if not self._spans_s or self._route is None:
             return []
-        fresh = (knobs for knobs in dict.fromkeys(self._variants()) if knobs in self._space and knobs not in self._ran)
-        return [Proposal(arm=self.name, knobs=knobs) for knobs in islice(fresh, n)]
+        unmeasured = (
+            knobs for knobs in dict.fromkeys(self._variants()) if knobs in self._space and knobs not in self._spans_s
+        )
+        return [Proposal(arm=self.name, knobs=knobs) for knobs in islice(unmeasured, n)]
 
     def tell(self, trials: Sequence[Trial]) -> None:
-        """Notes what ran, and how fast."""
-        self._ran |= {trial.knobs: trial.span_s for trial in trials}
+        """Record measured settings and their spans."""
+        self._spans_s |= {trial.knobs: trial.span_s for trial in trials}
 
     def _variants(self) -> Iterator[Knobs]:
-        lossless = [knobs for knobs in self._ran if not knobs.lossy and goes_through_sockets(knobs.route)]
+        lossless = [knobs for knobs in self._spans_s if not knobs.lossy and goes_through_sockets(knobs.route)]
         if lossless:
-            yield from self._all_alike(min(lossless, key=self._ran.__getitem__))
-        best = min(self._ran, key=self._ran.__getitem__)
+            yield from self._with_each_compressor(min(lossless, key=self._spans_s.__getitem__))
+        best = min(self._spans_s, key=self._spans_s.__getitem__)
         if not goes_through_sockets(best.route) and self._route is not None:
             transport, algorithm = self._route
             offered = self._space.streams_on(self._route)
             streams = max((count for count in offered if count <= best.streams), default=offered[0])
             best = best.but(transport=transport, algorithm=algorithm, streams=streams, cuts=None)
         if not best.lossy:
-            yield from self._all_alike(best)
+            yield from self._with_each_compressor(best)
             return
         for kind in self._space.classes:
             for name in ("", *self._space.lossy):
@@ -455,10 +468,10 @@ class CompressorArm:
         for factor in (2.0, 0.5):
             yield self._with_units(best, factor * best.unit_bytes)
 
-    def _all_alike(self, knobs: Knobs) -> Iterator[Knobs]:
+    def _with_each_compressor(self, knobs: Knobs) -> Iterator[Knobs]:
         for name in self._space.lossy:
             compressed = knobs.but(lossy=Lossy.all_by(name))
-            # Whole matrices compress more, and a unit takes two rounds however little is left of it.
+            # PowerSGD needs large units: whole matrices compress better, and each unit takes two rounds.
             least = self._space.unit_bytes[1] / 4 if name.startswith("powersgd") else 0.0
             yield self._with_units(compressed, least) if knobs.unit_bytes < least else compressed
 
@@ -470,58 +483,59 @@ class CompressorArm:
 # ── NCCL's own knobs ───
 
 NEARLY = 1.05
-"""Times the fastest span: a setting that takes no longer is worth being varied, too; noise may have hidden its lead."""
+"""Ratio to the fastest span up to which a setting is varied, too, because noise may have hidden its lead."""
 
 
 class NcclArm:
-    """Tells NCCL, for the fastest setting until then, by which algorithm and protocol it reduces units of one size
-    class. From the fastest setting with such a way it goes on to larger and smaller units, other numbers of CTAs and of
-    streams, one thing at a time as AutoCCL does. A way that NCCL has refused is not asked for again.
+    """Arm that sets NCCL's algorithm and protocol in the fastest measured setting, for one size class of units.
+
+    From the fastest setting with a set algorithm, it varies unit size, number of CTAs and number of streams, one at a
+    time, as AutoCCL does. Algorithms that NCCL has rejected are not proposed again.
 
     Args:
-        space: what may be chosen; it allows some way.
+        space: permitted settings, with at least one NCCL algorithm.
     """
 
     name = "nccl"
 
     def __init__(self, space: KnobSpace) -> None:
         self._space = space
-        self._ran: dict[Knobs, float] = {}
+        self._spans_s: dict[Knobs, float] = {}
 
     def ask(self, n: int = 1) -> Sequence[Proposal]:
-        """Up to `n` settings that nobody has tried."""
-        fresh = (
+        """Return up to `n` unmeasured settings."""
+        unmeasured = (
             knobs
             for knobs in dict.fromkeys(self._variants())
-            if knobs in self._space and knobs not in self._ran and _tells_some_unit(knobs)
+            if knobs in self._space and knobs not in self._spans_s and _affects_units(knobs)
         )
-        return [Proposal(arm=self.name, knobs=knobs) for knobs in islice(fresh, n)]
+        return [Proposal(arm=self.name, knobs=knobs) for knobs in islice(unmeasured, n)]
 
     def tell(self, trials: Sequence[Trial]) -> None:
-        """Notes what ran, and how fast."""
-        self._ran |= {trial.knobs: trial.span_s for trial in trials}
+        """Record measured settings and their spans."""
+        self._spans_s |= {trial.knobs: trial.span_s for trial in trials}
 
     def _variants(self) -> Iterator[Knobs]:
-        over_nccl = [knobs for knobs in self._ran if knobs.transport is TransportKind.NCCL]
-        ran = sorted((knobs for knobs in over_nccl if math.isfinite(self._ran[knobs])), key=self._ran.__getitem__)
-        if not ran:
+        spans_s = {knobs: span_s for knobs, span_s in self._spans_s.items() if knobs.transport is TransportKind.NCCL}
+        ranked = sorted((knobs for knobs, span_s in spans_s.items() if math.isfinite(span_s)), key=spans_s.__getitem__)
+        if not ranked:
             return
-        best = ran[0]
-        told = next((knobs for knobs in ran if knobs.nccl and self._ran[knobs] <= NEARLY * self._ran[best]), None)
-        if told is best:
-            yield from self._beside(best)
-        refused = [knobs.nccl for knobs in over_nccl if knobs.nccl and not math.isfinite(self._ran[knobs])]
+        best = ranked[0]
+        best_set = next((knobs for knobs in ranked if knobs.nccl and spans_s[knobs] <= NEARLY * spans_s[best]), None)
+        if best_set is best:
+            yield from self._neighbours(best)
+        rejected = [knobs.nccl for knobs, span_s in spans_s.items() if knobs.nccl and not math.isfinite(span_s)]
         for ways in self._space.nccl:
-            if ways not in refused:
+            if ways not in rejected:
                 yield best.but(nccl=NcclWays(**{**(best.nccl or NcclWays()).by_class, **ways.by_class}))
         if best.nccl:
             for kind in best.nccl.by_class:
                 yield best.but(nccl=msgspec.structs.replace(best.nccl, **{kind: None}))
-        if told is not None:
-            yield from self._beside(told)
+        if best_set is not None:
+            yield from self._neighbours(best_set)
 
-    def _beside(self, knobs: Knobs) -> Iterator[Knobs]:
-        """The same way with other units, which may be of the other class, streams and numbers of CTAs."""
+    def _neighbours(self, knobs: Knobs) -> Iterator[Knobs]:
+        """Yield settings with the algorithm of `knobs` and other unit sizes, streams or numbers of CTAs."""
         low, high = self._space.unit_bytes
         assert knobs.nccl
         way = knobs.nccl.by(knobs.unit_bytes)
@@ -532,8 +546,8 @@ class NcclArm:
         yield from (knobs.but(threads=n) for n in self._space.threads)
 
 
-def _tells_some_unit(knobs: Knobs) -> bool:
-    """Each of its ways is some unit's, as far as sizes are known: most elements are of four bytes."""
+def _affects_units(knobs: Knobs) -> bool:
+    """Return whether each size class with a set NCCL algorithm has a unit. Assumes elements of four bytes."""
     sizes = [knobs.unit_bytes]
     if knobs.cuts is not None:
         stops = [cut.stop for cut in knobs.cuts]
@@ -552,37 +566,42 @@ OUR_ARMS: Mapping[str, MakeArm] = {
     "bayesian": lambda space, rng: BayesianArm(space, rng=rng),
     "hyperband": lambda space, rng: HyperbandArm(space, rng=rng),
 }
-"""Those that tune where nobody has chosen others."""
+"""Built-in arms that are used by default."""
 
 FURTHER_ARMS: Mapping[str, MakeArm] = {"scikit_optimize": lambda space, rng: ScikitOptimizeArm(space, rng=rng)}
-"""For whoever names them."""
+"""Built-in arms that are used only if the user names them."""
 
 
 def third_party_arms() -> dict[str, Callable[[], MakeArm]]:
-    """Names and loaders of the arms that installed packages bring; nothing of theirs is imported yet."""
+    """Return {name: loader} of the arms in installed packages (entry points). Calling a loader imports the package."""
     ours = {*OUR_ARMS, *FURTHER_ARMS}
     return {point.name: point.load for point in entry_points(group=ENTRY_POINT_GROUP) if point.name not in ours}
 
 
 def make_arm(name: str, *, space: KnobSpace, rng: np.random.Generator) -> Arm:
-    """Builds one arm.
+    """Create an arm by its name.
+
+    Args:
+        name: name of a built-in arm or of an installed package's arm.
+        space: permitted settings.
+        rng: the arm's source of random numbers.
 
     Raises:
-        TuningError: there is no arm of that name, or it cannot be built; the message says why.
+        TuningError: the name is unknown, or the arm cannot be created. The message has the reason.
     """
     ours = {**OUR_ARMS, **FURTHER_ARMS}
     if name in ours:
         return ours[name](space, rng)
     loaders = third_party_arms()
     if name not in loaders:
-        raise TuningError(f"there is no search technique {name!r}; there are {', '.join([*ours, *loaders])}")
+        raise TuningError(f"there is no search technique {name!r}; available: {', '.join([*ours, *loaders])}")
     try:
         arm: object = loaders[name]()(space, rng)
-    except Exception as err:  # somebody else's code may raise anything
-        raise TuningError(f"the search technique {name!r} could not be built: {err!r}") from err
+    except Exception as err:  # third-party code may raise any exception
+        raise TuningError(f"the search technique {name!r} could not be created: {err!r}") from err
     missing = [part for part in ("name", "ask", "tell") if not hasattr(arm, part)]
     if not missing and not isinstance(arm.name, str):  # type: ignore[attr-defined]
-        missing = ["name that is a text"]
+        missing = ["name of type str"]
     if missing:
-        raise TuningError(f"the search technique {name!r} is no arm: it has no {', '.join(missing)}")
+        raise TuningError(f"the search technique {name!r} is not an arm: it has no {', '.join(missing)}")
     return cast(Arm, arm)

@@ -1,4 +1,4 @@
-"""The sliding-window AUC bandit over search algorithms (AIACC, section VI; OpenTuner)."""
+"""Sliding-window AUC bandit over search algorithms (AIACC, section VI; OpenTuner)."""
 
 from __future__ import annotations
 
@@ -21,85 +21,100 @@ from ..trial import Arm, Proposal, Trial
 
 
 def window_for(budget_trials: int, n_arms: int) -> int:
-    """A window that slides within the budget, and has room for every arm."""
+    """Return a window size: half of the budget in trials, and at least the number of arms."""
     return max(n_arms, budget_trials // 2, 1)
 
 
 EXPLORATION = 0.2
-"""C of the AUC formula, as AIACC has it."""
+"""Weight C of the exploration term, with AIACC's value."""
 
 
 class AUCBandit:
-    """Scores arms by what they found lately and by how little they were tried.
+    """Bandit that scores arms by their recent new bests (credit) and by how rarely they were used (exploration).
 
     Args:
-        arms: names, all different.
-        window: uses that are remembered, of all arms together.
+        arms: distinct names.
+        window: number of most recent uses, of all arms together, that scores are computed from.
 
     Raises:
-        TuningError: names repeat, there are none, or the window is empty.
+        TuningError: `arms` is empty or has duplicates, or `window` is below 1.
     """
 
     def __init__(self, arms: Sequence[str], *, window: int) -> None:
         if not arms or len(set(arms)) != len(arms):
-            raise TuningError(f"a bandit needs arms with different names, not {list(arms)}")
+            raise TuningError(f"a bandit must have arms with distinct names, found {list(arms)}")
         if window < 1:
-            raise TuningError(f"the window must hold at least one use, not {window}")
+            raise TuningError(f"the window must hold at least one use, found {window}")
         self.arms = tuple(arms)
         self._uses: deque[tuple[str, bool]] = deque(maxlen=window)
 
     def push(self, arm: str, *, was_best: bool) -> None:
-        """One use of an arm; the oldest use leaves a full window."""
+        """Add a use of an arm, and drop the oldest use if the window is full.
+
+        Args:
+            arm: name of the arm.
+            was_best: whether the arm's trial was a new best.
+        """
         self._uses.append((arm, was_best))
 
     def uses(self, arm: str) -> int:
-        """H_t: the arm's uses in the window."""
+        """Return the number of the arm's uses in the window (H_t)."""
         return sum(used == arm for used, _ in self._uses)
 
     def auc(self, arm: str) -> float:
-        """AUC_t: under a curve that goes up with each new best, from 0 (never) to 1 (always); 0 outside the window."""
-        heights = list(accumulate(won for used, won in self._uses if used == arm))
+        """Return the arm's credit (AUC_t): normalised area under the curve that rises by one with each new best.
+
+        It is 1 if each use was a new best, and 0 if none was or if the window has no use of the arm.
+        """
+        heights = list(accumulate(was_best for used, was_best in self._uses if used == arm))
         return 2.0 * sum(heights) / (len(heights) * (len(heights) + 1)) if heights else 0.0
 
     def score(self, arm: str) -> float:
-        """Credit plus exploration; infinite for an arm without a use in the window."""
+        """Return credit plus exploration term; infinite for an arm without a use in the window."""
         uses = self.uses(arm)
         if uses == 0:
             return math.inf
         return self.auc(arm) + EXPLORATION * math.sqrt(2.0 * math.log2(len(self._uses)) / uses)
 
     def ranking(self, rng: np.random.Generator, *, as_given: bool = False) -> list[str]:
-        """All arms, the highest score first; `rng` orders equal ones, unless those without a use come `as_given`."""
-        lots = dict(zip(self.arms, rng.permutation(len(self.arms)).tolist(), strict=True))
+        """Return all arms in descending order of score.
+
+        Args:
+            rng: orders arms with equal scores.
+            as_given: whether arms without a use keep the order of `arms` instead.
+        """
+        tie_breaks = dict(zip(self.arms, rng.permutation(len(self.arms)).tolist(), strict=True))
         if as_given:
-            lots |= {arm: place for place, arm in enumerate(self.arms) if self.uses(arm) == 0}
-        return sorted(self.arms, key=lambda arm: (-self.score(arm), lots[arm]))
+            tie_breaks |= {arm: place for place, arm in enumerate(self.arms) if self.uses(arm) == 0}
+        return sorted(self.arms, key=lambda arm: (-self.score(arm), tie_breaks[arm]))
 
 
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-SCREENED = 8  # proposals of an arm among which the surrogate chooses
-LEAST_PROMISE = 0.001  # share of the span that a trial must be expected to save
+SCREENED = 8
+"""Number of an arm's proposals among which a surrogate model chooses."""
+
+LEAST_PROMISE = 0.001
+"""Fraction of the span that a proposal must be expected to save to be run."""
 
 
 class BanditArm:
-    """Asks its arms in the order of their scores and tells every trial to all of them.
+    """Arm that asks several arms in the order of their bandit scores, and sends each trial to all of them.
 
-    An arm with nothing to propose is passed over and its turn is not counted. Credit goes to the arm that
-    `Trial.arm` names; trials of others (the default, the registry's) teach the arms and earn nobody anything. An
-    arm that raises or answers nonsense is left out from then on: a fault in a search technique must not stop a training
-    job.
+    An arm without proposals is skipped, which does not count as a use. The arm named by `Trial.arm` gets the credit for
+    a trial. Other trials (of the default or of the registry's settings) give no credit. An arm that raises or returns
+    an invalid answer is removed, because an error in a search technique must not end a training job.
 
     Args:
-        arms: with different names.
+        arms: arms with distinct names, the most promising first.
         rng: breaks ties between equal scores.
-        window: uses that the bandit remembers (see `window_for`).
-        as_given: untried arms have their turns in the order given, the most promising first; else by lot, as printed.
-        doubted: whether what the arms' space was narrowed by has turned out to be wrong.
-        wider: makes arms that see the whole space, which then take over from those of their names.
-        where: says where training is, for the log of an arm's fault.
+        window: number of uses that scores are computed from (see `window_for`).
+        as_given: whether unused arms are asked in the order of `arms`. Otherwise their order is random, as in AIACC.
+        doubted: returns whether the model that narrowed the arms' space has proved wrong.
+        wider: creates arms over the whole space, which replace arms of the same names once `doubted` returns True.
+        where: returns the position in training, for the log line about a failed arm.
     """
 
     name = "bandit"
@@ -120,23 +135,23 @@ class BanditArm:
         self._rng = rng
         self._as_given = as_given
         self._doubted, self._wider, self._where = doubted, wider, where
-        self._told: list[Trial] = []
+        self._trials: list[Trial] = []
         self._asked: set[str] = set()
 
     def ask(self, n: int = 1) -> Sequence[Proposal]:
-        """One proposal of each of the best-scored arms in turn, `n` in all, fewer if all arms run dry."""
+        """Return up to `n` proposals, taken from the arms in rounds, in the order of their scores."""
         ranking = self.bandit.ranking(self._rng, as_given=self._as_given)
         if n == 1:
-            return next((good[:1] for name in ranking if (good := self._screened(self._ask_arm(name, SCREENED)))), [])
+            return next((good[:1] for name in ranking if (good := self._screen(self._ask_arm(name, SCREENED)))), [])
         rounds = zip_longest(*(self._ask_arm(name, n) for name in ranking))
-        return [proposal for turn in rounds for proposal in turn if proposal is not None][:n]
+        return [proposal for one_each in rounds for proposal in one_each if proposal is not None][:n]
 
     def tell(self, trials: Sequence[Trial]) -> None:
-        """Credits the arms that asked, then lets all arms learn."""
+        """Credit the arms that proposed the trials, then send the trials to all arms."""
         for trial in trials:
             if trial.arm in self.bandit.arms:
                 self.bandit.push(trial.arm, was_best=trial.was_best)
-        self._told += trials
+        self._trials += trials
         for name in list(self._arms):
             self._try(name, lambda arm: arm.tell(trials), None)
         if self._wider is not None and self._doubted is not None and self._doubted():
@@ -144,14 +159,14 @@ class BanditArm:
             self._wider = None
 
     def _widen(self, arms: Sequence[Arm]) -> None:
-        """Puts arms in the place of those of their names; they learn what these have learnt."""
+        """Replace arms by new ones of the same names, and send the new ones all earlier trials."""
         for arm in arms:
             if arm.name in self._arms:
                 self._arms[arm.name] = arm
-                self._try(arm.name, lambda arm: arm.tell(self._told), None)
+                self._try(arm.name, lambda arm: arm.tell(self._trials), None)
 
     def expected_improvement(self) -> float | None:
-        """The largest that any arm still expects; None if no arm can say, or as long as one has not had its turn."""
+        """Return the arms' largest expected improvement. None if no arm has an estimate, or one was not asked yet."""
         if not self._asked.issuperset(self._arms):
             return None
         expected = [
@@ -161,79 +176,83 @@ class BanditArm:
         return max((value for value in expected if value is not None), default=None)
 
     def expected_span_s(self, knobs: Knobs) -> float | None:
-        """What the first arm with an opinion believes."""
-        beliefs = (
+        """Return the estimate of the first arm that has one."""
+        estimates = (
             self._try(name, lambda arm: _number(opinion(arm, "expected_span_s", knobs)), None)
             for name in list(self._arms)
         )
-        return next((belief for belief in beliefs if belief is not None), None)
+        return next((estimate for estimate in estimates if estimate is not None), None)
 
     @property
     def credits(self) -> dict[str, float]:
-        """Every arm's current AUC."""
+        """Return {arm: current AUC}."""
         return {name: self.bandit.auc(name) for name in self.bandit.arms}
 
-    def _screened(self, proposals: Sequence[Proposal]) -> Sequence[Proposal]:
-        """Those that the first arm with an opinion gives a chance, the best first; as they came where none has one."""
+    def _screen(self, proposals: Sequence[Proposal]) -> Sequence[Proposal]:
+        """Sort proposals by the `promise` of the first arm that has an estimate, and drop those below `LEAST_PROMISE`.
+
+        If no arm has an estimate, the proposals are returned unchanged.
+        """
         knobs = [proposal.knobs for proposal in proposals]
-        opinions = (self._try(name, lambda arm: opinion(arm, "promise", knobs), None) for name in list(self._arms))
-        promised = next((opinion for opinion in opinions if opinion is not None), None) if proposals else None
-        if promised is None:
+        estimates = (self._try(name, lambda arm: opinion(arm, "promise", knobs), None) for name in list(self._arms))
+        promises = next((estimate for estimate in estimates if estimate is not None), None) if proposals else None
+        if promises is None:
             return proposals
-        chances = sorted(zip(promised, range(len(proposals)), strict=True), key=lambda pair: (-pair[0], pair[1]))
-        return [proposals[place] for chance, place in chances if chance >= LEAST_PROMISE]
+        ordered = sorted(zip(promises, range(len(proposals)), strict=True), key=lambda pair: (-pair[0], pair[1]))
+        return [proposals[place] for promise, place in ordered if promise >= LEAST_PROMISE]
 
     def _ask_arm(self, name: str, n: int) -> Sequence[Proposal]:
         self._asked.add(name)
         return self._try(name, lambda arm: _proposals(arm.ask(n), n, name), ())
 
     def _try(self, name: str, call: Callable[[Arm], _T], otherwise: _T) -> _T:
-        """What the arm answers, or `otherwise` if it has failed, now or before."""
+        """Call an arm, and remove it if it raises. Return `otherwise` if it raised, now or in an earlier call."""
         if name not in self._arms:
             return otherwise
         try:
             return call(self._arms[name])
         except Exception as err:
-            words = "the search technique %r failed and is left out from now on, after %d trials: %s"
-            logger.warning(words, name, len(self._told), in_a_line(err, self._where()))
-            logger.debug("where it failed", exc_info=True)
+            words = "the search technique %r failed after %d trials and is not used any more: %s"
+            logger.warning(words, name, len(self._trials), in_a_line(err, self._where()))
+            logger.debug("traceback of the search technique's error", exc_info=True)
             del self._arms[name]
             return otherwise
 
 
 def _proposals(answer: Sequence[Proposal], n: int, name: str) -> list[Proposal]:
-    """An arm's answer, if it is what it should be.
+    """Check an arm's proposals, and set their arm's name.
 
     Raises:
-        TuningError: it is something else.
+        TuningError: an element is not a valid proposal of knobs.
     """
     proposals = list(islice(answer, n))
     for proposal in proposals:
         if not (isinstance(proposal, Proposal) and isinstance(proposal.knobs, Knobs)):
-            raise TuningError(f"an arm proposes knobs, not {proposal!r:.200}")
+            raise TuningError(f"an arm must propose knobs, found {proposal!r:.200}")
         if proposal.iterations is not None and not (type(proposal.iterations) is int and proposal.iterations >= 1):
-            raise TuningError(f"a proposal asks for a whole number of iterations, not {proposal.iterations!r:.80}")
+            raise TuningError(f"a proposal's iterations must be a positive int, found {proposal.iterations!r:.80}")
     return [proposal if proposal.arm == name else replace(proposal, arm=name) for proposal in proposals]
 
 
-def opinion(source: object, of: str, *arguments: object) -> Any:  # Any: each optional method has its own answer
-    """Return the answer of an optional method of an arm or a space; None without that method."""
+def opinion(source: object, of: str, *arguments: object) -> Any:  # Any: each optional method has its own result type
+    """Call an optional method of an arm or a space. Return None if the object has no such method."""
     method = getattr(source, of, None)
     return None if method is None else method(*arguments)
 
 
 def _number(answer: float | None) -> float | None:
-    """What an arm expects, if it is what it should be.
+    """Check an arm's estimate.
 
     Raises:
-        TuningError: it is something else.
+        TuningError: the estimate is not a number or None.
     """
     if answer is not None and not (isinstance(answer, int | float) and not math.isnan(answer)):
-        raise TuningError(f"an arm expects a number or None, not {answer!r:.80}")
+        raise TuningError(f"an arm's estimate must be a number or None, found {answer!r:.80}")
     return answer
 
 
-ITERATIONS_PER_TRIAL = 3  # a discarded and two measured ones
+ITERATIONS_PER_TRIAL = 3
+"""Usual number of iterations of a trial: one discarded and two measured ones."""
 
 
 def default_arms(
@@ -247,24 +266,23 @@ def default_arms(
     whole_space: KnobSpace | None = None,
     where: Callable[[], str] = str,
 ) -> BanditArm:
-    """The bandit over the named search techniques, the given planners, and what tries compressors and NCCL's own knobs
-    where there are any.
+    """Create the bandit over planners, search techniques, and (if permitted) the arms for compressors and NCCL's knobs.
 
-    A technique that cannot be built, or whose name is taken, is left out with a warning, unless the caller named it.
+    A technique that cannot be created, or whose name is in use, is skipped with a warning if `names` is None.
 
     Args:
-        space: what techniques choose from.
-        rng: split among the arms, so that one arm's draws do not depend on another's.
-        budget_iterations: of the warm-up; the bandit's window scales with it.
-        names: search techniques; None = all of ours and all that installed packages bring.
-        planners: arms that are there already, with names of their own; the best first.
-        as_given: planners have the first turns as given, then the techniques; else by lot, as printed.
-        whole_space: what techniques choose from once trials have spoken against the planners' model, by whose word
-            `space` is narrower; None = `space`.
-        where: see `BanditArm`.
+        space: permitted settings of the techniques.
+        rng: source of one generator for each arm, so that arms draw independently.
+        budget_iterations: length of the warm-up. The bandit's window is proportional to it.
+        names: search techniques; None = all built-in ones and all of installed packages.
+        planners: existing arms, the best first. Their names must differ from those of the techniques.
+        as_given: whether planners are asked first, then the techniques. Otherwise the order is random, as in AIACC.
+        whole_space: permitted settings of the techniques once trials have contradicted the planners' model, which
+            narrowed `space`. None = `space`.
+        where: returns the position in training, for the log line about a failed arm.
 
     Raises:
-        TuningError: a named technique is unknown or cannot be built, or no arm is left.
+        TuningError: a technique in `names` is unknown or cannot be created, or there is no arm at all.
     """
     wanted = [*OUR_ARMS, *third_party_arms()] if names is None else list(names)
     ties, *generators = rng.spawn(1 + len(wanted))
@@ -275,11 +293,11 @@ def default_arms(
             try:
                 arm = make_arm(name, space=space, rng=generator)
                 if any(arm.name == other.name for other in (*planners, *arms)):
-                    raise TuningError(f"there are two search techniques called {arm.name!r}")
+                    raise TuningError(f"another search technique has the name {arm.name!r}")
             except Exception as err:
                 if names is not None:
                     raise
-                logger.warning("%s; it is left out", err)
+                logger.warning("the search technique %r is not used: %s", name, err)
             else:
                 arms.append(arm)
         return arms

@@ -1,4 +1,4 @@
-"""Models of links and of contention, fitted to measurements."""
+"""Fits of the link model and of LIBRA's contention model to measurements."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ GAMMA_4 = 0.6  # LIBRA, below eq. (6): an empirical value, not fitted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateCurve:
-    """Bytes per second as a function of the threads r, with diminishing returns (LIBRA eq. 6).
+    """Transmission rate as a function of the number of threads r, with diminishing returns (LIBRA eq. 6).
 
-    The bytes are gradient bytes: the ring's factor 2 (N − 1) / N in ĉ is part of the rate.
+    The rate counts gradient bytes, so that it includes the ring's factor 2 (N − 1) / N of ĉ.
+
+    Raises:
+        TuningError: γ1 > 0, 0 ≤ γ2 ≤ γ1 and γ3 ≥ 0 does not hold.
     """
 
     gamma_1: float
@@ -31,28 +34,31 @@ class RateCurve:
 
     def __post_init__(self) -> None:
         if self.gamma_1 <= 0 or not 0 <= self.gamma_2 <= self.gamma_1 or self.gamma_3 < 0:
-            raise TuningError(f"a rate curve needs γ1 > 0, 0 ≤ γ2 ≤ γ1 and γ3 ≥ 0, not {self}")
+            raise TuningError(f"a rate curve needs γ1 > 0, 0 ≤ γ2 ≤ γ1 and γ3 ≥ 0, found {self}")
 
     def bytes_per_s(self, threads: int) -> float:
-        """The denominator of eq. (6)."""
+        """Return the rate in bytes per second, the denominator of eq. (6)."""
         return self.gamma_1 - self.gamma_2 * math.exp(-self.gamma_3 * threads**GAMMA_4)
 
     def seconds(self, unit_bytes: float, threads: int) -> float:
-        """p(c, r) or q(c, r), eq. (6)."""
+        """Return the transmission time p(c, r) or q(c, r), eq. (6)."""
         return unit_bytes / self.bytes_per_s(threads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContentionModel:
-    """Communication with r threads beside computation.
+    """LIBRA's contention model: how computation and communication with r GPU threads slow each other down.
 
     Attributes:
-        alpha_1: eq. (5), the share of compute speed left as r → 0.
-        alpha_2: eq. (5), the share lost with each thread.
-        overlapped: p, the transmission rate beside computation.
-        alone: q, the transmission rate with nothing beside it.
-        default_threads: r of a unit that names none.
-        residual: relative error (root mean square) of the fit it came from; 0.0 for a description.
+        alpha_1: remaining compute speed for r → 0, as a fraction, eq. (5).
+        alpha_2: compute speed lost per thread, as a fraction, eq. (5).
+        overlapped: transmission rate during computation (p).
+        alone: transmission rate without computation (q).
+        default_threads: number of threads of a unit without an explicit number.
+        residual: relative error (root mean square) of the fit; 0.0 for a described model.
+
+    Raises:
+        TuningError: 0 < α1 ≤ 1.2 and α2 ≥ 0 does not hold.
     """
 
     alpha_1: float
@@ -64,19 +70,23 @@ class ContentionModel:
 
     def __post_init__(self) -> None:
         if not 0 < self.alpha_1 <= 1.2 or self.alpha_2 < 0:
-            raise TuningError(f"contention needs 0 < α1 ≤ 1.2 and α2 ≥ 0, not {self.alpha_1} and {self.alpha_2}")
+            raise TuningError(f"contention needs 0 < α1 ≤ 1.2 and α2 ≥ 0, found {self.alpha_1} and {self.alpha_2}")
 
     def compute_speed(self, threads: float) -> float:
-        """Share b / g(b, r) of the undisturbed speed, eq. (5), never below a twentieth.
+        """Return the compute speed during communication, b / g(b, r), as a fraction of the undisturbed speed (eq. 5).
 
-        The straight line of eq. (5) would reach zero, which no GPU scheduler does.
+        The minimum is 0.05, because the linear function of eq. (5) would reach zero, and a real GPU never does.
         """
         return max(self.alpha_1 - self.alpha_2 * threads, 0.05)
 
     def rescaled(self, *, from_ranks: int, to_ranks: int) -> ContentionModel:
-        """The same GPUs in a ring of another size: ĉ ∝ (N − 1) / N (eq. 4); the computation does not notice."""
+        """Return the model of these GPUs in a ring of another size: ĉ ∝ (N − 1) / N (eq. 4), with equal compute speed.
+
+        Raises:
+            TuningError: one of the rings has fewer than two ranks.
+        """
         if min(from_ranks, to_ranks) < 2:
-            raise TuningError(f"a ring has at least two ranks: cannot go from {from_ranks} to {to_ranks}")
+            raise TuningError(f"a ring must have at least two ranks: cannot rescale from {from_ranks} to {to_ranks}")
         volume = (to_ranks - 1) / (from_ranks - 1) * from_ranks / to_ranks
         overlapped, alone = (
             RateCurve(gamma_1=curve.gamma_1 / volume, gamma_2=curve.gamma_2 / volume, gamma_3=curve.gamma_3)
@@ -87,17 +97,20 @@ class ContentionModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkProbe:
-    """Equal all-reduces, as many on each of `streams` streams, all submitted at once.
+    """Measurement of `rounds` equal all-reduces on each of `streams` streams, all submitted at once.
 
-    Several in a row show the pace that an iteration's units keep; a single one profits from whatever credit an idle
-    link grants (shapers and clouds let short bursts pass).
+    Several rounds are needed to measure the sustained rate of a training iteration, because traffic shapers let short
+    bursts pass at a higher rate.
 
     Attributes:
-        unit_bytes: size of each.
-        streams: that work side by side.
-        seconds: from the start until the last was done.
-        rounds: all-reduces on each stream.
-        busy: processors that each rank has kept busy meanwhile; None = not measured.
+        unit_bytes: size of each all-reduced tensor.
+        streams: number of concurrent streams.
+        seconds: time from the start to the end of the last all-reduce.
+        rounds: number of all-reduces on each stream.
+        busy: number of processors that each rank kept busy during the measurement; None = not measured.
+
+    Raises:
+        TuningError: a number is not positive.
     """
 
     unit_bytes: int
@@ -109,28 +122,32 @@ class LinkProbe:
     def __post_init__(self) -> None:
         positive = min(self.unit_bytes, self.streams, self.rounds) >= 1
         if not (positive and math.isfinite(self.seconds) and self.seconds > 0):
-            raise TuningError(f"a probe needs positive bytes, streams, rounds and seconds, not {self}")
+            raise TuningError(f"a probe needs positive bytes, streams, rounds and seconds, found {self}")
 
     @property
     def round_s(self) -> float:
-        """Seconds that one all-reduce on each stream took."""
+        """Return the time of one round, that is one all-reduce on each stream."""
         return self.seconds / self.rounds
 
 
 MAX_RESIDUAL = 0.25
+"""Largest relative error (root mean square) of a fit that is used."""
+
 LEAST_BUSY = 0.02
+"""Minimum of `LinkModel.busy`."""
 
 
 def fit_link(probes: Sequence[LinkProbe]) -> LinkModel:
-    """α, G(n) and processor time o of `t = α + n · max(o, bytes / G(n))` by least squares of the relative errors.
+    """Fit a link model to probes by non-negative least squares of relative errors.
 
-    t is the time of a round; no parameter is negative. Probes of one shape count by their median. Between two measured
-    numbers of streams each stream carries what it does with fewer, until they carry together what they do with more: so
-    flows behave that each have a cap, on a link that some of them fill. Beyond the largest number G is constant.
+    The model of a round's time is `t = α + n · max(o, bytes / G(n))`, with n streams and the processor time o. Probes
+    of equal shape are replaced by their median. For a number of streams between two measured ones, the rate per stream
+    is that of the smaller number, and the total is limited by that of the larger number. This is the behaviour of flows
+    with a rate limit each on a link that enough flows saturate.
 
     Raises:
-        TuningError: there are fewer than two sizes on one stream, the times do not grow with the size, or the
-            relative error (root mean square) exceeds `MAX_RESIDUAL`.
+        TuningError: there are fewer than two sizes on one stream, times do not increase with the size, or the relative
+            error (root mean square) exceeds `MAX_RESIDUAL`.
     """
     groups: dict[tuple[int, int], list[float]] = defaultdict(list)
     for probe in probes:
@@ -139,17 +156,17 @@ def fit_link(probes: Sequence[LinkProbe]) -> LinkModel:
     if len([1 for one in rounds if one.streams == 1]) < 2:
         raise TuningError("α and β need probes of at least two sizes on one stream")
     fits = [_fit_rounds(rounds, on_host) for on_host in _possibly_on_host(rounds)]
-    fit = min(fits, key=lambda fit: round(fit.residual, 6))  # of equals the one with the fewest rounds on the host
+    fit = min(fits, key=lambda fit: round(fit.residual, 6))  # among equals, the one with the fewest rounds on the host
     if not min(fit.s_per_byte.values()) > 0:
         worst_count = min(fit.s_per_byte, key=lambda streams: fit.s_per_byte[streams])
         raise TuningError(
-            f"probes on {worst_count} stream(s) do not take longer for more bytes: no throughput can be fitted"
+            f"probes on {worst_count} stream(s) do not take longer for more bytes: cannot fit a throughput"
         )
     if fit.residual > MAX_RESIDUAL:
         worst = max(rounds, key=lambda one: abs(fit.error(one)))
         raise TuningError(
-            f"the α-β model misses the probes by {fit.residual:.0%} (at most {MAX_RESIDUAL:.0%} is trusted), most at "
-            f"{worst.unit_bytes} bytes on {worst.streams} stream(s): {worst.seconds:.3g} s measured"
+            f"the α-β model misses the probes by {fit.residual:.0%} (limit {MAX_RESIDUAL:.0%}), with the largest error "
+            f"at {worst.unit_bytes} bytes on {worst.streams} stream(s): {worst.seconds:.3g} s measured"
         )
     rates = {count: 1 / slope for count, slope in fit.s_per_byte.items()}
     return LinkModel(
@@ -162,7 +179,7 @@ def fit_link(probes: Sequence[LinkProbe]) -> LinkModel:
 
 
 def _between(rates: Mapping[int, float], count: int) -> float:
-    """Bytes a second of so many streams, by what some numbers of them were measured to carry, ascending."""
+    """Return the total rate of `count` streams, interpolated between measured numbers of streams (ascending)."""
     if count in rates:
         return rates[count]
     fewer, more = max(each for each in rates if each < count), min(each for each in rates if each > count)
@@ -172,15 +189,15 @@ def _between(rates: Mapping[int, float], count: int) -> float:
 
 
 def _busy(probes: Sequence[LinkProbe]) -> float:
-    """While one all-reduce of the largest size that was probed is under way; 1 where it was not measured."""
+    """Return the busy processors during an all-reduce of the largest probed size; 1 if they were not measured."""
     largest = max(probe.unit_bytes for probe in probes)
-    known = [probe.busy for probe in probes if probe.busy is not None and probe.unit_bytes == largest]
-    return min(1.0, max(LEAST_BUSY, median(known))) if known else 1.0
+    measured = [probe.busy for probe in probes if probe.busy is not None and probe.unit_bytes == largest]
+    return min(1.0, max(LEAST_BUSY, median(measured))) if measured else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """One all-reduce on each stream, as probed."""
+    """Median measurement of one all-reduce on each stream."""
 
     streams: int
     unit_bytes: int
@@ -189,11 +206,11 @@ class _Round:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RoundsFit:
-    """Parameters of `t = α + n · max(o, bytes · s[n])`, and how far off they are."""
+    """Fitted parameters of `t = α + n · max(o, bytes · s[n])`, and their relative error."""
 
     alpha_s: float
     host_s: float
-    s_per_byte: dict[int, float]  # by number of streams, ascending
+    s_per_byte: dict[int, float]  # {number of streams: s}, ascending
     residual: float = 0.0
 
     def error(self, one: _Round) -> float:
@@ -202,13 +219,14 @@ class _RoundsFit:
 
 
 def _possibly_on_host(rounds: Sequence[_Round]) -> Iterator[frozenset[_Round]]:
-    """Sets of rounds that may have waited for the processor instead of the link, the empty one first.
+    """Yield sets of rounds that may be limited by the processor instead of the link, the empty set first.
 
-    Where the processor is what is short, units that would be shorter on the link are, too; so the sets grow in the
-    order of that time. The largest unit on each number of streams is the link's: else nothing would tell its rate. On
-    one stream alone the processor's time cannot be told from α.
+    If the processor limits a round, it also limits rounds that need less time on the link. So each set has the rounds
+    with the shortest link times. The largest unit of each number of streams is never in a set, because the link's rate
+    could not be fitted without it. Sets with only one stream are skipped, because processor time and α are then
+    indistinguishable.
     """
-    largest = {one.streams: one for one in rounds}  # ascending, so the last one stays
+    largest = {one.streams: one for one in rounds}  # the last of each number of streams, in ascending order of size
     on_link_s = {
         one: one.unit_bytes * largest[one.streams].seconds / largest[one.streams].unit_bytes / one.streams
         for one in rounds
@@ -221,7 +239,7 @@ def _possibly_on_host(rounds: Sequence[_Round]) -> Iterator[frozenset[_Round]]:
 
 
 def _fit_rounds(rounds: Sequence[_Round], on_host: frozenset[_Round]) -> _RoundsFit:
-    """The fit if these rounds wait for the processor and all others for the link."""
+    """Fit the parameters, assuming that the processor limits the rounds `on_host` and the link all others."""
     counts = sorted({one.streams for one in rounds})
     rows = np.zeros((len(rounds), 2 + len(counts)))
     for row, one in zip(rows, rounds, strict=True):
@@ -237,10 +255,10 @@ def _fit_rounds(rounds: Sequence[_Round], on_host: frozenset[_Round]) -> _Rounds
 
 
 def nonnegative_least_squares(rows: NDArray[np.float64], targets: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The x ≥ 0 that minimises ‖rows · x − targets‖, `(n_columns,)`.
+    """Return the x ≥ 0 that minimises ‖rows · x − targets‖, `(n_columns,)`.
 
-    Lawson & Hanson, Solving Least Squares Problems, algorithm 23.10: what SciPy's `nnls` does, without the third of a
-    second that importing `scipy.optimize` would cost the first steps of a job.
+    Algorithm 23.10 of Lawson & Hanson, Solving Least Squares Problems, as in SciPy's `nnls`. SciPy's is not used
+    because importing `scipy.optimize` takes a third of a second during the first steps of a job.
     """
     solution = np.zeros(rows.shape[1])
     positive = np.zeros(rows.shape[1], dtype=bool)
@@ -255,7 +273,7 @@ def nonnegative_least_squares(rows: NDArray[np.float64], targets: NDArray[np.flo
             below = positive & (free <= 0)
             if not below.any():
                 break
-            # As far as the first of them allows, which is zero from then on.
+            # Move towards the solution until the first component becomes zero.
             share = np.min(solution[below] / (solution[below] - free[below]))
             solution = solution + share * (free - solution)
             positive &= solution > 1e-15
@@ -265,12 +283,12 @@ def nonnegative_least_squares(rows: NDArray[np.float64], targets: NDArray[np.flo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeSample:
-    """Computation beside communication (LIBRA, above eq. 5).
+    """Measured slow-down of computation by communication (LIBRA, above eq. 5).
 
     Attributes:
-        alone_s: the computation's time without communication (b).
-        seconds: its time beside communication (g).
-        threads: of the communication (r).
+        alone_s: time of the computation without communication (b).
+        seconds: time of the computation during communication (g).
+        threads: number of threads of the communication (r).
     """
 
     alone_s: float
@@ -280,13 +298,13 @@ class ComputeSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransmissionSample:
-    """One all-reduce on one stream (LIBRA, above eq. 6).
+    """Measurement of one all-reduce on one stream (LIBRA, above eq. 6).
 
     Attributes:
-        unit_bytes: its size (c).
-        seconds: its time with the start-up.
-        threads: r.
-        overlapped: whether computation ran beside it all the time (p) or not at all (q).
+        unit_bytes: size of the all-reduced tensor (c).
+        seconds: time of the all-reduce, including the start-up time.
+        threads: number of threads (r).
+        overlapped: whether computation ran during the whole all-reduce (p) or not at all (q).
     """
 
     unit_bytes: int
@@ -302,10 +320,16 @@ def fit_contention(
     alpha_s: float,
     default_threads: int = 512,
 ) -> ContentionModel:
-    """LIBRA's g, p and q (eq. 5-6) by least squares of the relative errors.
+    """Fit LIBRA's g, p and q (eq. 5-6) by least squares of relative errors.
+
+    Args:
+        compute: measurements of computation during communication.
+        transmissions: measurements of all-reduces, with and without computation.
+        alpha_s: start-up time of an all-reduce.
+        default_threads: number of threads of a unit without an explicit number.
 
     Raises:
-        TuningError: samples of a kind are missing or of one thread count only, or the relative error (root mean
+        TuningError: samples of a kind are missing or have a single number of threads, or the relative error (root mean
             square) of one of the three fits exceeds `MAX_RESIDUAL`.
     """
     _check_samples("computation", compute)
@@ -318,7 +342,7 @@ def fit_contention(
     worst = max(residuals, key=lambda name: residuals[name])
     if residuals[worst] > MAX_RESIDUAL:
         raise TuningError(
-            f"LIBRA's {worst} misses the samples by {residuals[worst]:.0%}; at most {MAX_RESIDUAL:.0%} is trusted"
+            f"LIBRA's {worst} misses the samples by {residuals[worst]:.0%}, the limit is {MAX_RESIDUAL:.0%}"
         )
     return ContentionModel(
         alpha_1=alpha_1,
@@ -332,13 +356,13 @@ def fit_contention(
 
 def _check_samples(kind: str, samples: Sequence[ComputeSample] | Sequence[TransmissionSample]) -> None:
     if len({sample.threads for sample in samples}) < 2:
-        raise TuningError(f"contention needs samples of {kind} with at least two thread counts")
+        raise TuningError(f"contention needs samples of {kind} with at least two numbers of threads")
     if not all(math.isfinite(sample.seconds) and sample.seconds > 0 for sample in samples):
-        raise TuningError(f"samples of {kind} must take a positive time")
+        raise TuningError(f"samples of {kind} must have positive times")
 
 
 def _fit_compute_speed(samples: Sequence[ComputeSample]) -> tuple[float, float, float]:
-    """α1, α2 and the residual of `b / g = α1 − α2 · r` (eq. 5)."""
+    """Return α1, α2 and the residual of `b / g = α1 − α2 · r` (eq. 5)."""
     speeds = np.array([sample.alone_s / sample.seconds for sample in samples])
     threads = np.array([float(sample.threads) for sample in samples])
     rows = np.column_stack([1 / speeds, -threads / speeds])
@@ -350,7 +374,7 @@ def _fit_compute_speed(samples: Sequence[ComputeSample]) -> tuple[float, float, 
 
 
 def _fit_rate_curve(kind: str, samples: Sequence[TransmissionSample], alpha_s: float) -> tuple[RateCurve, float]:
-    """γ1 to γ3 and the residual of eq. (6); γ2 as its share of γ1, which keeps the rate positive."""
+    """Return the fitted curve of eq. (6) and its residual. The fit uses γ2 / γ1, which keeps the rate positive."""
     _check_samples(kind, samples)
     sizes = np.array([float(sample.unit_bytes) for sample in samples])
     seconds = np.array([sample.seconds for sample in samples])
@@ -364,7 +388,7 @@ def _fit_rate_curve(kind: str, samples: Sequence[TransmissionSample], alpha_s: f
     best = min(
         (
             scipy.optimize.least_squares(errors, x0=[0.1, 0.9, log_gamma_3], bounds=([-3, 0, -12], [5, 0.999, 2]))
-            for log_gamma_3 in (-6.0, -4.0, -2.5)  # the curve's bend is not convex: begin on both sides of it
+            for log_gamma_3 in (-6.0, -4.0, -2.5)  # several starts, because the error is not convex in γ3
         ),
         key=lambda fit: float(fit.cost),
     )
@@ -374,5 +398,5 @@ def _fit_rate_curve(kind: str, samples: Sequence[TransmissionSample], alpha_s: f
 
 
 def root_mean_square(errors: NDArray[np.float64]) -> float:
-    """The residual that all fits report."""
+    """Return the root mean square of errors, which is the residual of all fits."""
     return float(np.sqrt(np.mean(errors**2)))

@@ -1,4 +1,4 @@
-"""What planners know of a job, and what they predict."""
+"""Planning model of a job, its predictions, and its calibration with measured trials."""
 
 from __future__ import annotations
 
@@ -28,20 +28,19 @@ from .simulator import Profile, Simulator
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningModel:
-    """The planners' view of one flat buffer.
+    """Model of a job's communication, from which planners compute plans.
 
     Attributes:
         layout: gradients in the order in which they become ready.
-        profile: when they do.
-        links: cost of the routes that have been measured; at least one.
-        contention: LIBRA's model as probes have shown it, or None where computation and communication do not slow each
-            other down, or nobody has probed it.
-        learnt: of routes on which training has shown it (`with_contention_learnt`); there it takes the place of
-            `contention`.
-        host: that all ranks share, where they communicate on the processors that compute; else None.
+        profile: times at which gradients become ready.
+        links: cost models of the measured routes, at least one.
+        contention: LIBRA's model as measured by probes. None if there is no contention, or if it was not measured.
+        learnt: contention models fitted to training iterations (`with_contention_learnt`), by route. They have
+            precedence over `contention`.
+        host: the host that all ranks share, if they communicate on the processors that compute; otherwise None.
 
     Raises:
-        TuningError: profile and layout are of different models, or no route has a link.
+        TuningError: `profile` and `layout` do not match, or `links` is empty.
     """
 
     layout: GradientLayout
@@ -54,10 +53,10 @@ class PlanningModel:
     def __post_init__(self) -> None:
         self.profile.check_fits(self.layout)
         if not self.links:
-            raise TuningError("a planning model needs the link of at least one route")
+            raise TuningError("a planning model must have the link of at least one route")
 
     def simulator(self, route: Route) -> Simulator:
-        """The iteration on that route."""
+        """Create a simulator of the job's iteration on a route."""
         return Simulator(
             layout=self.layout,
             profile=self.profile,
@@ -67,38 +66,43 @@ class PlanningModel:
         )
 
     def contention_on(self, route: Route) -> ContentionModel | None:
-        """As training has shown it on that route, else as probes have."""
+        """Return the contention model of a route: fitted to training if available, otherwise measured by probes."""
         return self.learnt.get(route, self.contention)
 
     def expected_s(self, knobs: Knobs) -> float | None:
-        """Span by simulation; None on a route that nobody has probed, and of compressed units and those whose way NCCL
-        was told, whose cost no probe has shown.
+        """Predict the span by simulation.
+
+        Returns:
+            Seconds. None if the route was not measured, or if compressors or NCCL algorithms are set, because probes do
+            not measure the costs of these.
 
         Raises:
-            PlanError: the cuts are another layout's.
+            PlanError: the knobs' cuts do not fit the layout.
         """
-        known = knobs.route in self.links and not (knobs.lossy or knobs.nccl)
-        return self.simulator(knobs.route).run_knobs(knobs).span_s if known else None
+        is_measured = knobs.route in self.links and not (knobs.lossy or knobs.nccl)
+        return self.simulator(knobs.route).run_knobs(knobs).span_s if is_measured else None
 
     def link_between_hosts(self, route: Route) -> LinkModel | None:
-        """The link of that route; None if it was not measured, or if units take processors that compute, too."""
+        """Return the link of a route; None if it was not measured, or if communication uses processors that compute."""
         return None if self.host is not None else self.links.get(route)
 
     @property
     def bound_s(self) -> float:
-        """What no plan's span falls below: the backward pass from its first gradient on, or all bytes at full rate.
+        """Return a lower bound of every plan's span.
 
-        The rate is the best that any route has shown with any number of streams; it counts gradient bytes, so the
-        2 (P − 1) / P of a ring is in it.
+        It is the larger of two times: the backward pass from its first gradient on, and the transmission of all bytes
+        at the highest rate of any route and number of streams. The rate counts gradient bytes, so that it includes the
+        factor 2 (P − 1) / P of a ring.
         """
         fastest = max(max(link.throughput) for link in self.links.values())
         compute_s = max(self.profile.ready_s) - min(self.profile.ready_s)
         return max(compute_s, self.layout.total_bytes / fastest)
 
     def differs_from(self, other: PlanningModel) -> bool:
-        """Return whether plans should be made anew: another layout or route, or a parameter moved beyond its error.
+        """Return whether plans must be computed again.
 
-        Ready times count as moved if one of them moved by more than a tenth of the backward pass.
+        They must if layout or routes differ, if a parameter of a link differs by more than its error, or if a ready
+        time differs by more than a tenth of the backward pass.
         """
         if self.layout != other.layout or set(self.links) != set(other.links):
             return True
@@ -108,10 +112,10 @@ class PlanningModel:
             return True
         tolerance_s = 0.1 * max(self.profile.compute_s, other.profile.compute_s)
         pairs = zip(self.profile.ready_s, other.profile.ready_s, strict=True)
-        return any(abs(mine - theirs) > tolerance_s for mine, theirs in pairs)
+        return any(abs(one - another) > tolerance_s for one, another in pairs)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dict, to be saved for "what if" questions and reports; `from_json` is its inverse."""
+        """Return a JSON-serialisable dict for what-if questions and reports. `from_json` is the inverse."""
         return {
             "layout": asdict(self.layout),
             "profile": asdict(self.profile),
@@ -130,10 +134,10 @@ class PlanningModel:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PlanningModel:
-        """The model that `to_json` described.
+        """Create a model from the result of `to_json`.
 
         Raises:
-            TuningError: a field is missing or has a value that is invalid.
+            TuningError: a field is missing or invalid.
         """
         try:
             routes = [(TransportKind(entry["transport"]), Algorithm(entry["algorithm"])) for entry in data["links"]]
@@ -150,32 +154,35 @@ class PlanningModel:
                 host=msgspec.convert(data.get("host"), SharedHost | None),
             )
         except (KeyError, TypeError, ValueError) as err:
-            raise TuningError(f"this is not a saved planning model: {err!r}") from err
+            raise TuningError(f"not a valid planning model: {err!r}") from err
 
 
 BENEFIT_OF_THE_DOUBT = 0.05
-"""Weight of the belief before any trial: as much as one pair that differs by 5 %."""
+"""Weight of the prior trust in a model, equal to that of one correctly predicted pair whose spans differ by 5 %."""
 
 LARGEST_WEIGHT = 0.5
-"""Of a pair; how much slower something hopeless is says no more than that it is."""
+"""Maximum weight of a pair, because it does not matter by how much a much slower setting is slower."""
 
 BELIEVED = 0.4
-"""Agreement from which on a model is believed: 70 % of what pairs weigh are in its order."""
+"""Agreement from which a model is trusted. It means that pairs with 70 % of the total weight are in its order."""
 
 LEAST_RANKED, RANKED = 5, 0.7
-"""Settings that must have run before a model is believed that is not presumed to be right, and Spearman's rank
-correlation of their predicted and measured times from which on it is."""
+"""Conditions for trusting a model that is not presumed to be right.
+
+They are the number of measured settings, and Spearman's rank correlation of predicted and measured spans.
+"""
 
 MOST_COMPARED = 24
+"""Number of most recent settings whose pairs are compared."""
 
 
 class Forecast:
-    """A model's predictions, and what became of them.
+    """Predictions of a model, and how well they agree with measured trials.
 
-    Attributes:
-        model: predicts; what has been measured stays when it is replaced.
-        presumed: it is believed before trials have run, until they speak against it; else from when on it has ranked
-            them right.
+    Args:
+        model: the model, which can be replaced. Measurements are kept.
+        presumed: whether the model is trusted until trials contradict it. Otherwise it is trusted only after it has
+            ranked trials correctly.
     """
 
     def __init__(self, model: PlanningModel, *, presumed: bool = True) -> None:
@@ -185,19 +192,19 @@ class Forecast:
         self._agreement: float | None = None
 
     def update_model(self, model: PlanningModel) -> None:
-        """Takes over a model that knows better."""
+        """Replace the model."""
         if model is not self._model:
             self._model, self._predicted_s, self._agreement = model, {}, None
 
     def tell(self, trials: Sequence[Trial]) -> None:
-        """Takes measured spans in; more than once does no harm."""
+        """Add measured spans. Idempotent."""
         for trial in trials:
             if math.isfinite(trial.span_s) and self._measured_s.get(trial.knobs) != trial.span_s:
                 self._measured_s[trial.knobs] = trial.span_s
                 self._agreement = None
 
     def predicted_s(self, knobs: Knobs) -> float | None:
-        """As `PlanningModel.expected_s`; None also of cuts that are another layout's."""
+        """Return `PlanningModel.expected_s`; None also if the knobs' cuts do not fit the layout."""
         if knobs not in self._predicted_s:
             try:
                 self._predicted_s[knobs] = self._model.expected_s(knobs)
@@ -207,7 +214,10 @@ class Forecast:
 
     @property
     def agreement(self) -> float:
-        """From -1, all pairs in the other order, to 1; the weighted kin of Kendall's rank correlation."""
+        """Return the agreement of predicted and measured orders, from -1 (all pairs reversed) to 1.
+
+        It is Kendall's rank correlation with each pair weighted by the difference of its measured spans.
+        """
         if self._agreement is None:
             pairs = self._pairs()[-MOST_COMPARED:]
             right = weight = BENEFIT_OF_THE_DOUBT
@@ -221,14 +231,18 @@ class Forecast:
 
     @property
     def believed(self) -> bool:
-        """Return whether trials have borne the model out so far."""
+        """Return whether the model is trusted, given all trials until now."""
         if self._presumed:
             return self.agreement >= BELIEVED
         pairs = self._pairs()
         return len(pairs) >= LEAST_RANKED and _rank_correlation(pairs) >= RANKED
 
     def promises(self, knobs: Knobs, *, gain: float) -> bool:
-        """Return whether a setting should beat the best by this share, if the model has the same error for both."""
+        """Return whether a setting is predicted to beat the best measured one by the fraction `gain`.
+
+        Both predictions are compared, because the model's error is probably similar for both settings. Also True
+        without a prediction or a measurement.
+        """
         predicted_s, pairs = self.predicted_s(knobs), self._pairs()
         if predicted_s is None or not pairs:
             return True
@@ -241,7 +255,10 @@ class Forecast:
 
 
 def _rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
-    """Spearman's, equal values at their mean rank; 0 where all are equal. Loading `scipy.stats` for it takes 0.7 s."""
+    """Return Spearman's rank correlation; 0 if all values are equal. Equal values have their mean rank.
+
+    `scipy.stats` is not used because importing it takes 0.7 s.
+    """
     first, second = (
         np.searchsorted(np.sort(column), column) + np.searchsorted(np.sort(column), column, side="right")
         for column in np.array(pairs).T
@@ -253,18 +270,18 @@ def _rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Ranks in a ring over equal links.
+    """Described cluster: a ring of ranks with equal links.
 
     Attributes:
-        name: for tables.
-        ranks: members of the ring.
+        name: name for tables.
+        ranks: number of ranks in the ring, at least two.
         hop_s: latency of one hop (LIBRA's α in eq. 4).
-        link_bytes_per_s: what a rank's link carries each way.
-        flow_bytes_per_s: what a single flow, hence one stream, can carry of that.
-        crowding: share of the throughput lost with each stream beyond those that fill the link.
+        link_bytes_per_s: rate of a rank's link in each direction.
+        flow_bytes_per_s: maximum rate of a single flow, that is of one stream.
+        crowding: fraction of the throughput lost with each stream beyond those that saturate the link.
 
     Raises:
-        TuningError: a number that is invalid.
+        TuningError: an attribute is out of range.
     """
 
     name: str
@@ -276,19 +293,20 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.ranks < 2:
-            raise TuningError(f"a cluster has at least two ranks, not {self.ranks}")
+            raise TuningError(f"a cluster must have at least two ranks, found {self.ranks}")
         if self.hop_s < 0 or not 0 < self.flow_bytes_per_s <= self.link_bytes_per_s:
             raise TuningError(
-                f"a cluster needs hop_s ≥ 0 and 0 < flow ≤ link rate, not {self.hop_s} s, "
+                f"a cluster needs hop_s ≥ 0 and 0 < flow ≤ link rate, found {self.hop_s} s, "
                 f"{self.flow_bytes_per_s} and {self.link_bytes_per_s} bytes/s"
             )
         if not 0 <= self.crowding < 1:
-            raise TuningError(f"crowding is a share from 0 up to 1, not {self.crowding}")
+            raise TuningError(f"a cluster needs 0 ≤ crowding < 1, found {self.crowding}")
 
     def link(self, *, max_streams: int = 24) -> LinkModel:
-        """Ring all-reduce: a = 2 (N − 1) α, and 2 (N − 1) / N bytes on the wire for each gradient byte (LIBRA eq. 4).
+        """Return the link model of a ring all-reduce (LIBRA eq. 4).
 
-        n flows carry n times one flow until they fill the link; each further one loses `crowding` of it.
+        The start-up time is 2 (N − 1) α, and each gradient byte needs 2 (N − 1) / N bytes on the wire. n flows have n
+        times the rate of one flow until they saturate the link. Each further flow reduces the total rate by `crowding`.
         """
         wire_bytes_per_byte = ring_bytes(1.0, self.ranks)
         filling = self.link_bytes_per_s / self.flow_bytes_per_s
@@ -303,14 +321,23 @@ class Cluster:
 
 logger = logging.getLogger(__name__)
 
-FEWEST_TRIALS = 5  # of a route
-OFF = 0.1  # the share by which predictions may miss
-MAX_PLANS = 12  # the plans with the fewest units count, which keeps a calibration to a quarter of a second
+FEWEST_TRIALS = 5
+"""Minimum number of trials on a route for a calibration."""
+
+OFF = 0.1
+"""Relative prediction error up to which a model is not calibrated."""
+
+MAX_PLANS = 12
+"""Number of trials, those with the fewest units, that a calibration uses. It limits its time to 0.25 s."""
+
 KEPT_BACK = 0.03
-"""A factor of e costs the fit as much as a trial that is missed by this share: what no trial shows stays as it was."""
+"""Regularisation: changing a parameter by a factor of e costs as much as missing a trial by this fraction.
+
+Parameters that no trial determines therefore keep their values.
+"""
 
 _SEARCH: Any = {"diff_step": 0.02, "loss": "soft_l1", "f_scale": 0.1, "max_nfev": 12}
-"""How least squares are searched for, with so many simulations of all trials in one fit."""
+"""Arguments of `scipy.optimize.least_squares`. `max_nfev` is small because each evaluation simulates all trials."""
 
 
 def calibrate_link(
@@ -321,13 +348,20 @@ def calibrate_link(
     trials: Sequence[Trial],
     contention: ContentionModel | None = None,
 ) -> LinkModel:
-    """`link` corrected so that the simulator meets measured trials: data that the warm-up collects anyway.
+    """Correct a link model so that the simulator reproduces measured trials.
 
-    Factors are fitted on α, on G(1) and on the far end of G, with the factors on G between the two interpolated, and
-    on the processor's time where the link has one.
+    Correction factors are fitted for α, for G(1), for the end of G, and for the processor time if it is not zero. The
+    factors of G between both ends are interpolated.
+
+    Args:
+        link: the link model to correct.
+        layout: the job's gradients.
+        profile: the job's compute times.
+        trials: measured trials on one route.
+        contention: contention model of the route; None = no contention.
 
     Raises:
-        TuningError: fewer than four trials ran, or the corrected model still misses them by more than
+        TuningError: fewer than four trials succeeded, or the corrected model misses them by more than
             `fits.MAX_RESIDUAL`.
     """
     plans, spans_s = _measured(layout, trials)
@@ -346,37 +380,38 @@ def calibrate_link(
     )
     residual = root_mean_square(fit.fun[: len(plans)])
     if residual > MAX_RESIDUAL:
-        raise TuningError(f"the simulator misses the trials by {residual:.0%}; at most {MAX_RESIDUAL:.0%} is trusted")
+        raise TuningError(f"the simulator misses the trials by {residual:.0%}, the limit is {MAX_RESIDUAL:.0%}")
     best = corrected(fit.x)
     return replace(best, residual=residual)
 
 
 def fitted_to_trials(model: PlanningModel, trials: Sequence[Trial]) -> PlanningModel:
-    """The model with what trials tell more of than probes fitted to them (LIBRA's algorithm 2).
+    """Fit the model's contention and links to trials (LIBRA's algorithm 2).
 
-    First contention, where the job has probed or learnt it, then each link. Either stays as it is
-    where half of its trials are met within `OFF`, fewer than `FEWEST_TRIALS` ran, or none fits.
+    For each route, contention is fitted first if the job has a contention model, then the link. A part stays unchanged
+    if the median error of predictions is at most `OFF`, if fewer than `FEWEST_TRIALS` trials succeeded, or if the fit
+    is not better.
     """
     for route in model.links:
-        ran = [trial for trial in trials if trial.knobs.route == route]
-        ran = [trial for trial in ran if trial.status is not TrialStatus.FAILED and math.isfinite(trial.span_s)]
-        for fitted in (_with_contention_fitted, _with_link_fitted):
-            missed = _missed(model, route, ran) if len(ran) >= FEWEST_TRIALS else 0.0
-            if missed <= OFF:
+        usable = [trial for trial in trials if trial.knobs.route == route]
+        usable = [trial for trial in usable if trial.status is not TrialStatus.FAILED and math.isfinite(trial.span_s)]
+        for fit in (_with_contention_fitted, _with_link_fitted):
+            error = _median_error(model, route, usable) if len(usable) >= FEWEST_TRIALS else 0.0
+            if error <= OFF:
                 break
             try:
-                other = fitted(model, route, ran)
+                fitted = fit(model, route, usable)
             except TuningError as err:
-                logger.debug("%s: %s", route[0].value, err)
+                logger.debug("model of %s not fitted to trials: %s", route[0].value, err)
                 continue
-            if _missed(other, route, ran) < missed:
-                model = other
+            if _median_error(fitted, route, usable) < error:
+                model = fitted
     return model
 
 
 def _with_contention_fitted(model: PlanningModel, route: Route, trials: Sequence[Trial]) -> PlanningModel:
     if model.contention_on(route) is None:
-        raise TuningError("spans alone do not tell contention from a slow link, and nobody has probed it")
+        raise TuningError("contention was not measured, and spans alone do not distinguish it from a slow link")
     return with_contention_learnt(model, route, [Observation(knobs=each.knobs, span_s=each.span_s) for each in trials])
 
 
@@ -391,18 +426,18 @@ def _with_link_fitted(model: PlanningModel, route: Route, trials: Sequence[Trial
     return replace(model, links={**model.links, route: link})
 
 
-def _missed(model: PlanningModel, route: Route, trials: Sequence[Trial]) -> float:
-    """By how much the median of the predictions misses the trials, as a logarithm."""
+def _median_error(model: PlanningModel, route: Route, trials: Sequence[Trial]) -> float:
+    """Return the median error of predicted spans, as the absolute logarithm of predicted over measured."""
     simulator = model.simulator(route)
     return median([abs(math.log(simulator.run_knobs(trial.knobs).span_s / trial.span_s)) for trial in trials])
 
 
 def _link_correction(link: LinkModel) -> Callable[[NDArray[np.float64]], LinkModel]:
-    far = np.linspace(0, 1, len(link.throughput)) if len(link.throughput) > 1 else np.zeros(1)
-    alpha_s = max(link.alpha_s, 1e-9)  # a factor cannot correct zero
+    position = np.linspace(0, 1, len(link.throughput)) if len(link.throughput) > 1 else np.zeros(1)
+    alpha_s = max(link.alpha_s, 1e-9)  # not zero, which a factor could not correct
 
     def corrected(logs: NDArray[np.float64]) -> LinkModel:
-        factors = np.exp(logs[1] * (1 - far) + logs[2] * far)
+        factors = np.exp(logs[1] * (1 - position) + logs[2] * position)
         throughput = tuple((np.array(link.throughput) * factors).tolist())
         host_s = link.host_s * math.exp(logs[3]) if len(logs) > 3 else link.host_s
         return replace(link, alpha_s=alpha_s * math.exp(logs[0]), throughput=throughput, host_s=host_s)
@@ -412,12 +447,12 @@ def _link_correction(link: LinkModel) -> Callable[[NDArray[np.float64]], LinkMod
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What an iteration of training took with a setting.
+    """Measured times of one training iteration.
 
     Attributes:
-        knobs: the setting.
-        span_s: from the first ready gradient to the last reduced one.
-        backward_s: from the first ready gradient to the end of the backward pass; not a number = nobody has seen.
+        knobs: setting of the iteration.
+        span_s: time from the first ready gradient to the last reduced one.
+        backward_s: time from the first ready gradient to the end of the backward pass; NaN = not measured.
     """
 
     knobs: Knobs
@@ -425,35 +460,43 @@ class Observation:
     backward_s: float = math.nan
 
 
-LEAST_MISS = 0.02  # by which the best of simulators misses: what is nearer says nothing
-SURE = 0.99  # that what was measured cannot be noise around the model as it was
-MOST_SLOWED = 0.95  # of the computation's speed, by the most threads that were seen
+LEAST_MISS = 0.02  # assumed minimum error of the simulator
+SURE = 0.99  # confidence that the measurements are not noise around the unchanged model
+MOST_SLOWED = 0.95  # maximum loss of compute speed, as a fraction, with the largest number of threads
 _NO_EFFECT = RateCurve(gamma_1=1.0, gamma_2=0.0, gamma_3=0.0)
 
 
 def with_contention_learnt(model: PlanningModel, route: Route, seen: Sequence[Observation]) -> PlanningModel:
-    """The model with the contention that training itself has met on a route (LIBRA, algorithm 2, line 3).
+    """Fit a route's contention to training iterations (LIBRA, algorithm 2, line 3).
 
-    Two numbers are fitted, with the simulator as the model, each beginning with what probes have shown: by how much a
-    thread slows the computation down (α2), and by how much the computation slows an all-reduce down (p over q). Where
-    nobody has probed contention, as on the processors of hosts, an all-reduce counts as one thread on each stream. A
-    third number is how long the backward pass takes undisturbed; of observations that do not tell of backward passes,
-    the factor by which probes have missed the rates takes its place.
+    Three parameters are fitted with the simulator, starting from the probes' results:
+
+    - α2, the slow-down of computation by each thread,
+    - p / q, the slow-down of an all-reduce by computation,
+    - the time of the undisturbed backward pass. If backward passes were not measured, a common factor of the rates p
+      and q instead.
+
+    Without a probed contention model, as on hosts' processors, an all-reduce counts as one thread per stream.
+
+    Args:
+        model: the model to correct.
+        route: the route.
+        seen: iterations with several settings. Those on other routes are ignored.
 
     Raises:
-        TuningError: there are fewer than three settings, the fit misses them by more than `MAX_RESIDUAL`, or noise
-            alone would explain by how much it is better than the model as it was.
+        TuningError: there are fewer than three settings, the fit misses them by more than `MAX_RESIDUAL`, or its
+            improvement over the unchanged model may be noise.
     """
     times_s: dict[Knobs, list[tuple[float, float]]] = {}
     for one in seen:
         if one.knobs.route == route and math.isfinite(one.span_s):
             times_s.setdefault(one.knobs, []).append((one.span_s, one.backward_s))
     if len(times_s) < 3:
-        raise TuningError(f"contention can be learnt from three settings or more, not from {len(times_s)}")
+        raise TuningError(f"fitting contention needs at least 3 settings, found {len(times_s)}")
     times_s = {knobs: times_s[knobs] for knobs in sorted(times_s, key=lambda knobs: knobs.unit_bytes)[-MAX_PLANS:]}
     plans = [knobs.to_plan(model.layout) for knobs in times_s]
     measured = np.log(np.maximum([np.median(each, axis=0) for each in times_s.values()], 1e-9))  # (n_settings, 2)
-    paces = bool(np.isfinite(measured).all())
+    has_backward = bool(np.isfinite(measured).all())
     rate = model.links[route].throughput[0]
     base = model.contention_on(route) or ContentionModel(
         alpha_1=1.0,
@@ -465,25 +508,25 @@ def with_contention_learnt(model: PlanningModel, route: Route, seen: Sequence[Ob
     threads = max(plan.streams * max(unit.threads or base.default_threads for unit in plan.units) for plan in plans)
 
     def corrected(x: NDArray[np.float64]) -> PlanningModel:
-        beside, factor = math.exp(x[1]), 1.0 if paces else math.exp(x[2])
+        overlap_factor, rate_factor = math.exp(x[1]), 1.0 if has_backward else math.exp(x[2])
         contention = replace(
             base,
             alpha_2=base.alpha_2 + float(x[0]) / threads,
-            overlapped=_faster(base.overlapped, beside * factor),
-            alone=_faster(base.alone, factor),
+            overlapped=_scaled(base.overlapped, overlap_factor * rate_factor),
+            alone=_scaled(base.alone, rate_factor),
         )
-        pace = math.exp(x[2]) if paces else 1.0
-        return replace(model, profile=model.profile.times(pace), learnt={**model.learnt, route: contention})
+        compute_factor = math.exp(x[2]) if has_backward else 1.0
+        return replace(model, profile=model.profile.times(compute_factor), learnt={**model.learnt, route: contention})
 
-    def missed(x: NDArray[np.float64]) -> NDArray[np.float64]:
-        told = [corrected(x).simulator(route).run(plan) for plan in plans]
-        both = np.log(np.maximum([(one.span_s, one.compute_end_s - one.first_ready_s) for one in told], 1e-9))
-        return np.asarray(((both - measured) if paces else (both - measured)[:, :1]).ravel())
+    def errors_of(x: NDArray[np.float64]) -> NDArray[np.float64]:
+        simulated = [corrected(x).simulator(route).run(plan) for plan in plans]
+        both = np.log(np.maximum([(one.span_s, one.compute_end_s - one.first_ready_s) for one in simulated], 1e-9))
+        return np.asarray(((both - measured) if has_backward else (both - measured)[:, :1]).ravel())
 
     def fitted(x: NDArray[np.float64], free: Sequence[int]) -> NDArray[np.float64]:
         def errors(values: NDArray[np.float64]) -> NDArray[np.float64]:
             x[free] = values
-            return np.concatenate([missed(x), KEPT_BACK * x[:2]])
+            return np.concatenate([errors_of(x), KEPT_BACK * x[:2]])
 
         fit = scipy.optimize.least_squares(
             errors,
@@ -497,91 +540,94 @@ def with_contention_learnt(model: PlanningModel, route: Route, seen: Sequence[Ob
     slowed = base.alpha_2 * threads
     reach = math.log(base.alone.gamma_1 / base.overlapped.gamma_1)
     low = np.array([-slowed - 1e-9, -1.5, -1.0])
-    high = np.array([max(MOST_SLOWED - slowed, 0.0) + 1e-9, max(reach, 0.0) + 1e-9, 0.1 if paces else 1.0])
-    start = np.array([0.05, -0.05, -0.05 if paces else 0.0])
-    as_it_was, learnt = fitted(np.zeros(3), [2] if paces else []), fitted(np.zeros(3), [0, 1, 2])
-    before, after = missed(as_it_was), missed(learnt)
+    high = np.array([max(MOST_SLOWED - slowed, 0.0) + 1e-9, max(reach, 0.0) + 1e-9, 0.1 if has_backward else 1.0])
+    start = np.array([0.05, -0.05, -0.05 if has_backward else 0.0])
+    unchanged, learnt = fitted(np.zeros(3), [2] if has_backward else []), fitted(np.zeros(3), [0, 1, 2])
+    before, after = errors_of(unchanged), errors_of(learnt)
     if (residual := root_mean_square(after)) > MAX_RESIDUAL:
-        raise TuningError(f"contention misses the iterations by {residual:.0%}; at most {MAX_RESIDUAL:.0%} is trusted")
-    # Of F's distribution with 2 degrees of freedom and so many; what a simulator never meets counts as noise.
-    left = len(after) - 3
+        raise TuningError(f"contention misses the iterations by {residual:.0%}, the limit is {MAX_RESIDUAL:.0%}")
+    # F-test with 2 and `freedom` degrees of freedom. The simulator's minimum error counts as noise.
+    freedom = len(after) - 3
     explained = float((before**2).sum() - (after**2).sum()) / (float((after**2).sum()) + len(after) * LEAST_MISS**2)
-    if left < 1 or explained <= (1.0 - SURE) ** (-2.0 / left) - 1.0:
-        raise TuningError(f"contention is not clear from {len(plans)} settings")
+    if freedom < 1 or explained <= (1.0 - SURE) ** (-2.0 / freedom) - 1.0:
+        raise TuningError(f"{len(plans)} settings do not show contention beyond noise")
     found = corrected(learnt)
     return replace(found, learnt={**found.learnt, route: replace(found.learnt[route], residual=residual)})
 
 
-def _faster(curve: RateCurve, factor: float) -> RateCurve:
+def _scaled(curve: RateCurve, factor: float) -> RateCurve:
     return replace(curve, gamma_1=factor * curve.gamma_1, gamma_2=factor * curve.gamma_2)
 
 
 DRAWS = 3
-"""Settings that a warm-up draws to learn contention from; with the default they are four."""
+"""Number of random settings from which contention is fitted, in addition to the default."""
 
 DRAWN_STREAMS, DRAWN_UNITS = 2, 4
-"""Factors by which a drawn setting may be off the default's streams, and its threads and units."""
+"""Maximum factors between a random setting and the default, for the number of streams and for the unit size."""
 
 DRAWN_SLOWER = 1.1
-"""Of the default's time, what a drawn setting is expected to take at most."""
-
+"""Maximum predicted span of a random setting, relative to the default's."""
 
 ROUNDS = 3
-"""In which each allowance is drawn once, with units of another size, as long as there are too few draws."""
+"""Maximum number of draws with the same numbers of streams and threads."""
 
 
 class ContentionLearner:
-    """Learns contention while training runs (LIBRA, algorithm 2): from the default and settings near it, at random.
+    """Fits contention to the first training iterations, of the default and of random settings near it.
+
+    This is LIBRA's algorithm 2.
 
     Attributes:
-        draws: settings on the default's route that should run first, with other streams, threads and units; none that
-            the model expects to be clearly slower, and none where it knows nothing of that route, or where ranks
-            communicate on the processors that compute, of which `SharedHost` knows as much as training shows.
+        draws: random settings to run first. They are on the default's route, differ in streams, threads and units, and
+            are not predicted to be clearly slower. Empty if the route was not measured, or if ranks communicate on
+            processors that compute, because `SharedHost` already models contention there.
     """
 
     def __init__(self, model: PlanningModel, *, space: KnobSpace, default: Knobs, rng: np.random.Generator) -> None:
         self._default, self._seen = default, list[Observation]()
         self.draws: tuple[Knobs, ...] = ()
-        known = model.contention_on(default.route) is not None or space.threads[1:] == ()
-        if known and model.host is None and default.route in model.links and model.layout.numel:
+        can_fit = model.contention_on(default.route) is not None or space.threads[1:] == ()
+        if can_fit and model.host is None and default.route in model.links and model.layout.numel:
             self.draws = tuple(_drawn(model, space, default, rng))
 
     def learn(self, model: PlanningModel, seen: Sequence[Observation]) -> PlanningModel | None:
-        """The model with what iterations of a setting, and those before, say of contention.
+        """Add iterations of one setting, and fit the model's contention once there are enough.
+
+        If the model predicts the default's span within `OFF`, it is returned unchanged after the default's iterations,
+        because the draws would add nothing.
 
         Args:
-            model: as planners have it.
-            seen: of one setting; the default runs first.
+            model: the current model.
+            seen: iterations of one setting. The default must be the first.
 
         Returns:
-            None until that is known: after the default where the model misses it by no more than `OFF`, so that draws
-            would teach nothing, else once every draw has run. The model as it was where nothing is learnt.
+            The model, unchanged if contention cannot be fitted. None until all draws have run.
         """
         self._seen += seen
-        ran = {one.knobs for one in self._seen}
-        if not self.draws or (ran == {self._default} and self._is_met_by(model)):
+        seen_knobs = {one.knobs for one in self._seen}
+        if not self.draws or (seen_knobs == {self._default} and self._predicts_default(model)):
             return model
-        if not ran.issuperset(self.draws):
+        if not seen_knobs.issuperset(self.draws):
             return None
         try:
             return with_contention_learnt(model, self._default.route, self._seen)
         except TuningError as err:
-            logger.debug("contention stays as it was: %s", err)
+            logger.debug("contention model unchanged: %s", err)
             return model
 
-    def _is_met_by(self, model: PlanningModel) -> bool:
-        """While only the default has run."""
-        told_s = model.simulator(self._default.route).run_knobs(self._default).span_s
-        return abs(math.log(told_s / median(one.span_s for one in self._seen))) <= OFF
+    def _predicts_default(self, model: PlanningModel) -> bool:
+        """Return whether the model's prediction of the default is within `OFF`. Call before other settings have run."""
+        predicted_s = model.simulator(self._default.route).run_knobs(self._default).span_s
+        return abs(math.log(predicted_s / median(one.span_s for one in self._seen))) <= OFF
 
 
 def _drawn(model: PlanningModel, space: KnobSpace, default: Knobs, rng: np.random.Generator) -> Iterator[Knobs]:
-    """Settings near the default, each with an allowance (streams and threads) of its own as far as there are any."""
+    """Yield random settings near the default, with distinct pairs of streams and threads ("allowances") if possible."""
     simulator, (low, high) = model.simulator(default.route), space.unit_bytes
     at_most_s = DRAWN_SLOWER * simulator.run_knobs(default).span_s
     near = [n for n in space.streams_on(default.route) if 1 / DRAWN_STREAMS <= n / default.streams <= DRAWN_STREAMS]
     allowances = [(streams, threads) for streams in near for threads in space.threads]
-    allowances.sort(key=lambda allowance: allowance == (default.streams, default.threads))  # which comes last
+    allowances.sort(key=lambda allowance: allowance == (default.streams, default.threads))  # the default's is the last
     if not allowances:
         return
     others = len(allowances) - 1
@@ -601,10 +647,14 @@ def _drawn(model: PlanningModel, space: KnobSpace, default: Knobs, rng: np.rando
 
 
 def _measured(layout: GradientLayout, trials: Sequence[Trial]) -> tuple[list[CommPlan], NDArray[np.float64]]:
-    """Plans and spans of the trials with the fewest units, of those that ran."""
+    """Return plans and spans of the successful trials with the fewest units.
+
+    Raises:
+        TuningError: fewer than four trials succeeded.
+    """
     usable = [t for t in trials if t.status is not TrialStatus.FAILED and math.isfinite(t.span_s) and t.span_s > 0]
     pairs = sorted(((t.knobs.to_plan(layout), t.span_s) for t in usable), key=lambda pair: len(pair[0].units))
     if len(pairs) < 4:
-        raise TuningError(f"a calibration needs four trials or more that ran, not {len(pairs)}")
+        raise TuningError(f"a calibration needs at least 4 successful trials, found {len(pairs)}")
     pairs = pairs[:MAX_PLANS]
     return [plan for plan, _ in pairs], np.array([span_s for _, span_s in pairs])

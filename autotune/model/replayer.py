@@ -1,4 +1,4 @@
-"""Plays a graph of operations on processors and links that they share."""
+"""Discrete-event simulation of a graph of operations that share processors and links."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from sirtaki.errors import ReplayError, TuningError
 
 
 class Phase(Enum):
-    """What a part of a step is for."""
+    """Phase of a training step."""
 
-    DATA = "data"  # the data loader is waited for
+    DATA = "data"  # waiting for the data loader
     FORWARD = "forward"
     BACKWARD = "backward"
     UPDATE = "update"
-    OTHER = "other"  # between them: the script's own doings, and waiting for gradients
+    OTHER = "other"  # all other times: other code of the script, and waiting for gradients
 
 
 class Activity(Enum):
-    """What a node is."""
+    """Kind of operation that a node is."""
 
-    COMPUTE = "compute"  # an operator, or the script's own doings between them
-    DATA = "data"  # the data loader is waited for
-    COPY = "copy"  # of gradients into flat buffers
-    UNIT = "unit"  # an all-reduce of gradients
-    COLLECTIVE = "collective"  # another operation between ranks
+    COMPUTE = "compute"  # an operator, or other code of the script between operators
+    DATA = "data"  # waiting for the data loader
+    COPY = "copy"  # copy of gradients into flat buffers
+    UNIT = "unit"  # all-reduce of a communication unit
+    COLLECTIVE = "collective"  # any other collective operation
 
 
 ALL_RANKS = -1
-"""`ReplayNode.rank` of what several ranks do together."""
+"""`ReplayNode.rank` of a collective operation."""
 
 NEVER = -1
-"""`ResourceDemand.relieved_by` of what is never relieved."""
+"""`ResourceDemand.relieved_by` of work that no other node's end affects."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedResource:
-    """What several nodes use at the same time, in equal shares.
+    """Resource that concurrent jobs share equally: a link or processors. A job is a node's use of the resource.
 
     Attributes:
-        name: for people.
-        totals: how much n jobs get done together, as a multiple of one that is alone, for n = 1, 2, …; constant
-            beyond its end. `(1, 2)` are two processors, `(1,)` a link that one flow fills.
-        is_link: else processors.
-        speed: of what it serves, as a function of the load that other nodes put on it; None = load does not matter.
+        name: name for messages and charts.
+        totals: total throughput of n concurrent jobs relative to a single job, for n = 1, 2, …; constant beyond the
+            end. `(1, 2)` is two processors, `(1,)` a link that a single flow saturates.
+        is_link: whether the resource is a link; otherwise it is processors.
+        speed: speed factor of all jobs as a function of the load that other nodes cause. None = load has no effect.
 
     Raises:
         ReplayError: a total is not positive.
@@ -61,10 +61,10 @@ class SharedResource:
 
     def __post_init__(self) -> None:
         if not self.totals or not all(math.isfinite(total) and total > 0 for total in self.totals):
-            raise ReplayError(f"{self.name} needs a positive throughput for each number of jobs, not {self.totals}")
+            raise ReplayError(f"{self.name} needs a positive throughput for each number of jobs, found {self.totals}")
 
     def share(self, jobs: float) -> float:
-        """Speed of each of so many jobs; 1 is that of one alone. What lies between two numbers is on the line."""
+        """Return the speed of each of `jobs` concurrent jobs relative to a single one, linearly interpolated."""
         whole = int(jobs)
         if whole >= len(self.totals):
             return self.totals[-1] / jobs
@@ -74,15 +74,15 @@ class SharedResource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceDemand:
-    """What a node needs of a server.
+    """Work of a node at one server.
 
     Attributes:
-        server: its place in `ReplayGraph.servers`.
-        seconds: with the server to itself.
-        jobs: as how many it counts there; each takes that long. What keeps a processor busy for a part of its time
-            is a part of a job.
-        relieved_by: place of the node whose end makes what is left of it shorter, or `NEVER`.
-        relief: by which factor.
+        server: index in `ReplayGraph.servers`.
+        seconds: time of the work if no other node uses the server.
+        jobs: number of jobs that the work counts as, each of `seconds`. Work that keeps a processor busy for a fraction
+            of the time counts as that fraction of a job.
+        relieved_by: index of the node whose end shortens the remaining work; `NEVER` = no such node.
+        relief: factor by which the remaining work is multiplied then.
     """
 
     server: int
@@ -94,11 +94,11 @@ class ResourceDemand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What a node does to a server that does not serve it.
+    """Load that a node puts on a server without being a job there, such as communication on computing processors.
 
     Attributes:
-        server: its place in `ReplayGraph.servers`.
-        amount: what `SharedResource.speed` is asked with, together with that of others.
+        server: index in `ReplayGraph.servers`.
+        amount: load. The sum of all nodes' loads is the argument of `SharedResource.speed`.
     """
 
     server: int
@@ -107,20 +107,18 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayNode:
-    """One thing that is done.
-
-    It lasts `fixed_s`, and then until every server is done with its work.
+    """One operation. It takes `fixed_s`, followed by the time until all its works have ended.
 
     Attributes:
-        lane: its place in `ReplayGraph.lanes`; a lane takes up what is ready first, one at a time.
-        activity: what it is.
-        phase: of the step that it belongs to.
-        rank: that does it, or `ALL_RANKS`.
-        iteration: counted from the first that is replayed.
-        name: of the operator or unit.
-        fixed_s: what nothing shortens or stretches.
-        works: what it needs of servers, all at the same time.
-        loads: what it puts on others as long as it lasts.
+        lane: index in `ReplayGraph.lanes`. A lane runs one node at a time, in the order in which nodes become ready.
+        activity: kind of operation.
+        phase: phase of the step to which the operation belongs.
+        rank: rank that runs the operation, or `ALL_RANKS`.
+        iteration: number of the iteration, relative to the first replayed one.
+        name: name of the operator or unit.
+        fixed_s: time that is independent of servers.
+        works: works at servers, which start together after `fixed_s`.
+        loads: loads on servers for the whole duration of the operation.
     """
 
     lane: int
@@ -135,26 +133,26 @@ class ReplayNode:
 
     @property
     def alone_s(self) -> float:
-        """How long it takes if nothing else uses its servers, itself aside."""
+        """Return the duration of the operation if no other node uses its servers."""
         return self.fixed_s + max((work.seconds for work in self.works), default=0.0)
 
 
 Edge = tuple[int, int, float]
-"""(before, after, gap_s): places of two nodes, and what passes at least from one's end to the other's start."""
+"""(before, after, gap_s): indices of two nodes, and the minimum time from the end of one to the start of the other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayGraph:
-    """Nodes, and what waits for what.
+    """Dependency graph of operations.
 
     Attributes:
-        nodes: in an order in which ties are broken.
-        edges: between them.
-        lanes: names.
-        servers: that nodes share.
+        nodes: operations. If several are ready at the same time, the order of this list decides.
+        edges: dependencies between nodes.
+        lanes: names of lanes.
+        servers: shared resources.
 
     Raises:
-        ReplayError: a number is no place, or a time is negative or not finite.
+        ReplayError: an index is out of range, or a time is negative or not finite.
     """
 
     nodes: Sequence[ReplayNode]
@@ -167,45 +165,48 @@ class ReplayGraph:
         for node in self.nodes:
             works = node.works
             if not 0 <= node.lane < len(self.lanes):
-                raise ReplayError(f"{node.name} is on lane {node.lane} of {len(self.lanes)}")
+                raise ReplayError(f"{node.name} needs lane {node.lane}, but there are only {len(self.lanes)} lanes")
             if not 0 <= node.fixed_s < math.inf or not all(0 <= work.seconds < math.inf for work in works):
                 raise ReplayError(f"{node.name} must take a finite time that is not negative: {node}")
             if works and not all(0 <= work.server < len(self.servers) and work.jobs > 0 for work in works):
-                raise ReplayError(f"{node.name} needs a server that is not there: {node}")
+                raise ReplayError(f"{node.name} needs a server that does not exist: {node}")
         for before, after, gap_s in self.edges:
             if not (0 <= before < count and 0 <= after < count and before != after and 0 <= gap_s < math.inf):
-                raise ReplayError(f"an edge from node {before} to {after} of {count} with a gap of {gap_s} s")
+                raise ReplayError(f"invalid edge from node {before} to {after} of {count} with a gap of {gap_s} s")
 
 
 _ROUNDING = 1e-12
-"""Of moments, relative to what the clocks show; what ends that much later ends now."""
+"""Relative tolerance of times. Jobs whose ends differ by less end together."""
 
 
 class FairShare:
-    """One server at work.
+    """State of one server during a simulation.
+
+    The server's clock advances at the speed of each of its jobs. A job therefore ends at a clock value that is known
+    when the job starts, and does not change when other jobs start or end.
 
     Attributes:
-        next_s: when its next job ends, as things are; infinite if it has none.
+        next_s: time at which the next job ends if nothing changes; infinite without jobs.
     """
 
     __slots__ = ("_at_s", "_clock", "_ends", "_jobs", "_load", "_server", "_share", "next_s")
 
     def __init__(self, server: SharedResource) -> None:
         self._server = server
-        self._ends: list[tuple[float, int, float]] = []  # heap of (clock at which it ends, job, as how many it counts)
+        self._ends: list[tuple[float, int, float]] = []  # heap of (clock at the end, job, number that it counts as)
         self._jobs, self._load, self._share = 0.0, 0.0, 1.0
         self._at_s = self._clock = 0.0
         self.next_s = math.inf
 
-    def begin(self, now_s: float, job: int, seconds: float, jobs: float) -> None:
-        """A job comes that would take `seconds` alone, and counts as `jobs`."""
+    def add(self, now_s: float, job: int, seconds: float, jobs: float) -> None:
+        """Add a job that takes `seconds` alone and counts as `jobs` jobs."""
         self._advance(now_s)
         heappush(self._ends, (self._clock + seconds, job, jobs))
         self._jobs += jobs
-        self._settle()
+        self._update()
 
-    def take_ended(self, now_s: float) -> list[int]:
-        """The jobs that have ended, which leave."""
+    def pop_ended(self, now_s: float) -> list[int]:
+        """Remove and return the jobs that have ended."""
         self._advance(now_s)
         ended, ends = [], self._ends
         limit = self._clock + _ROUNDING * max(1.0, now_s)
@@ -213,29 +214,29 @@ class FairShare:
             _, job, count = heappop(ends)
             self._jobs -= count
             ended.append(job)
-        self._settle()
+        self._update()
         return ended
 
-    def load(self, now_s: float, amount: float) -> None:
-        """Something comes that is not served here, or with a negative amount leaves."""
+    def add_load(self, now_s: float, amount: float) -> None:
+        """Add load to the server, or remove it with a negative amount."""
         self._advance(now_s)
         self._load += amount
-        self._settle()
+        self._update()
 
-    def relieve(self, now_s: float, factors: Mapping[int, float]) -> None:
-        """What is left of these jobs becomes so many times what it is."""
+    def scale_remaining(self, now_s: float, factors: Mapping[int, float]) -> None:
+        """Multiply the remaining work of jobs, by {job: factor}."""
         self._advance(now_s)
         clock = self._clock
         self._ends = [(clock + (end - clock) * factors.get(job, 1.0), job, count) for end, job, count in self._ends]
         heapify(self._ends)
-        self._settle()
+        self._update()
 
     def _advance(self, now_s: float) -> None:
         if self._ends:
             self._clock += (now_s - self._at_s) * self._share
         self._at_s = now_s
 
-    def _settle(self) -> None:
+    def _update(self) -> None:
         if self._ends:
             server = self._server
             self._share = server.share(self._jobs)
@@ -248,15 +249,15 @@ class FairShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedHost:
-    """All ranks of a job, on one host.
+    """Host on which all ranks of a job compute and communicate.
 
     Attributes:
-        ranks: that compute at the same time, all alike.
-        processors: that they may keep busy together.
-        threads: that each of them computes with.
+        ranks: number of ranks, which compute simultaneously.
+        processors: number of processors that the ranks may keep busy together.
+        threads: number of compute threads of each rank.
 
     Raises:
-        TuningError: one of them is not positive.
+        TuningError: a number is not positive.
     """
 
     ranks: int
@@ -265,11 +266,11 @@ class SharedHost:
 
     def __post_init__(self) -> None:
         if not (self.ranks >= 1 and self.processors > 0 and self.threads >= 1):
-            raise TuningError(f"a host needs ranks, processors and threads, not {self}")
+            raise TuningError(f"a host needs positive numbers of ranks, processors and threads, found {self}")
 
     @property
     def server(self) -> SharedResource:
-        """N jobs get n processors' work done, until there are no more."""
+        """Return the processors as a server: n jobs have the throughput of n processors, up to `processors`."""
         whole = int(self.processors)
         totals = tuple(float(count) for count in range(1, whole + 1))
         return SharedResource(
@@ -277,34 +278,34 @@ class SharedHost:
         )
 
     def computation(self, server: int, seconds: float) -> ResourceDemand:
-        """Of each rank, what took that long while all ranks computed."""
+        """Return the work of computation on all ranks that took `seconds` while all ranks computed."""
         jobs = self.ranks * self.threads
         return ResourceDemand(server=server, seconds=seconds * self.server.share(jobs), jobs=jobs)
 
     def unit(self, server: int, seconds: float, busy: float) -> ResourceDemand:
-        """What takes that long by itself, while each rank keeps so many processors busy."""
-        # What is probed alone has had to share already where ranks are busier than there are processors.
+        """Return the work of an all-reduce that takes `seconds` alone and keeps `busy` processors of each rank busy."""
+        # `seconds` already includes sharing if ranks kept more processors busy than there are.
         jobs = self.ranks * busy
         return ResourceDemand(server=server, seconds=seconds * self.server.share(max(1.0, jobs)), jobs=jobs)
 
 
 START = -1
-"""`Replay.causes` of a node that nothing held back."""
+"""`Replay.causes` of a node that waited for no other node."""
 
 _READY, _FIXED, _SERVER = range(3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """When everything was done.
+    """Times of all nodes in a simulation.
 
     Attributes:
-        graph: that was replayed.
-        ready_s: when nothing but the lane held a node back, `(n_nodes,)`.
-        start_s: when its lane took it up, `(n_nodes,)`.
-        end_s: when it was done, `(n_nodes,)`.
-        causes: of each node the one whose end let it start, `(n_nodes,)`: the last of those that it waits for, or the
-            one before it on its lane; `START` = none.
+        graph: the simulated graph.
+        ready_s: time at which all dependencies of each node had ended, `(n_nodes,)`.
+        start_s: time at which each node's lane started it, `(n_nodes,)`.
+        end_s: end of each node, `(n_nodes,)`.
+        causes: for each node, the node whose end allowed it to start, `(n_nodes,)`. It is the last dependency, or the
+            node before on the lane; `START` = none.
     """
 
     graph: ReplayGraph
@@ -315,21 +316,23 @@ class Replay:
 
     @property
     def total_s(self) -> float:
-        """When the last node was done."""
+        """Return the end of the last node."""
         return max(self.end_s, default=0.0)
 
 
 def replay(graph: ReplayGraph) -> Replay:
-    """Plays the graph from time 0 on.
+    """Simulate a graph from time 0 on.
 
     Raises:
-        ReplayError: nodes wait for each other in a circle.
+        ReplayError: dependencies have a cycle.
     """
     run = _Run(graph)
-    run.play()
-    if run.left:
+    run.simulate()
+    if run.n_pending:
         waiting = next(index for index, end_s in enumerate(run.end_s) if end_s < 0)
-        raise ReplayError(f"{run.left} of {len(graph.nodes)} nodes wait for each other, such as {graph.nodes[waiting]}")
+        raise ReplayError(
+            f"the dependencies of {run.n_pending} of {len(graph.nodes)} nodes have a cycle: {graph.nodes[waiting]}"
+        )
     return Replay(
         graph=graph,
         ready_s=tuple(run.ready_s),
@@ -340,30 +343,29 @@ def replay(graph: ReplayGraph) -> Replay:
 
 
 class _Run:
-    """The event loop's state; `left` counts nodes that have not ended."""
+    """Event loop of a simulation. `n_pending` is the number of nodes that have not ended."""
 
     def __init__(self, graph: ReplayGraph) -> None:
         count = len(graph.nodes)
-        self.graph, self.left = graph, count
+        self.graph, self.n_pending = graph, count
         self.ready_s, self.start_s, self.end_s = [0.0] * count, [-1.0] * count, [-1.0] * count
         self.causes = [START] * count
-        self._missing = [0] * count  # nodes that it still waits for
+        self._n_unmet = [0] * count  # number of dependencies that have not ended
         self._after: list[list[tuple[int, float]]] = [[] for _ in range(count)]
         for before, after, gap_s in graph.edges:
             self._after[before].append((after, gap_s))
-            self._missing[after] += 1
-        self._parts = [len(node.works) for node in graph.nodes]  # servers that are not done with it
+            self._n_unmet[after] += 1
+        self._n_works = [len(node.works) for node in graph.nodes]  # number of works that have not ended
         self._queues: list[deque[int]] = [deque() for _ in graph.lanes]
         self._busy = [False] * len(graph.lanes)
-        self._last = [START] * len(graph.lanes)  # what the lane has done last
         self._servers = [FairShare(server) for server in graph.servers]
-        self._relieved: dict[int, dict[int, dict[int, float]]] = {}  # by node, then server: what its end relieves
-        self._events: list[tuple[float, int, int]] = []  # (when, kind, node or server)
+        self._relieved: dict[int, dict[int, dict[int, float]]] = {}  # {node: {server: {job: factor at the node's end}}}
+        self._events: list[tuple[float, int, int]] = []  # heap of (time, kind, node or server)
 
-    def play(self) -> None:
+    def simulate(self) -> None:
         events = self._events
-        for index, missing in enumerate(self._missing):
-            if not missing:
+        for index, n_unmet in enumerate(self._n_unmet):
+            if not n_unmet:
                 heappush(events, (0.0, _READY, index))
         while events:
             now_s, kind, index = heappop(events)
@@ -371,8 +373,10 @@ class _Run:
                 self._enqueue(now_s, index)
             elif kind == _FIXED:
                 self._serve(now_s, index)
-            elif self._servers[index].next_s <= now_s:  # else something has come or gone since, and it is another time
-                self._take_served(now_s, index)
+            elif (
+                self._servers[index].next_s <= now_s
+            ):  # otherwise the server's jobs have changed: the event is obsolete
+                self._end_works(now_s, index)
 
     def _enqueue(self, now_s: float, index: int) -> None:
         lane = self.graph.nodes[index].lane
@@ -386,7 +390,7 @@ class _Run:
         self.start_s[index] = now_s
         node = self.graph.nodes[index]
         for load in node.loads:
-            self._load(now_s, load.server, load.amount)
+            self._add_load(now_s, load.server, load.amount)
         heappush(self._events, (now_s + node.fixed_s, _FIXED, index))
 
     def _serve(self, now_s: float, index: int) -> None:
@@ -395,8 +399,8 @@ class _Run:
             self._end(now_s, index)
         for work in works:
             server = self._servers[work.server]
-            server.begin(now_s, index, self._seconds(index, work), work.jobs)
-            self._expect(work.server)
+            server.add(now_s, index, self._seconds(index, work), work.jobs)
+            self._schedule(work.server)
 
     def _seconds(self, index: int, work: ResourceDemand) -> float:
         if work.relieved_by == NEVER:
@@ -406,40 +410,39 @@ class _Run:
         self._relieved.setdefault(work.relieved_by, {}).setdefault(work.server, {})[index] = work.relief
         return work.seconds
 
-    def _load(self, now_s: float, number: int, amount: float) -> None:
-        self._servers[number].load(now_s, amount)
-        self._expect(number)
+    def _add_load(self, now_s: float, server: int, amount: float) -> None:
+        self._servers[server].add_load(now_s, amount)
+        self._schedule(server)
 
-    def _expect(self, number: int) -> None:
-        next_s = self._servers[number].next_s
+    def _schedule(self, server: int) -> None:
+        next_s = self._servers[server].next_s
         if next_s < math.inf:
-            heappush(self._events, (next_s, _SERVER, number))
+            heappush(self._events, (next_s, _SERVER, server))
 
-    def _take_served(self, now_s: float, number: int) -> None:
-        server = self._servers[number]
-        ended = server.take_ended(now_s)
-        self._expect(number)
+    def _end_works(self, now_s: float, server: int) -> None:
+        ended = self._servers[server].pop_ended(now_s)
+        self._schedule(server)
         for index in ended:
-            self._parts[index] -= 1
-            if not self._parts[index]:
+            self._n_works[index] -= 1
+            if not self._n_works[index]:
                 self._end(now_s, index)
 
     def _end(self, now_s: float, index: int) -> None:
         self.end_s[index] = now_s
-        self.left -= 1
+        self.n_pending -= 1
         for load in self.graph.nodes[index].loads:
-            self._load(now_s, load.server, -load.amount)
-        for number, factors in self._relieved.pop(index, {}).items():
-            self._servers[number].relieve(now_s, factors)
-            self._expect(number)
-        ready_s, missing, events = self.ready_s, self._missing, self._events
+            self._add_load(now_s, load.server, -load.amount)
+        for server, factors in self._relieved.pop(index, {}).items():
+            self._servers[server].scale_remaining(now_s, factors)
+            self._schedule(server)
+        ready_s, n_unmet, events = self.ready_s, self._n_unmet, self._events
         for after, gap_s in self._after[index]:
             at_s = now_s + gap_s
             if at_s >= ready_s[after]:
                 ready_s[after] = at_s
                 self.causes[after] = index
-            missing[after] -= 1
-            if not missing[after]:
+            n_unmet[after] -= 1
+            if not n_unmet[after]:
                 heappush(events, (ready_s[after], _READY, after))
         lane = self.graph.nodes[index].lane
         self._busy[lane] = False

@@ -1,4 +1,4 @@
-"""The simulator: how long an iteration takes with a plan."""
+"""Simulator of a training iteration with a given plan."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from .replayer import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """The backward pass of one iteration without any communication.
+    """Times of one iteration's backward pass without communication, relative to its start.
 
     Attributes:
-        ready_s: when each gradient is ready, `(n_gradients,)`, in the layout's order, counted from the beginning of
-            the backward pass. It need not ascend: the layout is ordered by the average position over ranks.
-        compute_s: when the backward pass ends; not before the last gradient is ready.
-        forward_s: length of the forward pass before it; it matters to iteration times only, never to plans.
+        ready_s: time at which each gradient is ready, `(n_gradients,)`, in the layout's order. Times need not ascend,
+            because the layout is ordered by the average position over ranks.
+        compute_s: end of the backward pass, not before the last gradient is ready.
+        forward_s: duration of the forward pass. It affects iteration times, but no plan.
 
     Raises:
         TuningError: there is no gradient, or a time is negative, not finite or after the end of the pass.
@@ -50,10 +50,10 @@ class Profile:
 
     def __post_init__(self) -> None:
         if not self.ready_s:
-            raise TuningError("a profile needs at least one gradient")
+            raise TuningError("a profile must have at least one gradient")
         if not all(math.isfinite(time_s) and time_s >= 0 for time_s in (*self.ready_s, self.compute_s, self.forward_s)):
             raise TuningError(
-                f"profiled times must be finite and not negative: ready from {min(self.ready_s)} s to "
+                f"profiled times must be finite and not negative, found: gradients ready from {min(self.ready_s)} s to "
                 f"{max(self.ready_s)} s, backward {self.compute_s} s, forward {self.forward_s} s"
             )
         if max(self.ready_s) > self.compute_s:
@@ -63,32 +63,39 @@ class Profile:
 
     @classmethod
     def from_durations(cls, durations_s: Sequence[float], *, forward_s: float = 0.0) -> Profile:
-        """The profile of gradients computed one behind the other, `(n_gradients,)` durations in seconds.
+        """Create the profile of gradients that are computed one after the other.
+
+        Args:
+            durations_s: computation time of each gradient, `(n_gradients,)`.
+            forward_s: duration of the forward pass.
 
         Raises:
-            TuningError: a duration is negative or not finite, or there is none.
+            TuningError: a duration is negative or not finite, or there is no gradient.
         """
         if not all(math.isfinite(duration_s) and duration_s >= 0 for duration_s in durations_s):
-            raise TuningError(f"durations must be finite and not negative, the smallest is {min(durations_s)} s")
+            raise TuningError(f"durations must be finite and not negative, found a minimum of {min(durations_s)} s")
         ready_s = tuple(accumulate(durations_s))
         return cls(ready_s=ready_s, compute_s=ready_s[-1] if ready_s else 0.0, forward_s=forward_s)
 
     def times(self, factor: float) -> Profile:
-        """The same pass, so many times as long."""
+        """Return a profile with the times of the backward pass multiplied by `factor`."""
         return replace(
             self, ready_s=tuple(factor * time_s for time_s in self.ready_s), compute_s=factor * self.compute_s
         )
 
     @property
     def issuable_s(self) -> tuple[float, ...]:
-        """When each gradient *and all before it* are ready, `(n_gradients,)`: units are issued in a fixed order."""
+        """Return the time at which each gradient and all before it are ready, `(n_gradients,)`.
+
+        A unit must wait for all earlier gradients, because units are issued in a fixed order.
+        """
         return tuple(accumulate(self.ready_s, max))
 
     @property
     def durations_s(self) -> tuple[float, ...]:
-        """Compute time up to each gradient's issue since the one before it, `(n_gradients,)` (LIBRA's b_i).
+        """Return the differences between successive `issuable_s`, `(n_gradients,)` (LIBRA's b_i).
 
-        What the pass still does after the last gradient counts for that one, so the sum is `compute_s`.
+        The last one includes the computation after the last gradient, so that the sum is `compute_s`.
         """
         issuable_s = self.issuable_s
         steps = [after - before for before, after in zip((0.0, *issuable_s[:-1]), issuable_s, strict=True)]
@@ -96,30 +103,33 @@ class Profile:
         return tuple(steps)
 
     def check_fits(self, layout: GradientLayout) -> None:
-        """Does nothing if there is one time for each gradient of `layout`.
+        """Check that the profile has one time for each gradient of `layout`.
 
         Raises:
-            TuningError: the numbers differ.
+            TuningError: the numbers of gradients differ.
         """
         if len(self.ready_s) != len(layout.sizes):
-            raise TuningError(f"a profile of {len(self.ready_s)} gradients for a layout of {len(layout.sizes)}")
+            raise TuningError(
+                f"profile and layout must have equal numbers of gradients, found {len(self.ready_s)} and "
+                f"{len(layout.sizes)}"
+            )
 
 
 LINK, MESSAGES, PROCESSORS = range(3)
-"""Places of servers."""
+"""Indices in `ReplayGraph.servers`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedIteration:
-    """One simulated iteration; times count from the beginning of the backward pass.
+    """Times of one simulated iteration, relative to the start of the backward pass.
 
     Attributes:
-        issue_s: when each unit was handed to its stream, `(n_units,)`.
-        start_s: when its stream took it up, `(n_units,)`.
-        stop_s: when it was reduced, `(n_units,)`.
-        first_ready_s: when the first gradient was ready.
-        compute_end_s: when the backward pass ended.
-        forward_s: the forward pass before it.
+        issue_s: time at which each unit was issued to its stream, `(n_units,)`.
+        start_s: time at which the stream started each unit, `(n_units,)`.
+        stop_s: time at which each unit was reduced, `(n_units,)`.
+        first_ready_s: time at which the first gradient was ready.
+        compute_end_s: end of the backward pass.
+        forward_s: duration of the forward pass.
     """
 
     issue_s: tuple[float, ...]
@@ -131,35 +141,40 @@ class SimulatedIteration:
 
     @property
     def end_s(self) -> float:
-        """When both the backward pass and the last unit were done."""
+        """Return the end of both the backward pass and the last unit."""
         return max(self.compute_end_s, max(self.stop_s, default=0.0))
 
     @property
     def span_s(self) -> float:
-        """From the first ready gradient to the last reduced one: what trials measure."""
+        """Return the time from the first ready gradient to the last reduced one, which trials measure."""
         return max(0.0, max(self.stop_s, default=0.0) - self.first_ready_s)
 
     @property
     def iteration_s(self) -> float:
-        """Forward and backward pass with what communication remains visible."""
+        """Return the time of forward pass, backward pass and exposed communication."""
         return self.forward_s + self.end_s
 
 
 def link_servers(link: LinkModel) -> list[SharedResource]:
-    """What units share of a link: its throughput, and what hands messages to it; at `LINK` and `MESSAGES`."""
+    """Return the servers that units share: the link, and the processor that sends messages (`LINK`, `MESSAGES`)."""
     rates = link.throughput
     shared = SharedResource(name="link", totals=tuple(rate / rates[0] for rate in rates), is_link=True)
     return [shared, SharedResource(name="messages", totals=(1.0,))]
 
 
 class Simulator:
-    """Replays plans of one layout on one link.
+    """Simulator of plans for one layout on one link.
 
     Attributes:
-        issuable_s: when each gradient and all before it are ready without communication, `(n_gradients,)`.
+        layout: the job's gradients.
+        profile: compute times without communication.
+        link: cost model of the link.
+        contention: LIBRA's contention model; None = computation and communication do not affect each other.
+        host: host that all ranks share; None = ranks do not communicate on processors that compute.
+        issuable_s: time at which each gradient and all before it are ready without communication, `(n_gradients,)`.
 
     Raises:
-        TuningError: profile and layout are of different models.
+        TuningError: `profile` and `layout` have different numbers of gradients.
     """
 
     def __init__(
@@ -180,36 +195,41 @@ class Simulator:
         self.issuable_s = profile.issuable_s
 
     def run_knobs(self, knobs: Knobs) -> SimulatedIteration:
-        """The timeline of what these knobs expand to."""
+        """Simulate the plan of these knobs."""
         return self.run(knobs.to_plan(self.layout))
 
     def run_cuts(self, cuts: Sequence[Cut]) -> SimulatedIteration:
-        """The timeline of explicit units on as many streams as they use."""
+        """Simulate explicit units, on as many streams as they use."""
         streams = 1 + max((cut.stream for cut in cuts), default=0)
-        transport = TransportKind.GLOO  # any: the link says what it costs
+        transport = TransportKind.GLOO  # arbitrary, because only the link model determines costs
         return self.run_knobs(Knobs(unit_bytes=1, streams=streams, transport=transport, cuts=tuple(cuts)))
 
     def run(self, plan: CommPlan) -> SimulatedIteration:
-        """The timeline of `plan`.
+        """Simulate a plan.
 
         Raises:
-            TuningError: the plan is of another layout.
+            TuningError: plan and layout have different numbers of elements.
         """
         if plan.numel != self.layout.numel:
-            raise TuningError(f"a plan of {plan.numel} elements for a layout of {self.layout.numel}")
-        played = replay(self._graph(plan))
-        n_pieces = len(played.graph.nodes) - len(plan.units)
+            raise TuningError(
+                f"plan and layout must have equal numbers of elements, found {plan.numel} and {self.layout.numel}"
+            )
+        simulated = replay(self._graph(plan))
+        n_pieces = len(simulated.graph.nodes) - len(plan.units)
         return SimulatedIteration(
-            issue_s=played.ready_s[n_pieces:],
-            start_s=played.start_s[n_pieces:],
-            stop_s=played.end_s[n_pieces:],
+            issue_s=simulated.ready_s[n_pieces:],
+            start_s=simulated.start_s[n_pieces:],
+            stop_s=simulated.end_s[n_pieces:],
             first_ready_s=min(self.profile.ready_s),
-            compute_end_s=played.end_s[n_pieces - 1],
+            compute_end_s=simulated.end_s[n_pieces - 1],
             forward_s=self.profile.forward_s,
         )
 
     def _graph(self, plan: CommPlan) -> ReplayGraph:
-        """Pieces of the backward pass between moments at which units can be issued, and behind them the units."""
+        """Create a graph of the backward pass and the units.
+
+        The pass is divided into pieces at the times at which units can be issued. Pieces precede units in the graph.
+        """
         offsets = self.layout.offsets
         needed_s = [self.issuable_s[bisect_left(offsets, unit.stop) - 1] for unit in plan.units]
         moments_s = sorted({*needed_s, self.profile.compute_s})
@@ -222,7 +242,7 @@ class Simulator:
         return ReplayGraph(nodes=[*pieces, *units], edges=edges, lanes=lanes, servers=self._servers())
 
     def _servers(self) -> list[SharedResource]:
-        """What computation and units share: the link, what hands messages to it, and the processors."""
+        """Return the servers of computation and units: the link, the processor that sends messages, the processors."""
         if self.host is not None:
             return [*link_servers(self.link), self.host.server]
         speed = None if self.contention is None else self.contention.compute_speed
@@ -263,7 +283,7 @@ class Simulator:
         return nodes
 
     def _unit(self, unit: Unit, last_piece: int) -> tuple[float, tuple[ResourceDemand, ...], tuple[Load, ...]]:
-        """Start-up, and what it needs of servers and does to them."""
+        """Return the fixed time of a unit, its works and its loads."""
         link, model = self.link, self.contention
         n_bytes = unit.numel * self.layout.itemsize_bytes
         if self.host is not None:
@@ -285,45 +305,45 @@ class Simulator:
 
 
 ITERATIONS = 5
-"""That are replayed; the last two count."""
+"""Number of simulated iterations. The result is the mean of the last two."""
 
 
-def put_off_iteration_s(
+def deferred_iteration_s(
     units: Sequence[ScheduledUnit],
-    come_s: Sequence[float],
+    complete_s: Sequence[float],
     pace: IterationPace,
     *,
     forward_s: float,
     link: LinkModel,
 ) -> float:
-    """How long an iteration takes, in seconds, if each parameter is updated when the next forward pass reads it.
+    """Return the time of an iteration with deferred updates: a parameter is updated when the forward pass reads it.
 
     Args:
-        units: in the order in which they leave, each behind the one before it on its stream.
-        come_s: when each has all its gradients, after the first one has come, `(n_units,)`.
-        pace: of the iteration.
-        forward_s: from the end of a backward pass to the first gradient of the next, where nothing is waited for.
-        link: that all units take.
+        units: units in the order of their launch. A stream runs its units one after the other.
+        complete_s: time from the first ready gradient until each unit's gradients are all ready, `(n_units,)`.
+        pace: measured times of the iteration's backward pass.
+        forward_s: time from the end of a backward pass to the first gradient of the next one, without waiting.
+        link: link model of all units.
     """
     cycle, read_s = _Cycle(units, link), [_read_s(unit, pace, forward_s) for unit in units]
     for iteration in range(ITERATIONS):
         cycle.forward(iteration, read_s, forward_s)
-        cycle.backward(iteration, come_s, pace.backward_s)
-    played = replay(cycle.graph)
-    return (played.end_s[cycle.ends[-1]] - played.end_s[cycle.ends[-3]]) / 2
+        cycle.backward(iteration, complete_s, pace.backward_s)
+    simulated = replay(cycle.graph)
+    return (simulated.end_s[cycle.ends[-1]] - simulated.end_s[cycle.ends[-3]]) / 2
 
 
 def _read_s(unit: ScheduledUnit, pace: IterationPace, forward_s: float) -> float:
-    """When the forward pass first reads what a unit updates."""
+    """Return the time at which the forward pass first reads a parameter of a unit."""
     last_s = max((pace.ready_s[index] for index in unit.members), default=0.0)
     return forward_s * (1.0 - min(1.0, last_s / pace.backward_s)) if pace.backward_s > 0.0 else 0.0
 
 
 class _Cycle:
-    """The graph of several iterations, as it is made.
+    """Builder of the graph of several iterations.
 
     Attributes:
-        ends: place of the node with which each backward pass ends.
+        ends: index of the last node of each backward pass.
     """
 
     def __init__(self, units: Sequence[ScheduledUnit], link: LinkModel) -> None:
@@ -331,8 +351,8 @@ class _Cycle:
         streams = dict.fromkeys((unit.route, unit.stream) for unit in units)
         self._lane_of = {stream: place for place, stream in enumerate(streams, start=1)}
         self._nodes, self._edges = list[ReplayNode](), list[Edge]()
-        self._computed: int | None = None  # the last piece
-        self._under_way: list[int] = []  # the units of the iteration before
+        self._last_compute: int | None = None  # the last node of computation
+        self._previous_units: list[int] = []  # the units' nodes of the previous iteration
         self.ends: list[int] = []
 
     @property
@@ -341,43 +361,45 @@ class _Cycle:
         return ReplayGraph(nodes=self._nodes, edges=self._edges, lanes=lanes, servers=link_servers(self._link))
 
     def forward(self, iteration: int, read_s: Sequence[float], forward_s: float) -> None:
-        """Pieces between the moments in which units of the iteration before are waited for."""
+        """Add a forward pass, divided at the times at which it waits for units of the previous iteration."""
         moments_s = sorted({0.0, *read_s})
         for begin_s, end_s in pairwise([*moments_s, max(forward_s, moments_s[-1])]):
             place = self._compute(iteration, Phase.FORWARD, end_s - begin_s)
-            awaited = [unit for unit, moment_s in zip(self._under_way, read_s, strict=False) if moment_s == begin_s]
+            awaited = [
+                unit for unit, moment_s in zip(self._previous_units, read_s, strict=False) if moment_s == begin_s
+            ]
             self._edges += [(unit, place, 0.0) for unit in awaited]
 
-    def backward(self, iteration: int, come_s: Sequence[float], backward_s: float) -> None:
-        """Pieces between the moments in which units have their gradients, and these units."""
-        moments_s = sorted({*come_s, backward_s})
+    def backward(self, iteration: int, complete_s: Sequence[float], backward_s: float) -> None:
+        """Add a backward pass, divided at the times at which units are complete, and the units."""
+        moments_s = sorted({*complete_s, backward_s})
         piece_of = {
             end_s: self._compute(iteration, Phase.BACKWARD, end_s - begin_s)
             for begin_s, end_s in pairwise([0.0, *moments_s])
         }
         self.ends.append(piece_of[moments_s[-1]])
-        under_way, last = list[int](), dict[int, int]()
-        for unit, moment_s in zip(self._units, come_s, strict=True):
+        new_units, last = list[int](), dict[int, int]()
+        for unit, moment_s in zip(self._units, complete_s, strict=True):
             place, lane = len(self._nodes), self._lane_of[unit.route, unit.stream]
-            self._nodes.append(self._sent(iteration, unit, lane))
+            self._nodes.append(self._unit_node(iteration, unit, lane))
             self._edges.append((piece_of[moment_s], place, 0.0))
             if lane in last:
                 self._edges.append((last[lane], place, 0.0))
             last[lane] = place
-            under_way.append(place)
-        self._under_way = under_way
+            new_units.append(place)
+        self._previous_units = new_units
 
     def _compute(self, iteration: int, phase: Phase, seconds: float) -> int:
         place = len(self._nodes)
         self._nodes.append(
             ReplayNode(lane=0, activity=Activity.COMPUTE, phase=phase, rank=0, iteration=iteration, fixed_s=seconds)
         )
-        if self._computed is not None:
-            self._edges.append((self._computed, place, 0.0))
-        self._computed = place
+        if self._last_compute is not None:
+            self._edges.append((self._last_compute, place, 0.0))
+        self._last_compute = place
         return place
 
-    def _sent(self, iteration: int, unit: ScheduledUnit, lane: int) -> ReplayNode:
+    def _unit_node(self, iteration: int, unit: ScheduledUnit, lane: int) -> ReplayNode:
         link = self._link
         works = [ResourceDemand(server=LINK, seconds=unit.n_bytes * link.beta_s_per_byte)]
         if link.host_s > 0.0:

@@ -1,8 +1,8 @@
-"""Training loops on one GPU that differ in what reduces their gradients.
+"""Training loops on one GPU that differ in how gradients are reduced.
 
-With one rank Sirtaki reduces nothing. So that its cost can be measured on one GPU, the two contenders of Sirtaki's make
-the reducers that a job of several ranks would have: hooks, packing on a side stream, an all-reduce for each unit on
-several communicators, and gradients that are views of the flat buffer.
+With one rank, Sirtaki reduces nothing. To measure its cost on one GPU, `Optimizer` and `Attached` create the reducers
+of a job with several ranks: hooks, packing on a side stream, an all-reduce per unit on several communicators, and
+gradients that are views of the flat buffer.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class OneRank:
     """A training loop without synchronisation."""
 
     def __init__(self, place: Place, made: GpuModel) -> None:
-        """Args: `made` is the model and its batch."""
+        """Create the optimizer. `made` is the model and its batch."""
         self.place = place
         self.model, self.batch = made
         self.forward: nn.Module = self.model
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE)
 
     def step(self) -> None:
-        """Run one training step. Nothing in it waits for the GPU."""
+        """Run one training step. Does not wait for the GPU."""
         self.forward(self.batch).float().square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -55,7 +55,7 @@ class OneRank:
 
 
 class GpuDdp(OneRank):
-    """PyTorch's DistributedDataParallel. `open_group` comes first."""
+    """PyTorch's DistributedDataParallel. Call `open_group` first."""
 
     def __init__(self, place: Place, made: GpuModel) -> None:
         """Wrap the model. Collective."""
@@ -72,7 +72,7 @@ class Optimizer(OneRank):
         Args:
             place: the GPU.
             made: the model and its batch.
-            postscale: other than 1 makes NCCL launch a kernel even with one rank.
+            postscale: factor on the sums. Unless it is 1, NCCL launches a kernel even with one rank.
         """
         import sirtaki.torch as hvd
         from sirtaki.engine import job
@@ -89,7 +89,7 @@ class Optimizer(OneRank):
             self.optimizer._gradients = gradients  # type: ignore[attr-defined]  # a DistributedOptimizer's
 
     def describe(self) -> str:
-        """Return the setting that runs."""
+        """Return the current setting in words."""
         gradients = self.optimizer._gradients  # type: ignore[attr-defined]  # a DistributedOptimizer's
         return str(gradients.reducers[0].tuning.knobs.describe())
 
@@ -115,7 +115,7 @@ class GpuAttached(GpuDdp):
         model, current = self.forward, job.current()
         assert isinstance(model, nn.parallel.DistributedDataParallel)
         ddp.attach(model)
-        if current.size == 1:  # what attach() does for several ranks
+        if current.size == 1:  # like attach() with several ranks
             options = ReducerOptions(reduction=Reduction(), unused_as_none=True)
             named = list(self.model.named_parameters())
             self._gradients = ddp.DdpGradients(current, current.rank_sets[GLOBAL], named, passes=1, options=options)

@@ -1,4 +1,4 @@
-"""Networks of the size that people train on GPUs, made of torch's own parts, with a batch each."""
+"""Networks of a size that is common on GPUs, made of PyTorch's own modules, each with a batch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Bottleneck(nn.Module):
             self.around = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """`(n, inputs, h, w)` → `(n, 4 * width, h / stride, w / stride)`."""
+        """Map `(n, inputs, h, w)` to `(n, 4 * width, h / stride, w / stride)`."""
         return torch.relu(self.path(images) + self.around(images))
 
 
@@ -56,7 +56,7 @@ def resnet50_like(device: torch.device, *, batch: int = 64, pixels: int = 224) -
 
 
 class TokenModel(nn.Module):
-    """An embedding, transformer layers, and a projection onto the vocabulary (BERT) or not."""
+    """An embedding, transformer layers, and a projection onto the vocabulary. Causal (GPT-2) or not (BERT)."""
 
     def __init__(self, *, vocabulary: int, width: int, layers: int, length: int, causal: bool) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class TokenModel(nn.Module):
         self.causal = causal
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """`(n, length)` token numbers → `(n, length, vocabulary)`."""
+        """Map `(n, length)` token numbers to `(n, length, vocabulary)` logits."""
         length = tokens.shape[1]
         hidden = self.tokens(tokens) + self.places(torch.arange(length, device=tokens.device))
         mask = nn.Transformer.generate_square_subsequent_mask(length, device=tokens.device) if self.causal else None
@@ -105,17 +105,17 @@ GPU_MODELS: Mapping[str, Callable[[torch.device], GpuModel]] = {
     "bert-base-like": bert_base_like,
     "gpt2-like": gpt2_like,
 }
-"""What step times are taken of."""
+"""Models whose steps are timed."""
 
 
 def models_for(*, dry: bool) -> Mapping[str, Callable[[torch.device], GpuModel]]:
-    """Return the models, which are small in a dry run."""
+    """Return the models whose steps are timed. They are small in a dry run."""
     if not dry:
         return GPU_MODELS
     return {"small-mlp": small_mlp, "token-model": tiny_tokens}
 
 
 def tiny_tokens(device: torch.device) -> GpuModel:
-    """Make a transformer that a processor trains in milliseconds."""
+    """Make a transformer that a CPU trains in milliseconds."""
     model = TokenModel(vocabulary=50, width=64, layers=1, length=8, causal=True)
     return model.to(device), torch.randint(0, 50, (2, 8), device=device)

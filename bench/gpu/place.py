@@ -1,6 +1,6 @@
-"""The GPU of one rank, as the parts of `bench.gpu` use it. A dry run replaces it by `fakes.dry_gpu.DryPlace`.
+"""The GPU of one rank, as the parts of `bench.gpu` use it. A dry run uses `fakes.dry_gpu.DryPlace` instead.
 
-Everything that only CUDA can do is in this class, so that parts have no other branch for a dry run.
+All calls that need CUDA are in this class, so that parts need no branches for a dry run.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from sirtaki.comm.router import Router
 from sirtaki.errors import CommError
 
 NCCL_GROUP = getattr(dist, "ProcessGroupNCCL", None)
-"""PyTorch's class, before a dry run replaces it; None in builds without NCCL."""
+"""PyTorch's original class, because a dry run replaces it. None in builds without NCCL."""
 
 TIMEOUT_S = 20.0
-"""Seconds after which an operation of NCCL's counts as lost."""
+"""Timeout of NCCL's operations in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One kernel, as the profiler has seen it.
+    """One kernel launch in a profile.
 
     Attributes:
-        name: of the kernel.
-        stream: number of its CUDA stream.
-        grid: thread blocks in the first dimension; of an NCCL kernel its channels (CTAs).
-        begin_s, end_s: on the GPU's clock.
+        name: name of the kernel.
+        stream: number of the CUDA stream.
+        grid: number of thread blocks in the first dimension; for an NCCL kernel, the number of channels (CTAs).
+        begin_s, end_s: times in seconds on the GPU's clock.
     """
 
     name: str
@@ -56,10 +56,10 @@ class Place:
     """GPU 0 of this process.
 
     Attributes:
-        dry: no GPU is there, and figures mean nothing.
-        device: as the synchroniser uses it.
-        backend: of the process groups that DDP is compared with.
-        logs: folder for files that libraries write.
+        dry: true in a dry run, which has no GPU and whose figures mean nothing.
+        device: the GPU as the synchroniser uses it.
+        backend: backend of PyTorch's process group, for DDP.
+        logs: existing folder for files that libraries write.
     """
 
     dry = False
@@ -67,7 +67,7 @@ class Place:
     device: Device
 
     def __init__(self, logs: Path) -> None:
-        """Initialise CUDA. `logs` exists."""
+        """Initialise CUDA."""
         from sirtaki.comm.device import cuda_device
 
         self.logs = logs
@@ -76,36 +76,36 @@ class Place:
 
     @property
     def torch_device(self) -> torch.device:
-        """Device of models and tensors."""
+        """Return the device of models and tensors."""
         return self.device.torch_device
 
     def facts(self) -> dict[str, Any]:  # Any: what JSON can hold
         """Describe the GPU and the software on it."""
         properties = torch.cuda.get_device_properties(0)
         query = ["nvidia-smi", "--query-gpu=driver_version,compute_mode", "--format=csv,noheader"]
-        told = subprocess.run(query, capture_output=True, text=True, timeout=10, check=False).stdout.split(",")
+        fields = subprocess.run(query, capture_output=True, text=True, timeout=10, check=False).stdout.split(",")
         return {
             "gpu": properties.name,
             "memory_bytes": properties.total_memory,
             "multiprocessors": properties.multi_processor_count,
             "capability": f"{properties.major}.{properties.minor}",
-            "driver": told[0].strip(),
-            "compute_mode": told[-1].strip(),
+            "driver": fields[0].strip(),
+            "compute_mode": fields[-1].strip(),
             "cuda": torch.version.cuda,
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]  # torch's
         }
 
-    # ── what carries units ───────────────────────────────────────────────────────────────────────────────────────
+    # ── transport of units ───────────────────────────────────────────────────────────────────────────────────────
 
     def opener(self, control: ControlPlane) -> Opener:
-        """Return what makes NCCL communicators. Collective.
+        """Return the opener of NCCL communicators for these ranks. Collective.
 
         Raises:
-            CommError: NCCL cannot join these ranks; the log says why.
+            CommError: NCCL cannot connect these ranks. The log has the reason.
         """
         found = find_nccl(control, self.device, forced=True, timeout_s=TIMEOUT_S)
         if found is None:
-            raise CommError("NCCL does not join the GPUs of these ranks")
+            raise CommError("NCCL cannot connect the GPUs of these ranks; see the log")
         return found
 
     def router(self, control: ControlPlane, opener: Opener | None) -> Router:
@@ -115,11 +115,11 @@ class Place:
     # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def sleep(self, seconds: float) -> None:
-        """Keep the current stream busy for about so long. Non-blocking."""
+        """Keep the current stream busy for about `seconds`. Non-blocking."""
         torch.cuda._sleep(int(seconds * 1.5e9))  # cycles of an SM, whose clock is between 1 and 2 GHz
 
     def seconds(self, work: Callable[[], object], times: int) -> float:
-        """Return seconds of a call by the GPU's clock, over `times` calls in a row."""
+        """Return seconds per call on the GPU's clock, averaged over `times` consecutive calls."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch's
         torch.cuda.synchronize()
         begin.record()
@@ -130,14 +130,14 @@ class Place:
         return float(begin.elapsed_time(end)) / 1e3 / times
 
     def next_iteration(self) -> None:
-        """Call at the end of each training step; a dry run counts them."""
+        """Mark the end of a training step. Only a dry run needs it."""
 
     def verify(self) -> None:
-        """Fail if a dry run has found something since the last call, such as two accesses that nothing orders."""
+        """Fail if a dry run has found a problem since the last call, such as two unordered accesses to a tensor."""
 
     @contextmanager
     def synchronisations(self) -> Iterator[list[str]]:
-        """Collect the calls inside that make the host wait for the GPU."""
+        """Collect the calls in the body that make the host wait for the GPU."""
         found: list[str] = []
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -150,7 +150,7 @@ class Place:
 
     @contextmanager
     def kernels(self) -> Iterator[list[Kernel]]:
-        """Collect the kernels that are launched inside, by PyTorch's profiler."""
+        """Collect the kernels that the body launches, by PyTorch's profiler."""
         found: list[Kernel] = []
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profile:
@@ -172,17 +172,17 @@ class Place:
     # ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def used_bytes(self) -> int:
-        """Return the GPU's memory in use by all processes, which includes what NCCL allocates."""
+        """Return the bytes of GPU memory that all processes use, including NCCL's allocations."""
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
         return total - free
 
     def allocated_bytes(self) -> int:
-        """Return the bytes that PyTorch's allocator holds for tensors now."""
+        """Return the bytes of PyTorch's allocator that tensors occupy now."""
         return torch.cuda.memory_allocated()
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
-        """Return the most bytes that PyTorch's allocator holds for tensors while `work` runs."""
+        """Return the largest number of bytes of PyTorch's allocator that tensors occupy while `work` runs."""
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -192,30 +192,30 @@ class Place:
         return torch.cuda.max_memory_allocated()
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Return whether host memory is page-locked."""
+        """Return whether a tensor in host memory is page-locked."""
         return tensor.is_pinned()
 
     # ── CUDA graphs ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def capture(self, work: Callable[[], object]) -> Callable[[], object]:
-        """Return the replay of a CUDA graph of `work`, captured in the mode that forbids some calls in all threads."""
+        """Capture `work` as a CUDA graph and return its replay. Meanwhile CUDA forbids some calls in all threads."""
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # what must not be captured, such as the first use of cuBLAS
+        with torch.cuda.stream(stream):  # run once before, because the first use of cuBLAS cannot be captured
             work()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             work()
-            time.sleep(0.3)  # so that the watchdog and other threads run while the capture is open
+            time.sleep(0.3)  # so that Sirtaki's watchdog and threads run during the capture
         return graph.replay
 
 
 def open_place(logs: Path, *, dry: bool) -> Place:
-    """Return the GPU, or in a dry run what plays one."""
+    """Return the GPU, or in a dry run its replacement."""
     if not dry:
         return Place(logs)
     from fakes.dry_gpu import DryPlace
 
-    played: Place = DryPlace(logs)
-    return played
+    fake: Place = DryPlace(logs)
+    return fake

@@ -1,7 +1,7 @@
-"""Start the ranks of each part, end them in time, and write what they report: one line of JSON for each part.
+"""Start the ranks of each part, enforce its time limit, and write one line of JSON with the results of each part.
 
-The process of the runner imports PyTorch and Sirtaki once and never calls CUDA, so that it can fork ranks that need not
-import anything. Rank 0 rewrites its report after each check. What was checked before a part hangs or crashes is kept.
+The runner imports PyTorch and Sirtaki once and never calls CUDA. So it can fork ranks, which need no imports. Rank 0
+rewrites its report after each check, so that checks before a hang or a crash are kept.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from bench.lib.harness import RAW, REPOSITORY, RESULTS, Report
 from sirtaki.machine import ReservedPorts
 
 KILL_AFTER_S = 4.0
-"""Seconds of a part's limit that are left when its ranks get SIGINT, before they are killed."""
+"""Seconds from SIGINT to SIGKILL for ranks that exceed their part's limit. SIGKILL is sent at the limit."""
 
 PORTS = ("MASTER_PORT", "BENCH_GPU_GROUP_PORT")
-"""Environment variables with free ports: of Sirtaki's ranks, and of PyTorch's default process group."""
+"""Environment variables with free ports: for Sirtaki's ranks, and for PyTorch's default process group."""
 
 
 class SkippedError(Exception):
@@ -45,17 +45,17 @@ class SkippedError(Exception):
 
 
 class RankRun:
-    """One rank of a part that runs.
+    """State of one rank while a part runs.
 
     Attributes:
         place: the GPU.
-        rank, size: of this process.
-        ends_s: `time.monotonic()` at which the part should be over, with some seconds to spare.
+        rank, size: rank of this process, and number of ranks.
+        ends_s: `time.monotonic()` at which the part should end, some seconds before its limit.
         report: figures and bars, filled by the part on rank 0.
     """
 
     def __init__(self, name: str, place: Place, *, rank: int, size: int, limit_s: float, path: Path) -> None:
-        """Args: `path` is where rank 0 writes, `limit_s` the part's limit."""
+        """Start the clock of the part, whose limit is `limit_s`. The report is written to `path`."""
         self.place, self.rank, self.size = place, rank, size
         self.report = Report(name=name)
         self.began_s = time.monotonic()
@@ -64,8 +64,8 @@ class RankRun:
         self._path = path
 
     @property
-    def control(self) -> Any:  # Any: ControlPlane; Sirtaki is imported by the parts that need it
-        """The control plane of these ranks. The first use initialises Sirtaki. Collective."""
+    def control(self) -> Any:  # Any: ControlPlane, because only parts import Sirtaki
+        """Return the control plane of these ranks. The first use initialises Sirtaki. Collective."""
         import sirtaki.torch as hvd
         from sirtaki.engine import job
 
@@ -73,28 +73,28 @@ class RankRun:
         return job.current().control
 
     def left_s(self) -> float:
-        """Return the seconds that are left to this part."""
+        """Return the remaining seconds of this part."""
         return self.ends_s - time.monotonic()
 
     def until(self, share: float) -> Callable[[], bool]:
-        """Return a function that tells whether `share` of the remaining time is not over. Collective.
+        """Return a function that returns true until `share` of the remaining time has passed.
 
-        The function is collective, too: rank 0's clock decides.
+        The returned function is collective, because rank 0's clock decides.
         """
         end_s = time.monotonic() + share * self.left_s()
 
         def goes_on() -> bool:
-            mine = time.monotonic() < end_s
-            return mine if self.size == 1 else bool(self.control.broadcast(mine))
+            has_time = time.monotonic() < end_s
+            return has_time if self.size == 1 else bool(self.control.broadcast(has_time))
 
         return goes_on
 
     @contextmanager
     def check(self, what: str) -> Iterator[dict[str, Any]]:
-        """Run a check. What it raises makes it fail, and the part goes on.
+        """Run the body as a check. If it raises, the check fails and the part continues.
 
         Yields:
-            Details of the check, filled by the body.
+            A dict of details, to be filled by the body.
         """
         begin_s, entry = time.monotonic(), {"check": what, "ok": True}
         details: dict[str, Any] = {}
@@ -112,7 +112,7 @@ class RankRun:
         self.write()
 
     def skip(self, reason: str) -> None:
-        """End the part, because something that it needs is not there.
+        """End the part because a requirement is missing.
 
         Raises:
             SkippedError: always.
@@ -120,7 +120,7 @@ class RankRun:
         raise SkippedError(reason)
 
     def write(self, **more: Any) -> None:
-        """Write the report on rank 0, the failed checks of another rank beside it."""
+        """Write the report of rank 0. Further ranks write only failed checks, to their own files."""
         failed = [check for check in self._checks if not check["ok"]]
         if self.rank and not failed:
             return
@@ -132,7 +132,7 @@ class RankRun:
 
 
 def _plain(value: Any) -> Any:
-    """Return the same as JSON can hold it."""
+    """Return the value converted to types that JSON supports."""
     if isinstance(value, Mapping):
         return {key if isinstance(key, str) else str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple | set):
@@ -147,12 +147,12 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ProcessEnd:
-    """How a rank ended.
+    """End of a rank's process.
 
     Attributes:
         status: exit status; -9 = killed.
-        at_s: `time.monotonic()`.
-        output: what it printed.
+        at_s: `time.monotonic()` of the exit.
+        output: standard output and standard error.
     """
 
     status: int
@@ -165,15 +165,15 @@ Judge = Callable[[dict[str, Any], Sequence[ProcessEnd]], None]
 
 @dataclass(frozen=True, kw_only=True)
 class BenchPart:
-    """One part.
+    """One part: a module of `bench.gpu.parts`, and how its ranks are started.
 
     Attributes:
-        name: as in `--only`; its module is `bench.gpu.parts.NAME`, with a function `run(run: RankRun)`.
-        limit_s: after so long it is ended.
-        ranks: so many processes share the GPU.
-        env: of its ranks.
-        mps: its ranks go through CUDA's Multi-Process Service, if that is there.
-        judged: some rank is meant to die; `judge(found, ends)` of the module decides, not the exit statuses.
+        name: name of the module and value of `--only`. The module has a function `run(run: RankRun)`.
+        limit_s: time limit in seconds.
+        ranks: number of processes that share the GPU.
+        env: environment variables of the ranks.
+        mps: whether the ranks use CUDA's Multi-Process Service, if it is available.
+        judged: whether a rank is meant to die. Then the module's `judge(found, ends)` decides, not exit statuses.
     """
 
     name: str
@@ -185,10 +185,10 @@ class BenchPart:
 
 
 UNTUNED = {"SIRTAKI_WARMUP_ITERATIONS": "0", "SIRTAKI_STREAMS": "4"}
-"""One setting with several streams throughout, so that all ranks and contenders are compared in the same one."""
+"""One fixed setting with several streams, so that all contenders run with the same setting."""
 
 NCCL = {"SIRTAKI_TRANSPORT": "nccl"}
-"""NCCL carries gradients although ranks share a GPU."""
+"""Use NCCL although ranks share a GPU."""
 
 PARTS = (
     BenchPart(name="environment", limit_s=15),
@@ -199,11 +199,11 @@ PARTS = (
     BenchPart(name="kernels", limit_s=30, ranks=2, mps=True, env=NCCL | UNTUNED),
     BenchPart(name="steps", limit_s=60, env=UNTUNED),
     BenchPart(name="memory", limit_s=20, env=UNTUNED),
-    # Without MPS, whose server need not survive that a client is killed.
+    # Without MPS, because its server may die when a client is killed.
     BenchPart(name="failures", limit_s=20, ranks=2, env=NCCL | UNTUNED, judged=True),
     BenchPart(name="eager", limit_s=20, ranks=2, mps=True),
 )
-"""In this order. Their limits add up to 330 s."""
+"""All parts in the order in which they run. Their limits add up to 330 s."""
 
 EVERY_RANK = {
     "OMP_NUM_THREADS": "1",
@@ -217,22 +217,22 @@ EVERY_RANK = {
 
 
 class Runner:
-    """Runs parts one after the other.
+    """Runs parts in sequence.
 
     Attributes:
-        folder: for results.
-        lines: the file with one line of JSON for each part.
+        folder: folder for results.
+        lines: file with one line of JSON for each part.
     """
 
     def __init__(self, folder: Path, *, dry: bool, slack: float) -> None:
-        """Args: `slack` multiplies the limits."""
+        """Create the folder. `slack` multiplies the parts' limits."""
         self.folder, self._dry, self._slack = folder, dry, slack
         folder.mkdir(parents=True, exist_ok=True)
         self.lines = folder / "results.jsonl"
         self._mps: MultiProcessService | None = None
 
     def run(self, part: BenchPart) -> dict[str, Any] | None:
-        """Run a part and append its line. Return the line; None in the process of a rank that has ended its part."""
+        """Run a part and append its line. Return the line. In a rank's process, return None after the part."""
         with ReservedPorts(len(PORTS)) as reserved:
             ports = {name: str(reserved.first + number) for number, name in enumerate(PORTS)}
             return self._run(part, EVERY_RANK | dict(part.env) | ports)
@@ -263,7 +263,7 @@ class Runner:
         return line
 
     def close(self) -> None:
-        """End what runs for several parts."""
+        """End the Multi-Process Service."""
         if self._mps is not None:
             self._mps.close()
 
@@ -283,7 +283,7 @@ class Runner:
         sys.argv[:] = [f"bench.gpu {part.name}"]
 
     def _run_rank(self, part: BenchPart, rank: int, limit_s: float) -> None:
-        """Run the part's function. What it raises ends this process as it would end a script."""
+        """Run the part's function. An exception ends this process, as in a script."""
         path = self.folder / f"{part.name}.{rank}.found"
         place = open_place(self.folder, dry=self._dry)
         run = RankRun(part.name, place, rank=rank, size=part.ranks, limit_s=limit_s, path=path)
@@ -308,10 +308,10 @@ class Runner:
     def _wait(
         self, part: BenchPart, children: dict[int, int], deadline_s: float
     ) -> tuple[list[ProcessEnd | None], bool]:
-        """Wait for the ranks. At the deadline less some seconds they get SIGINT, at the deadline SIGKILL.
+        """Wait for the ranks. Send SIGINT some seconds before the deadline, and SIGKILL at the deadline.
 
         Returns:
-            How each rank ended, None if it was killed; and whether they ended by themselves.
+            The end of each rank, None if it was killed at the deadline; and whether no rank needed a signal.
         """
         ends: list[ProcessEnd | None] = [None] * len(children)
         left, interrupted = dict(children), False
@@ -338,7 +338,7 @@ class Runner:
     def _line(
         self, part: BenchPart, ends: Sequence[ProcessEnd | None], seconds: float, *, in_time: bool
     ) -> dict[str, Any]:
-        """Judge a part by what its ranks have written and by how they have ended."""
+        """Return the part's line: the ranks' reports, and the status that follows from checks and exits."""
         reports = [self.folder / f"{part.name}.{rank}.found" for rank in range(part.ranks)]
         found = [json.loads(path.read_text()) if path.exists() else {} for path in reports]
         checks = [check for each in found for check in each.get("checks", [])]
@@ -362,7 +362,7 @@ class Runner:
 
 
 def _kill(pid: int) -> None:
-    """Kill a process and all that it has started."""
+    """Kill a process and all its descendants."""
     try:
         process = psutil.Process(pid)
         family = [*process.children(recursive=True), process]
@@ -376,18 +376,18 @@ def _kill(pid: int) -> None:
 
 
 class MultiProcessService:
-    """CUDA's Multi-Process Service, by which kernels of two processes run on one GPU at the same time.
+    """CUDA's Multi-Process Service (MPS). It lets kernels of two processes run on one GPU at the same time.
 
     Attributes:
-        environment: variables with which a process goes through it; empty where it is not there or does not work.
+        environment: variables with which a process uses MPS; empty if MPS is not installed or does not work.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Start the daemon if it is there, and try it."""
+        """Start the daemon if it is installed, and test it."""
         self.environment: dict[str, str] = {}
         self._daemon = shutil.which("nvidia-cuda-mps-control")
         if self._daemon is None:
-            print("MPS: not there; ranks that share the GPU take turns", flush=True)
+            print("MPS: not installed; kernels of ranks that share the GPU run in turns", flush=True)
             return
         folder.mkdir(parents=True, exist_ok=True)
         self._variables = {
@@ -398,7 +398,7 @@ class MultiProcessService:
             self._call([self._daemon, "-d"])
             self._probe()
         except (OSError, subprocess.SubprocessError) as err:
-            print(f"MPS: does not work here, ranks that share the GPU take turns: {err}", flush=True)
+            print(f"MPS: does not work ({err}); kernels of ranks that share the GPU run in turns", flush=True)
             self.close()
         else:
             self.environment = self._variables
@@ -409,10 +409,10 @@ class MultiProcessService:
         subprocess.run(command, env=variables, check=True, timeout=12, stdout=subprocess.DEVNULL, **options)
 
     def _probe(self) -> None:
-        """Compute something through the daemon, in a process that is forked for it.
+        """Compute a sum through the daemon in a forked process.
 
         Raises:
-            ChildProcessError: it did not work within some seconds.
+            ChildProcessError: the process failed, or took longer than 8 seconds.
         """
         if (pid := os.fork()) == 0:
             try:
@@ -429,7 +429,7 @@ class MultiProcessService:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         if not done[0] or done[1]:
-            raise ChildProcessError("a process that goes through it cannot compute")
+            raise ChildProcessError("a process that uses MPS cannot compute")
 
     def close(self) -> None:
         """End the daemon."""
@@ -444,12 +444,16 @@ class MultiProcessService:
 
 
 def main() -> int:
-    """Run the selected parts. Return 0 if all of them passed, else 1. Status 2 (no GPU) comes from `bench/gpu.sh`."""
+    """Run the selected parts. Return 0 if all passed, else 1. `bench/gpu.sh` returns 2 itself if there is no GPU."""
     flags = argparse.ArgumentParser(prog="bench/gpu.sh", description=sys.modules["bench.gpu"].__doc__)
     flags.formatter_class = argparse.RawDescriptionHelpFormatter
-    flags.add_argument("--only", nargs="+", metavar="PART", choices=[part.name for part in PARTS], help="these parts")
+    flags.add_argument(
+        "--only", nargs="+", metavar="PART", choices=[part.name for part in PARTS], help="run only these parts"
+    )
     flags.add_argument("--dry-run", action="store_true", help="run without a GPU, on a fake one")
-    flags.add_argument("--out", type=Path, default=RAW / "gpu", metavar="FOLDER", help="for results (%(default)s)")
+    flags.add_argument(
+        "--out", type=Path, default=RAW / "gpu", metavar="FOLDER", help="folder for results (%(default)s)"
+    )
     flags.add_argument("--slack", type=float, default=1.0, metavar="FACTOR", help="multiply all limits")
     flags.add_argument("--save", action="store_true", help="keep the results of passed parts in bench/results/gpu")
     args = flags.parse_args()
@@ -460,16 +464,16 @@ def main() -> int:
     lines = []
     for part in chosen:
         line = runner.run(part)
-        if line is None:  # this is a rank, whose part is over
+        if line is None:  # this process is a rank that has finished its part
             return 0
         lines.append(line)
         failed = [check["check"] for check in line["checks"] if not check["ok"]]
-        told = f"{part.name}: {line['status']}, {line['seconds']:.1f} s" + (f"; failed: {failed}" if failed else "")
-        print(told, flush=True)
+        summary = f"{part.name}: {line['status']}, {line['seconds']:.1f} s" + (f"; failed: {failed}" if failed else "")
+        print(summary, flush=True)
         if args.save and line["status"] == "passed" and not args.dry_run:
             _keep(line)
         if part.name == "environment" and not (line["checks"] and line["checks"][0]["ok"]):
-            print("bench/gpu.sh: the other parts are left out, as nothing can be computed here", flush=True)
+            print("bench/gpu.sh: skipping all further parts, because the GPU cannot compute", flush=True)
             break
     runner.close()
     seconds = sum(line["seconds"] for line in lines)
@@ -479,14 +483,14 @@ def main() -> int:
 
 
 def _load() -> None:
-    """Import what ranks need, so that they can be forked from this process, which must not have threads then."""
-    import torch._dynamo  # noqa: F401  # which the first optimizer of a process loads
+    """Import the modules that ranks need, so that ranks can be forked. Warn if imports started threads."""
+    import torch._dynamo  # noqa: F401  # because the first optimizer of a process imports it
 
     import sirtaki.torch  # noqa: F401
 
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
-        print(f"bench/gpu.sh: {threads} threads were started by imports; forked ranks may hang", flush=True)
+        print(f"bench/gpu.sh: imports started {threads - 1} threads; forked ranks may hang", flush=True)
 
 
 def _keep(line: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A cluster on one machine: nodes with their own host names, a link rate for each node, and a cap on every single flow.
+"""A cluster emulated on one machine: nodes with host names, a rate for each node's link, and a cap on each flow.
 
 Clouds cap a TCP flow far below the link rate (AWS: 5-10 of 25-100 Gbit/s). This module emulates such a network, at
 rates that two cores can carry.
@@ -39,9 +39,10 @@ ACK_CLASS = 0x2
 OTHER_CLASS = 0x3
 
 CUT = "bfifo limit 1"
-"""A queue without room for any packet; see `NetLab.hurt`."""
+"""Queue without room for a packet, for `NetLab.hurt`."""
 
 WHOLE = "pfifo limit 1000"
+"""Ordinary queue, for `NetLab.hurt`."""
 
 
 class LabError(RuntimeError):
@@ -50,13 +51,13 @@ class LabError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabShape:
-    """The properties of an emulated cluster.
+    """Properties of an emulated cluster.
 
     Attributes:
         nodes: number of nodes.
         link_bits_per_s: rate of each node's link, in each direction.
         flow_bits_per_s: maximum rate of one TCP connection in one direction.
-        delay_s: delay of every packet, once on its path.
+        delay_s: one-way delay of every packet.
     """
 
     nodes: int = 4
@@ -79,7 +80,7 @@ NETWORKS = {
     "capped": LabShape(link_bits_per_s=400 * MBIT, flow_bits_per_s=100 * MBIT),
     "equal": LabShape(link_bits_per_s=200 * MBIT, flow_bits_per_s=200 * MBIT),
 }
-"""Four nodes, used by most benchmarks."""
+"""Emulated clusters of four nodes that most benchmarks use."""
 
 
 def why_unavailable() -> str | None:
@@ -100,10 +101,10 @@ def need_cluster() -> None:
 
 
 class NetLab:
-    """An emulated cluster. A context manager builds it on entry and removes it on exit.
+    """An emulated cluster. As a context manager, it is built on entry and removed on exit.
 
     Raises:
-        LabError: this machine cannot emulate it, or a setup command failed; the message has the reason.
+        LabError: this machine cannot emulate a cluster, or a setup command failed. The message has the reason.
     """
 
     def __init__(self, shape: LabShape = LabShape()) -> None:
@@ -115,11 +116,11 @@ class NetLab:
         self._init_pid = 0  # as seen from outside
 
     def address(self, node: int) -> str:
-        """The IPv4 address of a node."""
+        """Return the IPv4 address of a node."""
         return f"10.77.0.{node + 1}"
 
     def hostname(self, node: int) -> str:
-        """The host name of a node, resolvable on all of them."""
+        """Return the host name of a node. All nodes can resolve it."""
         return f"sirtaki-n{node}"
 
     def __enter__(self) -> "NetLab":
@@ -144,9 +145,9 @@ class NetLab:
         self.close()
 
     def close(self) -> None:
-        """End every process in the lab, and with them the namespaces; harmless when called twice."""
+        """End all processes in the lab, which removes the namespaces. Idempotent."""
         if self._switch is not None:
-            self._switch.kill()  # its child, the namespace's first process, follows, and all others with it
+            self._switch.kill()  # the kernel then kills its child, the first process of the namespace, and so all
             self._switch.communicate()
             self._switch = None
         if self._delays is not None:
@@ -160,17 +161,17 @@ class NetLab:
     def popen(
         self, node: int, argv: Sequence[str], *, env: Mapping[str, str] | None = None, **options: object
     ) -> "subprocess.Popen[str]":
-        """Start a program on a node, in the present working directory; it dies with the lab or with this process.
+        """Start a program on a node, in the current directory. It is killed when the lab or this process ends.
 
         Args:
             node: index of the node.
             argv: program and arguments.
             env: added to this process's environment.
-            options: handed on to `subprocess.Popen`.
+            options: passed to `subprocess.Popen`.
         """
         inner = ["setpriv", "--pdeathsig", "KILL", "env", f"--chdir={os.getcwd()}", *argv]
         command = ["setpriv", "--pdeathsig", "KILL", *self._enter(), *self._enter_node(node), *inner]
-        # Host names and process ids repeat from lab to lab, and MPI names its files after them: each lab has its own.
+        # A separate TMPDIR per lab, because MPI names files by host and process id, which repeat from lab to lab.
         environment = {**os.environ, "TMPDIR": str(self._directory), **(env or {})}
         return subprocess.Popen(command, env=environment, text=True, **options)  # type: ignore[call-overload,no-any-return]
 
@@ -182,18 +183,18 @@ class NetLab:
         env: Mapping[str, str] | None = None,
         timeout_s: float = 600.0,
     ) -> str:
-        """Run an MPI job over all nodes and return what it printed on standard output.
+        """Run an MPI job over all nodes and return its standard output.
 
         Args:
             argv: the program of each rank.
             ranks_per_node: consecutive ranks that share a node.
             env: added to the environment of every rank.
-            timeout_s: after this the job is killed.
+            timeout_s: time after which the job is killed.
 
         Raises:
-            LabError: a rank failed or the time was up; the message holds the end of what the job said.
+            LabError: a rank failed, or the job took too long. The message has the end of the job's output.
         """
-        assert self._directory is not None, "run_ranks() belongs inside the with block"
+        assert self._directory is not None, "run_ranks() must be called inside the with block"
         hosts = ",".join(f"{self.address(node)}:{ranks_per_node}" for node in range(self.shape.nodes))
         mpiexec = [shutil.which("mpiexec") or "mpiexec", "--allow-run-as-root", "--bind-to", "none"]
         network = ["--mca", "btl_tcp_if_include", "eth0", "--prtemca", "prte_if_include", "eth0"]
@@ -223,7 +224,7 @@ class NetLab:
         return str(output)
 
     def _start_namespaces(self, directory: Path) -> None:
-        """Start the switch's and the nodes' namespaces, connected but not shaped yet."""
+        """Start the namespaces of the switch and the nodes, and connect them, without rate limits."""
         hosts = "".join(f"{self.address(node)} {self.hostname(node)}\n" for node in range(self.shape.nodes))
         (directory / "hosts").write_text("127.0.0.1 localhost\n" + hosts)
         names = [self.hostname(node) for node in range(self.shape.nodes)]
@@ -235,7 +236,7 @@ class NetLab:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # Ctrl-C is for us to handle, not for the lab
+            start_new_session=True,  # so that Ctrl-C reaches this process only
         )
         deadline = time.monotonic() + SETUP_TIMEOUT_S
         while not (directory / "ready").exists():
@@ -261,26 +262,26 @@ class NetLab:
         self._delays = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self._delays.stdout is not None
         if self._delays.stdout.readline() != "ready\n":
-            raise LabError("the program that holds packets up ended; what it says stands above")
+            raise LabError("the program that delays packets ended; its error output is above")
 
     def reshape(self, shape: LabShape) -> None:
-        """Change the rate of all links and the cap of each flow while jobs run. A delay does not change."""
+        """Change the rate of all links and the cap of each flow while jobs run. The delay stays."""
         self.shape = shape
         for node in range(shape.nodes):
             self._tc(self._enter_node(node), _as_changes(_uplink(shape)))
             self._tc([], _as_changes(_downlink(shape, f"port{node}")))
 
     def hurt(self, node: int, *, into: str = "", out_of: str = "") -> None:
-        """Change the queue of a node's packets while jobs run. Its link has no rate limit any more.
+        """Replace the queues of a node's packets while jobs run. This removes the rate limit of its link.
 
         Args:
             node: index of the node.
-            into: queue of incoming packets, in terms of tc: `CUT`, `WHOLE`, or "netem delay 200ms loss 5%"; "" =
+            into: queue of incoming packets, as an argument of tc: `CUT`, `WHOLE`, or "netem delay 200ms loss 5%"; "" =
                 unchanged.
             out_of: queue of outgoing packets.
 
         Raises:
-            LabError: this kernel has no such queue.
+            LabError: the kernel does not support the queue.
         """
         if into:
             self._tc([], f"qdisc replace dev port{node} root {into}\n")
@@ -290,17 +291,17 @@ class NetLab:
     @property
     def agent(self) -> Path:
         """Return a program that runs a command on a node, from any node: `agent HOST COMMAND …`."""
-        assert self._directory is not None, "it belongs inside the with block"
+        assert self._directory is not None, "agent must be read inside the with block"
         return self._directory / "agent"
 
     def _tc(self, enter_node: Sequence[str], commands: str) -> None:
         program = ["tc", "-batch", "-"]
         done = subprocess.run([*self._enter(), *enter_node, *program], input=commands, text=True, capture_output=True)
         if done.returncode != 0:
-            raise LabError(f"tc refused the link's shape: {done.stderr.strip()[-1000:]}")
+            raise LabError(f"tc rejected the settings of a link: {done.stderr.strip()[-1000:]}")
 
     def _write_agent(self, directory: Path) -> None:
-        """Return the replacement of ssh for Open MPI's launcher: `agent <host> <command …>`, from inside the lab."""
+        """Write the program that Open MPI's launcher runs instead of ssh: `agent <host> <command …>`."""
         cases = "".join(
             f"{self.address(node)}|{self.hostname(node)}) node={pid};;\n" for node, pid in enumerate(self._node_pids)
         )
@@ -320,9 +321,9 @@ class NetLab:
 
 
 def delaying_switch(ports: Sequence[str], delay_s: float) -> None:
-    """Switch frames between network interfaces, with a delay in seconds. Never returns.
+    """Switch Ethernet frames between network interfaces, with a delay in seconds. Never returns.
 
-    Frames keep the kernel's offload header (virtio's): up to 64 KB that TCP has not segmented yet are one frame.
+    Frames keep the kernel's offload header (virtio's), so a frame can have up to 64 KB that TCP has not yet segmented.
     """
     packet_level, vnet_header, ignore_outgoing, every_protocol = 263, 15, 23, 3  # of linux/if_packet.h
     sockets = []
@@ -341,7 +342,7 @@ def delaying_switch(ports: Sequence[str], delay_s: float) -> None:
         wait_s = max(0.0, under_way[0][0] - time.monotonic()) if under_way else None
         for source in select.select(sockets, [], [], wait_s)[0]:
             frame = source.recv(1 << 17)
-            there[frame[16:22]] = source  # behind virtio's 10 bytes come the addresses, the receiver's first
+            there[frame[16:22]] = source  # virtio's 10 bytes precede the addresses: destination, then source
             under_way.append((time.monotonic() + delay_s, source, frame))
         while under_way and under_way[0][0] <= time.monotonic():
             _, source, frame = under_way.popleft()
@@ -362,7 +363,7 @@ unshare --net --uts --ipc --mount sh -eu -c '
 """
         for node, name in enumerate(hostnames)
     )
-    mtu = "" if bridged else "mtu 9000"  # larger frames, as in clouds' networks: fewer for `delaying_switch`
+    mtu = "" if bridged else "mtu 9000"  # larger frames, as in clouds, so that `delaying_switch` has fewer to copy
     joins = "".join(
         f"""
 tries=0
@@ -379,11 +380,11 @@ nsenter --target $pid --net sh -eu -c '
     bridge = "ip link set lo up\n"
     if bridged:
         bridge += "ip link add bridge type bridge forward_delay 0\nip link set bridge up\n"
-    return f"set -eu\n{bridge}{nodes}{joins}\necho > {place}/ready\nwait\n"  # and buries orphans
+    return f"set -eu\n{bridge}{nodes}{joins}\necho > {place}/ready\nwait\n"  # wait reaps orphans, too
 
 
 def _link_classes(device: str, shape: LabShape) -> str:
-    """Return the classes of both directions: the link, acknowledgements, and traffic other than TCP."""
+    """Return `tc` commands for the classes of either direction: link, acknowledgements, and traffic without TCP."""
     link = shape.link_bits_per_s
     return (
         f"qdisc add dev {device} root handle 1: htb default {OTHER_CLASS:x}\n"
@@ -409,7 +410,7 @@ def _uplink(shape: LabShape) -> str:
 
 
 def _as_changes(commands: str) -> str:
-    """Return commands that change the existing classes."""
+    """Return the commands as changes of existing classes."""
     lines = (line for line in commands.splitlines(keepends=True) if line.startswith("class add"))
     return "".join(line.replace("class add", "class change", 1) for line in lines)
 
@@ -451,7 +452,7 @@ def flow_classifier(*, flows: bool) -> str:
     ports (one port alone would merge all connections of a listening socket). Everything else goes to the default class.
 
     Args:
-        flows: separate flows; otherwise segments with payload go to the default class, too.
+        flows: classify segments with payload by flow. Otherwise they go to the default class.
     """
     ethernet, frame_type, protocol, total_length = 14, 12, 23, 16
     major = 1 << 16

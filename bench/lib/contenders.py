@@ -1,6 +1,6 @@
-"""The contenders of the step benchmarks: PyTorch DDP and Sirtaki, each with its own model, in the same processes.
+"""Contenders of the step benchmarks: PyTorch DDP and Sirtaki in the same processes, each with its own copy of a model.
 
-All contenders have the same model, optimizer and loop. Only the reduction of gradients differs. Every rank must create
+All contenders have equal models, optimizers and loops. Only the reduction of gradients differs. All ranks must create
 the same contenders in the same order.
 """
 
@@ -42,27 +42,28 @@ from sirtaki.comm.plan import GradientLayout, Route
 if TYPE_CHECKING:
     from sirtaki.engine.job import Job
 
-# ── A network over a synchroniser without a tuner, to measure what single settings cost ──────────────────────────────
+# ── a model over a synchroniser without a tuner, to measure single settings ──────────────────────────────────────────
 
 
 class Bare:
-    """Runs given settings and measures their times.
+    """A model over a synchroniser without a tuner. Measures the times of given settings.
 
     Attributes:
-        space: possible settings, and `narrowed` by the probes.
+        space: all settings.
+        narrowed: settings that look promising by the probes.
         default: the untuned setting.
         probes: probes of each route.
-        known: the planners' model; None if no model fits.
+        known: the planners' model; None if no model fits the probes.
     """
 
     def __init__(self, current: Job, model: nn.Module, batch: torch.Tensor, *, only: Route | None = None) -> None:
-        """Train until the order of the gradients is known, then probe as the warm-up does. Collective.
+        """Train until the gradients' order is learned, then probe the links as in the warm-up. Collective.
 
         Args:
             current: the job.
             model: the network.
             batch: its input.
-            only: the only route to use, None = all available routes.
+            only: the only route to use; None = all available routes.
         """
         from sirtaki.comm.gradients.buffers import Reduction
         from sirtaki.comm.gradients.pipeline import GradientPipeline
@@ -110,7 +111,10 @@ class Bare:
         return report
 
     def measure(self, knobs: Knobs) -> tuple[float, float]:
-        """Return span and time of one step with this setting, after an unmeasured one. Collective."""
+        """Run two steps with this setting. Return span and time of the second one in seconds. Collective.
+
+        The span is the shortest over the ranks, the time is the longest.
+        """
         self._sync.use([knobs.to_plan(self.layout)])
         self._step()
         begin_s = time.perf_counter()
@@ -119,7 +123,7 @@ class Bare:
         return float(self._control.minimum(np.array([span_s]))[0]), float(self._control.maximum(np.array([step_s]))[0])
 
     def close(self) -> None:
-        """Collective."""
+        """Close the synchroniser and its transports. Collective."""
         self._sync.close()
         self._router.close()
 
@@ -127,18 +131,18 @@ class Bare:
 # ── The benchmark ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 ModelMaker = Callable[[], tuple[nn.Module, torch.Tensor]]
-LEARNING_RATE = 1e-9  # the weights stay what they are, whatever the number of steps
+LEARNING_RATE = 1e-9  # so small that the weights hardly change
 
 
 class Contender:
-    """One process without synchronisation. Subclasses change how gradients are reduced, not the loop."""
+    """A training loop without synchronisation. Subclasses reduce the gradients, and keep the loop."""
 
     def __init__(self, make_model: ModelMaker) -> None:
         self.model, self.batch = make_model()
         self.forward: nn.Module = self.model
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE)
         self.steps = self.warmup_steps = 0
-        self.sync: Any = None  # what is tuned; None = nothing
+        self.sync: Any = None  # the object that is tuned; None = nothing
 
     def step(self) -> None:
         """Run one training step: forward, backward with synchronisation, update, zeroing. Collective."""
@@ -158,7 +162,7 @@ class Contender:
         return "no synchronisation"
 
     def check_average(self, mean: float) -> None:
-        """Check the emulated model's weights, which start at zero and show whether every gradient was the average.
+        """Check that all gradients of the emulated model were averages, from its weights, which start at zero.
 
         Raises:
             RuntimeError: a gradient was not the average.
@@ -168,14 +172,14 @@ class Contender:
             low, high = float(weight.detach().min()), float(weight.detach().max())
             if not max(abs(low - expected), abs(high - expected)) <= 1e-3 * abs(expected):
                 raise RuntimeError(
-                    f"{type(self).__name__}: weight {index} lies in [{low}, {high}] after {self.steps} steps, "
-                    f"not at {expected}: its gradients were not averages"
+                    f"{type(self).__name__}: gradients were not averages: weight {index} is in [{low}, {high}] after "
+                    f"{self.steps} steps, expected {expected}"
                 )
 
 
 @contextmanager
 def environment(name: str, value: str | None) -> Iterator[None]:
-    """Set one variable temporarily (None: unset it)."""
+    """Set an environment variable in the body. None = unset it."""
     before = os.environ.pop(name, None)
     if value is not None:
         os.environ[name] = value
@@ -203,8 +207,8 @@ class Ddp(Contender):
         Args:
             make_model: the model and its input.
             bucket_mb: bucket size; DDP's default is 25.
-            interfaces: value of `GLOO_SOCKET_IFNAME` when the group is created, None = unset.
-            backend: backend of its process group.
+            interfaces: value of `GLOO_SOCKET_IFNAME` when the group is created; None = unset.
+            backend: backend of DDP's process group.
         """
         super().__init__(make_model)
         register()
@@ -263,11 +267,11 @@ class OverMpi(Contender):
 
     def describe(self) -> str:
         """See `Contender`."""
-        return "a thread over MPI, each gradient by itself"
+        return "one thread over MPI, one all-reduce per gradient"
 
 
 class Attached(Ddp):
-    """DDP with one more line: `sirtaki.torch.ddp.attach(model)`."""
+    """DDP with `sirtaki.torch.ddp.attach(model)`."""
 
     def __init__(self, make_model: ModelMaker, *, bucket_mb: float = 25.0) -> None:
         """Wrap the model and attach.
@@ -283,7 +287,7 @@ class Attached(Ddp):
 
 
 class Sirtaki(Contender):
-    """An ordinary Horovod loop over `sirtaki.torch`."""
+    """A training loop with `sirtaki.torch.DistributedOptimizer`."""
 
     def __init__(
         self,
@@ -298,16 +302,16 @@ class Sirtaki(Contender):
 
         Args:
             make_model: the model and its input.
-            tune: value of the setting.
+            tune: whether the tuner runs.
             overlap_forward: argument of DistributedOptimizer.
             compression: argument of DistributedOptimizer; None = none.
-            fixed: fixed knobs and the tuner's choices, as settings.
+            fixed: further settings, such as fixed knobs.
         """
         import sirtaki.torch as hvd
         from sirtaki.engine import job
 
         super().__init__(make_model)
-        # Settings are a process's, but here a tuned and an untuned optimizer live in one.
+        # Settings hold for a process, but here it has both tuned and untuned optimizers.
         current = job.current()
         settings = current.settings
         current.settings = replace(settings, tune=tune, **fixed)  # type: ignore[arg-type]  # knobs
@@ -341,16 +345,16 @@ class Sirtaki(Contender):
         if self.sync is None:
             return "one rank"
         overlap = self.sync.overlap
-        put_off = "" if overlap is None else ", put off" if overlap.ready else ", not put off"
-        return f"{self.sync.knobs.describe()}{put_off}"
+        deferred = "" if overlap is None else ", deferred" if overlap.ready else ", not deferred"
+        return f"{self.sync.knobs.describe()}{deferred}"
 
 
 def join_gloo(comm: MPI.Comm, *, address: str = "127.0.0.1") -> None:
     """Open PyTorch's default process group over Gloo for the ranks of `comm`. Rank 0 is at `address`. Collective.
 
-    The group is never destroyed. A reducer of DDP that outlives it would destroy it while it holds the interpreter
-    lock, and wait for its threads. One of these may wait for the lock in order to free tensors of a backward pass. This
-    deadlock occurred in one of six runs that ended right after a step (PyTorch 2.13).
+    The group is destroyed only at exit, after garbage collection. A DDP reducer that outlives the group would destroy
+    it while holding the GIL, and wait for the group's threads, one of which may wait for the GIL to free tensors of a
+    backward pass. This deadlock occurred in one of six runs that ended right after a step (PyTorch 2.13).
     """
     timeout = datetime.timedelta(seconds=300)
     store = None

@@ -1,4 +1,4 @@
-"""The training script of `bench.elastic_cost`: no rank is lost, and each step is timed.
+"""Training script of `bench.elastic_cost`. No rank is lost, and each step is timed.
 
 python -m bench.lib.elastic_steady FOLDER SECONDS COMMIT_EVERY STATE_BYTES      started by sirtakirun
 """
@@ -18,10 +18,13 @@ WARM_STEPS = 10
 
 
 def main(folder: str, seconds: str, commit_every: str, state_bytes: str) -> None:
-    """Train, and write seconds of steps, steps during a disk write, commits and written commits to `FOLDER/RANK.json`.
+    """Train, and write times in seconds to `FOLDER/RANK.json`.
+
+    "step" and "commit" are ordinary steps and commits, "beside" are steps while a checkpoint is written, and "due" are
+    commits that are to be written to disk.
 
     Args:
-        folder: folder of the figures; checkpoints are in FOLDER/checkpoints.
+        folder: folder for the times. Checkpoints are in FOLDER/checkpoints.
         seconds: training time.
         commit_every: steps between commits; 0 = never.
         state_bytes: bytes committed in addition to the model and its optimizer.

@@ -1,4 +1,4 @@
-"""The training script whose ranks are killed: a small net that logs each event as a line in a file.
+"""Training script of `bench.elastic`, whose ranks are killed. It logs each event as a line in a file.
 
 python -m bench.lib.elastic_training FOLDER STEPS COMMIT_EVERY      started by sirtakirun
 """
@@ -19,12 +19,12 @@ LAYERS, WIDTH, BATCH = 8, 256, 16
 
 
 class Diary:
-    """The log of one process, `FOLDER/PID.jsonl`. Each line is written at once, so it survives a SIGKILL."""
+    """Log of one process, `FOLDER/PID.jsonl`. Each line is flushed, so that it survives a SIGKILL."""
 
     def __init__(self, folder: Path) -> None:
         self._file = (folder / f"{os.getpid()}.jsonl").open("a", buffering=1)
 
-    def note(self, event: str, **what: int | str) -> None:
+    def log(self, event: str, **what: int | str) -> None:
         """Log `event` with the current time."""
         self._file.write(json.dumps({"event": event, "at_s": time.time(), **what}) + "\n")
 
@@ -49,23 +49,23 @@ def main(folder: str, steps: str, commit_every: str) -> None:
 
     @hvd.elastic.run
     def train(state: hvd.elastic.TorchState) -> None:
-        diary.note("resume", step=state.step, size=hvd.size(), rank=hvd.rank(), hash=digest())
+        diary.log("resume", step=state.step, size=hvd.size(), rank=hvd.rank(), hash=digest())
         while state.step < int(steps):
             optimizer.zero_grad()
             model(torch.randn(BATCH, WIDTH)).square().mean().backward()
             optimizer.step()
             state.step += 1
-            diary.note("step", step=state.step, size=hvd.size())
+            diary.log("step", step=state.step, size=hvd.size())
             if state.step % int(commit_every) == 0:
                 try:
                     state.commit()
                 except HostsUpdatedInterrupt:
-                    diary.note("commit", step=state.step, size=hvd.size(), hash=digest())
+                    diary.log("commit", step=state.step, size=hvd.size(), hash=digest())
                     raise
-                diary.note("commit", step=state.step, size=hvd.size(), hash=digest())
+                diary.log("commit", step=state.step, size=hvd.size(), hash=digest())
 
     train(hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0))
-    diary.note("end", step=int(steps), size=hvd.size())
+    diary.log("end", step=int(steps), size=hvd.size())
     hvd.shutdown()
 
 

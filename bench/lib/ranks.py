@@ -1,7 +1,7 @@
-"""The ranks of a benchmark, started on this host or in the emulated cluster. Each runs its part and returns a result.
+"""Start the ranks of a benchmark on this host or in the emulated cluster, and return rank 0's result.
 
-A script ends in `start(main, on_rank)`. `main` starts ranks of the same script by `run_ranks`, and each of these runs
-`on_rank`. Contenders alternate there by `in_turns`.
+A script ends in `start(main, on_rank)`. `main` calls `run_ranks`, which starts the same script as several ranks. Each
+rank runs `on_rank`, where contenders alternate by `in_turns`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from bench.lib.harness import REPOSITORY, alternate
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# ── from outside ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── in the process that starts ranks ─────────────────────────────────────────────────────────────────────────────────
 
 RESULT_MARK = "BENCH-RESULT "
 RANK_ENV = {
     "OMP_NUM_THREADS": "1",
-    # Freed memory stays with the process, as under a GPU's caching allocator: else a step of any contender may pay for
-    # a fresh page of each gradient or not, as the heap happens to lie.
+    # Freed memory stays with the process, as with a GPU's caching allocator. Otherwise page faults of new gradients
+    # would slow down contenders by chance.
     "MALLOC_TRIM_THRESHOLD_": "8589934592",
     "MALLOC_MMAP_THRESHOLD_": "33554432",
     "SIRTAKI_REGISTRY": "off",
@@ -39,7 +39,7 @@ RANK_ENV = {
 
 
 def rank_env() -> dict[str, str]:
-    """Environment of a benchmark's ranks, in addition to the inherited one: no registry, unless the user sets one."""
+    """Return variables to add to the ranks' environment: `RANK_ENV`, overridden by the user's SIRTAKI_ variables."""
     given = {name: value for name, value in os.environ.items() if name.startswith("SIRTAKI_")}
     return {**RANK_ENV, **given}
 
@@ -50,7 +50,7 @@ def rank_argv(module: str, options: Mapping[str, Any]) -> list[str]:
 
 
 def rank_options() -> dict[str, Any] | None:
-    """Return the options of `rank_argv` if this process is such a rank, else None."""
+    """Return the options of `rank_argv` if this process was started with it, else None."""
     if len(sys.argv) == 3 and sys.argv[1] == "--as-rank":
         return dict(json.loads(sys.argv[2]))
     return None
@@ -65,7 +65,7 @@ def take_result(output: str) -> Any:
     """Return the result that `give_result` printed.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: the output has no result.
     """
     for line in output.splitlines():
         if line.startswith(RESULT_MARK):
@@ -82,12 +82,12 @@ def run_ranks(
     timeout_s: float = 900.0,
     env: Mapping[str, str] | None = None,
 ) -> Any:
-    """Run `module` on several ranks and return the result of rank 0's part.
+    """Run `module` on several ranks and return the result of rank 0's `on_rank`.
 
     Args:
         module: a module that ends in `start`.
         where: number of ranks on this host, or emulated nodes, existing or to be created for this job.
-        options: options of the ranks' part; "master", the address of rank 0, is added.
+        options: options of `on_rank`. The address of rank 0 is added as "master".
         ranks_per_node: number of ranks per emulated node.
         timeout_s: the job is killed after this time.
         env: added to the ranks' environment.
@@ -128,14 +128,13 @@ def start(
     init: bool = True,
     gloo: bool = False,
 ) -> int:
-    """Return the exit status of `main`. In a process that `run_ranks` started, run that rank's part instead.
+    """Run `main` and return its exit status. In a process that `run_ranks` started, run `on_rank` instead.
 
     Args:
-        main: starts the ranks.
-        on_rank: part of a rank, given all ranks and the options. `run_ranks` returns its result on rank 0. It has one
-            thread.
-        init: call `hvd.init()` before.
-        gloo: open PyTorch's process group over Gloo before.
+        main: starts ranks and returns the exit status.
+        on_rank: called with the communicator of all ranks and the options. PyTorch has one thread.
+        init: call `hvd.init()` before `on_rank`.
+        gloo: open PyTorch's process group over Gloo before `on_rank`.
     """
     options = rank_options()
     if options is None:
@@ -174,13 +173,13 @@ def in_turns(
     """Return seconds of a call on the slowest rank, one sample per round, by contender. Collective.
 
     Args:
-        calls: the contenders' calls, which alternate, see `alternate`.
+        calls: the contenders' calls. They alternate, see `alternate`.
         comm: all ranks.
         rounds: number of rounds.
         block: number of consecutive calls whose mean is a sample.
-        before: unmeasured calls before a block. While the other contenders ran, caches were lost and idle connections
-            returned to a small congestion window.
-        ends: called at the end of a block.
+        before: number of unmeasured calls before a block. They are needed because caches and the congestion windows of
+            idle connections shrink while further contenders run.
+        ends: functions that are called at the end of a contender's block and measured with it.
         seed: seed of the order.
     """
 
@@ -202,7 +201,7 @@ def in_turns(
 
 
 def slowest(samples: Mapping[str, list[float]], comm: MPI.Comm) -> dict[str, list[float]]:
-    """Return each sample from the rank with the longest time. Collective."""
+    """Return the longest time of each sample over all ranks. Collective."""
     gathered = comm.allgather(dict(samples))
     return {name: [max(ranks) for ranks in zip(*(one[name] for one in gathered), strict=True)] for name in samples}
 

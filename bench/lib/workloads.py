@@ -1,4 +1,4 @@
-"""Workloads of the benchmarks: layer lists of known networks, and descriptions of clusters.
+"""Workloads of the benchmarks: gradients of well-known networks, and descriptions of clusters.
 
 A workload is a gradient layout in the order of the backward pass, with each gradient's share of the backward time.
 """
@@ -12,9 +12,10 @@ from sirtaki.autotune.model.planning import Cluster
 from sirtaki.autotune.model.simulator import Profile
 from sirtaki.comm.plan import GradientLayout
 
-# ── The networks of the benchmarks as lists of parameters with their compute cost, from their constructi ─────────────
+# ── networks as lists of parameters with their compute cost ──────────────────────────────────────────────────────────
 
 MEMORY_BOUND_MACS = 32.0
+"""Multiply-adds that take as long as a memory-bound operation on one element."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,7 @@ class _NetBuilder:
 
 
 def vgg(depths: tuple[int, int, int, int, int]) -> list[Parameter]:
-    """Simonyan & Zisserman; `depths` are the convolutions of each block."""
+    """Return VGG (Simonyan & Zisserman). `depths`: number of convolutions of each block."""
     net = _NetBuilder()
     channels_in = 3
     for block, (channels, depth) in enumerate(zip((64, 128, 256, 512, 512), depths, strict=True)):
@@ -89,7 +90,7 @@ def vgg(depths: tuple[int, int, int, int, int]) -> list[Parameter]:
 
 
 def resnet(depths: tuple[int, int, int, int]) -> list[Parameter]:
-    """He et al. with bottleneck blocks; `depths` are the blocks of each stage."""
+    """Return ResNet (He et al.) with bottleneck blocks. `depths`: number of blocks of each stage."""
     net = _NetBuilder()
     net.conv_norm("stem", 3, 64, 7, 112)
     channels_in = 64
@@ -109,7 +110,7 @@ def resnet(depths: tuple[int, int, int, int]) -> list[Parameter]:
 
 
 def densenet(depths: tuple[int, int, int, int]) -> list[Parameter]:
-    """Huang et al., growth 32, bottleneck 4; `depths` are the layers of each block."""
+    """Return DenseNet (Huang et al.), growth 32, bottleneck 4. `depths`: number of layers of each block."""
     growth, net = 32, _NetBuilder()
     net.conv_norm("stem", 3, 64, 7, 112)
     channels, side = 64, 56
@@ -131,7 +132,7 @@ def densenet(depths: tuple[int, int, int, int]) -> list[Parameter]:
 
 
 def inception_v4() -> list[Parameter]:
-    """Szegedy et al., figures 3 to 9; 224 × 224 input as in the ASC-WFBP paper."""
+    """Return Inception-v4 (Szegedy et al., figures 3 to 9), with 224 × 224 input as in the ASC-WFBP paper."""
     net = _NetBuilder()
 
     def branch(name: str, channels_in: int, side: int, *layers: tuple[int, int | tuple[int, int]]) -> None:
@@ -142,10 +143,10 @@ def inception_v4() -> list[Parameter]:
     net.conv_norm("stem.0", 3, 32, 3, 111)
     net.conv_norm("stem.1", 32, 32, 3, 109)
     net.conv_norm("stem.2", 32, 64, 3, 109)
-    net.conv_norm("stem.3", 64, 96, 3, 54)  # beside a pooling: 64 + 96 = 160 channels
+    net.conv_norm("stem.3", 64, 96, 3, 54)  # in parallel with a pooling: 64 + 96 = 160 channels
     branch("stem.4a", 160, 52, (64, 1), (96, 3))
     branch("stem.4b", 160, 52, (64, 1), (64, (1, 7)), (64, (7, 1)), (96, 3))
-    net.conv_norm("stem.5", 192, 192, 3, 25)  # beside a pooling: 192 + 192 = 384 channels
+    net.conv_norm("stem.5", 192, 192, 3, 25)  # in parallel with a pooling: 192 + 192 = 384 channels
     for block in range(4):
         name = f"a{block}"
         branch(f"{name}.0", 384, 25, (96, 1))
@@ -180,7 +181,7 @@ def inception_v4() -> list[Parameter]:
 
 
 def xception() -> list[Parameter]:
-    """Chollet, figure 5; 299 × 299 input."""
+    """Return Xception (Chollet, figure 5), with 299 × 299 input."""
     net = _NetBuilder()
 
     def separable(name: str, channels_in: int, channels_out: int, side: int) -> None:
@@ -209,10 +210,10 @@ def xception() -> list[Parameter]:
 
 
 def bert(layers: int, hidden: int, *, tokens: int = 128) -> list[Parameter]:
-    """Devlin et al. with both pre-training heads, as `transformers.BertForPreTraining`; the decoder's weight is tied.
+    """Return BERT (Devlin et al.) with both pre-training heads and tied weights, as `transformers.BertForPreTraining`.
 
-    The tied weight's gradient is complete only after the embedding's backward pass, so it comes last; the decoder's
-    multiplications are charged to the decoder's bias.
+    The gradient of the tied weight is ready last, because it is complete only after the embedding's backward pass. The
+    decoder's multiplications are charged to the decoder's bias.
     """
     vocabulary, net = 30522, _NetBuilder()
     touched = MEMORY_BOUND_MACS * hidden * tokens
@@ -238,7 +239,7 @@ def bert(layers: int, hidden: int, *, tokens: int = 128) -> list[Parameter]:
 
 
 def gpt2(*, layers: int = 12, hidden: int = 768, tokens: int = 1024) -> list[Parameter]:
-    """Radford et al., here the small one, as `transformers.GPT2LMHeadModel`; the head is the tied word embedding."""
+    """Return GPT-2 (Radford et al.) with a tied head, as `transformers.GPT2LMHeadModel`; by default the smallest."""
     vocabulary, net = 50257, _NetBuilder()
     touched = MEMORY_BOUND_MACS * hidden * tokens
     net.add("wte", vocabulary * hidden, touched)
@@ -254,7 +255,7 @@ def gpt2(*, layers: int = 12, hidden: int = 768, tokens: int = 1024) -> list[Par
     net.add("ln_f.weight", hidden, MEMORY_BOUND_MACS * hidden * tokens)
     net.add(
         "ln_f.bias", hidden, vocabulary * hidden * tokens
-    )  # the head's products come before it in the backward pass
+    )  # includes the head's products, which precede it in the backward pass
     return net.parameters
 
 
@@ -279,9 +280,9 @@ NETWORKS: dict[str, Callable[[], list[Parameter]]] = {
 
 GBIT = 1e9 / 8  # bytes per second
 
-# Samples a rank, and sustained multiply-adds a second of one GPU such as the ASC-WFBP paper's RTX 2080 Ti: ResNet-152
-# with 32 samples comes to 0.18 s of backward pass (their section VI-E) with this rate. A backward pass costs two
-# multiplications for each one of the forward pass.
+# Sustained multiply-adds per second of a GPU like the ASC-WFBP paper's RTX 2080 Ti, and samples per rank. With this
+# rate the backward pass of ResNet-152 with 32 samples takes 0.18 s, as in section VI-E of the paper. A backward pass
+# has two multiplications for each multiplication of the forward pass.
 SUSTAINED_MACS_PER_S = 4.7e12
 BATCH = {
     "vgg16": 32,
@@ -302,14 +303,14 @@ BATCH = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A network's gradients, in the form that the synchroniser uses.
+    """Gradients of a network, as the synchroniser and the simulator describe them.
 
     Attributes:
         name: name of the network.
         layout: gradients in the order of the backward pass.
         compute_shares: each gradient's share of the backward time, `(n_gradients,)`, in proportion to the
             multiply-adds of its layer. They sum to 1.
-        backward_s: the backward time at `BATCH` samples and `SUSTAINED_MACS_PER_S`.
+        backward_s: seconds of the backward pass for `BATCH` samples at `SUSTAINED_MACS_PER_S`.
     """
 
     name: str
@@ -318,7 +319,7 @@ class Workload:
     backward_s: float
 
     def profile(self, *, backward_s: float | None = None, forward_s: float | None = None) -> Profile:
-        """Return ready times for a backward pass of that length. The forward pass takes half of it unless given."""
+        """Return ready times for a backward pass of `backward_s`. The forward pass takes half of it by default."""
         total_s = self.backward_s if backward_s is None else backward_s
         return Profile.from_durations(
             [share * total_s for share in self.compute_shares],
@@ -328,10 +329,10 @@ class Workload:
     def shortest_step_s(self, *, compute_s: float, communication_s: float, overlaps_forward: bool = False) -> float:
         """Return the shortest step for any division into units, if the link is idle only when nothing can be sent.
 
-        Either the update waits for all gradients, and a third of the computation is the forward pass before the first
-        one. Or each gradient is waited for when the next forward pass reads its parameter. Then neither this gradient
-        nor those of parameters read earlier can be sent between the read of the parameter and the readiness of its
-        gradient.
+        Without `overlaps_forward`, the update waits for all gradients, and nothing is sent in the forward pass, a third
+        of the computation. With it, the next forward pass waits for a gradient only when it reads the parameter. From
+        this read until the gradient is ready again, neither this gradient nor the gradients of parameters that are read
+        earlier can be sent.
         """
         waits_s = 0.0 if overlaps_forward else compute_s / 3
         total, left, ready_s, end_s = sum(self.layout.sizes), 1.0, waits_s, compute_s
@@ -342,7 +343,7 @@ class Workload:
         return end_s
 
     def scaled(self, fraction: float) -> Workload:
-        """Return the same network with `fraction` of each gradient's elements, for small machines."""
+        """Return the workload with `fraction` of each gradient's elements, for small machines."""
         layout = GradientLayout(
             sizes=tuple(max(1, round(size * fraction)) for size in self.layout.sizes),
             itemsize_bytes=self.layout.itemsize_bytes,
@@ -373,8 +374,8 @@ def workload(name: str) -> Workload:
     )
 
 
-# Each router for a ring of one size. The latency of a TCP hop is the ASC-WFBP paper's: a = 1.4 ms for 32 ranks on
-# 10 Gbit/s Ethernet, so 1.4 ms / (2 · 31). One host's "flow" is one thread copying through shared memory.
+# Latency and rates of a ring by fabric. The latency of a TCP hop is derived from the ASC-WFBP paper: 1.4 ms for 32
+# ranks on 10 Gbit/s Ethernet, hence 1.4 ms / (2 · 31). One host's "flow" is a thread that copies via shared memory.
 _FABRICS = {
     "10 Gbit/s TCP": {"hop_s": 22.6e-6, "link_bytes_per_s": 10 * GBIT, "flow_bytes_per_s": 10 * GBIT / 3},
     "30 Gbit/s TCP": {"hop_s": 22.6e-6, "link_bytes_per_s": 30 * GBIT, "flow_bytes_per_s": 10 * GBIT},
@@ -385,6 +386,6 @@ FABRICS = tuple(_FABRICS)
 RANKS = (8, 64, 256)
 
 
-def cluster(router: str, ranks: int) -> Cluster:
-    """Return one of `FABRICS` with that many ranks."""
-    return Cluster(name=f"{router}, {ranks} ranks", ranks=ranks, **_FABRICS[router])
+def cluster(fabric: str, ranks: int) -> Cluster:
+    """Return a cluster of `ranks` ranks on one of `FABRICS`."""
+    return Cluster(name=f"{fabric}, {ranks} ranks", ranks=ranks, **_FABRICS[fabric])

@@ -1,16 +1,16 @@
-"""Operations that each rank may submit in its own order: agreed by name, then performed in the same order everywhere.
+"""Eager collectives, which each rank may submit in its own order. Ranks agree by name, then run them in one order.
 
-A rank joins a *round* only while it has something pending. A round is one small message of each rank: a digest of all
-that it has pending, and a bit for each name that is known already (AIACC § V-A). If the digests of all ranks are
-equal, which is the rule, everything may run. Otherwise what all have set may run; and if any rank has something that
-the bits cannot say (a new name, a name whose tensor has changed, a join), everybody's pending operations are exchanged.
-That is also where disagreements are found, by all ranks at once.
+A rank takes part in a *round* only while it has pending operations. In a round each rank sends one small message: a
+digest of all its pending operations, and one bit per known name (AIACC § V-A). If all digests are equal, which is the
+common case, all pending operations run. Otherwise those run whose bits are set on all ranks. If a rank has news that
+bits cannot express (a new name, a changed tensor, a join), the ranks exchange all pending operations. Mismatches are
+found in that exchange, by all ranks at once.
 
-In a small job the messages of all ranks are gathered, and carry the tensors of small operations, which then take no
-message of their own; in a large one they are reduced (AND).
+With few ranks, messages are all-gathered, and carry the tensors of small operations, which then need no further
+communication. With many ranks, messages are all-reduced (AND).
 
-Rounds are run by the thread that waits for a result, so that nobody needs to be woken; where nobody waits, by a thread
-of the engine, which sleeps while nothing is pending.
+The thread that waits for a result runs the rounds, so that no thread must be woken. If no thread waits, the engine's
+own thread runs them. It sleeps while no operation is pending.
 """
 
 from __future__ import annotations
@@ -58,33 +58,33 @@ from sirtaki.machine import free_in_forked_children
 
 
 class EagerWork(ThreadWork):
-    """An eager operation under way."""
+    """An eager operation in flight."""
 
     def __init__(self, signature: Signature, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self.signature, self.tensors = signature, tensors
         self.submitted_s = time.monotonic()
         self.results: list[torch.Tensor] = []
-        # The point of this thread's CUDA stream at which the tensors have their values.
+        # Event after the kernels that write the tensors, on the submitting thread's CUDA stream.
         self.written: torch.cuda.Event | None = None
         if signature.device == "cuda":
             self.written = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
             self.written.record(torch.cuda.current_stream(tensors[0].device))
 
 
-def tell_of_operations(signatures: Sequence[Signature], works: Sequence[EagerWork | None], begin_s: float) -> None:
-    """Tells timeline and recorder of operations that were performed together; a work is None where this rank joined.
+def trace_operations(signatures: Sequence[Signature], works: Sequence[EagerWork | None], begin_s: float) -> None:
+    """Report operations that ran together to the timeline and the recorder.
 
     Args:
-        signatures: of all of them.
-        works: this rank's.
-        begin_s: when they were agreed upon (`time.perf_counter`).
+        signatures: all operations.
+        works: this rank's works. None for operations that it did not submit after its `join()`.
+        begin_s: `time.perf_counter()` when the ranks agreed on them.
     """
     trace, recording = timeline.current, recorder.current
     if trace is None and recording is None:
         return
     end_s = time.perf_counter()
-    ages_s = time.monotonic() - end_s  # of one clock against the other
+    ages_s = time.monotonic() - end_s  # offset between the two clocks
     if trace is not None:
         names = ", ".join(signature.name for signature in signatures)
         trace.span("eager", signatures[0].kind.value, begin_s, end_s, names=names)
@@ -108,31 +108,31 @@ def tell_of_operations(signatures: Sequence[Signature], works: Sequence[EagerWor
 
 
 CAPACITY = 1024
-"""Names that have a bit at the same time."""
+"""Number of names that can have a bit at the same time."""
 
 
 class NameSlots:
-    """Known names in the order of their last use, each with a bit, and its operation as it was last time."""
+    """Known names in order of last use. Each has a bit and the signature of its last operation."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._slots: OrderedDict[str, tuple[int, Signature]] = OrderedDict()  # bit, operation
         self._free = list(range(capacity))
 
     def bit(self, work: EagerWork) -> int | None:
-        """The bit of the work's name, if it has one and the operation is as it was."""
+        """Return the bit of a work's name, or None if the name is unknown or its signature has changed."""
         slot = self._slots.get(work.signature.name)
         return slot[0] if slot is not None and slot[1].digest == work.signature.digest else None
 
     def chosen(self, bits: int) -> dict[str, Signature]:
-        """Names and operations whose bits are set."""
+        """Return the names and signatures whose bits are set."""
         return {name: signature for name, (bit, signature) in self._slots.items() if bits >> bit & 1}
 
     def by_all(self) -> int:
-        """The bits of operations that ranks which have joined submit, too."""
+        """Return the bits of operations that joined ranks submit, too."""
         return sum(1 << bit for bit, signature in self._slots.values() if signature.by_all)
 
     def remember(self, signature: Signature) -> None:
-        """Gives the name a bit, or replaces what is known of it; names that come only once are not worth one."""
+        """Give the name a bit, or replace its signature. Names that are used once get no bit."""
         name = signature.name
         if (slot := self._slots.get(name)) is not None:
             if slot[1] is not signature:
@@ -143,31 +143,31 @@ class NameSlots:
             self._slots[name] = heapq.heappop(self._free), signature
 
     def touch(self, name: str) -> None:
-        """The name has been used just now."""
+        """Mark the name as used last."""
         if name in self._slots:
             self._slots.move_to_end(name)
 
     def forget(self, name: str) -> None:
-        """Takes the name's bit away."""
+        """Release the name's bit."""
         if (slot := self._slots.pop(name, None)) is not None:
             heapq.heappush(self._free, slot[0])
 
 
 class Pending:
-    """Operations of this rank under way.
+    """Operations of this rank in flight. Thread-safe.
 
     Attributes:
-        where: names the set of ranks in messages, empty for all ranks.
-        moved_s: when anything got on (`time.monotonic()`).
+        where: name of the set of ranks in messages. "" = all ranks.
+        last_progress_s: `time.monotonic()` when an operation last completed or this rank joined.
     """
 
     def __init__(self, where: str) -> None:
         self.where = where
-        self.moved_s = time.monotonic()
+        self.last_progress_s = time.monotonic()
         self._lock = free_in_forked_children(threading.Lock())
         self._changed = threading.Condition(self._lock)
         self._works: dict[str, EagerWork] = {}
-        self._owed: dict[str, deque[str]] = {}  # failed operations that this rank has yet to submit: why they failed
+        self._rejected: dict[str, deque[str]] = {}  # name → errors, for when this rank submits it
         self._join: ThreadWork | None = None
         self._progress: Progress = ()
         self._unnamed = 0
@@ -180,21 +180,21 @@ class Pending:
         return name in self._works
 
     def next_name(self, prefix: str) -> str:
-        """A name for the next operation without one: the same on all ranks that submit these in the same order."""
+        """Return a name for an unnamed operation. Equal on ranks that submit these in the same order."""
         with self._lock:
             self._unnamed += 1
             return f"{prefix}.noname.{self._unnamed}"
 
     def add(self, work: EagerWork, *, wake: bool) -> None:
-        """From now on it is under way, unless it has failed already.
+        """Register an operation, or fail it at once if the ranks have rejected it before.
 
         Args:
-            work: of an operation.
-            wake: the thread that runs rounds.
+            work: the operation.
+            wake: True to wake the engine's thread.
 
         Raises:
-            ValueError: an operation of this name is under way on this rank.
-            CommError: this rank takes its leave.
+            ValueError: an operation of this name is in flight on this rank.
+            CommError: this rank is shutting down.
         """
         name = work.signature.name
         with self._lock:
@@ -205,99 +205,103 @@ class Pending:
                     f"Requested to {work.signature.kind.value.lower()} a tensor with the same name as another tensor "
                     f"that is currently being processed: {name!r}; give it another name= or synchronize() first"
                 )
-            if (owed := self._owed.get(name)) is not None:
-                work.finish(MismatchError(owed.popleft()))
-                if not owed:
-                    del self._owed[name]
+            if (problems := self._rejected.get(name)) is not None:
+                work.finish(MismatchError(problems.popleft()))
+                if not problems:
+                    del self._rejected[name]
                 return
             self._works[name] = work
             if wake:
                 self._changed.notify()
 
     def join(self, progress: Progress) -> ThreadWork:
-        """This rank has no more data."""
+        """Declare that this rank has no more data. The returned work completes after the `join()` of the last rank."""
         with self._changed:
             self._join, self._progress = ThreadWork(), progress
-            self.moved_s = time.monotonic()
+            self.last_progress_s = time.monotonic()
             self._changed.notify()
             return self._join
 
     def oldest_wait(self) -> PendingWait | None:
-        """What has been pending the longest."""
+        """Return the oldest pending operation, for the watchdog."""
         works = [work for work in list(self._works.values()) if not work.signature.problem]
         if works:
             oldest = min(works, key=lambda work: work.submitted_s)
             return PendingWait(what=f"operation {oldest.signature.name!r}{self.where}", since_s=oldest.submitted_s)
         if self._join is not None:
-            return PendingWait(what=f"join(){self.where}", since_s=self.moved_s)
+            return PendingWait(what=f"join(){self.where}", since_s=self.last_progress_s)
         return None
 
     def describe(self) -> str:
-        """The names, for the watchdog."""
+        """Return the names of pending operations in words, for the watchdog."""
         names = list(self._works)
         return f"has submitted {', '.join(names[:5])}{' …' if len(names) > 5 else ''}{self.where}" if names else ""
 
     # ── for the thread that runs rounds ──────────────────────────────────────────────────────────────────────────
 
-    def _has_business(self) -> bool:
+    def _has_work(self) -> bool:
         return bool(self._works) or self._join is not None or self._closing
 
-    def wait_for_business(self) -> None:
-        """Blocks until there is something to do."""
+    def wait_until_pending(self) -> None:
+        """Block until there is an operation, a join or a shutdown to process."""
         with self._changed:
-            self._changed.wait_for(self._has_business)
+            self._changed.wait_for(self._has_work)
 
-    def wake_if_any(self) -> None:
-        """Wakes the thread that waits for business, if there is any."""
+    def wake_if_pending(self) -> None:
+        """Wake the engine's thread if an operation is pending."""
         if self._works:
             with self._lock:
                 self._changed.notify()
 
     def snapshot(self, pause_s: float = 0.0) -> tuple[dict[str, EagerWork], PendingReport] | None:
-        """After a pause, which anything new ends, what there is by name, and what to say of it; None if nothing is."""
+        """Wait for at most `pause_s`, or until a new submission. Return the pending operations and this rank's state.
+
+        Returns:
+            Works by name, and the state to send. None if nothing is pending.
+        """
         with self._lock:
             if pause_s:
                 self._changed.wait(pause_s)
-            if not self._has_business():
+            if not self._has_work():
                 return None
             joined = None if self._join is None else self._progress
             return self._works.copy(), PendingReport(joined=joined, closing=self._closing, unnamed=self._unnamed)
 
     def remove(self, works: Sequence[EagerWork]) -> None:
-        """These have been performed."""
+        """Remove completed operations."""
         with self._lock:
             for work in works:
                 self._works.pop(work.signature.name, None)
 
-    def refuse(self, name: str, problem: str) -> None:
-        """This operation fails, also if it is submitted later."""
+    def reject(self, name: str, problem: str) -> None:
+        """Fail this operation, now or when this rank submits it."""
         with self._lock:
-            # Not a snapshot: the operation may have been submitted since.
+            # Look it up again, because it may have been submitted since the last snapshot.
             work = self._works.pop(name, None)
             if work is None and self._join is None and not self._closing:
-                self._owed.setdefault(name, deque()).append(problem)
+                self._rejected.setdefault(name, deque()).append(problem)
         if work is not None:
             work.finish(MismatchError(problem))
 
     def end_join(self, unnamed: int) -> None:
-        """All ranks have joined; `unnamed` is the largest number of operations without a name on any of them."""
+        """Complete the join of all ranks. `unnamed` is the largest count of unnamed operations on any rank."""
         with self._lock:
-            # Ranks that joined early have submitted fewer; the next unnamed operation must be the same one on all.
+            # Ranks that joined early have submitted fewer. Equal counts pair the next unnamed operation on all ranks.
             self._unnamed = unnamed
-            self._owed.clear()
+            self._rejected.clear()
             join, self._join = self._join, None
         if join is not None:
             join.finish()
 
     def fail(self, error: CommError) -> None:
-        """Everything fails."""
+        """Fail all operations and the join."""
         with self._lock:
             for work in (*self._works.values(), *([self._join] if self._join else [])):
                 work.finish(error)
             self._works.clear()
 
     def close(self) -> None:
-        """This rank takes its leave; what is pending fails. Why it cannot take part in something it tells before."""
+        """Start the shutdown: fail pending operations, except invalid ones, because all ranks must get their error."""
         with self._changed:
             self._closing = True
             for name, work in list(self._works.items()):
@@ -312,16 +316,17 @@ _ALL_ONES = (1 << _DIGEST_BITS) - 1
 _HEAD_BYTES = 2 * DIGEST_BYTES + CAPACITY // 8 + ALIGNED_BYTES
 
 GATHERED_RANKS = 32
-"""Up to so many ranks gather the messages of a round, which carry small tensors then; more of them reduce them."""
+"""Up to this number of ranks, messages are all-gathered and carry small tensors. With more, they are all-reduced.
+"""
 
 
 class Rounds:
-    """Runs rounds, one at a time; what it remembers is the same on all ranks.
+    """Runs rounds, one at a time. Its state is equal on all ranks.
 
     Attributes:
-        last_joined: the rank that joined last.
-        concluded: how many operations have been performed or refused: each has the same number on all ranks.
-        ended: all ranks have taken their leave.
+        last_joined: rank that joined last.
+        completed: number of operations performed or rejected. Each operation gets the same number on all ranks.
+        ended: True once all ranks are shutting down.
     """
 
     def __init__(
@@ -332,52 +337,52 @@ class Rounds:
         open_lanes: OpenLanes | None = None,
         members: Sequence[int] | None = None,
     ) -> None:
-        """Collective over `comm`, of which two duplicates are kept; see `EagerEngine`."""
+        """Open two duplicates of `comm`; see `EagerEngine` for the arguments. Collective over `comm`."""
         self._messages, self._data, self._failures = comm.duplicate(), comm.duplicate(), failures
         self._ranks, self._size = Ranks(self._data, failures, open_lanes), comm.size
         self._pending, self._members = pending, members or range(comm.size)
         self.last_joined = -1
-        self.concluded = 0
+        self.completed = 0
         self.ended = False
         self._names = NameSlots()
-        self._joined: dict[int, int] = {}  # rank → its number of unnamed operations
-        self._join_told = False  # the other ranks know that this one has joined
+        self._joined: dict[int, int] = {}  # rank → number of unnamed operations it had submitted
+        self._join_announced = False  # True once an exchange has announced this rank's join
         self._message = RoundMessage(self._size, _HEAD_BYTES) if self._size <= GATHERED_RANKS else None
 
-    def run(self, works: Mapping[str, EagerWork], mine: PendingReport) -> bool:
-        """Collective: one round; True if anything was performed or refused.
+    def run(self, works: Mapping[str, EagerWork], own: PendingReport) -> bool:
+        """Run one round. Return True if an operation or a join was completed or rejected. Collective.
 
         Args:
-            works: what this rank has pending.
-            mine: what it says of itself.
+            works: pending operations of this rank.
+            own: state of this rank.
         """
-        digest = self._digest(works.values(), mine)
-        own = [works[name] for name in sorted(works)] if digest else []
+        digest = self._digest(works.values(), own)
+        ordered = [works[name] for name in sorted(works)] if digest else []
         carried = None
-        if own and self._message is not None:
-            carried = self._message.load([(work.signature, work.tensors) for work in own])
-        all_equal, bits = self._agree(digest, self._bits(works, mine))
+        if ordered and self._message is not None:
+            carried = self._message.load([(work.signature, work.tensors) for work in ordered])
+        all_equal, bits = self._agree(digest, self._bits(works, own))
         if all_equal:
-            for work in own:
+            for work in ordered:
                 self._names.remember(work.signature)
             if carried is not None:
-                for work, slots in zip(own, carried, strict=True):
-                    self._conclude([work.signature], [work], slots)
+                for work, slots in zip(ordered, carried, strict=True):
+                    self._complete([work.signature], [work], slots)
                 return True
-            ready = {work.signature.name: work.signature for work in own}
+            ready = {work.signature.name: work.signature for work in ordered}
         elif bits & 1:
             ready = self._names.chosen(bits >> 1)
         else:
-            ready = self._exchange(works, mine)
+            ready = self._exchange(works, own)
         for together in batches(ready):
-            self._conclude([ready[name] for name in together], [works.get(name) for name in together])
-        return self._end_join(mine) or bool(ready)
+            self._complete([ready[name] for name in together], [works.get(name) for name in together])
+        return self._end_join(own) or bool(ready)
 
     # ── the message of a round ───────────────────────────────────────────────────────────────────────────────────
 
-    def _digest(self, works: Iterable[EagerWork], mine: PendingReport) -> int:
-        """Of all that is pending; 0 = it must not be taken for any other rank's."""
-        if mine.joined is not None or mine.closing:
+    def _digest(self, works: Iterable[EagerWork], own: PendingReport) -> int:
+        """Return the digest of all pending operations. 0 = it must not compare as equal to any rank's."""
+        if own.joined is not None or own.closing:
             return 0
         digest = 0
         for work in works:
@@ -386,34 +391,38 @@ class Rounds:
             digest += work.signature.digest
         return digest & _ALL_ONES
 
-    def _bits(self, works: Mapping[str, EagerWork], mine: PendingReport) -> int:
-        """Return one bit for each known name, above a lowest bit that is set if this rank sends nothing else."""
-        bits, known = 0, not mine.closing
+    def _bits(self, works: Mapping[str, EagerWork], own: PendingReport) -> int:
+        """Return one bit for each known name, above a lowest bit that is set if the bits express all of its news."""
+        bits, known = 0, not own.closing
         for work in works.values():
             if (bit := self._names.bit(work)) is None:
                 known = False
             else:
                 bits |= 2 << bit
-            # While a rank has joined, its bits say nothing about operations that it cannot take part in.
-            if self._joined and mine.joined is None and work.signature.needs_data:
+            # Exchange signatures during a join, because operations that need data from joined ranks must fail.
+            if self._joined and own.joined is None and work.signature.needs_data:
                 known = False
-        if mine.joined is not None:
+        if own.joined is not None:
             bits |= (2 << CAPACITY) - 2 & ~(self._names.by_all() << 1)
-            known = known and self._join_told
+            known = known and self._join_announced
         return bits | known
 
     def _agree(self, digest: int, bits: int) -> tuple[bool, int]:
-        """Collective: whether all ranks have this digest (0 = it equals none), and which bits all have set.
+        """Send the message of a round. Collective.
 
-        Next to the digest goes its complement: the AND of both is what one rank sent only if all sent the same.
+        The message contains the digest and its complement. Their AND over all ranks equals a rank's own values only if
+        all ranks sent equal digests.
+
+        Returns:
+            True if all ranks sent this digest (0 never counts as equal), and the bits that are set on all ranks.
         """
         number = bits << 2 * _DIGEST_BITS | (digest ^ _ALL_ONES if digest else 0) << _DIGEST_BITS | digest
         head = number.to_bytes(_HEAD_BYTES, "little")
         if self._message is not None:
-            mine, everybody = self._message.mine, self._message.everybody
+            own, gathered = self._message.own, self._message.gathered
             self._message.head[:] = head
-            wait_for(self._messages.all_gather(mine, everybody), failures=self._failures)
-            heads = everybody[:, :_HEAD_BYTES]
+            wait_for(self._messages.all_gather(own, gathered), failures=self._failures)
+            heads = gathered[:, :_HEAD_BYTES]
             if digest and heads.tobytes() == head * self._size:
                 return True, bits
             found = np.bitwise_and.reduce(heads, axis=0)
@@ -424,25 +433,23 @@ class Rounds:
         same = (1 << 2 * _DIGEST_BITS) - 1
         return bool(digest) and common & same == number & same, common >> 2 * _DIGEST_BITS
 
-    def _exchange(self, works: Mapping[str, EagerWork], mine: PendingReport) -> dict[str, Signature]:
-        """Collective: everybody's pending operations; the ones that are pending everywhere and agree."""
-        self._join_told = mine.joined is not None
+    def _exchange(self, works: Mapping[str, EagerWork], own: PendingReport) -> dict[str, Signature]:
+        """Exchange pending operations. Return those that are pending on all ranks and match. Collective."""
+        self._join_announced = own.joined is not None
         signatures = [work.signature for work in works.values()]
-        gathered: list[PendingReport] = gather(
-            msgspec.structs.replace(mine, signatures=signatures), comm=self._messages
-        )
+        gathered: list[PendingReport] = gather(msgspec.structs.replace(own, signatures=signatures), comm=self._messages)
         self.ended = all(presence.closing for presence in gathered)
-        everybody = dict(zip(self._members, gathered, strict=True))
+        presences = dict(zip(self._members, gathered, strict=True))
         newly_joined = [
             (presence.joined, rank)
-            for rank, presence in everybody.items()
+            for rank, presence in presences.items()
             if presence.joined is not None and rank not in self._joined
         ]
         if newly_joined:
-            self._joined |= {rank: everybody[rank].unnamed for _, rank in newly_joined}
+            self._joined |= {rank: presences[rank].unnamed for _, rank in newly_joined}
             self.last_joined = max(newly_joined)[1]
         by_name: dict[str, dict[int, Signature]] = {}
-        for rank, presence in everybody.items():
+        for rank, presence in presences.items():
             for signature in presence.signatures:
                 by_name.setdefault(signature.name, {})[rank] = signature
         ready = {}
@@ -452,9 +459,9 @@ class Rounds:
             if problem is None and self._joined and some.needs_data:
                 problem = f"{some.kind.value.capitalize()} is not supported with Join at this time."
             if problem is not None:
-                self.concluded += 1
+                self.completed += 1
                 self._names.forget(name)
-                self._pending.refuse(name, problem)  # the same error on all ranks
+                self._pending.reject(name, problem)  # all ranks raise this error
                 continue
             self._names.remember(some)
             absent = 0 if some.by_all else len(self._joined.keys() - by_rank.keys())
@@ -462,23 +469,23 @@ class Rounds:
                 ready[name] = some
         return ready
 
-    # ── what was agreed upon ─────────────────────────────────────────────────────────────────────────────────────
+    # ── agreed operations ────────────────────────────────────────────────────────────────────────────────────────
 
-    def _conclude(
+    def _complete(
         self,
         signatures: list[Signature],
         works: Sequence[EagerWork | None],
         carried: Sequence[Slot] | None = None,
     ) -> None:
-        """Performs agreed operations together; collective, unless messages have carried all.
+        """Perform agreed operations together. Collective, unless the message carried all tensors.
 
         Args:
-            signatures: of the operations.
-            works: of this rank; None where it has joined.
-            carried: where the tensors of a single operation lie, which all ranks have sent along.
+            signatures: the operations.
+            works: this rank's works. None for operations that it did not submit after its `join()`.
+            carried: slots of a single operation's tensors, if the round's messages carried them.
         """
         begin_s = time.perf_counter()
-        mine = [work for work in works if work is not None]
+        own_works = [work for work in works if work is not None]
         error: CommError | None = None
         try:
             for signature, work in zip(signatures, works, strict=True):
@@ -488,7 +495,7 @@ class Rounds:
                     gpu.enter_thread()
                     gpu.order_after(work.written)
             if carried is not None:
-                mine[0].results = result_of(signatures[0], mine[0].tensors, carried)
+                own_works[0].results = result_of(signatures[0], own_works[0].tensors, carried)
             else:
                 batch = [
                     (signature, zeros_for(signature)) if work is None else (work.signature, work.tensors)
@@ -502,24 +509,24 @@ class Rounds:
         except Exception as err:
             names = ", ".join(repr(signature.name) for signature in signatures)
             error = CommError(f"{signatures[0].kind.value.lower()} {names} failed: {err!r}")
-        tell_of_operations(signatures, works, begin_s)
-        self.concluded += len(signatures)
-        self._pending.remove(mine)
-        for work in mine:
+        trace_operations(signatures, works, begin_s)
+        self.completed += len(signatures)
+        self._pending.remove(own_works)
+        for work in own_works:
             work.finish(error)
 
-    def _end_join(self, mine: PendingReport) -> bool:
-        """If all ranks have joined, they all know it from the same exchange, and start anew together."""
-        if mine.joined is None or len(self._joined) < self._size:
+    def _end_join(self, own: PendingReport) -> bool:
+        """End the join after the last rank's `join()`. All ranks learn of it from one exchange."""
+        if own.joined is None or len(self._joined) < self._size:
             return False
         unnamed = max(self._joined.values())
         self._joined.clear()
-        self._join_told = False
+        self._join_announced = False
         self._pending.end_join(unnamed)
         return True
 
     def close(self, *, together: bool = True) -> None:
-        """Ends the lanes; frees the communicators, too, if all ranks do it `together`."""
+        """Close the lanes. If all ranks close `together`, also free the communicators."""
         if self._ranks.lanes is not None:
             self._ranks.lanes.close(together=together)
         if together:
@@ -528,7 +535,7 @@ class Rounds:
 
 
 LONGEST_PAUSE_S = 2e-3
-"""Between rounds that bring nothing: the ranks wait for different things."""
+"""Longest pause between rounds without progress, in which the ranks wait for different operations."""
 
 SHORTEST_PAUSE_S = 50e-6
 
@@ -537,10 +544,10 @@ class EagerEngine:
     """Eager operations over one set of ranks.
 
     Attributes:
-        pending: operations of this rank under way.
-        rounds: in which the ranks agree, and what they have agreed upon.
-        known: signatures of operations that were submitted before, by whatever their submitter tells them apart by.
-        awaited: the operation that a thread of the user's waits for, and since when (`time.monotonic()`).
+        pending: operations of this rank in flight.
+        rounds: the rounds in which the ranks agree on operations.
+        known: signatures of earlier operations, by a key of the submitter.
+        awaited: name of the operation that a thread waits for, and `time.monotonic()` when the wait began.
     """
 
     def __init__(
@@ -552,14 +559,14 @@ class EagerEngine:
         open_lanes: OpenLanes | None = None,
         members: Sequence[int] | None = None,
     ) -> None:
-        """Collective over `comm`, of which the engine gets two duplicates.
+        """Start the engine's thread. Collective over `comm`, of which the engine opens two duplicates.
 
         Args:
-            comm: the ranks that take part.
-            failures: where a lost job is reported.
-            where: names the set of ranks in messages, empty for all ranks.
-            open_lanes: opens what carries large all-reduces; None = the communicator does.
-            members: by which numbers messages name the ranks; None = those of `comm`.
+            comm: participating ranks.
+            failures: failure board of the job.
+            where: name of the set of ranks in messages. "" = all ranks.
+            open_lanes: opens the pipeline for large all-reduces. None = use the communicator.
+            members: numbers of the ranks in messages. None = their ranks in `comm`.
         """
         self.pending = Pending(where)
         self.rounds = Rounds(comm, failures, self.pending, open_lanes, members)
@@ -568,7 +575,7 @@ class EagerEngine:
         self._number = comm.rank if members is None else members[comm.rank]
         self.known: dict[Hashable, Signature] = {}
         self.awaited: tuple[str, float] | None = None
-        self._turn = free_in_forked_children(threading.Lock())  # of whoever runs rounds
+        self._round_lock = free_in_forked_children(threading.Lock())  # held by the thread that runs a round
         self._pause_s = 0.0
         self._thread = threading.Thread(target=self._run, name="sirtaki-eager", daemon=True)
         self._thread.start()
@@ -576,15 +583,15 @@ class EagerEngine:
     # ── for submitting threads ───────────────────────────────────────────────────────────────────────────────────
 
     def submit(self, signature: Signature, tensors: Sequence[torch.Tensor], *, wake: bool = True) -> EagerWork:
-        """Starts an operation.
+        """Start an operation. Thread-safe, non-blocking.
 
         Args:
-            signature: of this rank.
-            tensors: left alone by the caller until the work is done.
-            wake: False = the caller calls `finish` next, which runs the rounds itself.
+            signature: description of the operation.
+            tensors: inputs, which the caller must not change until completion.
+            wake: False if the caller calls `finish` next, which runs the rounds itself.
 
         Raises:
-            ValueError: an operation of this name is under way on this rank.
+            ValueError: an operation of this name is in flight on this rank.
             CommError: the job has failed.
         """
         self._failures.check()
@@ -593,18 +600,20 @@ class EagerEngine:
         return work
 
     def finish(self, work: ThreadWork, interrupted: Callable[[], bool] | None = None) -> bool:
-        """Blocks until `work` is done; runs the rounds if nobody else does, which saves two hand-overs.
+        """Wait for a work of this engine. Run rounds meanwhile, unless another thread does.
+
+        Running them here saves two thread switches.
 
         Args:
-            work: of this engine.
-            interrupted: asked now and then whether to stop waiting. Who may be interrupted runs no rounds, since they
-                wait for others.
+            work: work to wait for.
+            interrupted: called regularly; ends the wait if it returns True. An interruptible wait runs no rounds,
+                because a round blocks until all ranks take part.
 
         Returns:
-            The work is done; False only if it was interrupted.
+            True once the work is done, False if the wait was interrupted.
 
         Raises:
-            CommError: the operation or the job failed.
+            CommError: the operation or the job has failed.
         """
         if interrupted is not None:
             return wait_for_work([work], failures=self._failures, interrupted=interrupted, blame_s=None)
@@ -612,70 +621,70 @@ class EagerEngine:
             self.awaited = work.signature.name, time.monotonic()
         try:
             while not work.is_done():
-                if self._turn.acquire(blocking=False):
+                if self._round_lock.acquire(blocking=False):
                     try:
                         self._step()
                     finally:
-                        self._turn.release()
+                        self._round_lock.release()
                 else:
                     work.wait(WAIT_SLICE_S)
-                if not work.is_done():  # what is done counts, though the job may have failed since
+                if not work.is_done():  # a completed work counts, even if the job has failed since
                     self._failures.check()
         finally:
             self.awaited = None
-        self.pending.wake_if_any()
+        self.pending.wake_if_pending()
         return work.wait(0.0)
 
     def join(self, progress: Progress) -> ThreadWork:
-        """This rank has no more data: it takes part in the others' all-reduces with zeros until all have joined."""
+        """Take part in all-reduces with zeros, until the last rank calls `join()`."""
         self._failures.check()
         return self.pending.join(progress)
 
     # ── rounds ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
-        """The engine's thread."""
+        """Run rounds in the engine's thread."""
         while not self.rounds.ended and self._failures.error is None:
-            self.pending.wait_for_business()
-            with self._turn:
+            self.pending.wait_until_pending()
+            with self._round_lock:
                 try:
                     self._step()
                 except CommError:
-                    return  # those who wait have heard of it
+                    return  # reported to all waiting threads already
 
     @outside_modes
     def _step(self) -> None:
-        """With `_turn`, collective with the other ranks that have something to do: one round."""
-        there = self.pending.snapshot(self._pause_s)
-        if there is None or self.rounds.ended:
+        """Run one round, collectively with all ranks that have pending operations. Requires `_round_lock`."""
+        snapshot = self.pending.snapshot(self._pause_s)
+        if snapshot is None or self.rounds.ended:
             return
         if (trace := timeline.current) is not None and trace.mark_cycles:
             trace.instant("eager", "CYCLE_START", time.perf_counter())
         try:
-            brought = self.rounds.run(*there)
-        except BaseException as err:  # also an interrupt: a round cannot be left half done
-            what = f"eager operations failed on rank {self._number} ({', '.join(there[0]):.200})"
+            made_progress = self.rounds.run(*snapshot)
+        except BaseException as err:  # KeyboardInterrupt, too: the ranks cannot resume an interrupted round
+            what = f"eager operations failed on rank {self._number} ({', '.join(snapshot[0]):.200})"
             error = err if isinstance(err, CommError) else caused(CommError(f"{what}: {err!r}"), err)
             self._failures.report(error)
             self.pending.fail(error)
             if isinstance(err, Exception):
                 raise error from error.__cause__
             raise
-        if brought:
-            self._pause_s, self.pending.moved_s = 0.0, time.monotonic()
+        if made_progress:
+            self._pause_s, self.pending.last_progress_s = 0.0, time.monotonic()
         else:
             self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s or SHORTEST_PAUSE_S)
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Collective: ends the thread after a last round with all ranks; what is pending fails.
+        """Stop the thread after a last round with all ranks. Pending operations fail. Collective.
 
-        Waits for them, since nobody may call MPI_Finalize while the thread is in MPI.
+        Blocks until the thread has stopped, because MPI_Finalize must not be called while the thread is in MPI.
 
         Args:
-            timeout_s: how long the thread may take to end if the job has failed.
+            timeout_s: seconds the thread may take to stop if the job has failed.
 
         Returns:
-            False if the job has failed before the other ranks came; the communicators are kept then.
+            False if the job failed before all ranks called `close`. The communicators stay open in that case.
         """
         self.pending.close()
         while self._thread.is_alive() and self._failures.error is None:
@@ -687,16 +696,16 @@ class EagerEngine:
 
 
 class SparseSum:
-    """The sum of a sparse COO tensor over the engine's ranks, under way."""
+    """Sum of sparse COO tensors over the engine's ranks, in flight."""
 
     def __init__(self, engine: EagerEngine, tensor: torch.Tensor, name: str | None, *, by_all: bool = False) -> None:
-        """Collective: starts it.
+        """Start two all-gathers: of the indices and of the values. Collective.
 
         Args:
-            engine: of the ranks that take part.
-            tensor: of the same dense shape and dtype on all ranks; it may have any number of entries.
-            name: pairs the operation across ranks; None = by the order of unnamed operations.
-            by_all: ranks that have joined call this, too; otherwise it is an error while some have.
+            engine: engine of the participating ranks.
+            tensor: COO tensor. Shape and dtype are equal on all ranks, the number of entries may differ.
+            name: name of the operation. None = pair unnamed operations in order of submission.
+            by_all: True if ranks call this after `join()`, too. Otherwise it fails while a rank is in `join()`.
         """
         coalesced = tensor.coalesce()
         parts = {"indices": coalesced.indices().t().contiguous(), "values": coalesced.values()}
@@ -710,39 +719,38 @@ class SparseSum:
             self._works.append(engine.submit(signature, [entries]))
 
     def wait(self, interrupted: Callable[[], bool] | None) -> bool:
-        """Blocks until it is done; False if `interrupted`, which is asked now and then, says so.
+        """Wait for both operations. Return False if `interrupted` returned True; see `EagerEngine.finish`.
 
         Raises:
-            CommError: the operation or the job failed.
+            CommError: an operation or the job has failed.
         """
         return all(self._engine.finish(work, interrupted) for work in self._works)
 
     def result(self) -> torch.Tensor:
-        """Blocks until it is there: a sparse tensor, not coalesced."""
+        """Wait, and return the sum as an uncoalesced COO tensor."""
         self.wait(None)
         (indices,), (values,) = (work.results for work in self._works)
         return torch.sparse_coo_tensor(indices.t(), values, self._size, device=values.device, check_invariants=False)
 
 
-# ── subsets of the ranks, each with an engine for eager operations of its own; set 0 is all ranks ─────────────────────
+# ── process sets: subsets of the ranks, each with its own engine; set 0 is all ranks ──────────────────────────────────
 #
-# Making and ending a set is collective over *all* ranks, members or not, and all of them come to the same verdict about
-# it.
+# Adding and removing a set is collective over *all* ranks, members or not. All ranks succeed, or all raise.
 
 GLOBAL = 0
-"""The number of the set of all ranks."""
+"""Id of the set of all ranks."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RankSet:
-    """One set.
+    """A set of ranks.
 
     Attributes:
-        number: its own, the same on all ranks.
-        ranks: its members, ascending, by their rank among all.
-        comm: over the members, for collective use by their main threads; None on other ranks.
-        engine: for eager operations; None on other ranks.
-        control: the control plane of the members; None on other ranks, and until `RankSets.members` was called.
+        number: id of the set, equal on all ranks.
+        ranks: members in ascending order, as ranks of the job.
+        comm: communicator of the members, for their main threads. None on ranks outside the set.
+        engine: engine of the members. None on ranks outside the set.
+        control: control plane of the members. None on ranks outside the set, and before `RankSets.members`.
     """
 
     number: int
@@ -753,10 +761,16 @@ class RankSet:
 
 
 class RankSets:
-    """All sets of one job by number. The methods that change them are collective over all ranks."""
+    """All rank sets of a job, by id. Methods that change them are collective over all ranks."""
 
     def __init__(self, control: ControlPlane, watchdog: Watchdog, open_lanes: OpenLanes | None = None) -> None:
-        """Collective: opens set 0; keeps all, without owning them. `open_lanes` as for `EagerEngine`."""
+        """Open set 0 over all ranks. Does not own its arguments. Collective.
+
+        Args:
+            control: control plane of all ranks.
+            watchdog: watches the engines' waits.
+            open_lanes: see `EagerEngine`.
+        """
         self._control, self._watchdog, self._open_lanes = control, watchdog, open_lanes
         self._sets: dict[int, RankSet] = {}
         self._last = 0
@@ -770,33 +784,33 @@ class RankSets:
         return number in self._sets
 
     def engines(self) -> list[tuple[int, EagerEngine]]:
-        """The engines of the sets that this rank is in, with the sets' numbers."""
-        return [(number, there.engine) for number, there in list(self._sets.items()) if there.engine is not None]
+        """Return the engines of the sets that include this rank, with the sets' ids."""
+        return [(number, each.engine) for number, each in list(self._sets.items()) if each.engine is not None]
 
     def members(self, number: int) -> RankSet:
-        """Collective over the set, of which this rank is a member: the set, with its control plane."""
-        there = self._sets[number]
-        if there.control is None:
-            assert there.comm is not None
-            there.control = self._control.of_subset(there.comm)
-        return there
+        """Return a set with its control plane, which is opened at the first call. Collective over the set."""
+        rank_set = self._sets[number]
+        if rank_set.control is None:
+            assert rank_set.comm is not None
+            rank_set.control = self._control.of_subset(rank_set.comm)
+        return rank_set
 
     def add(self, ranks: Sequence[int]) -> int:
-        """Collective over all ranks: opens a set of some of them and gives its number.
+        """Open a set of some ranks. Return its id. Collective over all ranks.
 
         Raises:
-            ConfigError: on all ranks, if on any of them the set is empty, names a rank that does not exist or one
-                twice, or is there already.
-            MismatchError: on all ranks, if they name different sets.
+            ConfigError: on some rank the set is empty, has unknown or repeated ranks, or exists already. Raised on all
+                ranks.
+            MismatchError: the ranks name different sets. Raised on all ranks.
         """
         members = tuple(sorted(ranks))
-        said = self._control.all_gather((members, self._problem(members)))
-        if problems := [problem for _, problem in said if problem]:
+        gathered = self._control.all_gather((members, self._problem(members)))
+        if problems := [problem for _, problem in gathered if problem]:
             raise ConfigError(problems[0])
-        if odd := [rank for rank, (others, _) in enumerate(said) if others != said[0][0]]:
+        if different := [rank for rank, (others, _) in enumerate(gathered) if others != gathered[0][0]]:
             raise MismatchError(
-                f"the ranks disagree about a process set: rank 0 names {list(said[0][0])}, "
-                f"rank {odd[0]} names {list(said[odd[0]][0])}"
+                f"the ranks disagree about a process set: rank 0 names {list(gathered[0][0])}, "
+                f"rank {different[0]} names {list(gathered[different[0]][0])}"
             )
         self._last += 1
         comm = None
@@ -808,33 +822,33 @@ class RankSets:
     def _problem(self, members: tuple[int, ...]) -> str:
         size = self._control.size
         if not members or len(set(members)) < len(members) or not all(0 <= rank < size for rank in members):
-            return f"a process set names some of the ranks 0 … {size - 1}, each once, not {list(members)}"
-        for number, there in self._sets.items():
-            if there.ranks == members:
+            return f"a process set must name at least one of the ranks 0 … {size - 1}, each once, not {list(members)}"
+        for number, rank_set in self._sets.items():
+            if rank_set.ranks == members:
                 return f"A process set with ranks {list(members)} has been added already (id {number})"
         return ""
 
     def remove(self, number: int | None, before: Callable[[int], None] = lambda _: None) -> bool:
-        """Collective over all ranks: ends a set; False if there is none of that number or it is set 0.
+        """Remove a set. Return False if it does not exist or is set 0. Collective over all ranks.
 
         Args:
-            number: of the set.
-            before: called with it just before it ends, on all ranks, to end what uses it.
+            number: id of the set.
+            before: called with the id on all ranks before the set is closed. Closes its users.
 
         Raises:
-            MismatchError: on all ranks, if they name different sets.
-            CommError: on all ranks, if a member has operations under way.
+            MismatchError: the ranks name different sets. Raised on all ranks.
+            CommError: a member has operations in flight. Raised on all ranks.
         """
-        there = self._sets.get(number) if number else None
-        pending = len(there.engine.pending) if there is not None and there.engine is not None else 0
-        said = self._control.all_gather((number, pending))
-        if any(other != number for other, _ in said):
-            raise MismatchError(f"the ranks remove different process sets: {[other for other, _ in said]}")
-        if there is None:
+        rank_set = self._sets.get(number) if number else None
+        pending = len(rank_set.engine.pending) if rank_set is not None and rank_set.engine is not None else 0
+        gathered = self._control.all_gather((number, pending))
+        if any(other != number for other, _ in gathered):
+            raise MismatchError(f"the ranks remove different process sets: {[other for other, _ in gathered]}")
+        if rank_set is None:
             return False
         assert number is not None
-        if busy := [rank for rank, (_, count) in enumerate(said) if count]:
-            raise CommError(f"process set {number} has operations under way on rank {busy[0]}; synchronize() them")
+        if busy := [rank for rank, (_, count) in enumerate(gathered) if count]:
+            raise CommError(f"process set {number} has operations in flight on rank {busy[0]}; synchronize() them")
         before(number)
         self._close(number)
         return True
@@ -849,16 +863,16 @@ class RankSets:
         self._sets[number] = RankSet(number=number, ranks=ranks, comm=comm, engine=engine)
 
     def _close(self, number: int) -> None:
-        there = self._sets.pop(number)
-        if there.engine is None or there.comm is None:
+        rank_set = self._sets.pop(number)
+        if rank_set.engine is None or rank_set.comm is None:
             return
-        self._watchdog.forget(there.engine.pending.oldest_wait, there.engine.pending.describe)
-        if there.engine.close() and number:
-            if there.control is not None:
-                there.control.close()
-            there.comm.free()
+        self._watchdog.unwatch(rank_set.engine.pending.oldest_wait, rank_set.engine.pending.describe)
+        if rank_set.engine.close() and number:
+            if rank_set.control is not None:
+                rank_set.control.close()
+            rank_set.comm.free()
 
     def close(self) -> None:
-        """Collective over all ranks: ends all sets."""
+        """Close all sets. Collective over all ranks."""
         for number in sorted(self._sets, reverse=True):
             self._close(number)

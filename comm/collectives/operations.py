@@ -1,18 +1,18 @@
-"""Eager operations: what each rank asks for, whether that fits together, and how it is performed.
+"""Eager operations: their signatures, the check that the ranks' signatures match, and their execution.
 
-They run over the control plane, in the thread that agreed on them. Requests are non-blocking and tested in a loop, so
-that a lost job ends the wait. Tensors on other devices than the CPU are copied to it and back.
+Operations run over the control plane, in the thread that ran the round. They poll non-blocking requests, so that a
+failure of the job ends the wait. Tensors on devices are copied to the CPU and back.
 
-Where all ranks have the same few small all-reduces and broadcasts pending, the message in which they agree carries the
-tensors, too, and each rank computes the results from what all have sent. The control plane is made for decisions of a
-few bytes: an all-reduce of 1 MiB or more is cut into units over streams instead, by the same `UnitPipeline` as
-gradients. All have agreed on its size and dtype by then, so all choose alike, and open the streams together for the
-first such tensor. Gathers, broadcasts and exchanges stay: they are rare, and not reductions.
+If all ranks have the same few small all-reduces and broadcasts pending, the messages of the round carry the tensors,
+and each rank computes the results from all messages. The control plane is built for small messages. So an all-reduce of
+at least 1 MiB is split into units over streams by a `UnitPipeline`, like gradients. All ranks have agreed on its size
+and dtype, so they choose alike, and open the streams together at the first such tensor. Other operations always use the
+control plane, because they are rare.
 
-Adasum combines gradients by how far they point the same way (Maleki et al., "Scaling Distributed Training with Adaptive
-Summation", MLSys 2021): two at right angles are added, two parallel ones averaged, and everything between goes smoothly
-(eq. (3) there); more than two are combined pairwise in a balanced tree. Recursive doubling does that: after the round
-of distance d, groups of 2d ranks hold the same vector.
+Adasum combines gradients by the angle between them (Maleki et al., "Scaling Distributed Training with Adaptive
+Summation", MLSys 2021): orthogonal ones are added, parallel ones are averaged, with a smooth transition (eq. 3). More
+than two are combined pairwise in a balanced tree, by recursive doubling: after the round of distance d, groups of 2d
+ranks hold the same vector.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ logger = logging.getLogger(__name__)
 
 DIGEST_BYTES = 16
 FUSED_BYTES = 8 * 1024**2
-"""All-reduces that one round brings travel together up to this size."""
+"""Size of a batch: small all-reduces of one round are fused up to it."""
 FUSIBLE_BYTES = 256 * 1024
-"""A tensor larger than this gains nothing from company."""
+"""Size of the largest tensor that is fused. Larger tensors do not get faster by it."""
 
 
 class CollectiveKind(Enum):
-    """Eager operations."""
+    """CollectiveKind of an eager operation."""
 
     ALLREDUCE = "ALLREDUCE"
     ALLGATHER = "ALLGATHER"
@@ -60,26 +60,28 @@ class CollectiveKind(Enum):
 
 
 RAGGED = (CollectiveKind.ALLGATHER, CollectiveKind.ALLTOALL)
-"""Operations whose tensors may differ between ranks in their first dimension."""
+"""Operations whose tensors may have different first dimensions on different ranks."""
 
 ADASUM = "adasum"
-"""The `op` that is no element-wise reduction, so tensors cannot travel joined together."""
+"""Reduction that is not element-wise, so that tensors cannot be fused."""
 
 
 class Signature(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """One rank's side of an operation. Several tensors under one name are a group: all or none.
+    """Description of one rank's part in an operation. Several tensors under one name form a group.
 
     Attributes:
-        name: pairs the operation across ranks.
-        shapes: of each tensor.
-        dtypes: of each tensor.
-        op: reduction, empty where there is none.
-        root: source of a broadcast, -1 where there is none.
+        name: name that pairs the operation across ranks.
+        kind: kind of the operation.
+        shapes: shape of each tensor.
+        dtypes: dtype of each tensor, such as "float32".
+        op: reduction. "" = none.
+        root: source rank of a broadcast. -1 = none.
         factors: (prescale, postscale).
         device: "cpu" or "cuda".
-        once: the name will not come again, so it is not worth a bit of its own.
-        by_all: ranks that have joined submit it, too; of other operations they take part in all-reduces, with zeros.
-        problem: why this rank cannot take part; the operation then fails on all ranks.
+        once: True if the name is used only once, and so gets no bit.
+        by_all: True if ranks submit it after `join()`, too. Without it, joined ranks contribute zeros to all-reduces,
+            and all operations of a kind except all-reduce fail.
+        problem: why this rank cannot take part. The operation then fails on all ranks. "" = no problem.
     """
 
     name: str
@@ -96,13 +98,13 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], *, name: str, kind: CollectiveKind, **rest: Any) -> Signature:
-        """This rank's side of an operation on these tensors; `rest` are further fields (hence Any).
+        """Return the signature of an operation on these tensors. `rest` are further fields.
 
         Raises:
-            ConfigError: one is a DTensor.
+            ConfigError: a tensor is a DTensor.
         """
         if any(map(is_dtensor, tensors)):
-            raise ConfigError(f"{name} is a DTensor, of which each rank has a part: give .to_local() or .full_tensor()")
+            raise ConfigError(f"{name} is a DTensor, which is sharded over ranks: pass .to_local() or .full_tensor()")
         return cls(
             name=name,
             kind=kind,
@@ -114,42 +116,45 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def digest(self) -> int:
-        """Equal on two ranks if and only if `mismatch` finds nothing between them (up to a chance of 2**-128)."""
-        name = hashlib.blake2b(self.name.encode(), key=self._sides, digest_size=DIGEST_BYTES)
+        """Return a digest that is equal on two ranks exactly if `mismatch` finds no difference.
+
+        The chance of an error is 2**-128.
+        """
+        name = hashlib.blake2b(self.name.encode(), key=self._fields_digest, digest_size=DIGEST_BYTES)
         return int.from_bytes(name.digest(), "big")
 
     @cached_property
-    def _sides(self) -> bytes:
-        """A digest of all that ranks must agree about but the name."""
-        return _digest_of(*[side(self) for side in SIDES.values()], self.problem)
+    def _fields_digest(self) -> bytes:
+        """Return a digest of all fields that ranks must agree on, except the name."""
+        return _digest_of(*[side(self) for side in AGREED_FIELDS.values()], self.problem)
 
     def renamed(self, name: str) -> Signature:
-        """The same of an operation of another name; what has been computed of this one need not be again."""
+        """Return a copy with another name, which keeps cached values that do not depend on the name."""
         other = msgspec.structs.replace(self, name=name)
         known = self.__dict__
-        other.__dict__.update({what: known[what] for what in _NAMELESS if what in known})
+        other.__dict__.update({what: known[what] for what in _NAME_INDEPENDENT if what in known})
         return other
 
     def fixed_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The parts of the shapes that must be the same on all ranks; -1 = any number of rows."""
+        """Return the shapes that must be equal on all ranks. -1 stands for a dimension that may differ."""
         if self.kind not in RAGGED:
             return self.shapes
         return tuple([(-1, *shape[1:]) if shape else shape for shape in self.shapes])
 
     @property
     def needs_data(self) -> bool:
-        """A rank that has joined cannot take part."""
+        """Return whether the operation fails while a rank is in `join()`, because it needs data from all ranks."""
         return self.kind is not CollectiveKind.ALLREDUCE and not self.by_all
 
     @cached_property
     def may_be_carried(self) -> bool:
-        """The tensors are small, and what all ranks send is enough to compute the result."""
+        """Return whether the messages of a round can carry the tensors, and suffice to compute the result."""
         kinds = (CollectiveKind.ALLREDUCE, CollectiveKind.BROADCAST, CollectiveKind.BARRIER)
         return self.kind in kinds and self.op != ADASUM and self.device == "cpu" and self.size_bytes <= CARRIED_BYTES
 
     @cached_property
     def size_bytes(self) -> int:
-        """Of all tensors together."""
+        """Return the total size of all tensors."""
         return sum(
             math.prod(shape) * getattr(torch, dtype).itemsize
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
@@ -161,22 +166,22 @@ def _digest_of(*sides: object) -> bytes:
     return hashlib.blake2b(msgspec.msgpack.encode(sides), digest_size=DIGEST_BYTES).digest()
 
 
-_NAMELESS = ("_sides", "size_bytes", "may_be_carried")
-"""What is computed of a signature once, and does not depend on its name."""
+_NAME_INDEPENDENT = ("_fields_digest", "size_bytes", "may_be_carried")
+"""Cached values of a signature that do not depend on its name."""
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Return whether it is one of torch.distributed's, which takes time to import and need not be."""
+    """Return whether a tensor is a DTensor, without importing `torch.distributed`, which takes time."""
     return type(tensor) is not torch.Tensor and hasattr(tensor, "device_mesh")
 
 
 @cache
 def _dtype_name(dtype: torch.dtype) -> str:
-    """`torch.float32` → `float32`."""
+    """Return `float32` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
 
 
-SIDES: dict[str, Callable[[Signature], object]] = {
+AGREED_FIELDS: dict[str, Callable[[Signature], object]] = {
     "collective operations": lambda side: side.kind.value,
     "{} CPU/GPU device selection": lambda side: side.device,
     "data types": lambda side: side.dtypes,
@@ -185,52 +190,52 @@ SIDES: dict[str, Callable[[Signature], object]] = {
     "{} root ranks": lambda side: side.root,
     "{} tensor shapes": Signature.fixed_shapes,
 }
-"""What the ranks must agree about, in words ({} = the kind of operation), and where it is in a signature."""
+"""Fields that ranks must agree on: description ({} = kind of operation), and getter."""
 
 
 def mismatch(by_rank: Mapping[int, Signature]) -> str | None:
-    """What differs between the ranks' sides of one operation, in words; None if they fit together."""
+    """Describe how the ranks' signatures of an operation differ. None if they match."""
     for rank, side in sorted(by_rank.items(), key=lambda item: item[0]):
         if side.problem:
             return f"Rank {rank} cannot take part in {side.kind.value}: {side.problem}"
     some = next(iter(by_rank.values()))
-    for what, of in SIDES.items():
+    for what, of in AGREED_FIELDS.items():
         ranks: dict[object, list[int]] = {}
         for rank in sorted(by_rank):
             ranks.setdefault(of(by_rank[rank]), []).append(rank)
         if len(ranks) > 1:
-            shown = (lambda side: side.shapes) if of is SIDES["{} tensor shapes"] else of
-            sides = [f"{_ranks_have(same)} {_words(shown(by_rank[same[0]]))}" for same in ranks.values()]
+            shown = (lambda side: side.shapes) if of is AGREED_FIELDS["{} tensor shapes"] else of
+            sides = [f"{_ranks_have(same)} {_format(shown(by_rank[same[0]]))}" for same in ranks.values()]
             return f"Mismatched {what.format(some.kind.value)} of {some.name!r}: {', '.join(sides)}."
     return None
 
 
 def _ranks_have(ranks: Sequence[int]) -> str:
-    """`rank 3 has`, `ranks 0, 1, 2 and 5 more have`."""
+    """Return `rank 3 has` or `ranks 0, 1, 2 and 5 more have`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} has"
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"ranks {', '.join(map(str, ranks[:8]))}{more} have"
 
 
-def _words(value: object) -> str:
-    """`((3, 4),)` → `[3, 4]`, `("float32",)` → `float32`."""
+def _format(value: object) -> str:
+    """Format a field: `((3, 4),)` → `[3, 4]`, `("float32",)` → `float32`."""
     parts = value if isinstance(value, tuple) else (value,)
     return ", ".join(str(list(part)) if isinstance(part, tuple) else str(part) for part in parts) or "none"
 
 
 Progress = tuple[int, ...]
-"""How far a rank has got; of those that join between the same two rounds, the one that has got farthest joins last."""
+"""Position in the training. Of ranks that join in one round, the one with the highest progress counts as the last."""
 
 
 class PendingReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank says of itself when the ranks exchange what they have pending.
+    """State of a rank, sent when the ranks exchange their pending operations.
 
     Attributes:
-        joined: it has no more data since it has got so far; None = it has data.
-        closing: it shuts down.
-        unnamed: how many unnamed operations it has submitted.
-        signatures: of its pending operations, where they are exchanged.
+        joined: progress at which the rank called `join()`. None = it has data.
+        closing: True if the rank is shutting down.
+        unnamed: number of unnamed operations it has submitted.
+        signatures: its pending operations.
     """
 
     joined: Progress | None
@@ -240,9 +245,9 @@ class PendingReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def batches(ready: Mapping[str, Signature]) -> Iterator[list[str]]:
-    """Names that go in one message, in the order in which to perform them; the same on all ranks.
+    """Yield the names of operations to perform together, in order. Equal on all ranks.
 
-    Small all-reduces with the same operation and factors share a message; anything else goes alone.
+    Small all-reduces with the same reduction and factors form a batch. Every other operation is performed alone.
     """
     open_batches: dict[object, list[str]] = {}
     filled_bytes: dict[object, int] = {}
@@ -264,7 +269,7 @@ def batches(ready: Mapping[str, Signature]) -> Iterator[list[str]]:
 
 
 def combine(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """`(1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b` of two vectors; one that is zero leaves the other as it is."""
+    """Return Adasum's `(1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b`. If one vector is zero, return the sum."""
     a, b = one.double(), other.double()
     product, a_square, b_square = float(a @ b), float(a @ a), float(b @ b)
     a_share = 1.0 - product / (2 * a_square) if a_square else 1.0
@@ -273,7 +278,7 @@ def combine(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def adasum_(vector: torch.Tensor, *, comm: Communicator, wait: Callable[[Test], None]) -> None:
-    """Collective: replaces a contiguous 1-d CPU vector by the Adasum of all ranks'; their number is a power of two."""
+    """Replace a contiguous 1-d CPU vector by the Adasum over all ranks, a power of two in number. Collective."""
     distance = 1
     while distance < comm.size:
         partner = comm.rank ^ distance
@@ -281,7 +286,7 @@ def adasum_(vector: torch.Tensor, *, comm: Communicator, wait: Callable[[Test], 
         receiving = comm.receive(theirs.numpy(), partner)
         wait(comm.send(vector.numpy(), partner))
         wait(receiving)
-        # Both partners compute the same expression in the same order, so they get the same bits.
+        # Order the operands by rank, so that both partners get bitwise equal results.
         low, high = (vector, theirs) if comm.rank < partner else (theirs, vector)
         vector.copy_(combine(low, high))
         distance *= 2
@@ -290,90 +295,82 @@ def adasum_(vector: torch.Tensor, *, comm: Communicator, wait: Callable[[Test], 
 Tensors = list[torch.Tensor]
 
 SPIN_S = 3e-3
-"""All ranks are here when a transfer begins, so most end within this."""
+"""Seconds of polling without sleep. Most transfers complete within them, because all ranks start together."""
 
-NAP_S = 50e-6
-"""Between tests of a longer one: it moves only while it is tested, so naps are short."""
+SLEEP_S = 50e-6
+"""Sleep between tests of a longer transfer. Short, because a transfer makes progress only during tests."""
 
-TESTS_A_YIELD = 8
+TESTS_PER_YIELD = 8
 
 
 LANE_BYTES = 1 << 20
-"""All-reduces of at least so much travel over lanes, which are opened for the first of them."""
+"""All-reduces of at least this size use lanes, which are opened for the first of them."""
 
 LANE_DTYPES = frozenset((torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64))
-"""Those that every transport adds up as the control plane does; halves are made float32 before."""
+"""Dtypes that every transport reduces like the control plane. Half precision is converted to float32 before."""
 
 OpenLanes = Callable[[Communicator], UnitPipeline]
-"""Collective: opens lanes between the ranks of a communicator that nothing else uses meanwhile."""
+"""Collective. Opens lanes between the ranks of a communicator. No operation may use the communicator meanwhile."""
 
 
 class Ranks:
-    """The ranks that take part, how to wait for them, and the lanes between them."""
+    """Participating ranks: their communicator, and the lanes for large all-reduces."""
 
     def __init__(self, comm: Communicator, failures: FailureBoard, open_lanes: OpenLanes | None = None) -> None:
-        """Keeps `comm`, which nobody else uses at the same time; without `open_lanes` all goes over that."""
+        """Use `comm` exclusively. Without `open_lanes`, it carries large all-reduces, too."""
         self.comm, self._failures, self._open_lanes = comm, failures, open_lanes
         self.rank, self.size = comm.rank, comm.size
         self.lanes: UnitPipeline | None = None
 
     def all_reduce_(self, tensor: torch.Tensor, op: str) -> None:
-        """Collective: reduces a contiguous 1-d CPU tensor in place; a bool as the bytes 0 and 1."""
+        """Reduce a contiguous 1-d CPU tensor in place. Bools are reduced as bytes 0 and 1. Collective."""
         if not tensor.numel():
             return
-        if tensor.dtype in LANE_DTYPES and tensor.numel() * tensor.itemsize >= LANE_BYTES and self._have_lanes():
+        if tensor.dtype in LANE_DTYPES and tensor.numel() * tensor.itemsize >= LANE_BYTES and self._open_lanes_once():
             assert self.lanes is not None
             self.lanes.reduce_(tensor, ReduceOp(op))
         else:
             self.wait(self.comm.all_reduce(_reducible(tensor), Op(op)))
 
-    def _have_lanes(self) -> bool:
-        """Collective at the first call: opens them; where that cannot be done, all ranks do without."""
+    def _open_lanes_once(self) -> bool:
+        """Open the lanes at the first call, which is collective. Return False on all ranks if that is impossible."""
         if self._open_lanes is not None:
             open_lanes, self._open_lanes = self._open_lanes, None
             try:
                 self.lanes = open_lanes(self.comm)
             except (ConfigError, PlanError, TransportError) as err:
                 if self.rank == 0:
-                    logger.info("large eager operations travel over the control plane: %s", err)
+                    logger.info("large eager operations use the control plane, because no lanes can be opened: %s", err)
         return self.lanes is not None
 
     def wait(self, test: Test) -> None:
-        """Returns once the operation is complete.
+        """Wait until an operation is complete.
 
         Raises:
-            CommError: the job failed meanwhile.
+            CommError: the job has failed.
         """
         if test():
             return
         give_up_spinning = time.perf_counter() + SPIN_S
         while time.perf_counter() < give_up_spinning:
-            for _ in range(TESTS_A_YIELD):
+            for _ in range(TESTS_PER_YIELD):
                 if test():
                     return
             os.sched_yield()
         while not test():
             self._failures.check()
-            time.sleep(NAP_S)
-
-    def all_gather(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Collective: the small arrays of all ranks, `(size, *values.shape)`."""
-        gathered = np.empty((self.size, *values.shape), dtype=np.int64)
-        self.wait(self.comm.all_gather(values, gathered))
-        return gathered
+            time.sleep(SLEEP_S)
 
 
 Batch = Sequence[tuple[Signature, Sequence[torch.Tensor]]]
-"""Operations of this rank, with tensors in the signatures' shapes."""
+"""Operations of this rank: signatures, and tensors of the same shapes."""
 
 
 def perform(batch: Batch, ranks: Ranks) -> list[Tensors]:
-    """Collective: runs one operation, or several all-reduces (as `requests.batches` joins them) in one message.
-
-    The inputs are not changed.
+    """Perform one operation, or a batch of all-reduces (see `batches`). Inputs are not changed. Collective.
 
     Returns:
-        For each operation, new tensors on the inputs' device, contiguous.
+        For each operation, new contiguous tensors on the device of its inputs.
     """
     signature = batch[0][0]
     inputs = [[_on_host(tensor) for tensor in tensors] for _, tensors in batch]
@@ -386,7 +383,7 @@ def perform(batch: Batch, ranks: Ranks) -> list[Tensors]:
 
 
 def zeros_for(signature: Signature) -> Tensors:
-    """What a rank that has joined contributes."""
+    """Return the zeros that this rank contributes to an operation after `join()`."""
     return [
         torch.zeros(shape, dtype=getattr(torch, dtype), device="cpu")
         for shape, dtype in zip(signature.shapes, signature.dtypes, strict=True)
@@ -411,7 +408,7 @@ def _on_device_of(tensors: Sequence[torch.Tensor], results: Tensors) -> Tensors:
 
 
 def _all_reduce(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tensors:
-    """All tensors of one dtype travel in one message."""
+    """All-reduce tensors, fused by dtype."""
     if signature.op == ADASUM:
         return _adasum(signature, inputs, ranks)
     if len(inputs) == 1:
@@ -424,13 +421,13 @@ def _all_reduce(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tensors:
         flat = _reduced(torch.cat([inputs[number].reshape(-1) for number in numbers]), signature, ranks)
         sizes = [inputs[number].numel() for number in numbers]
         for number, part in zip(numbers, torch.split(flat, sizes), strict=True):
-            # Members of a group get memory of their own: one that is kept must not keep all.
+            # Clone, because a view would keep the memory of all tensors alive.
             results[number] = part.clone().view(inputs[number].shape)
     return results
 
 
 def _reduced(flat: torch.Tensor, signature: Signature, ranks: Ranks) -> torch.Tensor:
-    """Collective: a 1-d tensor, scaled, reduced and scaled."""
+    """Scale, reduce and scale a 1-d tensor. Collective."""
     received = _work_copy(flat, signature.factors[0])
     ranks.all_reduce_(received, signature.op)
     scale_(received, signature.factors[1])
@@ -438,20 +435,20 @@ def _reduced(flat: torch.Tensor, signature: Signature, ranks: Ranks) -> torch.Te
 
 
 def _work_copy(flat: torch.Tensor, prescale: float) -> torch.Tensor:
-    """A scaled copy in a dtype that every backend knows: halves as float32."""
+    """Return a scaled copy, in float32 if the dtype is a half, because backends do not know halves."""
     copy = flat.float() if flat.dtype in HALF_DTYPES else flat.clone()
     scale_(copy, prescale)
     return copy
 
 
 def _reducible(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """The memory of a tensor as it is reduced: bool as the bytes 0 and 1."""
+    """Return the memory of a tensor as a NumPy array for a reduction. Bools become bytes 0 and 1."""
     array: npt.NDArray[Any] = (tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor).numpy()
     return array
 
 
 def _adasum(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tensors:
-    """Each tensor by itself: its direction decides how it is combined."""
+    """Apply Adasum to each tensor separately, because the angle between tensors is defined for each."""
     results = []
     for tensor in inputs:
         flat = _work_copy(tensor.reshape(-1), signature.factors[0])
@@ -474,8 +471,10 @@ def _barrier(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tensors:
 
 
 def _all_gather(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tensors:
-    """Dimension 0 may differ between ranks."""
-    rows = ranks.all_gather(np.array([tensor.shape[0] for tensor in inputs], dtype=np.int64))
+    """Concatenate along dimension 0, which may differ between ranks."""
+    own = np.array([tensor.shape[0] for tensor in inputs], dtype=np.int64)
+    rows = np.empty((ranks.size, own.size), dtype=np.int64)
+    ranks.wait(ranks.comm.all_gather(own, rows))
     results = []
     for tensor, rows_of in zip(inputs, rows.T, strict=True):
         result = tensor.new_empty((int(rows_of.sum()), *tensor.shape[1:]))
@@ -486,7 +485,7 @@ def _all_gather(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tensors:
 
 
 def _all_to_all(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tensors:
-    """Inputs: the tensor, and how many of its rows go to each rank (int32); the results are of the same form."""
+    """Exchange rows. Inputs and results: a tensor, and the number of rows for or from each rank (int32)."""
     tensor, splits = inputs
     sent = splits.numpy().astype(np.int64)
     received = np.empty_like(sent)
@@ -499,7 +498,7 @@ def _all_to_all(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tensors:
 
 
 def _reduce_scatter(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tensors:
-    """Rows over ranks; the first `rows % size` ranks get one more."""
+    """Reduce and scatter rows. The first `rows % size` ranks get one row more."""
     results = []
     for tensor in inputs:
         bounds = row_bounds(tensor.shape[0], ranks.size)
@@ -515,19 +514,19 @@ def _reduce_scatter(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tens
     return results
 
 
-# ── small operations, whose tensors travel in the message in which the ranks agree on them ────────────────────────────
+# ── small operations, whose tensors are part of the round's messages ──────────────────────────────────────────────────
 
 CARRIED_BYTES = 1024
-"""What a rank may send along."""
+"""Room for tensors in a message."""
 
 ALIGNED_BYTES = 16
-"""Tensors of any dtype may begin there."""
+"""Alignment of tensors in a message, enough for every dtype."""
 
-KEPT_SLOTS = 1024
-"""Of so many places and forms of tensors in messages the views are kept."""
+MAX_SLOTS = 1024
+"""Number of cached slots."""
 
 _WIRE_DTYPES = {**dict.fromkeys(HALF_DTYPES, torch.float32), torch.bool: torch.uint8}
-"""In which dtype all-reduced tensors travel, where it is not their own: as `_work_copy` and `_reducible` have it."""
+"""Dtype in which messages carry a tensor to all-reduce, if not its own. Matches `_work_copy` and `_reducible`."""
 
 _COMBINATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
@@ -538,12 +537,12 @@ _COMBINATIONS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 class Slot(NamedTuple):
-    """Where a tensor lies in the messages of a round, in its own shape and the dtype in which it travels.
+    """Views of a tensor's place in the messages of a round, with its shape and wire dtype.
 
     Attributes:
-        sent: in the message of this rank.
-        gathered: in those of all ranks, by rank.
-        end: the byte of a message behind it.
+        sent: view into the message of this rank.
+        gathered: views into the messages of all ranks, by rank.
+        end: offset of the first free byte after the tensor.
     """
 
     sent: torch.Tensor
@@ -552,29 +551,29 @@ class Slot(NamedTuple):
 
 
 class RoundMessage:
-    """What each rank sends in a round: a head, and tensors behind it.
+    """Buffers for the messages of a round: a head, followed by tensors.
 
     Attributes:
-        mine: this rank's, bytes.
-        head: of it.
-        everybody: as it is gathered, bytes, `(size, n)`.
+        own: message of this rank, bytes.
+        head: head of `own`.
+        gathered: messages of all ranks, bytes, `(size, n)`.
     """
 
     def __init__(self, size: int, head_bytes: int) -> None:
-        """Of so many ranks; heads of so many bytes, a multiple of `ALIGNED_BYTES`."""
-        self.mine: npt.NDArray[np.uint8] = np.zeros(head_bytes + CARRIED_BYTES, dtype=np.uint8)
-        self.everybody: npt.NDArray[np.uint8] = np.empty((size, self.mine.size), dtype=np.uint8)
-        self._rows = [torch.from_numpy(row) for row in (self.mine, *self.everybody)]
-        self.head = memoryview(self.mine)[:head_bytes]  # type: ignore[arg-type]  # NumPy's stub of 3.11
+        """Allocate buffers for `size` ranks. `head_bytes` must be a multiple of `ALIGNED_BYTES`."""
+        self.own: npt.NDArray[np.uint8] = np.zeros(head_bytes + CARRIED_BYTES, dtype=np.uint8)
+        self.gathered: npt.NDArray[np.uint8] = np.empty((size, self.own.size), dtype=np.uint8)
+        self._rows = [torch.from_numpy(row) for row in (self.own, *self.gathered)]
+        self.head = memoryview(self.own)[:head_bytes]  # type: ignore[arg-type]  # NumPy's stub of 3.11
         self._head_bytes = head_bytes
         self._slots: dict[tuple[int, torch.Size, torch.dtype], Slot] = {}
 
     def load(self, works: Sequence[tuple[Signature, Sequence[torch.Tensor]]]) -> list[list[Slot]] | None:
-        """Puts the tensors of operations into this rank's message, scaled, if there is room for all.
+        """Copy the tensors of all operations into this rank's message, prescaled.
 
         Returns:
-            For each operation and tensor where it lies; None if they do not travel along, which depends on nothing but
-            the operations.
+            For each operation, the slots of its tensors. None if not all fit. That depends on the signatures only, so
+            it is equal on ranks with equal operations.
         """
         found, begin = [], self._head_bytes
         for signature, tensors in works:
@@ -596,12 +595,12 @@ class RoundMessage:
         return found
 
     def _slot(self, begin: int, shape: torch.Size, dtype: torch.dtype) -> Slot | None:
-        """A slot from this byte on, which is kept for the next time; None if it does not fit."""
+        """Return a slot that starts at byte `begin`, and cache it. None if it does not fit."""
         used = begin + shape.numel() * dtype.itemsize
-        if used > self.mine.size:
+        if used > self.own.size:
             return None
         mine, *everybody = [row[begin:used].view(dtype).view(shape) for row in self._rows]
-        if len(self._slots) >= KEPT_SLOTS:
+        if len(self._slots) >= MAX_SLOTS:
             self._slots.clear()
         slot = Slot(mine, tuple(everybody), -(-used // ALIGNED_BYTES) * ALIGNED_BYTES)
         self._slots[begin, shape, dtype] = slot
@@ -609,12 +608,12 @@ class RoundMessage:
 
 
 def result_of(signature: Signature, inputs: Sequence[torch.Tensor], slots: Sequence[Slot]) -> Tensors:
-    """The result of an operation of which all ranks have sent everything along: new tensors like the inputs.
+    """Compute the result of an operation whose tensors all messages carry. Returns new tensors like the inputs.
 
     Args:
-        signature: of the operation.
-        inputs: of this rank.
-        slots: where each of them lies in the messages.
+        signature: description of the operation.
+        inputs: tensors of this rank.
+        slots: slot of each tensor.
     """
     results = []
     for tensor, slot in zip(inputs, slots, strict=True):
@@ -623,7 +622,7 @@ def result_of(signature: Signature, inputs: Sequence[torch.Tensor], slots: Seque
             continue
         combine, first, rest = _COMBINATIONS[signature.op], slot.gathered[0], slot.gathered[1:]
         result = combine(first, rest[0]) if rest else first.clone()
-        for row in rest[1:]:  # in the order of ranks, so that all get the same bits
+        for row in rest[1:]:  # in rank order, so that results are bitwise equal on all ranks
             combine(result, row, out=result)
         scale_(result, signature.factors[1])
         results.append(result if result.dtype is tensor.dtype else result.to(tensor.dtype))
@@ -631,7 +630,7 @@ def result_of(signature: Signature, inputs: Sequence[torch.Tensor], slots: Seque
 
 
 def row_bounds(rows: int, size: int) -> list[int]:
-    """First row of each rank's part and, last, the number of rows: `(size + 1,)`."""
+    """Return the first row of each rank's part, and finally the number of rows: `(size + 1,)`."""
     return [rank * (rows // size) + min(rank, rows % size) for rank in range(size + 1)]
 
 
@@ -640,10 +639,10 @@ def _row_bytes(tensor: torch.Tensor) -> int:
 
 
 def _bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """The memory of a contiguous CPU tensor, as it travels, whatever its dtype."""
+    """Return the memory of a contiguous CPU tensor as bytes."""
     if tensor.numel() == 0:
         return np.empty(0, dtype=np.uint8)
-    # Not reshape(-1): dimensions of length 1 may have any stride, and the result would inherit it.
+    # as_strided, not reshape(-1), which would keep an arbitrary stride of a dimension of length 1.
     array: npt.NDArray[np.uint8] = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
     return array
 

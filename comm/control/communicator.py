@@ -1,8 +1,8 @@
-"""What the control plane asks of those who carry it: a communicator, of which there are two kinds.
+"""The interface of the control plane's communicators. Implemented over MPI and over a TCP mesh.
 
-All operations are non-blocking and collective unless they say otherwise: every rank of a communicator calls them in the
-same order, from one thread at a time, and leaves their arrays alone until they are complete. Threads that talk on their
-own get a duplicate each. An operation moves on while somebody tests it, and only then.
+Unless stated otherwise, operations are collective and non-blocking. All ranks call them in the same order, from one
+thread at a time, and do not touch the arrays until completion. Each thread that communicates uses a duplicate. An
+operation makes progress only while its `Test` is called.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import numpy.typing as npt
 from .failure import FailureBoard
 
 Array = npt.NDArray[Any]
-"""Contiguous, of a number type: what travels has no other form."""
+"""A contiguous array of a number type."""
 
 Test = Callable[[], bool]
-"""Moves an operation on and says whether it is complete: for `wait_for`, one thread at a time; keeps the arrays."""
+"""Completion test of an operation, which also makes progress and keeps the arrays alive. For one thread at a time."""
 
 
 class Backend(Enum):
-    """What carries the control plane."""
+    """Library that carries the control plane."""
 
     MPI = "mpi"
     MESH = "mesh"
 
 
 class Op(Enum):
-    """How arrays of several ranks become one, element by element."""
+    """Element-wise reduction operation."""
 
     AND = "and"
     MINIMUM = "min"
@@ -47,112 +47,125 @@ UFUNCS: dict[Op, np.ufunc] = {
     Op.SUM: np.add,
     Op.PRODUCT: np.multiply,
 }
-"""The same operations of NumPy."""
+"""NumPy's function for each operation."""
 
 
 class Communicator(Protocol):
-    """Some ranks of a job, for one thread at a time."""
+    """An ordered set of ranks that communicate. For one thread at a time."""
 
     @property
     def backend(self) -> Backend:
-        """What carries it."""
+        """Return the library that carries this communicator."""
         ...
 
     @property
     def rank(self) -> int:
-        """This process among the ranks of this communicator."""
+        """Return the rank of this process in this communicator."""
         ...
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Return the number of ranks."""
         ...
 
     @property
     def failures(self) -> FailureBoard:
-        """Where the loss of the job is reported; one for all communicators that stem from one."""
+        """Return the job's failure board, shared by all communicators derived from one."""
         ...
 
     def duplicate(self) -> Communicator:
-        """Collective, may block: the same ranks, for another thread."""
+        """Open a communicator over the same ranks, for use by another thread. Collective, may block."""
         ...
 
     def subset(self, ranks: Sequence[int]) -> Communicator:
-        """Collective over `ranks` alone, may block: those, numbered in the order given."""
+        """Open a communicator over `ranks`, numbered in the order given. Collective over `ranks`, may block."""
         ...
 
     def free(self) -> None:
-        """Collective, may block: ends it. Nothing may be under way."""
+        """Free this communicator. No operation may be in flight. Collective, may block."""
         ...
 
     def abort(self, reason: str, *, fault: bool = False) -> None:
-        """Not collective, from any thread: this rank ends for good, which all of the job are told with the reason.
+        """Announce to all ranks of the job that this rank aborts, and why. Thread-safe, not collective.
 
-        MPI ends their processes, this one among them.
+        Over MPI this ends the processes of all ranks, including this one.
 
         Args:
-            reason: names the rank.
-            fault: the rank does not leave, but its communication has failed (`PeerFaultError`).
+            reason: text that names the rank.
+            fault: True if the rank's communication failed, and the rank itself stays (`PeerFaultError`).
         """
         ...
 
     def same_host(self) -> int:
-        """Collective, may block: equal on ranks that the backend takes for one host's; maybe on others, too."""
+        """Return a number that is equal on ranks of one host, as far as the backend knows. Collective, may block.
+
+        Ranks of different hosts may get equal numbers, too.
+        """
         ...
 
     def all_reduce(self, array: Array, op: Op) -> Test:
-        """Replaces `array`, of one shape and dtype on all ranks, by the reduction over ranks: the same bits on each."""
+        """Reduce `array` over all ranks, in place. Shape and dtype are equal on all ranks, the result bitwise equal."""
         ...
 
     def broadcast(self, array: Array, root: int) -> Test:
-        """Fills `array` with that of `root`."""
+        """Overwrite `array` with that of rank `root`."""
         ...
 
-    def all_gather(self, mine: Array, gathered: Array, counts: Sequence[int] | None = None) -> Test:
-        """Fills `gathered`, of `mine`'s dtype, with the arrays of all ranks, one after the other.
+    def all_gather(self, own: Array, gathered: Array, counts: Sequence[int] | None = None) -> Test:
+        """Concatenate the arrays of all ranks in `gathered`.
 
         Args:
-            mine: of this rank.
-            gathered: as many elements as all ranks have.
-            counts: elements of each rank; None = all have as many.
+            own: array of this rank.
+            gathered: result, of the same dtype.
+            counts: number of elements of each rank. None = equal on all ranks.
         """
         ...
 
     def all_to_all(
         self, sent: Array, received: Array, counts: tuple[Sequence[int], Sequence[int]] | None = None
     ) -> Test:
-        """Gives each rank a part of `sent`, and fills `received` with the parts that the others give.
+        """Send a part of `sent` to each rank, and receive a part from each rank.
 
         Args:
-            sent: the parts, by rank.
-            received: of the same dtype; the others' parts, by rank.
-            counts: elements of each part, (sent, received); None = all are equal.
+            sent: parts to send, contiguous, by rank.
+            received: result, of the same dtype: received parts, contiguous, by rank.
+            counts: number of elements of each part, as (sent, received). None = all parts are equal.
         """
         ...
 
     def reduce_scatter(self, array: Array, part: Array, counts: Sequence[int], op: Op) -> Test:
-        """Fills `part` with this rank's part of the reduction of 1-d `array`, which is cut into `counts`."""
+        """Reduce a 1-d array over all ranks, and store this rank's part of the result in `part`.
+
+        Args:
+            array: values of this rank.
+            part: result, `counts[rank]` elements.
+            counts: number of elements of each rank's part.
+            op: reduction operation.
+        """
         ...
 
     def barrier(self) -> Test:
-        """Completes once all ranks have come."""
+        """Start a barrier. It completes once all ranks have called it."""
         ...
 
     def send(self, array: Array, rank: int) -> Test:
-        """Not collective: to the `receive` of another rank, in the order of calls."""
+        """Send `array` to `rank`. Matches the peer's `receive` calls in order. Not collective."""
         ...
 
     def receive(self, array: Array, rank: int) -> Test:
-        """Not collective: fills `array` with what `rank` sends."""
+        """Receive `array` from `rank`. Not collective."""
         ...
 
     def post(self, rank: int, tag: int, message: bytes) -> None:
-        """Not collective, from any thread but one at a time: a short message, read when its receiver looks."""
+        """Send a short message, which the receiver reads by `collect`. Not collective.
+
+        Any thread may call it, but `post` and `collect` must not run at the same time.
+        """
         ...
 
     def collect(self) -> tuple[int, int, bytes] | None:
-        """The next message that was posted to this rank, (source, tag, message), those of one source in order.
+        """Return the next posted message as (source, tag, message), or None. Messages of one source keep their order.
 
-        Not collective, from any thread but one at a time with `post`; None if none has come.
+        Not collective. Any thread may call it, but `post` and `collect` must not run at the same time.
         """
         ...

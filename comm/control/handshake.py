@@ -1,8 +1,8 @@
-"""Proof of the job's secret on each connection between two processes of a job.
+"""Mutual authentication of the connections between processes of a job.
 
-Before either end of a connection reads anything else, each sends a random challenge, and answers the other's with an
-HMAC-SHA256 under the job's key over both challenges and both ranks. What was recorded from one connection proves
-nothing on another. Messages are not encrypted afterwards.
+Each end sends a random challenge, and proves its knowledge of the job's key by an HMAC-SHA256 over both challenges and
+both ranks. Neither end reads any data before the proofs. A recorded handshake cannot be replayed, because the
+challenges differ. Messages after the handshake are not encrypted.
 
     connector → acceptor   hello: magic, from, to, challenge
     acceptor → connector   challenge, proof
@@ -25,10 +25,10 @@ from contextlib import suppress
 from sirtaki.errors import CommError
 
 HANDSHAKE_S = 5.0
-"""Seconds within which a connection must prove that it belongs to the job."""
+"""Time limit of a handshake in seconds."""
 
 MAX_UNPROVED = 128
-"""Connections that have not proved themselves yet; one more, and the oldest of them is closed."""
+"""Number of unfinished handshakes. One more closes the oldest."""
 
 MAGIC = b"SIRTAKI\x01"
 _HELLO = struct.Struct("<8sII32s")
@@ -38,11 +38,11 @@ _WELCOME = b"\x01"
 
 
 class NoProof(CommError):
-    """The other end does not know the job's secret."""
+    """The process at the remote end does not know the job's secret."""
 
 
 def job_key(secret: str, job: str) -> bytes:
-    """Key of the proofs, derived from the job's secret for this job only."""
+    """Derive the key of one job from the job's secret."""
     return hmac.digest(secret.encode(), f"sirtaki mesh {job}".encode(), "sha256")
 
 
@@ -51,11 +51,11 @@ def _proof(key: bytes, side: bytes, hello: bytes, challenge: bytes) -> bytes:
 
 
 def connect(address: tuple[str, int], *, key: bytes, own: int, other: int) -> socket.socket:
-    """A connection to rank `other`, both ends of which have proved themselves to be the job's ranks.
+    """Connect to the process with number `other`, and authenticate both ends.
 
     Raises:
-        OSError: nobody is there, or it does not answer in time.
-        NoProof: it does not prove itself.
+        OSError: no process listens at `address`, or it does not answer in time.
+        NoProof: the process at `address` did not prove that it knows the job's secret.
     """
     sock = socket.create_connection(address, timeout=HANDSHAKE_S)
     try:
@@ -64,10 +64,10 @@ def connect(address: tuple[str, int], *, key: bytes, own: int, other: int) -> so
         reply = _read(sock, _REPLY_BYTES)
         challenge, proof = reply[:_CHALLENGE_BYTES], reply[_CHALLENGE_BYTES:]
         if not hmac.compare_digest(proof, _proof(key, b"acceptor", hello, challenge)):
-            raise NoProof(f"who answers at {address[0]}:{address[1]} does not know this job's secret")
+            raise NoProof(f"the process at {address[0]}:{address[1]} does not know this job's secret")
         sock.sendall(_proof(key, b"connector", hello, challenge))
         if _read(sock, len(_WELCOME)) != _WELCOME:
-            raise OSError("not welcome")
+            raise OSError("the listening process refused the connection")
     except BaseException:
         sock.close()
         raise
@@ -75,30 +75,30 @@ def connect(address: tuple[str, int], *, key: bytes, own: int, other: int) -> so
 
 
 def _read(sock: socket.socket, length: int) -> bytes:
-    """So many bytes, and no more, within the time that a handshake may take in all."""
+    """Read exactly `length` bytes within the time limit of a handshake."""
     deadline_s, read = time.monotonic() + HANDSHAKE_S, b""
     while len(read) < length:
         sock.settimeout(max(1e-3, deadline_s - time.monotonic()))
         if not (more := sock.recv(length - len(read))):
-            raise ConnectionError("it was closed in the middle of the handshake")
+            raise ConnectionError("the connection was closed during the handshake")
         read += more
     return read
 
 
 class UnprovedConnection:
-    """A connection that somebody has made, and that has not proved itself yet."""
+    """An accepted connection whose handshake is unfinished."""
 
     def __init__(self, sock: socket.socket) -> None:
-        """Takes a socket that does not block."""
+        """Store a non-blocking socket."""
         self.sock, self.deadline_s = sock, time.monotonic() + HANDSHAKE_S
         self.hello = self.read = b""
         self.challenge = secrets.token_bytes(_CHALLENGE_BYTES)
 
     def advance(self, key: bytes, own: int) -> int | None:
-        """Reads what has come; the rank at the other end once it has proved itself.
+        """Read what has arrived. Return the number of the remote process once it is authenticated. Non-blocking.
 
         Raises:
-            OSError: it has not, and will not.
+            OSError: the handshake failed.
         """
         wanted = _PROOF_BYTES if self.hello else _HELLO.size
         more = self.sock.recv(wanted - len(self.read))
@@ -111,32 +111,29 @@ class UnprovedConnection:
         if not self.hello:
             magic, _, to, _ = _HELLO.unpack(read)
             if magic != MAGIC or to != own:
-                raise ConnectionError("no rank of this job")
+                raise ConnectionError("the hello is not for this process")
             self.hello = read
-            self._send(self.challenge + _proof(key, b"acceptor", read, self.challenge))
+            self.send(self.challenge + _proof(key, b"acceptor", read, self.challenge))
             return None
         if not hmac.compare_digest(read, _proof(key, b"connector", self.hello, self.challenge)):
-            raise ConnectionError("no proof")
+            raise ConnectionError("wrong proof")
         return int(_HELLO.unpack(self.hello)[1])
 
-    def _send(self, message: bytes) -> None:
-        if self.sock.send(message) < len(message):  # into an empty buffer
-            raise ConnectionError("it does not read")
-
-    def welcome(self) -> None:
-        """To whom has proved itself.
+    def send(self, message: bytes) -> None:
+        """Send a message of the handshake. Non-blocking.
 
         Raises:
-            OSError: it is gone.
+            OSError: the connection broke.
         """
-        self._send(_WELCOME)
+        if self.sock.send(message) < len(message):  # a short message always fits into an empty buffer
+            raise ConnectionError("the remote end does not read")
 
 
 def listen(addresses: Sequence[str]) -> list[socket.socket]:
-    """Listens at a port of each address, and nowhere else.
+    """Listen at a free port of each address, and at no other address.
 
     Raises:
-        OSError: it cannot.
+        OSError: an address cannot be bound.
     """
     listeners: list[socket.socket] = []
     try:
@@ -150,13 +147,13 @@ def listen(addresses: Sequence[str]) -> list[socket.socket]:
 
 
 class HandshakeListener:
-    """Lets connections in that prove themselves; asked by a selector, it never blocks.
+    """Accepts connections that pass the handshake. Non-blocking, driven by a selector.
 
-    Strangers cost a time limit and no more.
+    Processes without the secret can hold a connection for the time limit only.
 
     Attributes:
-        places: where it listens.
-        refused: connections that did not prove themselves.
+        addresses: (host, port) of each listener.
+        refused: number of connections that failed the handshake.
     """
 
     def __init__(
@@ -168,26 +165,26 @@ class HandshakeListener:
         events: selectors.BaseSelector,
         is_wanted: Callable[[int], bool] = lambda number: True,
     ) -> None:
-        """The listeners become its own.
+        """Take ownership of the listeners.
 
         Args:
-            listeners: sockets.
-            key: of the job.
-            own: number by which it is looked for.
-            events: where it registers what it waits for, with itself as the data.
-            is_wanted: says of the number of who has proved itself whether it is let in.
+            listeners: listening sockets.
+            key: key of the job.
+            own: number of this process, which the connector must name.
+            events: selector, in which each socket is registered with this object as data.
+            is_wanted: returns whether to accept an authenticated process with this number.
         """
         self._listeners = {listener.fileno(): listener for listener in listeners}
         self._key, self._own, self._events, self._is_wanted = key, own, events, is_wanted
         self._candidates: dict[int, UnprovedConnection] = {}
-        self.places: list[tuple[str, int]] = [listener.getsockname()[:2] for listener in listeners]
+        self.addresses: list[tuple[str, int]] = [listener.getsockname()[:2] for listener in listeners]
         self.refused = 0
         for listener in listeners:
             listener.setblocking(False)
             events.register(listener, selectors.EVENT_READ, self)
 
     def advance(self, descriptor: int) -> tuple[int, socket.socket] | None:
-        """Something has come there: number and connection of who has proved itself by it; None = nobody."""
+        """Process an event of a descriptor. Return (number, connection) if that completed a handshake, else None."""
         if (listener := self._listeners.get(descriptor)) is not None:
             with suppress(OSError):
                 sock, _ = listener.accept()
@@ -202,9 +199,9 @@ class HandshakeListener:
                 if number is None:
                     return None
                 if not self._is_wanted(number):
-                    raise ConnectionError("it is there already")
-                candidate.welcome()
-            except BlockingIOError:  # what came was for one of the same descriptor that has just been dropped
+                    raise ConnectionError("this process is connected already")
+                candidate.send(_WELCOME)
+            except BlockingIOError:  # the event belongs to a dropped connection whose descriptor is in use again
                 return None
             except OSError:
                 self._drop(descriptor)
@@ -214,14 +211,14 @@ class HandshakeListener:
             return number, candidate.sock
         return None
 
-    def drop_late(self) -> None:
-        """Closes what has not proved itself in time."""
+    def drop_expired(self) -> None:
+        """Close connections that exceeded the time limit."""
         now_s = time.monotonic()
         for descriptor in [number for number, each in self._candidates.items() if each.deadline_s < now_s]:
             self._drop(descriptor)
 
     def close(self) -> None:
-        """Listens no more."""
+        """Close the listeners and the unfinished connections."""
         for descriptor in list(self._candidates):
             self._drop(descriptor)
         for listener in self._listeners.values():
@@ -230,22 +227,26 @@ class HandshakeListener:
             listener.close()
 
     def _drop(self, descriptor: int) -> None:
-        gone = self._candidates.pop(descriptor)
-        self._events.unregister(gone.sock)
-        gone.sock.close()
+        candidate = self._candidates.pop(descriptor)
+        self._events.unregister(candidate.sock)
+        candidate.sock.close()
         self.refused += 1
 
 
 class Acceptor:
-    """Accepts the connections of other ranks, in a thread."""
+    """Accepts the connections of higher ranks in a thread.
+
+    Attributes:
+        handshakes: the listener that the thread drives.
+    """
 
     def __init__(self, listeners: Sequence[socket.socket], *, key: bytes, own: int, expected: Sequence[int]) -> None:
-        """The listeners become its own."""
+        """Take ownership of the listeners, and start the thread."""
         self._expected = set(expected)
         self._accepted: dict[int, socket.socket] = {}
         self._closing = threading.Event()
         self._events = selectors.DefaultSelector()
-        self.door = HandshakeListener(
+        self.handshakes = HandshakeListener(
             listeners, key=key, own=own, events=self._events, is_wanted=lambda rank: rank in self.missing
         )
         self._thread = threading.Thread(target=self._run, name="sirtaki-accept", daemon=True)
@@ -253,25 +254,20 @@ class Acceptor:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks that have not connected yet."""
+        """Return the ranks that have not connected yet."""
         return sorted(self._expected - self._accepted.keys())
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for at most `timeout_s`; return whether all ranks have connected."""
-        self._thread.join(timeout_s)
-        return not self.missing
-
     def close(self) -> dict[int, socket.socket]:
-        """Stops listening, and gives the connections by rank; they are the caller's."""
+        """Stop listening. Return the connections by rank, which the caller owns."""
         self._closing.set()
         self._thread.join()
-        self.door.close()
+        self.handshakes.close()
         self._events.close()
         return self._accepted
 
     def _run(self) -> None:
         while self.missing and not self._closing.is_set():
             for chosen, _ in self._events.select(0.05):
-                if (found := self.door.advance(chosen.fd)) is not None:
+                if (found := self.handshakes.advance(chosen.fd)) is not None:
                     self._accepted[found[0]] = found[1]
-            self.door.drop_late()
+            self.handshakes.drop_expired()

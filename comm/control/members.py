@@ -1,9 +1,9 @@
 """The ranks of a mesh, and how they find each other.
 
-Each rank tells the others where it listens through an `Exchange`: over a key-value store, a process group of PyTorch,
-or MPI. In an elastic job the agents of the hosts know all ranks. Records in a store are JSON, because a record that is
-unpickled could run code. Every process that reads the store can read the secret that rank 0 makes, unless the user sets
-one.
+Each rank publishes its listening addresses through an `Exchange`: over a key-value store, a process group of PyTorch,
+or MPI. In an elastic job the agents of the hosts distribute the addresses. Records in a store are JSON, because a
+pickled record could run code. Rank 0 makes the job's secret, unless the user sets one. Every process that can read the
+store can read that secret.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _AGAIN_S, _ASK_S = 0.05, 0.1
-_NAME_INTERFACE = "name the interface that joins the hosts in SIRTAKI_GLOO_IFACE"
+_NAME_INTERFACE = "set SIRTAKI_GLOO_IFACE to the network interface between the hosts"
 _NOTICE_S = 10.0
-"""Time after which a rank logs which ranks it waits for."""
+"""Seconds after which a rank logs which ranks it waits for."""
 
 WRONG_SECRET_S = 3.0
-"""Time in which a process that does not prove its rank may give way to the right one."""
+"""Seconds for which a connecting rank retries after a failed proof, because a stranger may use the port for a while."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +50,11 @@ class Member:
 
     Attributes:
         host: `host_identity` of its host.
-        node: its host as the launcher names it.
-        slot: its place on that host for as long as it lives; the slots of a host may have gaps.
-        number: its rank or worker number as the user knows it.
-        has_state: it holds the state of the job: it has synchronised in an earlier generation.
-        addresses: (host, port) where it listens; those at loopback are for ranks of its own host.
+        node: name of its host, from the launcher.
+        slot: fixed position on its host. The slots of a host may have gaps.
+        number: rank or worker number in messages to the user.
+        has_state: True if it has synchronised in an earlier generation, and so holds the state of the job.
+        addresses: (host, port) of its listeners. Loopback addresses are for ranks of its own host.
     """
 
     host: tuple[str, ...] = ()
@@ -70,10 +70,10 @@ class Membership:
     """All ranks of a mesh.
 
     Attributes:
-        generation: from 1 in jobs whose ranks change, else 0.
-        members: by rank.
+        generation: number of the generation, from 1. 0 = the ranks of this job never change.
+        members: the ranks, in order.
         name: name of the job or of the mesh.
-        secret: secret of the job; "" = the user has given it to each rank.
+        secret: secret of the job. "" = each rank has it from the user.
     """
 
     generation: int = 0
@@ -83,7 +83,10 @@ class Membership:
 
     @property
     def mesh_name(self) -> str:
-        """Name of the mesh. Ranks that were told of other members connect under another name, and do not succeed."""
+        """Return the name of the mesh, which includes a hash of all addresses.
+
+        The name is part of the key of the handshake, so ranks with different lists of members cannot connect.
+        """
         addresses = msgspec.json.encode([each.addresses for each in self.members])
         return f"{self.name}/{self.generation}/{hashlib.sha256(addresses).hexdigest()[:16]}"
 
@@ -91,7 +94,7 @@ class Membership:
 Listeners = tuple[socket.socket, ...]
 
 Exchange = Callable[[Membership], Sequence[Membership]]
-"""Collective: gives a membership that has this rank as its only member, returns those of all ranks, by rank."""
+"""Takes a membership whose only member is this rank, and returns the memberships of all ranks, by rank. Collective."""
 
 
 def alone() -> MeshCommunicator:
@@ -100,25 +103,25 @@ def alone() -> MeshCommunicator:
 
 
 def open_listeners(interface: str | None, *, loopback_only: bool = False) -> Listeners:
-    """Listen at loopback, and at the addresses that other hosts may reach. The caller closes the listeners.
+    """Listen at loopback, and at the addresses that remote hosts can reach. The caller closes the listeners.
 
     Args:
-        interface: name of the network interface that joins the hosts; None = any.
-        loopback_only: the job has one host.
+        interface: name of the network interface between the hosts. None = any.
+        loopback_only: True if all ranks are on one host.
 
     Raises:
-        CommError: this rank cannot listen.
-        ConfigError: there is no such interface.
+        CommError: an address cannot be bound.
+        ConfigError: the interface does not exist.
     """
     addresses = [LOOPBACK, *([] if loopback_only else own_addresses(interface))]
     try:
         return tuple(listen(addresses))
     except OSError as err:
-        raise CommError(f"this rank cannot listen at {', '.join(addresses)}: {err}") from err
+        raise CommError(f"cannot listen at {', '.join(addresses)}: {err}") from err
 
 
 def listening(member: Member, listeners: Sequence[socket.socket]) -> Member:
-    """Return this rank with its host and the addresses of its listeners."""
+    """Return a copy of `member` with this host and the addresses of the listeners."""
     addresses = tuple(listener.getsockname()[:2] for listener in listeners)
     return replace(member, host=host_identity(), addresses=addresses)
 
@@ -126,43 +129,45 @@ def listening(member: Member, listeners: Sequence[socket.socket]) -> Member:
 def introduce(
     exchange: Exchange, own: Member, *, generation: int = 0, interface: str | None, secret: str | None
 ) -> tuple[Membership, Listeners]:
-    """Collective. Tell all ranks which host this one is on, then where it listens.
+    """Exchange the hosts of all ranks, then open listeners and exchange their addresses. Collective.
 
     Args:
         exchange: carries the memberships.
         own: this rank.
         generation: number of the generation that this rank leaves.
-        interface: name of the network interface that joins the hosts; None = any.
-        secret: secret of the job, from the user; None = the first rank makes one.
+        interface: name of the network interface between the hosts. None = any.
+        secret: secret of the job, from the user. None = the first rank makes one.
 
     Returns:
-        All ranks with the highest generation of theirs, and the listeners of this one.
+        The membership, with the highest generation of all ranks, and the listeners of this rank.
 
     Raises:
-        ConfigError: some ranks have a secret from the user, and some have none; or there is no such interface.
-        CommError: this rank cannot listen, or `exchange` has failed.
+        ConfigError: only some ranks have a secret from the user, or the interface does not exist.
+        CommError: an address cannot be bound, or `exchange` has failed.
     """
     own_token = "" if secret else secrets.token_hex(32)
-    mine = Membership(
+    own_membership = Membership(
         generation=generation, members=(listening(own, ()),), name=secrets.token_hex(16), secret=own_token
     )
-    told = exchange(mine)
-    for each in told:
-        if bool(each.secret) is not bool(told[0].secret):
-            first, odd = told[0].members[0].number, each.members[0].number
-            raise ConfigError(f"SIRTAKI_SECRET is set on one of the ranks {first} and {odd} only; all need the same")
-    one_host = all(each.members[0].host == mine.members[0].host for each in told)
+    received = exchange(own_membership)
+    for each in received:
+        if bool(each.secret) is not bool(received[0].secret):
+            first, odd = received[0].members[0].number, each.members[0].number
+            raise ConfigError(
+                f"SIRTAKI_SECRET is set on only one of the ranks {first} and {odd}; set it to one value on all ranks"
+            )
+    one_host = all(each.members[0].host == own_membership.members[0].host for each in received)
     listeners = open_listeners(interface, loopback_only=one_host)
     try:
-        told = exchange(replace(mine, members=(listening(own, listeners),)))
+        received = exchange(replace(own_membership, members=(listening(own, listeners),)))
     except BaseException:
         _close(listeners)
         raise
     return replace(
-        told[0],
-        generation=max(each.generation for each in told),
-        members=tuple(each.members[0] for each in told),
-        secret=secret or told[0].secret,
+        received[0],
+        generation=max(each.generation for each in received),
+        members=tuple(each.members[0] for each in received),
+        secret=secret or received[0].secret,
     ), listeners
 
 
@@ -181,29 +186,29 @@ def connect_members(
     unproved_s: float = float("inf"),
     why_in_vain: Callable[[], str] = lambda: "",
 ) -> MeshCommunicator:
-    """Collective. Connect each rank to all others. A rank connects to those before it.
+    """Connect this rank to its peers: connect to lower ranks, accept connections of higher ranks. Collective.
 
     Args:
         membership: the ranks.
-        listeners: sockets at which this rank listens; they are closed at the end.
+        listeners: sockets at which this rank listens. They are closed at the end.
         rank: rank of this process.
-        deadline: end of the wait for other ranks.
-        heartbeat_s: a rank that is silent for longer is lost; None = never.
-        unproved_s: time in which a process that does not prove its rank may give way to the right one.
-        why_in_vain: returns why a member will not come; "" = all may. Non-blocking.
+        deadline: end of the wait for peers.
+        heartbeat_s: silence after which a rank counts as lost. None = never.
+        unproved_s: seconds for which this rank retries after a failed proof.
+        why_in_vain: returns why a member will not connect. "" = all may. Non-blocking.
 
     Returns:
-        The communicator of all ranks. The mesh ends when it is freed.
+        The communicator of all ranks. Freeing it closes the mesh.
 
     Raises:
-        ConfigError: a process that answers for a rank does not know the secret.
-        CommError: a rank has not come or cannot be reached.
+        ConfigError: a process at a rank's address does not know the secret.
+        CommError: a rank did not connect, or cannot be reached.
     """
     key, members = job_key(membership.secret, membership.mesh_name), membership.members
-    here = all(other.host == members[rank].host for other in members)
+    one_host = all(other.host == members[rank].host for other in members)
     for listener in listeners:
-        if here and listener.getsockname()[0] != LOOPBACK:
-            listener.close()  # no rank needs it, and strangers may find it
+        if one_host and listener.getsockname()[0] != LOOPBACK:
+            listener.close()  # because no rank needs it, and remote processes can reach it
     listeners = tuple(listener for listener in listeners if listener.fileno() >= 0)
     acceptor = Acceptor(listeners, key=key, own=rank, expected=range(rank + 1, len(members)))
     sockets: dict[int, socket.socket] = {}
@@ -212,11 +217,11 @@ def connect_members(
         if problem := why_in_vain():
             raise PeerLostError(problem)
 
-    def reach(other: int) -> socket.socket:
-        """Connect to a rank at the first of its addresses that proves to be it."""
-        near = members[other].host == members[rank].host
-        addresses = [each for each in members[other].addresses if (each[0] == LOOPBACK) == near]
-        problem, limit = "it listens nowhere", deadline
+    def connect_to(other: int) -> socket.socket:
+        """Connect to a rank at the first of its addresses that proves the secret."""
+        same_host = members[other].host == members[rank].host
+        addresses = [each for each in members[other].addresses if (each[0] == LOOPBACK) == same_host]
+        problem, limit = "it has no address for this host", deadline
         while not limit.passed:
             for address in addresses:
                 check()
@@ -229,8 +234,8 @@ def connect_members(
             time.sleep(_AGAIN_S)
         if limit < deadline:
             raise ConfigError(
-                f"rank {other} and rank {rank} do not prove themselves to each other: SIRTAKI_SECRET must be the same "
-                f"on all ranks ({problem})"
+                f"ranks {rank} and {other} cannot authenticate each other ({problem}): set SIRTAKI_SECRET to one value "
+                "on all ranks"
             )
         tried = ", ".join(f"{host}:{port}" for host, port in addresses)
         raise CommError(f"rank {other} cannot be reached at {tried} ({problem}); {_NAME_INTERFACE}")
@@ -243,11 +248,11 @@ def connect_members(
 
     try:
         for other in range(rank):
-            sockets[other] = reach(other)
+            sockets[other] = connect_to(other)
         if not wait_for(all_have_connected, deadline, Poll.SLICES):
-            refused = acceptor.door.refused
-            strangers = f"; {refused} connections did not prove themselves" if refused else ""
-            at = ", ".join(host for host, _ in acceptor.door.places)
+            refused = acceptor.handshakes.refused
+            strangers = f"; {refused} connections failed to authenticate" if refused else ""
+            at = ", ".join(host for host, _ in acceptor.handshakes.addresses)
             raise CommError(
                 f"rank {acceptor.missing[0]} did not connect to rank {rank} at {at}{strangers}; {_NAME_INTERFACE}"
             )
@@ -267,20 +272,20 @@ def rendezvous(
     deadline: Deadline,
     heartbeat_s: float | None,
 ) -> MeshCommunicator:
-    """Collective. Connect ranks that can exchange memberships, each with each.
+    """Connect the ranks of an `Exchange` into a mesh. Collective.
 
     Args:
-        exchange: carries the memberships. A `StoreExchange` also tells the other ranks what has failed.
-        rank: rank of this process among them.
-        number: its rank in messages to the user, if another.
+        exchange: carries the memberships. A `StoreExchange` also distributes errors.
+        rank: rank of this process in the mesh.
+        number: its rank in messages to the user. None = `rank`.
         interface: see `introduce`.
         secret: see `introduce`.
-        deadline: end of the wait for other ranks.
+        deadline: end of the wait for peers.
         heartbeat_s: see `connect_members`.
 
     Raises:
-        ConfigError: what the ranks were told does not fit together.
-        CommError: a rank has not come or cannot be reached.
+        ConfigError: the ranks have contradictory settings.
+        CommError: a rank did not connect, or cannot be reached.
     """
     store = exchange if isinstance(exchange, StoreExchange) else None
     own = Member(number=rank if number is None else number)
@@ -297,24 +302,24 @@ def rendezvous(
         )
     except SirtakiError as err:
         if store is not None:
-            store.tell_problem(err)
+            store.report_problem(err)
         raise
 
 
-# ── ranks that meet at a store ────────────────────────────────────────────────────────────────────────────────────────
+# ── rendezvous at a key-value store ───────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """The store at which ranks meet, as a launcher tells them.
+    """Rendezvous of the ranks at a store, as the launcher describes it.
 
     Attributes:
         rank: rank of this process.
         size: number of ranks.
         host, port: address of the store.
-        agent_store: the launcher serves the store; else rank 0 does.
+        agent_store: True if the launcher serves the store. Otherwise rank 0 serves it.
         name: name of this meeting, unique in the store.
-        members: ranks that meet, if not all do.
+        members: ranks that meet. Empty = all.
     """
 
     rank: int
@@ -327,23 +332,23 @@ class Meeting:
 
 
 _stores: dict[tuple[str, int], TCPStore] = {}
-"""Stores that rank 0 serves stay open, because other ranks may still read them."""
+"""Stores that this process serves as rank 0. They stay open, because slower ranks may still read them."""
 
-_met: Counter[tuple[str, int]] = Counter()
-"""Number of meetings of this process by name, because `init()` may be called again."""
+_meeting_counts: Counter[tuple[str, int]] = Counter()
+"""Number of meetings of this process by (name, rank), because `init()` may be called again."""
 
 
 def meet(
     meeting: Meeting, *, interface: str | None, secret: str | None, timeout_s: float, heartbeat_s: float | None
 ) -> MeshCommunicator:
-    """Collective. Connect ranks that meet at a store; see `rendezvous`."""
+    """Connect ranks that meet at a store; see `rendezvous`. Collective."""
     deadline = Deadline.after(timeout_s)
     members = meeting.members or tuple(range(meeting.size))
     if len(members) == 1:
         return alone()
     name = f"{meeting.name}/{','.join(map(str, meeting.members))}"
-    _met[name, meeting.rank] += 1
-    prefix = f"sirtaki/{name}/{_met[name, meeting.rank]}/"
+    _meeting_counts[name, meeting.rank] += 1
+    prefix = f"sirtaki/{name}/{_meeting_counts[name, meeting.rank]}/"
     exchange = StoreExchange(
         _store(meeting, deadline),
         members,
@@ -353,10 +358,10 @@ def meet(
         place=f"{meeting.host}:{meeting.port}",
         deadline=deadline,
     )
-    if not exchange.claim():  # which must not trouble those who are right
+    if not exchange.claim():  # raise in this process only: the first claimant may be right
         raise ConfigError(
-            f"two processes say that they are rank {meeting.rank} at {meeting.host}:{meeting.port}; each needs a "
-            "RANK of its own, and each job a MASTER_PORT of its own"
+            f"two processes claim rank {meeting.rank} at {meeting.host}:{meeting.port}; each process of a job must "
+            "have a different RANK, and each job a different MASTER_PORT"
         )
     return rendezvous(
         exchange,
@@ -370,7 +375,7 @@ def meet(
 
 
 def _store(meeting: Meeting, deadline: Deadline) -> Store:
-    """The store at the meeting's address."""
+    """Serve the meeting's store, or connect to it."""
     from torch._C._distributed_c10d import TCPStore
 
     timeout = datetime.timedelta(seconds=max(1.0, deadline.left_s))
@@ -378,19 +383,19 @@ def _store(meeting: Meeting, deadline: Deadline) -> Store:
     if not meeting.agent_store and meeting.rank == (meeting.members or (0,))[0]:
         if place not in _stores:
             try:
-                # multi_tenant: the script's own process groups may meet at the same port
+                # multi_tenant, because the script's own process groups may use a store at the same port
                 _stores[place] = serve_store(*place, timeout=timeout, multi_tenant=True)
             except (OSError, RuntimeError) as err:
                 raise ConfigError(
-                    f"rank {meeting.rank} cannot listen at MASTER_PORT={meeting.port}: {_first_line(err)}; does "
-                    "another job use it? Give each job a port of its own"
+                    f"rank {meeting.rank} cannot listen at MASTER_PORT={meeting.port}: {_first_line(err)}; if another "
+                    "job uses it, give each job a port of its own"
                 ) from err
         return _stores[place]
     _wait_for_master(meeting, deadline)
     try:
         return TCPStore(*place, is_master=False, timeout=timeout)
     except (OSError, RuntimeError) as err:
-        raise CommError(f"there is no store at {meeting.host}:{meeting.port}: {_first_line(err)}") from err
+        raise CommError(f"no store answers at {meeting.host}:{meeting.port}: {_first_line(err)}") from err
 
 
 def _wait_for_master(meeting: Meeting, deadline: Deadline) -> None:
@@ -401,7 +406,7 @@ def _wait_for_master(meeting: Meeting, deadline: Deadline) -> None:
         try:
             socket.create_connection((meeting.host, meeting.port), timeout=2.0).close()
         except socket.gaierror as err:
-            raise ConfigError(f"MASTER_ADDR={meeting.host} names no host ({err.strerror})") from err
+            raise ConfigError(f"MASTER_ADDR={meeting.host} is not the name of a host ({err.strerror})") from err
         except OSError as err:
             problem = str(err)
             return False
@@ -410,20 +415,21 @@ def _wait_for_master(meeting: Meeting, deadline: Deadline) -> None:
     place = f"rank 0 at {meeting.host}:{meeting.port}"
     if not _wait_with_notice(can_be_reached, deadline, Poll.SLOW, rank=meeting.rank, what=lambda: place):
         raise CommError(
-            f"rank {meeting.rank} finds nobody at {meeting.host}:{meeting.port} ({problem}); is rank 0 running, are "
-            "MASTER_ADDR and MASTER_PORT right, does a firewall stand between? SIRTAKI_START_TIMEOUT_S=… waits longer"
+            f"rank {meeting.rank} cannot connect to rank 0 at {meeting.host}:{meeting.port} ({problem}); check that "
+            "rank 0 runs, that MASTER_ADDR and MASTER_PORT are right, and that no firewall blocks the port; "
+            "SIRTAKI_START_TIMEOUT_S=… waits longer"
         )
 
 
 def _wait_with_notice(
     condition: Callable[[], bool], deadline: Deadline, poll: Poll, *, rank: int, what: Callable[[], str]
 ) -> bool:
-    """Wait for a condition, and log `what` this rank waits for if that takes long. False if the time is up."""
+    """Wait for a condition, and log `what` is missing if that takes long. Return False if the time is up."""
     if wait_for(condition, min(deadline, Deadline.after(_NOTICE_S)), poll):
         return True
     if deadline.passed:
         return False
-    logger.warning("rank %d waits for %s", rank, what())
+    logger.warning("rank %d has waited %.0f s for %s", rank, _NOTICE_S, what())
     return wait_for(condition, deadline, poll)
 
 
@@ -432,7 +438,7 @@ def _first_line(err: Exception) -> str:
 
 
 class StoreExchange:
-    """An `Exchange` over a key-value store. It only polls, because a blocking read would block other users."""
+    """An `Exchange` over a key-value store. It polls, because a blocking read would block all users of the store."""
 
     def __init__(
         self,
@@ -445,12 +451,12 @@ class StoreExchange:
         deadline: Deadline,
         prefix: str = "",
     ) -> None:
-        """Keep the arguments.
+        """Store the arguments.
 
         Args:
             store: store that all ranks reach.
-            ranks: numbers of the ranks that meet.
-            own: number of this rank.
+            ranks: ranks that meet.
+            own: this rank.
             size: number of ranks of the job.
             place: address of the store, for messages.
             deadline: end of the wait for other ranks.
@@ -460,15 +466,15 @@ class StoreExchange:
         self._deadline, self._prefix = deadline, prefix
         self._ask_s = 0.0
 
-    def __call__(self, mine: Membership) -> list[Membership]:
-        """Collective. Return the memberships of all ranks.
+    def __call__(self, own_membership: Membership) -> list[Membership]:
+        """Return the memberships of all ranks. Collective.
 
         Raises:
-            ConfigError: the ranks do not agree on how many there are.
-            CommError: a rank has not come, or has met a problem.
+            ConfigError: the ranks have different `size`.
+            CommError: a rank did not publish its membership, or reported a problem.
         """
-        what = "addresses" if mine.members[0].addresses else "host"
-        self._call("set", self._key(what, self._own), msgspec.json.encode((self._size, mine)).decode())
+        what = "addresses" if own_membership.members[0].addresses else "host"
+        self._call("set", self._key(what, self._own), msgspec.json.encode((self._size, own_membership)).decode())
         keys = [self._key(what, rank) for rank in self._ranks]
 
         def all_are_there() -> bool:
@@ -484,29 +490,29 @@ class StoreExchange:
 
         if not _wait_with_notice(all_are_there, self._deadline, Poll.SLICES, rank=self._own, what=missing):
             raise CommError(
-                f"{missing()} of {self._size} did not come to {self._place} in time; are all processes started, with "
-                "one WORLD_SIZE and different RANKs? SIRTAKI_START_TIMEOUT_S=… waits longer"
+                f"{missing()} of {self._size} did not register at {self._place} in time; check that all processes "
+                "run, with equal WORLD_SIZE and different RANK; SIRTAKI_START_TIMEOUT_S=… waits longer"
             )
-        told = [msgspec.json.decode(self._call("get", key), type=tuple[int, Membership]) for key in keys]
-        for rank, (size, _) in zip(self._ranks, told, strict=True):
-            if size != told[0][0]:
+        received = [msgspec.json.decode(self._call("get", key), type=tuple[int, Membership]) for key in keys]
+        for rank, (size, _) in zip(self._ranks, received, strict=True):
+            if size != received[0][0]:
                 raise ConfigError(
-                    f"WORLD_SIZE is {told[0][0]} on rank {self._ranks[0]} and {size} on rank {rank}; it must be one "
-                    "on all ranks"
+                    f"WORLD_SIZE is {received[0][0]} on rank {self._ranks[0]} and {size} on rank {rank}; it must be "
+                    "equal on all ranks"
                 )
-        return [each for _, each in told]
+        return [each for _, each in received]
 
     def claim(self) -> bool:
-        """Return whether this process is the first that claims this rank."""
+        """Return whether this process is the first to claim its rank."""
         return bool(self._call("add", self._key("claim", self._own), 1) == 1)
 
-    def tell_problem(self, error: SirtakiError) -> None:
-        """Tell ranks that wait for this one why it does not come."""
+    def report_problem(self, error: SirtakiError) -> None:
+        """Publish an error of this rank, so that waiting ranks fail with it."""
         with suppress(CommError):
             self._call("set", f"{self._prefix}problem", json.dumps(str(error)))
 
     def problem(self) -> str:
-        """Return what keeps another rank from coming; "" = nothing. Asks the store every `_ASK_S` at most."""
+        """Return the error that a rank has published, or "". Asks the store at most every `_ASK_S`."""
         key, now_s = f"{self._prefix}problem", time.monotonic()
         if now_s < self._ask_s:
             return ""
@@ -520,4 +526,4 @@ class StoreExchange:
         try:
             return getattr(self._store, method)(*arguments)
         except RuntimeError as err:
-            raise PeerLostError(f"the store is gone, and rank 0 or the launcher with it: {_first_line(err)}") from err
+            raise PeerLostError(f"the store has ended, with rank 0 or the launcher: {_first_line(err)}") from err

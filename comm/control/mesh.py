@@ -1,14 +1,14 @@
-"""The control plane over TCP: connections between all ranks, and a communicator whose operations run over them.
+"""The TCP control plane: connections between all ranks, and a communicator that uses them.
 
-Frames travel over one TCP connection to each other rank. Whoever waits for something reads for all: there is no thread
-that would have to wake others up. What comes is put into the mailbox of its context. One thread sleeps until a
-connection breaks or it is time for a heartbeat. Heartbeats go round in a ring, from each rank to the next one, and cost
-a rank the same however many there are.
+Each pair of ranks shares one TCP connection, which carries frames. A thread that waits for a message reads all
+connections, and delivers each frame to the mailbox of its communicator (its context). No reader thread is needed, so no
+wake-up between threads is either. One background thread sleeps until a connection breaks or a heartbeat is due.
+Heartbeats travel in a ring, from each rank to the next, so their cost per rank does not depend on the number of ranks.
 
-An operation is a generator of steps, which yields while something has not come yet; with short messages it takes ⌈log₂
-size⌉ rounds for any number of ranks. Dissemination (Hensgen, Finkel, Manber 1988) serves the barrier and what may be
-counted twice, Bruck's concatenation (Bruck et al. 1997) gathering, a binomial tree broadcasts, recursive doubling sums
-over 2ⁿ ranks. All ranks end with the same bits: sums are taken in one order.
+An operation is a generator that yields while a message is missing. With short messages it takes ⌈log₂ size⌉ rounds. The
+algorithms: dissemination (Hensgen, Finkel, Manber 1988) for barriers and idempotent reductions, Bruck's concatenation
+(Bruck et al. 1997) for all-gather, a binomial tree for broadcast, recursive doubling for sums over 2ⁿ ranks. Results
+are bitwise equal on all ranks, because all ranks add in the same order.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .waiting import Deadline, wait_for
 logger = logging.getLogger(__name__)
 
 MAX_PAYLOAD_BYTES = 4 * 1024**2
-"""A frame's largest payload; longer messages take several, so that nobody allocates what a header merely claims."""
+"""Largest payload of a frame. Longer messages are split, so that a corrupt header cannot cause a huge allocation."""
 
 _HEADER = struct.Struct("<BBxxIQQ")
 
@@ -50,31 +50,32 @@ HEADER_BYTES = _HEADER.size
 
 
 class FrameKind(IntEnum):
-    """What a frame is for."""
+    """Purpose of a frame."""
 
     DATA = 1
-    """A part of a collective operation."""
+    """A message of a collective operation, of `send` or of `receive`."""
     POST = 2
-    """A short message beside the operations."""
+    """A short message outside the operations."""
     ALIVE = 3
     """A heartbeat."""
     LOST = 4
-    """The sender has lost a rank, whose number stands in `sequence`; the payload says how, in words. Tag 1: a fault."""
+    """The sender has lost the rank in `sequence`. The payload is the reason as text. The tag is 1 for a fault."""
     BYE = 5
-    """The sender needs the receiver no more; nothing comes after this."""
+    """The sender closes the mesh. It sends nothing after this frame."""
 
 
 _KINDS = frozenset(FrameKind)
 
 
 class Header(NamedTuple):
-    """What stands before a payload.
+    """Header of a frame.
 
     Attributes:
-        tag: of a posted message.
-        sequence: number of the operation within its context.
-        context: number of the communicator; 0 = the mesh itself.
-        length: bytes of the payload.
+        kind: a `FrameKind`.
+        tag: tag of a posted message.
+        sequence: sequence number of the operation in its context.
+        context: id of the communicator. 0 = the mesh itself.
+        length: payload length in bytes.
     """
 
     kind: int
@@ -85,68 +86,68 @@ class Header(NamedTuple):
 
 
 def encode(kind: FrameKind, *, context: int = 0, sequence: int = 0, tag: int = 0, length: int = 0) -> bytes:
-    """The header of a frame."""
+    """Return the header of a frame, packed."""
     return _HEADER.pack(kind, tag, sequence & 0xFFFFFFFF, context, length)
 
 
 def decode(buffer: bytearray, offset: int) -> Header:
-    """The header that stands at `offset`.
+    """Return the header at `offset`.
 
     Raises:
-        CommError: it is none.
+        CommError: the bytes there are not a valid header.
     """
     header = Header._make(_HEADER.unpack_from(buffer, offset))
     if header.kind not in _KINDS or header.length > MAX_PAYLOAD_BYTES:
-        raise CommError(f"what came is no frame of a mesh: kind {header.kind}, {header.length} bytes")
+        raise CommError(f"invalid mesh frame: kind {header.kind}, {header.length} of at most {MAX_PAYLOAD_BYTES} bytes")
     return header
 
 
 DIRECT_BYTES = 64 * 1024
-"""Longer messages are read from the socket into their place, if somebody waits for them."""
+"""Messages longer than this are read from the socket straight into the receiver's array, if a receive is posted."""
 
 
-class _Wanted:
-    """A long message that somebody waits for."""
+class _PostedReceive:
+    """A posted receive of a long message."""
 
     def __init__(self, view: memoryview, filled: int, sequence: int) -> None:
         self.view, self.filled, self.sequence = view, filled, sequence
-        self.in_place = False  # the frame that is being read is
+        self.in_place = False  # True while a frame is being read straight into `view`
 
 
 class Inbox:
-    """Data of one sender, in order."""
+    """Queue of data messages of one sender."""
 
     def __init__(self) -> None:
         self._arrived: deque[tuple[int, memoryview]] = deque()
-        self._wanted: _Wanted | None = None
+        self._posted: _PostedReceive | None = None
 
     def place(self, header: Header) -> memoryview:
-        """Return memory for the payload of a frame: that of the waiting receiver, if there is one."""
-        wanted = self._wanted
-        if wanted is None or len(wanted.view) - wanted.filled < header.length:
+        """Return memory for the payload of a frame: the posted receive's array if the payload fits, else new memory."""
+        posted = self._posted
+        if posted is None or len(posted.view) - posted.filled < header.length:
             return memoryview(bytearray(header.length))
-        wanted.in_place = True
-        return wanted.view[wanted.filled : wanted.filled + header.length]
+        posted.in_place = True
+        return posted.view[posted.filled : posted.filled + header.length]
 
-    def take(self, header: Header, payload: memoryview) -> None:
-        """Takes in a frame that has come whole."""
-        wanted = self._wanted
-        if wanted is None:
+    def deliver(self, header: Header, payload: memoryview) -> None:
+        """Append a complete frame to the posted receive, or queue it."""
+        posted = self._posted
+        if posted is None:
             self._arrived.append((header.sequence, payload))
             return
-        _check(header.sequence, wanted.sequence, wanted.filled + len(payload), len(wanted.view))
-        if not wanted.in_place:
-            wanted.view[wanted.filled : wanted.filled + len(payload)] = payload
-        wanted.in_place = False
-        wanted.filled += len(payload)
-        if wanted.filled == len(wanted.view):
-            self._wanted = None
+        _check(header.sequence, posted.sequence, posted.filled + len(payload), len(posted.view))
+        if not posted.in_place:
+            posted.view[posted.filled : posted.filled + len(payload)] = payload
+        posted.in_place = False
+        posted.filled += len(payload)
+        if posted.filled == len(posted.view):
+            self._posted = None
 
     def receive(self, view: memoryview, sequence: int) -> Iterator[None]:
-        """Fills `view` with the next message, which has this `sequence`; yields while it has not come.
+        """Fill `view` with the next message of operation `sequence`. Yield while it is incomplete.
 
         Raises:
-            MismatchError: the sender is elsewhere, or sends more.
+            MismatchError: the sender is at another operation, or sends a longer message.
         """
         filled = 0
         while True:
@@ -159,28 +160,28 @@ class Inbox:
             if filled == len(view):
                 return
 
-    def post(self, view: memoryview, sequence: int) -> _Wanted:
-        """Has the next message, of more than `DIRECT_BYTES`, read into `view`; called while nobody reads."""
-        wanted = _Wanted(view, 0, sequence)
-        self._wanted = wanted
-        while self._arrived and wanted.filled < len(view):
+    def post_receive(self, view: memoryview, sequence: int) -> _PostedReceive:
+        """Post a receive of more than `DIRECT_BYTES` into `view`. The caller holds the mesh's `read_lock`."""
+        posted = _PostedReceive(view, 0, sequence)
+        self._posted = posted
+        while self._arrived and posted.filled < len(view):
             found, payload = self._arrived.popleft()
-            self.take(Header(FrameKind.DATA, 0, found, 0, len(payload)), payload)
-        return wanted
+            self.deliver(Header(FrameKind.DATA, 0, found, 0, len(payload)), payload)
+        return posted
 
 
 def _check(found: int, expected: int, length: int, room: int) -> None:
     if found != expected:
-        raise MismatchError(f"the ranks are at different operations of a communicator: {found} and {expected}")
+        raise MismatchError(f"ranks call different operations: received number {found}, expected {expected}")
     if length > room:
-        raise MismatchError(f"a rank sends {length} bytes or more where {room} are expected")
+        raise MismatchError(f"received at least {length} bytes instead of {room}: all ranks must pass equal sizes")
 
 
 class Mailbox:
-    """All that has come for one context.
+    """Received messages of one context.
 
     Attributes:
-        posts: short messages: (sender, tag, message).
+        posts: posted messages as (sender, tag, message).
     """
 
     def __init__(self) -> None:
@@ -188,40 +189,40 @@ class Mailbox:
         self.posts: deque[tuple[int, int, bytes]] = deque()
 
     def inbox(self, source: int) -> Inbox:
-        """Return the inbox for the sender with this rank in the mesh."""
-        # setdefault: the thread that reads and the one that receives may come first at the same time
+        """Return the inbox of the sender with rank `source` in the mesh."""
+        # setdefault, because the reading thread and the receiving thread may create the inbox at the same time
         return self._inboxes.get(source) or self._inboxes.setdefault(source, Inbox())
 
     def place(self, source: int, header: Header) -> memoryview:
-        """Memory for the payload that follows `header`."""
+        """Return memory for the payload that follows `header`."""
         if header.kind == FrameKind.DATA:
             return self.inbox(source).place(header)
         return memoryview(bytearray(header.length))
 
-    def take(self, source: int, header: Header, payload: memoryview) -> None:
-        """Takes in a payload that has come."""
+    def deliver(self, source: int, header: Header, payload: memoryview) -> None:
+        """Store a complete frame."""
         if header.kind == FrameKind.DATA:
-            self.inbox(source).take(header, payload)
+            self.inbox(source).deliver(header, payload)
         elif header.kind == FrameKind.POST:
             self.posts.append((source, header.tag, bytes(payload)))
         else:
-            raise CommError(f"rank {source} sends a frame of kind {header.kind} to a communicator")
+            raise CommError(f"rank {source} sent a frame of kind {header.kind} to a communicator")
 
 
 _INBOUND_BYTES = 64 * 1024
 
-JOINED_BYTES = 4096
-"""A message that is not longer is copied behind its header: the kernel takes one piece sooner than two."""
+COALESCED_BYTES = 4096
+"""Messages up to this length are copied behind their header, because the kernel sends one buffer faster than two."""
 
 COPIED_BYTES = 64 * 1024
-"""What cannot leave at once is copied if it is not longer, so that its sender may go on."""
+"""Unsent bytes up to this amount are copied, so that the sender may reuse its array at once."""
 
-_TURN_BYTES = 8 * 1024**2
-"""After so many bytes of one connection the others have their turn."""
+_MAX_READ_BYTES = 8 * 1024**2
+"""Bytes read from one connection at a time, so that every connection gets its share."""
 
 
 class Sending:
-    """A message under way; `done` once its memory is not needed any more."""
+    """A message being sent. `done` is True once its memory may be reused."""
 
     __slots__ = ("done",)
 
@@ -230,18 +231,25 @@ class Sending:
 
 
 class Connection:
-    """A socket to `rank`.
+    """A TCP connection to a peer. Sending is thread-safe. Reading requires the mesh's `read_lock`.
 
     Attributes:
-        rank: who is at the other end.
-        heard_s: `time.monotonic()` when something last came.
-        has_spoken: something has come.
-        said_bye: the other end has taken its leave: that it closes is no failure.
-        ended: nothing more can come.
+        rank: rank of the peer.
+        last_read_s: `time.monotonic()` when bytes were last received.
+        has_received: True once any bytes were received.
+        received_bye: True once the peer has sent BYE. Its closing is then no failure.
+        ended: True once nothing more can be received.
     """
 
     def __init__(self, sock: socket.socket, rank: int, *, silence_s: float | None = None) -> None:
-        """Owns the socket from now on; the kernel breaks it where the other host has been silent for so long."""
+        """Take ownership of the socket.
+
+        Args:
+            sock: a connected TCP socket.
+            rank: rank of the peer.
+            silence_s: time without an answer of the peer's kernel after which this host's kernel breaks the connection.
+                None = no limit.
+        """
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if silence_s is not None:
@@ -249,9 +257,9 @@ class Connection:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(silence_s)))
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * silence_s))
         self._socket, self.rank = sock, rank
-        self.heard_s = time.monotonic()
-        self.said_bye = self.ended = self.has_spoken = False
-        self._sending = free_in_forked_children(threading.Lock())
+        self.last_read_s = time.monotonic()
+        self.received_bye = self.ended = self.has_received = False
+        self._send_lock = free_in_forked_children(threading.Lock())
         self._queue: deque[tuple[list[memoryview], Sending]] = deque()
         self._inbound = bytearray(_INBOUND_BYTES)
         self._inbound_view = memoryview(self._inbound)
@@ -261,20 +269,20 @@ class Connection:
         self._filled = 0
 
     def fileno(self) -> int:
-        """The descriptor, for epoll; -1 once the socket is closed."""
+        """Return the descriptor for epoll. -1 once the socket is closed."""
         return self._socket.fileno()
 
     # ── sending: from any thread ─────────────────────────────────────────────────────────────────────────────────
 
     @property
     def backlogged(self) -> bool:
-        """Return whether something waits until the other end reads."""
+        """Return whether unsent messages are queued."""
         return bool(self._queue)
 
     def send(self, parts: Sequence[memoryview]) -> Sending:
-        """Sends the parts one after the other, now or as soon as there is room; see `flush`."""
+        """Send the parts in order, or queue what the kernel has no room for; see `flush`. Thread-safe, non-blocking."""
         sending = Sending()
-        with self._sending:
+        with self._send_lock:
             rest = list(parts) if self._queue else self._write(list(parts))
             if not rest:
                 sending.done = True
@@ -286,8 +294,8 @@ class Connection:
         return sending
 
     def flush(self) -> None:
-        """Sends what waits, as far as there is room."""
-        if not self._queue or not self._sending.acquire(blocking=False):
+        """Send queued messages as far as the kernel has room. Thread-safe, non-blocking."""
+        if not self._queue or not self._send_lock.acquire(blocking=False):
             return
         try:
             while self._queue:
@@ -299,10 +307,13 @@ class Connection:
                 sending.done = True
                 self._queue.popleft()
         finally:
-            self._sending.release()
+            self._send_lock.release()
 
     def _write(self, parts: list[memoryview]) -> list[memoryview]:
-        """What could not be written of them. To an end that is gone everything can: whoever reads finds it gone."""
+        """Write to the socket, and return the unwritten parts.
+
+        On a broken connection all parts count as written, because the reading side reports the loss.
+        """
         while parts:
             try:
                 written = self._socket.sendmsg(parts, [], socket.MSG_NOSIGNAL)
@@ -319,13 +330,13 @@ class Connection:
     # ── reading: by one thread at a time ─────────────────────────────────────────────────────────────────────────
 
     def read(self, receiver: Links) -> None:
-        """Hands what has come to `receiver`; `ended` is set at the end.
+        """Read what has arrived, and deliver complete frames to `receiver`. Set `ended` at the end of the stream.
 
         Raises:
-            CommError: what came is no frame, or no one's.
+            CommError: an invalid frame was received.
         """
-        taken = 0
-        while taken < _TURN_BYTES:
+        total = 0
+        while total < _MAX_READ_BYTES:
             direct = self._header is not None and self._begin == self._end
             into = self._payload[self._filled :] if direct else self._inbound_view[self._end :]
             try:
@@ -337,8 +348,8 @@ class Connection:
             if count == 0:
                 self.ended = True
                 return
-            taken += count
-            self.heard_s, self.has_spoken = time.monotonic(), True
+            total += count
+            self.last_read_s, self.has_received = time.monotonic(), True
             if direct:
                 self._filled += count
                 self._complete(receiver)
@@ -355,9 +366,9 @@ class Connection:
                     break
                 header = decode(self._inbound, self._begin)
                 begin = self._begin + HEADER_BYTES
-                if header.length <= self._end - begin:  # all of it is here, as of most short messages
+                if header.length <= self._end - begin:  # fast path: a short message is mostly read as a whole
                     self._begin = begin + header.length
-                    receiver.take(self.rank, header, memoryview(bytes(self._inbound_view[begin : self._begin])))
+                    receiver.deliver(self.rank, header, memoryview(bytes(self._inbound_view[begin : self._begin])))
                     continue
                 self._begin, self._header = begin, header
                 self._payload, self._filled = receiver.place(self.rank, header), 0
@@ -378,59 +389,59 @@ class Connection:
             self._begin, self._end = 0, left
 
     def _complete(self, receiver: Links) -> bool:
-        """Hands the payload on if it is whole."""
+        """Deliver the payload if it is complete."""
         assert self._header is not None
         if self._filled < len(self._payload):
             return False
         header, payload = self._header, self._payload
         self._header, self._payload = None, memoryview(b"")
-        receiver.take(self.rank, header, payload)
+        receiver.deliver(self.rank, header, payload)
         return True
 
     def stop_sending(self) -> None:
-        """Lets the other end find the end of the stream after what was sent."""
+        """Shut down the sending side. The peer reads the end of the stream after the last message."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Closes the socket in this process; may be called twice."""
+        """Close the socket in this process. May be called twice."""
         self._socket.close()
 
 
 BEATS = 6
-"""Heartbeats that may be missing before a rank is given up."""
+"""Number of heartbeats that may be missing before a rank counts as lost."""
 
 CLOSE_S = 5.0
-"""How long the end of a mesh waits for the others."""
+"""Seconds that `Links.close` waits for all peers."""
 
 MESH = 0
-"""The context of what concerns the mesh itself."""
+"""Context of frames that concern the mesh itself."""
 
-_LONGEST_REASON = 2000
+_MAX_REASON = 2000
 
 FAULT = 1
-"""The tag of a loss that is a fault."""
+"""Tag of a LOST frame whose cause is a fault."""
 
 
 class Links:
-    """The connections of `rank` to all others of a mesh.
+    """Connections of this rank to its peers: all ranks of a mesh but itself.
 
     Attributes:
-        failures: where the loss of a rank is reported.
-        reading: held while payloads are placed.
+        failures: board on which the loss of a rank is reported.
+        read_lock: held while sockets are read and payloads are delivered.
     """
 
     def __init__(
         self, rank: int, sockets: Mapping[int, socket.socket], *, heartbeat_s: float | None, first_s: float = 0.0
     ) -> None:
-        """Owns the sockets, one to every other rank, each of which has proved itself.
+        """Take ownership of the sockets, and start the background thread.
 
         Args:
-            rank: of this process.
-            sockets: by the rank at their other end.
-            heartbeat_s: a rank that is silent for so long is given up; None = never.
-            first_s: how long a rank may take to send its first message, if that is longer: it may still be connecting
-                to other ranks, and sends nothing until it has met all of them.
+            rank: rank of this process.
+            sockets: authenticated connections by the rank of the peer.
+            heartbeat_s: silence after which a rank counts as lost. None = never.
+            first_s: limit for a rank's first message, if longer than `heartbeat_s`. A rank sends nothing before it is
+                connected to all peers.
         """
         self.rank, self.size = rank, len(sockets) + 1
         self.failures = FailureBoard()
@@ -438,7 +449,7 @@ class Links:
         self._mailboxes: dict[int, Mailbox] = {}
         self._freed: set[int] = {MESH}
         self._backlogged: set[Connection] = set()
-        self.reading = free_in_forked_children(threading.Lock())
+        self.read_lock = free_in_forked_children(threading.Lock())
         self._readable, self._hung_up = select.epoll(), select.epoll()
         self._by_descriptor: dict[int, Connection] = {}
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -460,23 +471,23 @@ class Links:
     # ── for communicators ────────────────────────────────────────────────────────────────────────────────────────
 
     def open(self, context: int) -> Mailbox:
-        """Return the mailbox of that context; some messages may have come already."""
+        """Return the mailbox of a context, with the messages received before the call."""
         return self._mailboxes.get(context) or self._mailboxes.setdefault(context, Mailbox())
 
     def free(self, context: int) -> None:
-        """Drops what comes for that context from now on."""
+        """Close a context. Messages for it are dropped from now on."""
         self._freed.add(context)
         self._mailboxes.pop(context, None)
 
     def send(
         self, rank: int, kind: FrameKind, payload: memoryview, *, context: int, sequence: int, tag: int
     ) -> Sending:
-        """Sends a message, in as many frames as it takes; its memory is in use until the `Sending` is done."""
+        """Send a message, in several frames if it is long. Its memory must not change until the `Sending` is done."""
         parts = []
         for start in range(0, len(payload) or 1, MAX_PAYLOAD_BYTES):
             part = payload[start : start + MAX_PAYLOAD_BYTES]
             header = encode(kind, context=context, sequence=sequence, tag=tag, length=len(part))
-            parts += [memoryview(header), part] if len(part) > JOINED_BYTES else [memoryview(header + part)]
+            parts += [memoryview(header), part] if len(part) > COALESCED_BYTES else [memoryview(header + part)]
         connection = self._connections[rank]
         sending = connection.send(parts)
         if connection.backlogged:
@@ -484,12 +495,12 @@ class Links:
         return sending
 
     def progress(self) -> None:
-        """Reads what has come and sends what has waited, unless another thread is doing that."""
-        if self.reading.acquire(blocking=False):
+        """Read what has arrived and flush queued messages, unless another thread does so already. Non-blocking."""
+        if self.read_lock.acquire(blocking=False):
             try:
                 self._progress()
             finally:
-                self.reading.release()
+                self.read_lock.release()
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -508,26 +519,26 @@ class Links:
             connection.read(self)
         except CommError as err:
             self._drop(connection)
-            self._lose(connection.rank, f"rank {self.rank} cannot understand rank {connection.rank}: {err}")
+            self._report_lost(connection.rank, f"rank {self.rank} received bad data from rank {connection.rank}: {err}")
             return
         if connection.ended:
             self._drop(connection)
-            if not connection.said_bye:
-                self._lose(connection.rank, f"rank {connection.rank} has ended: its connection is closed")
+            if not connection.received_bye:
+                self._report_lost(connection.rank, f"rank {connection.rank} has ended: its connection is closed")
 
     def place(self, source: int, header: Header) -> memoryview:
-        """Memory for the payload that follows `header`."""
+        """Return memory for the payload that follows `header`."""
         if header.context in self._freed:
             return memoryview(bytearray(header.length))
         return self.open(header.context).place(source, header)
 
-    def take(self, source: int, header: Header, payload: memoryview) -> None:
-        """Takes in a payload that has come."""
+    def deliver(self, source: int, header: Header, payload: memoryview) -> None:
+        """Deliver a complete frame to its mailbox, or process it if it concerns the mesh."""
         if header.context != MESH:
             if header.context not in self._freed:
-                self.open(header.context).take(source, header, payload)
+                self.open(header.context).deliver(source, header, payload)
         elif header.kind == FrameKind.BYE:
-            self._connections[source].said_bye = True
+            self._connections[source].received_bye = True
         elif header.kind == FrameKind.LOST:
             kind = PeerFaultError if header.tag == FAULT else PeerLostError
             self.failures.report(kind(bytes(payload).decode(errors="replace")))
@@ -543,71 +554,75 @@ class Links:
 
     # ── failures ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _lose(self, rank: int, reason: str) -> None:
+    def _report_lost(self, rank: int, reason: str) -> None:
         if self._closing or self.failures.error is not None:
             return
         self.failures.report(PeerLostError(reason))
-        self._tell(rank, reason)
+        self._send_lost(rank, reason)
 
-    def _tell(self, lost: int, reason: str, tag: int = 0) -> None:
-        """Tells all others that a rank is lost, so that nobody has to find out by itself."""
-        payload = memoryview(reason[:_LONGEST_REASON].encode())
+    def _send_lost(self, lost: int, reason: str, tag: int = 0) -> None:
+        """Broadcast that a rank is lost, so that all ranks report the same cause."""
+        payload = memoryview(reason[:_MAX_REASON].encode())
         for connection in list(self._connections.values()):
             if connection.rank != lost and not connection.ended:
                 header = encode(FrameKind.LOST, sequence=lost, tag=tag, length=len(payload))
                 connection.send([memoryview(header), payload])
 
     def abort(self, reason: str, *, fault: bool = False) -> None:
-        """Tells all others that this rank ends, and why; it is the last that they hear. From any thread."""
+        """Broadcast that this rank aborts, and why, as its last message. Thread-safe."""
         self._closing = True
-        self._tell(self.rank, reason, FAULT if fault else 0)
+        self._send_lost(self.rank, reason, FAULT if fault else 0)
         for connection in list(self._connections.values()):
             connection.flush()
             if not connection.backlogged:
-                connection.stop_sending()  # which wakes their threads, where nobody reads
+                connection.stop_sending()  # wakes the peer's background thread, in case no thread of the peer reads
 
     def _watch(self) -> None:
-        """The thread: sleeps until a connection breaks, and sends and expects heartbeats."""
+        """Run the background thread: detect broken connections, and exchange heartbeats."""
         due_s = time.monotonic() + (self._beat_s or 0.0)
         while not self._closing:
             wait_s = None if self._beat_s is None else max(0.0, due_s - time.monotonic())
             broken = self._hung_up.poll(wait_s)
             if self._closing:
                 return
-            with self.reading:
+            with self.read_lock:
                 for descriptor, _ in broken:
                     connection = self._by_descriptor.get(descriptor)
-                    while connection is not None and not connection.ended:  # what it sent before comes first
+                    while connection is not None and not connection.ended:  # read the last messages, e.g. LOST or BYE
                         self._read(connection)
                 self._progress()
             if self._beat_s is not None and time.monotonic() >= due_s:
                 due_s = time.monotonic() + self._beat_s
-                self._beat()
+                self._exchange_heartbeat()
 
-    def _beat(self) -> None:
-        """One heartbeat: beats are counted, not seconds, so that a host that slept blames nobody."""
+    def _exchange_heartbeat(self) -> None:
+        """Send a heartbeat to the next rank, and check the silence of the previous one.
+
+        Silent heartbeat periods are counted here, because a difference of clock times would also contain the time that
+        this host was suspended.
+        """
         assert self._beat_s is not None
         after = self._connections[(self.rank + 1) % self.size]
         before = self._connections[(self.rank - 1) % self.size]
         if not after.ended and not after.backlogged:
             after.send([memoryview(encode(FrameKind.ALIVE))])
-        if before.ended or time.monotonic() - before.heard_s < 1.5 * self._beat_s:
+        if before.ended or time.monotonic() - before.last_read_s < 1.5 * self._beat_s:
             self._silent_beats = 0
             return
         self._silent_beats += 1
-        most = BEATS if before.has_spoken else self._first_beats
-        if self._silent_beats >= most:
-            setting = "SIRTAKI_HEARTBEAT_S" if before.has_spoken else "SIRTAKI_START_TIMEOUT_S"
-            self._lose(
+        limit = BEATS if before.has_received else self._first_beats
+        if self._silent_beats >= limit:
+            setting = "SIRTAKI_HEARTBEAT_S" if before.has_received else "SIRTAKI_START_TIMEOUT_S"
+            self._report_lost(
                 before.rank,
-                f"rank {before.rank} has sent nothing for {most * self._beat_s:.0f} s: it is stopped, hangs in code "
-                f"that holds the interpreter, or its network is gone ({setting} says how long is too long)",
+                f"rank {before.rank} has sent nothing for {limit * self._beat_s:.0f} s: it is stopped, hangs in code "
+                f"that holds the interpreter, or its network is down (limit: {setting})",
             )
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def close(self) -> None:
-        """Collective: takes leave of all others, and closes the connections once they have, too."""
+        """Close the mesh: send BYE to all ranks, and wait until all have sent theirs. Collective."""
         for connection in self._connections.values():
             connection.send([memoryview(encode(FrameKind.BYE))])
 
@@ -615,17 +630,17 @@ class Links:
             if self.failures.error is None:
                 self.progress()
             return self.failures.error is not None or all(
-                each.said_bye or each.ended for each in self._connections.values()
+                each.received_bye or each.ended for each in self._connections.values()
             )
 
-        # Closed with something unread, a connection would lose what the other end has not read yet.
+        # Wait for BYE, because closing a socket with unread data resets it, and the peer loses unread messages.
         wait_for(ended, Deadline.after(CLOSE_S))
         self._closing = True
         with suppress(OSError):
             os.eventfd_write(self._wakeup, 1)
         if self._thread.is_alive():
             self._thread.join(CLOSE_S)
-        with self.reading:
+        with self.read_lock:
             for connection in self._connections.values():
                 connection.flush()
                 connection.stop_sending()
@@ -636,7 +651,7 @@ class Links:
             self._wakeup = -1
 
     def close_in_child(self) -> None:
-        """In a process that the script has forked: what it kept open would outlive its rank."""
+        """Close the copies of the sockets in a forked child, because open copies keep the connections alive."""
         for connection in self._connections.values():
             connection.close()
 
@@ -644,50 +659,50 @@ class Links:
 # ── operations ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 SHORT_BYTES = 32 * 1024
-"""Up to here a round counts for more than the bytes in it."""
+"""Up to this size latency dominates, and algorithms with few rounds are faster."""
 
 IDEMPOTENT = frozenset({Op.AND, Op.MINIMUM, Op.MAXIMUM})
-"""A value that is counted twice changes nothing."""
+"""Operations in which a value may be reduced twice."""
 
 Steps = Iterator[None]
 Bytes = npt.NDArray[np.uint8]
 
 
 class Exchange:
-    """The messages of one operation of a communicator, told from those of others by its number."""
+    """Sends and receives messages of one operation. The sequence number separates operations of a communicator."""
 
     def __init__(self, communicator: MeshCommunicator, sequence: int) -> None:
         self._comm, self._sequence = communicator, sequence
         self.rank, self.size = communicator.rank, communicator.size
 
     def send(self, array: Array, rank: int) -> Sending:
-        """Sends the array, whose memory is in use until the sending is done."""
+        """Start to send the array to `rank`. The array must not change until the `Sending` is done."""
         comm = self._comm
         return comm._links.send(
             comm._members[rank], FrameKind.DATA, _view(array), context=comm._context, sequence=self._sequence, tag=0
         )
 
     def receive(self, array: Array, rank: int) -> Steps:
-        """Fills the array with the next message from that rank."""
+        """Fill the array with the next message of `rank`."""
         inbox, view = self._comm._mailbox.inbox(self._comm._members[rank]), _view(array)
         if len(view) <= DIRECT_BYTES:
             yield from inbox.receive(view, self._sequence)
             return
-        with self._comm._links.reading:
-            wanted = inbox.post(view, self._sequence)
-        while wanted.filled < len(view):
+        with self._comm._links.read_lock:
+            posted = inbox.post_receive(view, self._sequence)
+        while posted.filled < len(view):
             yield
 
 
 def until_sent(*sendings: Sending) -> Steps:
-    """Yields until all sendings have left."""
+    """Yield until all sendings are done."""
     for sending in sendings:
         while not sending.done:
             yield
 
 
 def disseminate(exchange: Exchange, array: Array, op: Op) -> Steps:
-    """All-reduce of a short array by an idempotent operation; of an empty one: a barrier."""
+    """All-reduce a short array with an idempotent operation. With an empty array, this is a barrier."""
     other, combine, distance = np.empty_like(array), UFUNCS[op], 1
     while distance < exchange.size:
         sending = exchange.send(array, (exchange.rank + distance) % exchange.size)
@@ -697,8 +712,8 @@ def disseminate(exchange: Exchange, array: Array, op: Op) -> Steps:
         distance *= 2
 
 
-def double(exchange: Exchange, array: Array, op: Op) -> Steps:
-    """All-reduce of a short array over 2ⁿ ranks: partners compute the same."""
+def recursive_doubling(exchange: Exchange, array: Array, op: Op) -> Steps:
+    """All-reduce a short array over 2ⁿ ranks. Both partners of a round compute the same sum."""
     other, distance = np.empty_like(array), 1
     while distance < exchange.size:
         partner = exchange.rank ^ distance
@@ -710,12 +725,18 @@ def double(exchange: Exchange, array: Array, op: Op) -> Steps:
 
 
 def gather(exchange: Exchange, whole: Array, counts: Sequence[int]) -> Steps:
-    """Bruck's concatenation: `whole` holds this rank's part already, the others' come; `counts` elements a rank."""
+    """All-gather by Bruck's concatenation.
+
+    Args:
+        exchange: messages of this operation.
+        whole: result, 1-d. On entry, it holds this rank's part.
+        counts: number of elements of each rank's part.
+    """
     rank, size, have = exchange.rank, exchange.size, 1
     begin = [0, *accumulate(counts)]
 
     def parts(first: int, number: int) -> list[Array]:
-        """The parts of so many ranks from `first` on, which may wrap around."""
+        """Return the parts of `number` ranks from rank `first` on, modulo the size, as one or two views."""
         over = max(0, first + number - size)
         pieces = [whole[begin[first] : begin[first + number - over]]]
         return pieces if not over else [*pieces, whole[: begin[over]]]
@@ -730,7 +751,7 @@ def gather(exchange: Exchange, whole: Array, counts: Sequence[int]) -> Steps:
 
 
 def gather_and_reduce(exchange: Exchange, array: Array, op: Op) -> Steps:
-    """All-reduce of a short array: everybody gathers all, and reduces them in the order of ranks."""
+    """All-reduce a short array: all-gather, then reduce locally in rank order."""
     everything = np.empty((exchange.size, array.size), dtype=array.dtype)
     everything[exchange.rank] = array
     yield from gather(exchange, everything.reshape(-1), [array.size] * exchange.size)
@@ -738,7 +759,7 @@ def gather_and_reduce(exchange: Exchange, array: Array, op: Op) -> Steps:
 
 
 def reduce_scatter(exchange: Exchange, array: Array, part: Array, counts: Sequence[int], op: Op) -> Steps:
-    """Each rank sends each other its part, and reduces what it gets in the order of ranks."""
+    """Reduce-scatter: send each rank its part directly, and reduce the received parts in rank order."""
     begin, rank, size = [0, *accumulate(counts)], exchange.rank, exchange.size
     sendings = [
         exchange.send(array[begin[other] : begin[other + 1]], other)
@@ -757,7 +778,7 @@ def reduce_scatter(exchange: Exchange, array: Array, part: Array, counts: Sequen
 
 
 def reduce_in_parts(exchange: Exchange, array: Array, op: Op) -> Steps:
-    """All-reduce of a long array: each rank reduces a part, and all gather the parts."""
+    """All-reduce a long array: reduce-scatter, then all-gather."""
     low, more = divmod(array.size, exchange.size)
     counts = [low + (rank < more) for rank in range(exchange.size)]
     part = np.empty(counts[exchange.rank], dtype=array.dtype)
@@ -768,13 +789,13 @@ def reduce_in_parts(exchange: Exchange, array: Array, op: Op) -> Steps:
 
 
 def all_reduce(exchange: Exchange, array: Array, op: Op) -> Steps:
-    """All-reduce of a 1-d array, in the way that suits its length."""
+    """All-reduce a 1-d array in place, by the algorithm that suits its length and the number of ranks."""
     size = exchange.size
     if array.nbytes <= SHORT_BYTES:
         if op in IDEMPOTENT:
             return disseminate(exchange, array, op)
         if size & (size - 1) == 0:
-            return double(exchange, array, op)
+            return recursive_doubling(exchange, array, op)
         if array.nbytes * size <= SHORT_BYTES:
             return gather_and_reduce(exchange, array, op)
     return reduce_in_parts(exchange, array, op)
@@ -798,40 +819,47 @@ def broadcast(exchange: Exchange, array: Array, root: int) -> Steps:
 
 
 def all_to_all(exchange: Exchange, given: Array, received: Array, counts: tuple[Sequence[int], Sequence[int]]) -> Steps:
-    """Each rank sends each other its part."""
+    """Send each rank its part directly.
+
+    Args:
+        exchange: messages of this operation.
+        given: parts to send, contiguous, by rank.
+        received: result: received parts, contiguous, by rank.
+        counts: number of elements of each part, as (sent, received).
+    """
     rank, size = exchange.rank, exchange.size
-    give, take = ([0, *accumulate(each)] for each in counts)
+    sent_from, received_from = ([0, *accumulate(each)] for each in counts)
     sendings = []
     for distance in range(1, size):
         other = (rank + distance) % size
-        sendings.append(exchange.send(given[give[other] : give[other + 1]], other))
-    received[take[rank] : take[rank + 1]] = given[give[rank] : give[rank + 1]]
+        sendings.append(exchange.send(given[sent_from[other] : sent_from[other + 1]], other))
+    received[received_from[rank] : received_from[rank + 1]] = given[sent_from[rank] : sent_from[rank + 1]]
     for distance in range(1, size):
         other = (rank - distance) % size
-        yield from exchange.receive(received[take[other] : take[other + 1]], other)
+        yield from exchange.receive(received[received_from[other] : received_from[other + 1]], other)
     yield from until_sent(*sendings)
 
 
 WORLD = MESH + 1
-"""The context of all ranks."""
+"""Context of the communicator of all ranks."""
 
 
 class MeshCommunicator:
-    """Some ranks of a mesh.
+    """A communicator over some ranks of a mesh.
 
-    The number of its context follows from the communicator that it was opened from, so that opening one takes no
-    message, and ranks outside of it need not know of it. A context belongs to one mesh, and ends with it.
+    Its context id is a hash of its parent's id and of how it was derived. So opening a communicator needs no message,
+    and ranks outside it need not take part. Contexts belong to one mesh and end with it.
     """
 
     backend = Backend.MESH
 
     def __init__(self, links: Links, members: Sequence[int] | None = None, context: int = WORLD) -> None:
-        """Opens a communicator over these ranks of the mesh, this one among them.
+        """Open a communicator over some ranks of the mesh, including this rank.
 
         Args:
-            links: the connections, which end with the communicator of all ranks.
-            members: by their rank here, their rank in the mesh; None = all.
-            context: its number, the same on all members, and no other's.
+            links: connections of the mesh. They are closed when the communicator of all ranks is freed.
+            members: rank in the mesh, by rank in this communicator. None = all ranks.
+            context: id of the context, equal on all members and unique in the mesh.
         """
         self._links, self._context = links, context
         self._members = tuple(range(links.size) if members is None else members)
@@ -842,77 +870,77 @@ class MeshCommunicator:
         self._opened: Counter[str] = Counter()
 
     def duplicate(self) -> MeshCommunicator:
-        """Opens another context over the same ranks; all compute its number, without a message."""
-        return self._derived("duplicate", self._members)
+        """Open a communicator over the same ranks, without a message."""
+        return self._derive("duplicate", self._members)
 
     def subset(self, ranks: Sequence[int]) -> MeshCommunicator:
-        """Opens a context over those ranks; all compute its number, without a message."""
-        return self._derived(f"of {','.join(map(str, ranks))}", [self._members[rank] for rank in ranks])
+        """Open a communicator over `ranks`, without a message."""
+        return self._derive(f"of {','.join(map(str, ranks))}", [self._members[rank] for rank in ranks])
 
-    def _derived(self, how: str, members: Sequence[int]) -> MeshCommunicator:
+    def _derive(self, how: str, members: Sequence[int]) -> MeshCommunicator:
         self._opened[how] += 1
-        return MeshCommunicator(self._links, members, _number(f"{self._context} {how} {self._opened[how]}"))
+        return MeshCommunicator(self._links, members, _context_id(f"{self._context} {how} {self._opened[how]}"))
 
     def free(self) -> None:
-        """Ends this communicator without a message; with that of all ranks the mesh ends."""
+        """Free this communicator, without a message. Freeing the communicator of all ranks closes the mesh."""
         if self._context == WORLD:
             self._links.close()
         self._links.free(self._context)
 
     def abort(self, reason: str, *, fault: bool = False) -> None:
-        """Tells all ranks of the mesh that this one ends, and why."""
+        """Broadcast to all ranks of the mesh that this rank aborts, and why. Thread-safe."""
         self._links.abort(reason, fault=fault)
 
     def same_host(self) -> int:
-        """Equal on all ranks: a mesh knows nothing of hosts."""
+        """Return 0 on all ranks, because a mesh does not know the hosts."""
         return 0
 
     # ── operations ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def all_reduce(self, array: Array, op: Op) -> Test:
-        """Begins an all-reduce, by the algorithm that suits the size and the number of ranks."""
-        return self._begin(all_reduce(self._next(), array.reshape(-1), op))
+        """Start an all-reduce, by the algorithm that suits the size and the number of ranks."""
+        return self._start(all_reduce(self._next(), array.reshape(-1), op))
 
     def broadcast(self, array: Array, root: int) -> Test:
-        """Begins a broadcast from `root` along a binomial tree."""
-        return self._begin(broadcast(self._next(), array, root))
+        """Start a broadcast along a binomial tree."""
+        return self._start(broadcast(self._next(), array, root))
 
-    def all_gather(self, mine: Array, gathered: Array, counts: Sequence[int] | None = None) -> Test:
-        """Puts this rank's part in its place and begins to fill the others'."""
-        counts = [mine.size] * self.size if counts is None else counts
+    def all_gather(self, own: Array, gathered: Array, counts: Sequence[int] | None = None) -> Test:
+        """Copy this rank's part into `gathered`, and start an all-gather."""
+        counts = [own.size] * self.size if counts is None else counts
         whole, begin = gathered.reshape(-1), sum(counts[: self.rank])
-        whole[begin : begin + mine.size] = mine.reshape(-1)
-        return self._begin(gather(self._next(), whole, counts))
+        whole[begin : begin + own.size] = own.reshape(-1)
+        return self._start(gather(self._next(), whole, counts))
 
     def all_to_all(
         self, sent: Array, received: Array, counts: tuple[Sequence[int], Sequence[int]] | None = None
     ) -> Test:
-        """Begins to give each rank its part."""
+        """Start an all-to-all."""
         counts = ([sent.size // self.size] * self.size,) * 2 if counts is None else counts
-        return self._begin(all_to_all(self._next(), sent.reshape(-1), received.reshape(-1), counts))
+        return self._start(all_to_all(self._next(), sent.reshape(-1), received.reshape(-1), counts))
 
     def reduce_scatter(self, array: Array, part: Array, counts: Sequence[int], op: Op) -> Test:
-        """Begins to reduce towards each rank's part."""
-        return self._begin(reduce_scatter(self._next(), array, part, counts, op))
+        """Start a reduce-scatter."""
+        return self._start(reduce_scatter(self._next(), array, part, counts, op))
 
     def barrier(self) -> Test:
-        """Begins a barrier: ranks tell each other that they have come."""
-        return self._begin(disseminate(self._next(), np.empty(0, dtype=np.uint8), Op.AND))
+        """Start a barrier."""
+        return self._start(disseminate(self._next(), np.empty(0, dtype=np.uint8), Op.AND))
 
     def send(self, array: Array, rank: int) -> Test:
-        """Begins to send; it matches the `receive` of that rank, in the order of calls."""
-        return self._begin(until_sent(Exchange(self, 0).send(array, rank)))
+        """Start to send to `rank`. Sends and receives between two ranks match in call order."""
+        return self._start(until_sent(Exchange(self, 0).send(array, rank)))
 
     def receive(self, array: Array, rank: int) -> Test:
-        """Begins to receive from that rank what it sends next."""
-        return self._begin(Exchange(self, 0).receive(array, rank))
+        """Start to receive from `rank`."""
+        return self._start(Exchange(self, 0).receive(array, rank))
 
     def _next(self) -> Exchange:
-        self._sequence = self._sequence % 0xFFFFFFFF + 1  # 0 is what is not collective
+        self._sequence = self._sequence % 0xFFFFFFFF + 1  # 0 is for `send` and `receive`
         return Exchange(self, self._sequence)
 
-    def _begin(self, steps: Steps) -> Test:
-        """Takes the first steps, which do not wait for anyone."""
+    def _start(self, steps: Steps) -> Test:
+        """Run an operation up to the first missing message, and return its test."""
         done = next(steps, True) is True
         progress = self._links.progress
 
@@ -928,7 +956,7 @@ class MeshCommunicator:
     # ── short messages ───────────────────────────────────────────────────────────────────────────────────────────
 
     def post(self, rank: int, tag: int, message: bytes) -> None:
-        """Sends a short message behind what is on its way to that rank; to itself, puts it into its own mailbox."""
+        """Send a short message to `rank`, in order with earlier messages. A message to itself is delivered at once."""
         if rank == self.rank:
             self._mailbox.posts.append((self._links.rank, tag, message))
             return
@@ -937,7 +965,7 @@ class MeshCommunicator:
         )
 
     def collect(self) -> tuple[int, int, bytes] | None:
-        """The next short message in the mailbox, with its source and tag; looks at the links once if there is none."""
+        """Return the next posted message as (source, tag, message), or None. Reads the connections if none is there."""
         posts = self._mailbox.posts
         if not posts:
             self._links.progress()
@@ -948,11 +976,11 @@ class MeshCommunicator:
 
 
 def _view(array: Array) -> memoryview:
-    """The bytes of a contiguous array."""
+    """Return the bytes of a contiguous array."""
     return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]  # NumPy's stub of 3.11
 
 
-def _number(origin: str) -> int:
-    """64 bits, so that no two contexts of a mesh have one number."""
+def _context_id(origin: str) -> int:
+    """Return a 64-bit hash of `origin`, so that contexts of a mesh get different ids."""
     number = int.from_bytes(hashlib.blake2b(origin.encode(), digest_size=8).digest(), "little")
     return max(number, WORLD + 1)

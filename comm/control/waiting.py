@@ -1,6 +1,7 @@
-"""The wait loops: for a condition, for communication in flight, and for ranks that leave together.
+"""Wait loops: for a condition, for communication in flight, and for ranks that leave together.
 
-Each wait for other ranks reads the job's `FailureBoard`, so that a failure found by one thread ends the waits of all.
+Each wait for a peer reads the job's `FailureBoard`, so that a failure found by one thread ends the waits of all
+threads.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Poll(Enum):
     """Frequency of evaluating a condition: first and longest sleep in seconds. Each sleep is twice the previous one."""
 
     SPIN = 20e-6, 1e-3
-    """For messages of other ranks: spins before it sleeps."""
+    """For messages of peers: spins before it sleeps."""
     SLICES = 1e-3, WAIT_SLICE_S
     """For conditions that need a system call, and for threads."""
     SLOW = 50e-3, 100e-3
@@ -101,7 +102,7 @@ def wait_for(
         if condition():
             return True
         begun = time.perf_counter()
-        while not (failures and failures.crowded) and time.perf_counter() < begun + ALONE_S:
+        while not (failures and failures.oversubscribed) and time.perf_counter() < begun + ALONE_S:
             if condition():
                 return True
         give_up_spinning = begun + SPIN_S
@@ -197,13 +198,13 @@ def wait_for_work(
 
 def cause_of(error: CommError, failures: FailureBoard, *, within_s: float = BLAME_S) -> CommError:
     """Return the failure of the job that led to `error` and may become known later; `error` itself if none does."""
-    failures.suspicious = True
+    failures.connection_broken = True
     wait_for(lambda: failures.error is not None, Deadline.after(within_s), Poll.SLICES)
     return error if failures.error is None else fresh(failures.error)
 
 
 def leave_together(comm: Communicator, within_s: float) -> bool:
-    """Collective. Wait in a barrier before this rank leaves, so that no rank leaves while another still needs it.
+    """Wait in a barrier before this rank leaves, so that no rank leaves while another still needs it. Collective.
 
     Returns:
         False if a rank has not entered the barrier in time.

@@ -1,12 +1,12 @@
-"""NCCL: units over several communicators at once, and what this machine's NCCL can do.
+"""Transport over NCCL, with several communicators at the same time if the NCCL version permits it.
 
-Each communicator is a `ProcessGroupNCCL` object of torch's. These objects are built directly, so the user's own default
-process group is not touched.
+Each communicator is a `ProcessGroupNCCL` of PyTorch. It is created directly, without
+`torch.distributed.init_process_group`, so the user's default process group is not affected.
 
 Before NCCL 2.26, the caller had to order the operations of all communicators of a GPU. From 2.26 on,
 `NCCL_LAUNCH_ORDER_IMPLICIT=1` makes NCCL keep the order in which the host launches them. With CUDA 12.3 or newer
-(driver and runtime), the operations still overlap. If one of these conditions is not met, several
-streams could deadlock or would not overlap, so only one stream is used.
+(driver and runtime), the operations still overlap. Only one stream is used if one of these conditions is not met,
+because several streams could deadlock or would not overlap.
 """
 
 from __future__ import annotations
@@ -37,61 +37,61 @@ from sirtaki.comm.transports.gloo import TORCH_OPS
 from sirtaki.errors import CommError, PlanError, TransportError
 from sirtaki.machine import free_in_forked_children, keep_in_forked_children
 
-# ── units over several NCCL communicators at once, each on a CUDA stream of its own ───────────────────────────────────
+# ── the transport ─────────────────────────────────────────────────────────────────────────────────────────────────────
 #
 # NCCL fixes CTAs, algorithm and protocol when it creates a communicator. A stream number therefore has one communicator
-# for each combination that plans use. Units with the same stream number still run one after the other, on one CUDA
+# for each combination that plans use. Units with the same stream number still run one after another, on one CUDA
 # stream, whichever communicator reduces them (LIBRA's stages are sequential). Communicators take GPU memory, so a pool
 # closes unused ones. It opens and closes them in the same order on all ranks.
 #
-# Launching a unit and waiting for it do not block the host. `_carry` launches a unit on the CUDA stream of its stream
+# Launching a unit and waiting for it do not block the host. `_start` launches a unit on the CUDA stream of its stream
 # number, after the packing work queued so far. `NcclWork.wait` makes the caller's current CUDA stream wait. Opening new
 # streams does block the host. NCCL requires the same order of operations on all ranks, over all communicators of a GPU,
-# and launches from one thread at a time. The synchroniser keeps the order; the lock `ISSUING` admits one thread.
+# and launches from one thread at a time. The synchroniser keeps the order. `LAUNCH_LOCK` admits one thread.
 # All of this runs in tests without a GPU (tests/fakes/cuda.py).
 
 logger = logging.getLogger(__name__)
 
 MEMORY_SHARE = 0.1
-"""Of the GPU's memory, what communicators may take together; a plan that needs more is refused."""
+"""Largest share of GPU memory for communicators. The pool refuses plans that need more."""
 
 
 THREADS_PER_CTA = 512
-"""NCCL's block size on current GPUs (`NCCL_NTHREADS`, which is one for the whole process)."""
+"""NCCL's block size on current GPUs (`NCCL_NTHREADS`, which has one value per process)."""
 
 MAX_CTAS = 32
 
 SHARE_ALIGNMENT_BYTES = 16
-"""NCCL loads and stores 16 bytes at once where buffers are aligned so (`ncclKernel`'s 128-bit paths)."""
+"""Alignment at which NCCL loads and stores 16 bytes at once (the 128-bit paths of `ncclKernel`)."""
 
 ALLOWANCES = tuple(THREADS_PER_CTA * ctas for ctas in (1, 2, 4, 8, 16))
-"""GPU threads that a unit may be allowed: each another number of CTAs, since fewer than a block's are a block, too."""
+"""Possible numbers of GPU threads of a unit. Each corresponds to a different number of CTAs."""
 
 
 def ctas_for(threads: int | None) -> int | None:
-    """CTAs (thread blocks) of a communicator that may use so many GPU threads (LIBRA's r); None = NCCL decides."""
+    """Return the CTAs (thread blocks) of a unit with `threads` GPU threads (LIBRA's r). None = NCCL decides."""
     if threads is None:
         return None
     return min(MAX_CTAS, max(1, threads // THREADS_PER_CTA))
 
 
 class Scope(Enum):
-    """Which ranks a communicator joins."""
+    """Ranks of a communicator."""
 
     ALL = "all"
-    NODE = "node"  # those of this rank's node
-    ACROSS = "across"  # those with this rank's local rank, one a node
+    NODE = "node"  # ranks of this rank's node
+    ACROSS = "across"  # ranks with this rank's local rank, one per node
 
 
 @dataclass(frozen=True, slots=True)
 class CommunicatorKey:
-    """What makes two communicators differ.
+    """Key of a communicator in the pool.
 
     Attributes:
-        stream: on which its operations run.
-        ctas: thread blocks of each of its operations, which NCCL calls channels, too; None = NCCL decides.
-        scope: the ranks.
-        way: algorithm and protocol of its all-reduces; None = NCCL decides.
+        stream: number of the stream on which its operations run.
+        ctas: thread blocks per operation, also called channels. None = NCCL decides.
+        scope: ranks of the communicator.
+        way: algorithm and protocol of its all-reduces. None = NCCL decides.
     """
 
     stream: int
@@ -107,13 +107,13 @@ class CommunicatorKey:
 
 
 class Group(Protocol):
-    """One NCCL communicator. A collective is put on the current CUDA stream, after what is there. Non-blocking."""
+    """One NCCL communicator. Its operations are launched on the current CUDA stream. Collective, non-blocking."""
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         """Reduce `tensor` in place."""
 
     def all_reduce_scaled(self, tensor: torch.Tensor, scale: float) -> bool:
-        """Sum `tensor` in place, times `scale`. Return False, and do nothing, if one call of NCCL cannot do both."""
+        """Sum `tensor` in place, times `scale`. Return False, and do nothing, if NCCL needs two calls for this."""
 
     def reduce_scatter(self, share: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> None:
         """Reduce `tensor`, `(ranks * share.numel(),)`, and write this rank's part of the result into `share`."""
@@ -129,12 +129,12 @@ class Group(Protocol):
 
 
 class Opener(Protocol):
-    """Makes communicators, and knows what may be made.
+    """Factory of communicators.
 
     Attributes:
-        max_streams: that may run at the same time.
-        threads: GPU threads that a unit may be allowed.
-        ways: that NCCL may be told to reduce units in.
+        max_streams: number of streams that may run at the same time.
+        threads: possible numbers of GPU threads of a unit.
+        ways: combinations of algorithm and protocol that a communicator may have.
     """
 
     max_streams: int
@@ -142,45 +142,45 @@ class Opener(Protocol):
     ways: tuple[NcclWay, ...]
 
     def open(self, key: CommunicatorKey) -> Group:
-        """Collective over the scope's ranks, and all ranks do it at the same time.
+        """Open a communicator. Collective over all ranks; each joins its own communicator of the scope.
 
         Raises:
-            PlanError: on all ranks, NCCL will not have that way here.
+            PlanError: on all ranks, if NCCL rejects `key.way`.
             CommError: the ranks cannot connect.
         """
 
     def memory_bytes(self) -> tuple[int, int]:
-        """The device's memory: (free, all)."""
+        """Return the free and the total memory of the GPU, in bytes."""
 
 
 class CommunicatorPool:
     """A pool of open NCCL communicators, which closes the least recently used ones to make room.
 
     Attributes:
-        limit: so many may be open.
-        open: by key, longest unused first.
+        limit: largest number of open communicators.
+        open: open communicators by key, least recently used first.
         cuda_streams: CUDA stream of each stream number, the same one for the flat and the hierarchical algorithm.
     """
 
     def __init__(self, opener: Opener, *, limit: int, worst: Callable[[float], float]) -> None:
-        """Opens nothing.
+        """Open nothing yet.
 
         Args:
-            opener: makes communicators.
-            limit: so many may be open.
-            worst: collective: the largest of the ranks' values.
+            opener: opens communicators.
+            limit: largest number of open communicators.
+            worst: returns the largest value of all ranks. Collective.
         """
         self.opener, self.limit, self._worst = opener, limit, worst
         self.open: OrderedDict[CommunicatorKey, Group] = OrderedDict()
         self.cuda_streams: dict[int, Any] = {}
-        self._taken_share = 0.0  # of the memory, by all that are open, on the rank where it is most
+        self._taken_share = 0.0  # share of GPU memory of all open communicators, on the rank with the largest one
 
     def require(self, keys: Sequence[CommunicatorKey]) -> None:
-        """Collective, with nothing in flight: opens those of `keys` that are not open, in their order.
+        """Open the communicators of `keys` that are not open, in this order. Collective; nothing may be in flight.
 
         Raises:
-            PlanError: on all ranks: so many cannot be open at once, they would take too much memory, or NCCL will not
-                have a way that one is to reduce in.
+            PlanError: on all ranks, if there are too many communicators, if they need too much memory, or if NCCL
+                rejects a combination of algorithm and protocol.
             CommError: the ranks cannot connect.
         """
         wanted = list(dict.fromkeys(keys))
@@ -192,9 +192,9 @@ class CommunicatorPool:
         for key in wanted:
             if key not in self.open:
                 self._make_room(wanted, key)
-                self.open[key] = self._make(key)
+                self.open[key] = self._open(key)
 
-    def _make(self, key: CommunicatorKey) -> Group:
+    def _open(self, key: CommunicatorKey) -> Group:
         free_before, total = self.opener.memory_bytes()
         group = self.opener.open(key)
         taken = (free_before - self.opener.memory_bytes()[0]) / total
@@ -204,7 +204,7 @@ class CommunicatorPool:
 
     def _make_room(self, wanted: Sequence[CommunicatorKey], key: CommunicatorKey) -> None:
         while len(self.open) >= self.limit or (self.open and self._expected_share() > MEMORY_SHARE):
-            unused = next((other for other in self.open if other not in wanted), None)
+            unused = next((each for each in self.open if each not in wanted), None)
             if unused is None:
                 raise PlanError(
                     f"the communicators of this plan would take {self._expected_share():.0%} of the GPU's memory "
@@ -222,7 +222,7 @@ class CommunicatorPool:
         logger.debug("NCCL %s is closed", key)
 
     def keep_only(self, keys: Iterable[CommunicatorKey]) -> None:
-        """Collective, with nothing in flight: closes all others."""
+        """Close all communicators except `keys`. Collective; nothing may be in flight."""
         kept = set(keys)
         for key in [key for key in self.open if key not in kept]:
             self._close(key)
@@ -238,19 +238,19 @@ class CommunicatorPool:
                 raise CommError(f"NCCL failed on {key}: {error}")
 
     def close(self) -> None:
-        """Closes all of them."""
+        """Close all communicators. Collective; nothing may be in flight."""
         self.keep_only(())
 
 
-ISSUING = free_in_forked_children(threading.Lock())
-"""One thread at a time gives work to NCCL, whichever communicators it uses."""
+LAUNCH_LOCK = free_in_forked_children(threading.Lock())
+"""Admits one thread at a time to NCCL, for all communicators."""
 
 
 class NcclWork(Work):
-    """A unit that was put on a CUDA stream. Waiting for it blocks the current CUDA stream, not the thread."""
+    """A unit that was launched on a CUDA stream. `wait` blocks the current CUDA stream, and not the thread."""
 
     def __init__(self, device: Device, begin: Event | None, end: Event) -> None:
-        """Args: `begin`, `end` are recorded around the unit; both are timed where `begin` is given."""
+        """Take the events around the unit. Both are timed if `begin` is not None."""
         self._device, self._begin, self._end = device, begin, end
 
     def is_done(self) -> bool:
@@ -258,7 +258,7 @@ class NcclWork(Work):
         return self._device.is_reached(self._end)
 
     def times(self) -> tuple[Event | None, Event | None]:
-        """Return when the unit began and ended on the GPU, where that was asked for."""
+        """Return the events at which the unit began and ended on the GPU. None if they are not timed."""
         return self._begin, None if self._begin is None else self._end
 
     def wait(self, timeout_s: float) -> bool:
@@ -268,47 +268,47 @@ class NcclWork(Work):
 
 
 class NcclTransport(Transport):
-    """The flat algorithm: each unit is one all-reduce on the communicator of its stream, CTAs and way."""
+    """The flat algorithm: each unit is one all-reduce of the communicator for its `StreamSpec`."""
 
     kind = TransportKind.NCCL
     scopes: tuple[Scope, ...] = (Scope.ALL,)
 
     def __init__(self, pool: CommunicatorPool, device: Device, *, opener: Opener) -> None:
-        """Starts nothing.
+        """Open nothing yet.
 
         Args:
-            pool: the communicators; other algorithms share it, and whoever owns it closes it.
-            device: where the buffers are.
-            opener: knows how many streams and which thread allowances there may be.
+            pool: communicators, shared with the hierarchical algorithm. Its owner closes it.
+            device: device of the buffers.
+            opener: states the possible numbers of streams and threads.
         """
         self._pool, self._device = pool, device
         self.max_streams = min(opener.max_streams, pool.limit // len(self.scopes))
         self.threads = opener.threads
-        self.stream_cost = StreamCost()  # NCCL's own; the pool looks after the device's memory
+        self.stream_cost = StreamCost()  # none of this process; the pool limits GPU memory
 
     def keys(self, streams: Sequence[StreamSpec]) -> list[CommunicatorKey]:
-        """The communicators that these streams need."""
+        """Return the keys of the communicators that these streams need."""
         return list(dict.fromkeys(_key(stream, scope) for stream in streams for scope in self.scopes))
 
     def open_streams(self, streams: Sequence[StreamSpec]) -> None:
-        """Collective: opens the communicators of these streams."""
+        """Open the communicators of these streams. Collective; nothing may be in flight."""
         keys = self.keys(streams)
         if not set(keys) <= self._pool.open.keys():
-            self._device.synchronise()  # what is closed for the new ones must have nothing in flight
+            self._device.synchronise()  # because the pool may close a communicator
         self._pool.require(keys)
 
-    def _carry(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
-        """Put a unit on the CUDA stream of its stream number, after what is on the current one now.
+    def _start(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
+        """Launch a unit on the CUDA stream of its stream number, after the work on the current CUDA stream.
 
-        Units of one stream number follow one another, whichever communicators reduce them.
+        Units with one stream number run one after another, also on different communicators.
         """
         unit, device, timed = buffer.tensor[start:stop], self._device, recorder.times_wanted()
         packed = device.record_event()
-        with ISSUING, device.on(self._cuda_stream(stream.number)):
+        with LAUNCH_LOCK, device.on(self._cuda_stream(stream.number)):
             device.order_after(packed)
             begin = device.record_event(timed=True) if timed else None
             try:
-                self._issue(unit, stream, op, scale)
+                self._launch(unit, stream, op, scale)
             except RuntimeError as err:
                 where = f"elements [{start}, {stop}) on stream {stream.number}"
                 raise CommError(f"NCCL failed in {where}: {err}") from err
@@ -323,8 +323,8 @@ class NcclTransport(Transport):
     def _group(self, stream: StreamSpec, scope: Scope) -> Group:
         return self._pool.open[_key(stream, scope)]
 
-    def _issue(self, unit: torch.Tensor, stream: StreamSpec, op: ReduceOp, scale: float) -> None:
-        """Put the unit's reduction on the current CUDA stream."""
+    def _launch(self, unit: torch.Tensor, stream: StreamSpec, op: ReduceOp, scale: float) -> None:
+        """Launch the reduction of a unit on the current CUDA stream."""
         self._all_reduce(self._group(stream, Scope.ALL), unit, op, scale)
 
     def _all_reduce(self, group: Group, unit: torch.Tensor, op: ReduceOp, scale: float) -> None:
@@ -334,24 +334,25 @@ class NcclTransport(Transport):
         self._device.launch(scale_, unit, scale)
 
     def close(self) -> bool:
-        """Closes nothing: the pool is its owner's."""
+        """Return True. The owner of the pool closes the communicators."""
         return True
 
 
 def _key(stream: StreamSpec, scope: Scope) -> CommunicatorKey:
-    """Return the key of a stream's communicator. Inside a node, NCCL chooses algorithm and protocol itself.
+    """Return the key of a stream's communicator.
 
-    The collectives there are reduce-scatter and all-gather, for which NCCL has no tree algorithm.
+    Within a node, NCCL chooses algorithm and protocol, because the operations there are reduce-scatter and all-gather,
+    for which NCCL has no tree algorithm.
     """
     way = None if scope is Scope.NODE else stream.nccl
     return CommunicatorKey(stream.number, ctas_for(stream.threads), scope, way)
 
 
 class NcclHierarchicalTransport(NcclTransport):
-    """The hierarchical algorithm: reduce-scatter inside the node, all-reduce across nodes, all-gather inside.
+    """The hierarchical algorithm: reduce-scatter within the node, all-reduce between nodes, all-gather within the node.
 
-    Each rank carries its share of a unit across nodes, so all network interfaces of a node work. Elements that are
-    too few for an aligned share are reduced by the flat algorithm.
+    Each rank reduces its share of a unit between nodes, so that all network interfaces of a node are used. Elements at
+    the end of a unit that are too few for aligned shares are reduced by the flat algorithm.
     """
 
     scopes = (Scope.ALL, Scope.NODE, Scope.ACROSS)
@@ -365,12 +366,12 @@ class NcclHierarchicalTransport(NcclTransport):
         local_size: int,
         local_rank: int,
     ) -> None:
-        """Starts nothing. Args: as `NcclTransport`, and this rank's place in its node; all nodes are of one size."""
+        """Open nothing yet. All nodes must have `local_size` ranks. Other arguments as for `NcclTransport`."""
         super().__init__(pool, device, opener=opener)
         self._local_size, self._local_rank = local_size, local_rank
 
-    def _issue(self, unit: torch.Tensor, stream: StreamSpec, op: ReduceOp, scale: float) -> None:
-        # Shares begin where NCCL's vectorised kernels want them; the rest is shorter than one such piece for each rank.
+    def _launch(self, unit: torch.Tensor, stream: StreamSpec, op: ReduceOp, scale: float) -> None:
+        # Each share starts at an address that NCCL's vectorised kernels require. The rest is shorter than `piece`.
         piece = self._local_size * max(1, SHARE_ALIGNMENT_BYTES // unit.element_size())
         split = unit.numel() // piece * piece
         whole, rest = unit[:split], unit[split:]
@@ -391,7 +392,7 @@ ORDERED_NCCL = (2, 26)
 OVERLAPPING_CUDA = (12, 3)
 
 MAX_STREAMS = 24
-"""As AIACC used at most; how many of them fit into the GPU's memory, `CommunicatorPool` sees when a plan is opened."""
+"""Largest number of streams in AIACC's experiments. `CommunicatorPool` checks that they fit into GPU memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -399,8 +400,8 @@ class NcclVersions:
     """Versions and settings that determine whether several communicators may run at the same time.
 
     Attributes:
-        nccl: as (major, minor, patch).
-        cuda_runtime: that torch was built for, as (major, minor).
+        nccl: version of NCCL, as (major, minor, patch).
+        cuda_runtime: version of CUDA for which torch was built, as (major, minor).
         cuda_driver: the newest CUDA that the driver supports, as (major, minor); (0, 0) if unknown.
         launch_order: the value of `NCCL_LAUNCH_ORDER_IMPLICIT`, "" if it is not set, `TOO_LATE` if NCCL may have read
             it before Sirtaki set it.
@@ -413,7 +414,7 @@ class NcclVersions:
 
     @classmethod
     def here(cls, environ: Mapping[str, str] = os.environ) -> NcclVersions:
-        """This process's; needs a GPU."""
+        """Return the versions and settings of this process. Requires a GPU."""
         major, minor = (int(part) for part in str(torch.version.cuda).split(".")[:2])
         return cls(
             nccl=tuple(torch.cuda.nccl.version()),  # type: ignore[no-untyped-call]  # torch's
@@ -424,7 +425,7 @@ class NcclVersions:
 
     @property
     def max_streams(self) -> int:
-        """How many communicators may run at the same time."""
+        """Number of communicators that may run at the same time."""
         return 1 if self.why_one_stream else MAX_STREAMS
 
     @property
@@ -460,8 +461,8 @@ _set_too_late = False
 def ask_for_launch_order() -> None:
     """Set `NCCL_LAUNCH_ORDER_IMPLICIT=1`, unless the user has set it. Called when `sirtaki.torch` is imported.
 
-    NCCL reads the variable once, at its first launch. Where CUDA and process groups are in use already, NCCL may have
-    read it.
+    NCCL reads the variable once, at its first launch. If CUDA and process groups are already in use, NCCL may have read
+    it before.
     """
     global _set_too_late
     if LAUNCH_ORDER not in os.environ:
@@ -475,15 +476,16 @@ NO_HANDLING = "0"
 ranks. It must not abort the communicator either, because work that waits for it would continue with wrong gradients."""
 
 PREMULTIPLIED = (torch.float16, torch.float32, torch.float64)
-"""dtypes that NCCL's pre-multiplied sum takes through every version of torch."""
+"""dtypes for which each supported version of torch offers NCCL's pre-multiplied sum."""
 
 
 class NcclGroup:
-    """One communicator, a `ProcessGroupNCCL` of PyTorch's.
+    """A communicator, over a `ProcessGroupNCCL` of PyTorch.
 
-    From torch 2.8 on, a collective with `asyncOp = False` is put on the current stream and returns None. Older versions
-    put every collective on a stream of the group's, ordered after the current one, and return a work; `wait` then
-    orders the current stream after it. Either way the result is ordered on the current stream.
+    From torch 2.8 on, a collective with `asyncOp = False` runs on the current CUDA stream and returns None. Older
+    versions run each collective on a CUDA stream of the group, after the work on the current stream, and return a work.
+    `wait` of this work makes the current stream wait for it. In both cases, later work on the current stream sees the
+    result.
     """
 
     def __init__(self, group: Any) -> None:  # Any: ProcessGroupNCCL, which a torch without CUDA lacks
@@ -491,11 +493,11 @@ class NcclGroup:
         self._group = group
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
-        """Put an all-reduce on the current stream."""
+        """Launch an all-reduce on the current stream."""
         self._reduce(tensor, TORCH_OPS[op])
 
     def all_reduce_scaled(self, tensor: torch.Tensor, scale: float) -> bool:
-        """Put a scaled sum on the current stream, as an average or as NCCL's pre-multiplied sum."""
+        """Launch a scaled sum on the current stream, as an average or as NCCL's pre-multiplied sum."""
         if not tensor.is_floating_point():
             return False
         if math.isclose(scale * self._group.size(), 1.0):
@@ -506,19 +508,19 @@ class NcclGroup:
         self._reduce(tensor, _make_nccl_premul_sum(scale))
         return True
 
-    def _reduce(self, tensor: torch.Tensor, op: Any) -> None:  # Any: the stub knows one of two classes
+    def _reduce(self, tensor: torch.Tensor, op: Any) -> None:  # Any: torch's stub has only one of the two classes
         options = dist.AllreduceOptions()
         options.reduceOp = op
         self._order(self._group.allreduce([tensor], _on_current_stream(options)))
 
     def reduce_scatter(self, share: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> None:
-        """Put the reduction of this rank's share on the current stream."""
+        """Launch a reduce-scatter on the current stream."""
         options = dist.ReduceScatterOptions()
-        options.reduceOp = TORCH_OPS[op]  # type: ignore[assignment]  # the stub knows one of the two classes
+        options.reduceOp = TORCH_OPS[op]  # type: ignore[assignment]  # torch's stub has only one of the two
         self._order(self._group._reduce_scatter_base(share, tensor, _on_current_stream(options)))
 
     def all_gather(self, tensor: torch.Tensor, share: torch.Tensor) -> None:
-        """Put the gathering of all shares on the current stream."""
+        """Launch an all-gather on the current stream."""
         self._order(self._group._allgather_base(tensor, share, _on_current_stream(AllgatherOptions())))
 
     @staticmethod
@@ -535,7 +537,7 @@ class NcclGroup:
 
     def close(self) -> None:
         """Free the communicator, by the method that this version of torch has."""
-        self._end("shutdown", "abort", "_shutdown")  # 2.4 has the last one only
+        self._end("shutdown", "abort", "_shutdown")  # torch 2.4 has only the last one
 
     def abort(self) -> None:
         """Make pending operations fail, and free the communicator. Not collective. Thread-safe."""
@@ -560,15 +562,16 @@ class _Opening:
     """One attempt to open a communicator.
 
     Attributes:
-        prefix, store: where the ranks of the communicator exchange NCCL's id.
-        group: the communicator, once PyTorch has made its object.
-        problem: why the attempt failed; empty if it did not.
+        prefix: key prefix in the store.
+        store: store through which the ranks of the communicator exchange NCCL's id.
+        group: the communicator, once PyTorch has created the process group.
+        problem: reason of the failure. Empty = not failed.
     """
 
     def __init__(
         self, control: ControlPlane, device: CudaDevice, key: CommunicatorKey, *, timeout: datetime.timedelta
     ) -> None:
-        """Collective over the scope's ranks."""
+        """Choose the store's key prefix. Collective over the ranks of the scope."""
         self._key, self._device, self._timeout = key, device, timeout
         self._rank, self._size, name = {
             Scope.ALL: (control.rank, control.size, "all"),
@@ -581,7 +584,7 @@ class _Opening:
         self.problem = ""
 
     def run(self) -> None:
-        """Open the communicator and run its first operation, which makes the connections.
+        """Open the communicator, and run its first operation, which connects the ranks.
 
         Raises:
             RuntimeError: NCCL failed.
@@ -590,10 +593,10 @@ class _Opening:
         options._timeout = self._timeout
         if self._key.ctas is not None:
             options.config.min_ctas = options.config.max_ctas = self._key.ctas
-        # Torch leaves errors to us, and NCCL reads the rest when a communicator is made, which is by its first use.
+        # PyTorch reads ERROR_HANDLING here. NCCL reads its variables when the first operation creates the communicator.
         with (
             torch.cuda.device(self._device.torch_device),
-            environment({ERROR_HANDLING: NO_HANDLING} | told(self._key)),
+            environment({ERROR_HANDLING: NO_HANDLING} | nccl_variables(self._key)),
         ):
             prefix = PrefixStore(self.prefix, self.store)
             made = dist.ProcessGroupNCCL(prefix, self._rank, self._size, options)
@@ -603,11 +606,11 @@ class _Opening:
             self._device.synchronise()
 
     def attempt(self) -> None:
-        """Run in a thread, and record what went wrong."""
+        """Run, and set `problem` if this fails. For use in a thread."""
         try:
             self._device.enter_thread()
             self.run()
-        except Exception as err:  # whatever it is, the training thread must know
+        except Exception as err:  # of any type, because the training thread must learn of it
             self.problem = self.problem or str(err)
 
     def abort(self) -> None:
@@ -618,7 +621,7 @@ class _Opening:
 
 
 class NcclOpener:
-    """Makes communicators over the ranks of a control plane, all on one GPU of this process."""
+    """Opens communicators between the ranks of a control plane, on one GPU of this process."""
 
     def __init__(
         self,
@@ -629,14 +632,14 @@ class NcclOpener:
         timeout_s: float,
         ways: tuple[NcclWay, ...] = (),
     ) -> None:
-        """Opens nothing.
+        """Open nothing yet.
 
         Args:
-            control: the ranks.
-            device: of this process.
-            max_streams: that may run at the same time.
-            timeout_s: after this long an operation that does not get on fails.
-            ways: that NCCL may be told to reduce in.
+            control: control plane of the ranks.
+            device: GPU of this process.
+            max_streams: number of streams that may run at the same time.
+            timeout_s: timeout of an operation without progress.
+            ways: combinations of algorithm and protocol that a communicator may have.
         """
         self._control, self._device = control, device
         self._timeout = datetime.timedelta(seconds=timeout_s)
@@ -646,7 +649,7 @@ class NcclOpener:
         self._first: NcclGroup | None = None
 
     def open(self, key: CommunicatorKey) -> Group:
-        """Collective over the scope's ranks. The communicator has done its first operation when this returns."""
+        """Open a communicator, and run its first operation. Collective."""
         if key == FIRST and self._first is not None:
             first, self._first = self._first, None
             return first
@@ -659,7 +662,7 @@ class NcclOpener:
             opening.problem = str(err)
         if key.way is not None:
             try:
-                # NCCL looks at the topology of all ranks, and decides alike on each.
+                # NCCL decides by the topology of all ranks, and equally on each rank.
                 self._control.agree_on_success(opening.problem)
             except TransportError as err:
                 opening.abort()
@@ -670,19 +673,19 @@ class NcclOpener:
     def open_first(self) -> str:
         """Open the communicator of stream 0, which `open` returns later. Collective.
 
-        A rank whose attempt fails writes this to the store. The other ranks poll the store and abort their attempts,
-        because NCCL would wait for the failed rank. With PyTorch 2.4, which cannot clone a store, they abort only after
-        the timeout.
+        A rank whose attempt fails writes this to the store. Its peers poll the store and abort their attempts, because
+        NCCL would wait for the failed rank. With PyTorch 2.4, which cannot clone a store, they abort only after the
+        timeout.
 
         Returns:
-            Why NCCL cannot be used between these ranks, the same on all of them; empty if it can.
+            Reason why NCCL cannot be used between these ranks, equal on all ranks. Empty = NCCL can be used.
 
         Raises:
             CommError: an attempt could not be aborted.
         """
         control, opening = self._control, _Opening(self._control, self._device, FIRST, timeout=self._timeout)
         failed, within_s = f"{opening.prefix}/failed", self._timeout.total_seconds()
-        # A connection of its own, because the attempt may block in the other one. torch 2.4 cannot clone a store.
+        # A second connection, because the attempt may block in the first one. torch 2.4 cannot clone a store.
         watched = opening.store.clone() if hasattr(opening.store, "clone") else None
         thread = threading.Thread(target=opening.attempt, name="sirtaki-nccl-start", daemon=True)
         thread.start()
@@ -697,7 +700,9 @@ class NcclOpener:
                 opening.abort()
                 thread.join(ABORT_S)
                 if thread.is_alive():
-                    raise CommError(f"rank {control.rank}: NCCL cannot be started ({opening.problem}), nor be stopped")
+                    raise CommError(
+                        f"rank {control.rank}: NCCL could be neither started ({opening.problem}) nor aborted"
+                    )
         if opening.problem:
             (watched or opening.store).set(failed, opening.problem)
         try:
@@ -709,24 +714,24 @@ class NcclOpener:
         return ""
 
     def memory_bytes(self) -> tuple[int, int]:
-        """The device's memory as CUDA tells it: (free, all)."""
+        """Return the free and the total memory of the GPU, in bytes."""
         free, total = torch.cuda.mem_get_info(self._device.torch_device)
         return free, total
 
 
 ALGORITHM, PROTOCOL = "NCCL_ALGO", "NCCL_PROTO"
-THE_USERS = (ALGORITHM, PROTOCOL, "NCCL_TUNER_PLUGIN")
-"""Where one of these is set the user has decided how NCCL reduces, or has left it to a plugin of NCCL's."""
+USER_VARIABLES = (ALGORITHM, PROTOCOL, "NCCL_TUNER_PLUGIN")
+"""If one of these variables is set, the user or a plugin of NCCL chooses algorithm and protocol."""
 
 
-def told(key: CommunicatorKey) -> dict[str, str]:
-    """What the environment tells NCCL of a communicator's way: torch has no field for it in its options."""
+def nccl_variables(key: CommunicatorKey) -> dict[str, str]:
+    """Return the environment variables for `key.way`, because the options of `ProcessGroupNCCL` have no such field."""
     return {} if key.way is None else {ALGORITHM: key.way.algorithm, PROTOCOL: key.way.protocol}
 
 
 @contextlib.contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables while process groups are built in the body, then restore the user's values."""
+    """Set environment variables for the body, then restore the user's values."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -739,13 +744,13 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def ways_left(control: ControlPlane, environ: Mapping[str, str] = os.environ) -> tuple[NcclWay, ...]:
-    """Collective: the ways that NCCL may be told to reduce in; none where a rank's user has decided that already."""
-    decided: list[str] = control.all_gather(next((name for name in THE_USERS if environ.get(name)), ""))
-    theirs = next(filter(None, decided), "")
-    if theirs and control.rank == 0:
-        logger.info("NCCL's algorithm and protocol are not tuned: %s is set", theirs)
-    return () if theirs else tuple(NcclWay)
+def tunable_ways(control: ControlPlane, environ: Mapping[str, str] = os.environ) -> tuple[NcclWay, ...]:
+    """Return the combinations of algorithm and protocol to tune. Empty if the user of a rank has chosen. Collective."""
+    decided: list[str] = control.all_gather(next((name for name in USER_VARIABLES if environ.get(name)), ""))
+    chosen = next(filter(None, decided), "")
+    if chosen and control.rank == 0:
+        logger.info("NCCL's algorithm and protocol are not tuned: %s is set", chosen)
+    return () if chosen else tuple(NcclWay)
 
 
 def find_nccl(control: ControlPlane, device: CudaDevice, *, forced: bool, timeout_s: float) -> Opener | None:
@@ -754,34 +759,34 @@ def find_nccl(control: ControlPlane, device: CudaDevice, *, forced: bool, timeou
     If NCCL cannot be used, log the reason and return None.
 
     Args:
-        control: the ranks.
-        device: the GPU of this rank.
-        forced: the user has asked for NCCL: ranks that share a GPU do not count against it.
-        timeout_s: after this long an operation that does not get on fails.
+        control: control plane of the ranks.
+        device: GPU of this rank.
+        forced: the user has asked for NCCL. Try it even if ranks share a GPU.
+        timeout_s: timeout of an operation without progress.
     """
-    mine = _identity(device, control.hosts[control.rank]) if dist.is_nccl_available() else ""
-    gpus: list[str] = control.all_gather(mine)
+    own = _identity(device, control.hosts[control.rank]) if dist.is_nccl_available() else ""
+    gpus: list[str] = control.all_gather(own)
     if "" in gpus:
-        _say_why_not(control, f"PyTorch has no NCCL on rank {gpus.index('')}")
+        _log_reason(control, f"PyTorch has no NCCL on rank {gpus.index('')}")
         return None
     if len(set(gpus)) < len(gpus) and not forced:
         shared = next(gpu for gpu in gpus if gpus.count(gpu) > 1)
         ranks = [str(rank) for rank, gpu in enumerate(gpus) if gpu == shared]
-        _say_why_not(control, f"ranks {' and '.join(ranks)} share one GPU, which NCCL refuses")
+        _log_reason(control, f"ranks {' and '.join(ranks)} share one GPU, which NCCL refuses")
         return None
     versions = NcclVersions.here()
     reasons = [reason for reason in control.all_gather(versions.why_one_stream) if reason]
     max_streams = 1 if reasons else versions.max_streams
-    opener = NcclOpener(control, device, max_streams=max_streams, timeout_s=timeout_s, ways=ways_left(control))
+    opener = NcclOpener(control, device, max_streams=max_streams, timeout_s=timeout_s, ways=tunable_ways(control))
     if problem := opener.open_first():  # such as a MIG slice, a driver that is too old, no shared memory in a container
-        _say_why_not(control, f"NCCL could not be started ({problem})")
+        _log_reason(control, f"NCCL could not be started ({problem})")
         return None
     if reasons:
         logger.info("one NCCL stream only: %s", reasons[0])
     return opener
 
 
-def _say_why_not(control: ControlPlane, reason: str) -> None:
+def _log_reason(control: ControlPlane, reason: str) -> None:
     if control.rank == 0:
         logger.warning("gradients are copied through host memory instead of NCCL: %s", reason)
 

@@ -1,7 +1,7 @@
-"""How sparse gradients travel: rows and their numbers, over streams of their own.
+"""Sparse gradients: rows and their indices, sent over dedicated streams.
 
-Every way gives exactly the rows that some rank has, as optimizers that update lazily (SparseAdam, Adagrad) update a row
-of zeros, too, and a sum that has travelled dense does not say which rows were there. So rows that travel dense take one
-element more each, a 1 from every rank that has the row: the sum is not zero exactly where some rank has it. Parts are
-added in the order of the ranks, so that all get the same bits.
+Every algorithm returns exactly the rows that some rank has, because lazily updating optimizers (SparseAdam, Adagrad)
+also update a row whose gradient is zero. A dense sum does not show which rows were present. So each row that is sent
+dense has one more element, which is 1 on ranks that have the row: the row is present if its sum is not 0. Rows are
+added in rank order, so that results are bitwise equal on all ranks.
 """

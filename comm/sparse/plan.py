@@ -1,4 +1,4 @@
-"""Which way the rows of one sparse gradient take."""
+"""Algorithm that sums the rows of one sparse gradient."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from sirtaki.errors import PlanError
 
 
 class SparsePath(Enum):
-    """How rows of all ranks are added up."""
+    """Algorithm for summing the rows of all ranks."""
 
-    GATHER = "gather"  # every rank gets every rank's rows, and adds them up
-    OWNER = "owner"  # each row has an owner, who gets it from all, adds up, and sends the sum to all
-    HOT_COLD = "hot_cold"  # rows that most ranks touch travel dense, without numbers; the others as above
-    BLOCKS = "blocks"  # which blocks of rows any rank has touched is told first; those travel dense
-    DENSE = "dense"  # all rows travel
+    GATHER = "gather"  # all-gather the rows; each rank adds them
+    OWNER = "owner"  # send each row to its owner rank, which adds; all-gather the sums
+    HOT_COLD = "hot_cold"  # all-reduce frequent ("hot") rows as a dense block; GATHER or OWNER for the cold rows
+    BLOCKS = "blocks"  # agree on the blocks of rows that any rank has; all-reduce these blocks
+    DENSE = "dense"  # all-reduce all rows
 
 
 COLD_PATHS = (SparsePath.GATHER, SparsePath.OWNER)
@@ -29,16 +29,16 @@ COLD_PATHS = (SparsePath.GATHER, SparsePath.OWNER)
 
 @dataclass(frozen=True, kw_only=True)
 class SparsePlan:
-    """The way of one parameter's sparse gradient, the same on all ranks.
+    """Algorithm for one parameter's sparse gradient, with its settings. Equal on all ranks.
 
     Attributes:
-        path: see above.
-        hot_rows: ascending; of `HOT_COLD` only.
-        cold: how the other rows travel then.
-        block_rows: consecutive rows in a block; of `BLOCKS` only.
+        path: the algorithm.
+        hot_rows: frequent rows in ascending order. For `HOT_COLD` only.
+        cold: algorithm for the cold rows. For `HOT_COLD` only.
+        block_rows: number of consecutive rows in a block. For `BLOCKS` only.
 
     Raises:
-        PlanError: hot rows are missing, out of order or out of place; the cold path is none; a block is empty.
+        PlanError: the attributes do not fit together.
     """
 
     path: SparsePath
@@ -48,26 +48,26 @@ class SparsePlan:
 
     def __post_init__(self) -> None:
         if bool(self.hot_rows) is not (self.path is SparsePath.HOT_COLD):
-            raise PlanError(f"hot rows belong to the path hot_cold, which has {len(self.hot_rows)} of them")
+            raise PlanError(f"path {self.path.value} has {len(self.hot_rows)} hot rows; only hot_cold must have any")
         if any(low >= high for low, high in pairwise(self.hot_rows)):
-            raise PlanError("hot rows must ascend")
+            raise PlanError("hot rows must be in ascending order, each once")
         if self.cold not in COLD_PATHS:
-            raise PlanError(f"cold rows travel by gather or owner, not by {self.cold.value}")
+            raise PlanError(f"the path of cold rows must be gather or owner, not {self.cold.value}")
         if self.block_rows < 1:
-            raise PlanError(f"a block has at least one row, not {self.block_rows}")
+            raise PlanError(f"a block must have at least one row, not {self.block_rows}")
 
     @cached_property
     def hot_indices(self) -> npt.NDArray[np.int64]:
-        """The hot rows: `(n_hot,)`."""
+        """Return the hot rows: `(n_hot,)`."""
         return np.array(self.hot_rows, dtype=np.int64)
 
     def fingerprint(self) -> str:
-        """A digest that is equal on two ranks exactly if their plans are."""
+        """Return a digest that is equal on two ranks exactly if their plans are."""
         text = repr((self.path.value, self.hot_rows, self.cold.value, self.block_rows))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def describe(self) -> str:
-        """In words."""
+        """Return the plan in words."""
         if self.path is SparsePath.HOT_COLD:
             return f"hot_cold ({len(self.hot_rows)} hot rows, the others by {self.cold.value})"
         if self.path is SparsePath.BLOCKS:

@@ -1,4 +1,4 @@
-"""The thread that exchanges rows of sparse gradients by the algorithm that a plan names."""
+"""Sums the rows of sparse gradients by the algorithm of a plan, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -23,59 +23,59 @@ from sirtaki.comm.transports.shared_memory import share_memory
 from sirtaki.errors import CommError, ConfigError, TransportError
 from sirtaki.machine import free_in_forked_children
 
-# ── what carries rows ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── streams for rows ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 FIRST_REGION_BYTES = 1 << 20
-LARGEST_REGION_BYTES = 1 << 28
-"""Of the memory that the ranks of a node share for rows; what is larger goes in several turns."""
+MAX_REGION_BYTES = 1 << 28
+"""Largest shared region of the ranks of a node. Larger data is sent in several rounds."""
 
-LARGEST_MESSAGE_BYTES = 1 << 28
-"""Of one exchange on one stream: MPI counts with 32 bits."""
+MAX_MESSAGE_BYTES = 1 << 28
+"""Largest amount of data of one exchange on one stream, because MPI counts with 32 bits."""
 
-WORTH_A_STREAM_BYTES = 1 << 15
-"""What goes to one rank is cut into no smaller pieces."""
+MIN_PIECE_BYTES = 1 << 15
+"""Smallest piece of a parcel that gets a stream of its own."""
 
 
 class Closed(Exception):
-    """This rank has closed its lanes meanwhile."""
+    """Raised by a collective after this rank has closed its lanes."""
 
 
 class SparseLanes:
-    """Streams over one flat route. Its collectives block; one thread calls them, in the same order on all ranks.
+    """Streams over one flat route. Collectives block. One thread calls them, in the same order on all ranks.
 
     Attributes:
-        rank, size: this process among those that take part.
-        route: that is used.
-        streams: how many are open.
-        exchange_streams, reduce_streams: of these, how many an exchange and an all-reduce use.
+        rank, size: rank of this process, and number of participating ranks.
+        route: the route of all streams.
+        streams: number of open streams.
+        exchange_streams, reduce_streams: number of streams that an exchange and an all-reduce use.
     """
 
     def __init__(self, control: ControlPlane, *, timeout_s: float, kind: TransportKind | None, streams: int) -> None:
-        """Collective: opens the best route that can be opened.
+        """Open the fastest route that can be opened. Collective.
 
         Args:
-            control: the ranks.
-            timeout_s: after this long a reduction that does not get on fails.
-            kind: the only transport that may be used; None = any.
-            streams: as many at most; where memory is shared, one.
+            control: participating ranks.
+            timeout_s: seconds without progress after which a reduction fails.
+            kind: the only transport to use. None = any.
+            streams: largest number of streams. Shared memory uses one.
 
         Raises:
-            ConfigError: on all ranks, this job has no such transport.
-            TransportError: on all ranks, nothing can be opened.
+            ConfigError: this job has no such transport. Raised on all ranks.
+            TransportError: no route can be opened. Raised on all ranks.
         """
         self._control = control.scope()
         self.rank, self.size = control.rank, control.size
         self._router = Router(self._control, timeout_s=timeout_s)
         self._region: FlatBuffer | None = None
         self._closing = False
-        self._wanted_bytes = 0
+        self._needed_bytes = 0
         self.route, self.streams = self._open_best(kind, streams)
         self.exchange_streams = self.reduce_streams = self.streams
-        if self._shares:
+        if self._uses_shared_memory:
             self._share(FIRST_REGION_BYTES)
 
     @property
-    def _shares(self) -> bool:
+    def _uses_shared_memory(self) -> bool:
         return self.route[0] is TransportKind.SHARED_MEMORY
 
     # ── streams ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -99,21 +99,21 @@ class SparseLanes:
         return count
 
     def open_streams(self, streams: int) -> int:
-        """Collective, with nothing under way: opens up to so many, and returns how many there are then."""
+        """Open up to `streams` streams, and return how many are open. Collective, with no operation in flight."""
         try:
             self.streams = max(self.streams, self._open(self.route, streams))
         except TransportError:
-            self.streams = max(1, self.streams)  # those that were open still are
+            self.streams = max(1, self.streams)  # the streams opened earlier are still open
         return self.streams
 
     # ── the shared region ────────────────────────────────────────────────────────────────────────────────────────
 
     def grow(self) -> None:
-        """Collective, with nothing under way: gives what was too large for the shared memory room the next time."""
+        """Enlarge the shared region if data has exceeded it. Collective, with no operation in flight."""
         region = self._region
-        if region is None or self._wanted_bytes <= region.tensor.numel() or self._wanted_bytes > LARGEST_REGION_BYTES:
+        if region is None or self._needed_bytes <= region.tensor.numel() or self._needed_bytes > MAX_REGION_BYTES:
             return
-        self._share(1 << (self._wanted_bytes - 1).bit_length())
+        self._share(1 << (self._needed_bytes - 1).bit_length())
 
     def _share(self, size_bytes: int) -> None:
         try:
@@ -121,45 +121,45 @@ class SparseLanes:
         except TransportError:
             if self._region is None:
                 raise
-            self._wanted_bytes = 0  # what there is has to do
+            self._needed_bytes = 0  # continue with the present region
             return
         self._region = FlatBuffer(regions[self._control.local_rank], regions)
 
     # ── exchanges ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def all_gather(self, parcel: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """Collective: the parcels of all ranks, by rank; bytes, of these lengths."""
+        """Return the parcels (bytes) of all ranks. `lengths` are their lengths by rank. Collective."""
         return self._transfer([parcel], Parcels.to_all(lengths))
 
     def gather_counts(self, counts: Sequence[int]) -> list[list[int]]:
-        """Collective: some whole numbers, as many on each rank, of all ranks."""
-        mine = torch.tensor(counts, dtype=torch.int64, device="cpu").view(torch.uint8)
-        return [part.view(torch.int64).tolist() for part in self.all_gather(mine, [mine.numel()] * self.size)]
+        """Return the integers of all ranks, by rank. Each rank passes equally many. Collective."""
+        own = torch.tensor(counts, dtype=torch.int64, device="cpu").view(torch.uint8)
+        return [part.view(torch.int64).tolist() for part in self.all_gather(own, [own.numel()] * self.size)]
 
     def exchange(self, parcels: Sequence[torch.Tensor], lengths: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """Collective: sends a parcel to each rank, and returns those for this one, by rank.
+        """Send a parcel to each rank, and return the parcels for this rank, by sender. Collective.
 
         Args:
             parcels: bytes, by receiver.
-            lengths: by sender and receiver.
+            lengths: length of each parcel, by sender and receiver.
         """
         return self._transfer(parcels, Parcels(np.asarray(lengths, dtype=np.int64)))
 
     def _transfer(self, parcels: Sequence[torch.Tensor], layout: Parcels) -> list[torch.Tensor]:
         received = layout.received_by(self.rank)
-        turns, width = self._cut(layout)
-        if turns * width == 1:
+        rounds, width = self._split(layout)
+        if rounds * width == 1:
             incoming = torch.empty(sum(received), dtype=torch.uint8, device="cpu")
             self._wait([self._send(parcels, layout, incoming, 0)])
             return list(torch.split(incoming, received))
         whole = [torch.empty(length, dtype=torch.uint8, device="cpu") for length in received]
         filled = [0] * self.size
-        for turn in range(turns):
-            pieces = [layout.piece(turn * width + number, turns * width) for number in range(width)]
+        for round_number in range(rounds):
+            pieces = [layout.piece(round_number * width + number, rounds * width) for number in range(width)]
             arriving = [
                 torch.empty(sum(piece.received_by(self.rank)), dtype=torch.uint8, device="cpu") for piece in pieces
             ]
-            sent = [_part(parcels, turn * width + number, turns * width) for number in range(width)]
+            sent = [_part(parcels, round_number * width + number, rounds * width) for number in range(width)]
             works = [
                 self._send(out, piece, into, number)
                 for number, (out, piece, into) in enumerate(zip(sent, pieces, arriving, strict=True))
@@ -171,15 +171,15 @@ class SparseLanes:
                     filled[sender] += len(part)
         return whole
 
-    def _cut(self, layout: Parcels) -> tuple[int, int]:
-        """How often one after the other, and how many at a time; the same on all ranks."""
+    def _split(self, layout: Parcels) -> tuple[int, int]:
+        """Return the number of rounds, and of parallel streams in each. Equal on all ranks."""
         largest = layout.largest_outgoing_bytes
         if self._region is not None:
-            self._wanted_bytes = max(self._wanted_bytes, largest)
-            room = self._region.tensor.numel() - self.size  # a piece may be a byte longer than another
+            self._needed_bytes = max(self._needed_bytes, largest)
+            room = self._region.tensor.numel() - self.size  # because pieces may differ in length by a byte
             return max(1, -(-largest // room)), 1
-        width = max(1, min(self.exchange_streams, int(layout.lengths.max()) // WORTH_A_STREAM_BYTES))
-        return max(1, -(-largest * self.size // (width * LARGEST_MESSAGE_BYTES))), width
+        width = max(1, min(self.exchange_streams, int(layout.lengths.max()) // MIN_PIECE_BYTES))
+        return max(1, -(-largest * self.size // (width * MAX_MESSAGE_BYTES))), width
 
     def _send(self, parcels: Sequence[torch.Tensor], layout: Parcels, incoming: torch.Tensor, stream: int) -> Work:
         outgoing = FlatBuffer(parcels[0] if len(parcels) == 1 else torch.cat(list(parcels)))
@@ -191,12 +191,12 @@ class SparseLanes:
     # ── all-reduces ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def all_reduce_(self, tensor: torch.Tensor) -> None:
-        """Collective: adds up a contiguous tensor on the host over all ranks, in place."""
+        """Sum a contiguous CPU tensor over all ranks, in place. Collective."""
         flat = torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor.view(-1)
         if self._region is None:
             self._reduce_in_place(flat)
             return
-        self._wanted_bytes = max(self._wanted_bytes, flat.numel() * flat.dtype.itemsize)
+        self._needed_bytes = max(self._needed_bytes, flat.numel() * flat.dtype.itemsize)
         room = self._region.tensor.numel() // flat.dtype.itemsize
         region = FlatBuffer(self._region.tensor.view(flat.dtype), tuple(p.view(flat.dtype) for p in self._region.peers))
         for part in torch.split(flat, room):
@@ -206,7 +206,7 @@ class SparseLanes:
 
     def _reduce_in_place(self, flat: torch.Tensor) -> None:
         n, width = flat.numel(), self.reduce_streams
-        width = max(1, min(width, n * flat.dtype.itemsize // WORTH_A_STREAM_BYTES))
+        width = max(1, min(width, n * flat.dtype.itemsize // MIN_PIECE_BYTES))
         buffer = FlatBuffer(flat)
         edges = [n * number // width for number in range(width + 1)]
         self._wait(
@@ -216,7 +216,7 @@ class SparseLanes:
             ]
         )
 
-    # ── waits, and the end ───────────────────────────────────────────────────────────────────────────────────────
+    # ── waiting and closing ──────────────────────────────────────────────────────────────────────────────────────
 
     def _wait(self, works: Sequence[Work]) -> None:
         try:
@@ -229,11 +229,11 @@ class SparseLanes:
             raise Closed
 
     def stop(self) -> None:
-        """Any thread: waits of another one end with `Closed`."""
+        """Make waits of the thread that uses the lanes raise `Closed`. Thread-safe."""
         self._closing = True
 
     def close(self) -> None:
-        """Ends threads and connections of this rank; not collective, once, when no thread uses them any more."""
+        """Close this rank's streams. Called once, when no thread uses them. Not collective."""
         self._closing = True
         if self._router.release():
             self._control.release(self._router.close)
@@ -241,22 +241,22 @@ class SparseLanes:
 
 
 def _part(parcels: Sequence[torch.Tensor], number: int, of: int) -> list[torch.Tensor]:
-    """One piece of each parcel, as `Parcels.piece` cuts them."""
+    """Return piece `number` of `of` of each parcel, cut as in `Parcels.piece`."""
     return [parcel[len(parcel) * number // of : len(parcel) * (number + 1) // of] for parcel in parcels]
 
 
-# ── the thread that exchanges rows of sparse gradients by the algorithm that a plan names ─────────────────────────────
+# ── rows and algorithms ───────────────────────────────────────────────────────────────────────────────────────────────
 
 ALIGNMENT_BYTES = 16
-"""Parcels are as long as a multiple of this, so that what lies behind one another can be read in place."""
+"""Parcel sizes are multiples of this, so that a parcel's values are aligned in a buffer of several parcels."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Rows of one parameter, each once.
+    """Rows of one parameter's gradient, without duplicates.
 
     Attributes:
-        indices: ascending, int64, `(n,)`.
+        indices: row indices in ascending order, int64, `(n,)`.
         values: `(n, width)`.
     """
 
@@ -266,56 +266,56 @@ class Rows:
     def __len__(self) -> int:
         return len(self.indices)
 
-    def of(self, places: torch.Tensor) -> Rows:
-        """Those in these places, which keep their order."""
-        return Rows(self.indices[places], self.values[places])
+    def of(self, positions: torch.Tensor) -> Rows:
+        """Return the rows at these positions of `indices`, in this order."""
+        return Rows(self.indices[positions], self.values[positions])
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type in which values of `dtype` are added up."""
+    """Return the dtype in which values of `dtype` are summed."""
     return torch.float32 if dtype in HALF_DTYPES else dtype
 
 
 def coalesced(gradient: torch.Tensor) -> Rows:
-    """The rows of a sparse COO tensor on the host with one sparse dimension; never its own memory.
+    """Return the rows of a CPU COO tensor with one sparse dimension, copied.
 
-    What is there several times is added up, halves in float32 and rounded once.
+    Duplicates are summed. Half precision is summed in float32 and rounded once.
     """
     indices, values = gradient._indices()[0], gradient._values().flatten(1) if gradient.dim() > 1 else None
     if values is None:
         values = gradient._values()[:, None]
     if gradient.is_coalesced():
         return Rows(indices.clone(), values.clone())
-    present, place = torch.unique(indices, return_inverse=True)
+    present, position = torch.unique(indices, return_inverse=True)
     total = torch.zeros(len(present), values.shape[1], dtype=wide(values.dtype), device="cpu")
-    total.index_add_(0, place, values.to(total.dtype))
+    total.index_add_(0, position, values.to(total.dtype))
     return Rows(present, total.to(values.dtype))
 
 
 def merged(parts: Sequence[Rows]) -> Rows:
-    """The sum of rows of several ranks, in the order of the ranks, so that it is the same wherever it is made."""
+    """Return the sum of the ranks' rows. Added in rank order, so that results are bitwise equal on all ranks."""
     dtype = parts[0].values.dtype
-    present, place = torch.unique(torch.cat([part.indices for part in parts]), return_inverse=True)
+    present, position = torch.unique(torch.cat([part.indices for part in parts]), return_inverse=True)
     total = torch.zeros(len(present), parts[0].values.shape[1], dtype=wide(dtype), device="cpu")
-    for part, places in zip(parts, torch.split(place, [len(part) for part in parts]), strict=True):
-        total.index_add_(0, places, part.values.to(total.dtype))
+    for part, positions in zip(parts, torch.split(position, [len(part) for part in parts]), strict=True):
+        total.index_add_(0, positions, part.values.to(total.dtype))
     return Rows(present, total.to(dtype))
 
 
 def disjoint(parts: Sequence[Rows]) -> Rows:
-    """Rows of which no two parts have the same."""
+    """Concatenate parts that have no row in common."""
     indices, order = torch.cat([part.indices for part in parts]).sort()
     return Rows(indices, torch.cat([part.values for part in parts])[order])
 
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """How rows of one parameter travel: all numbers, then all values, each padded.
+    """Wire format of one parameter's rows: all indices, then all values, each padded.
 
     Attributes:
-        n_rows: of the parameter.
-        width: elements of a row.
-        dtype: of the values.
+        n_rows: number of rows of the parameter.
+        width: elements per row.
+        dtype: dtype of the values.
     """
 
     n_rows: int
@@ -324,25 +324,25 @@ class RowFormat:
 
     @property
     def index_dtype(self) -> torch.dtype:
-        """Of numbers of rows: the short one where they fit."""
+        """Return the dtype of row indices: int32 if they fit."""
         return torch.int32 if self.n_rows <= 2**31 else torch.int64
 
     @property
     def row_bytes(self) -> int:
-        """Of one row without its number."""
+        """Return the size of one row without its index."""
         return self.width * self.dtype.itemsize
 
     @property
     def flagged_bytes(self) -> int:
-        """Of a row that travels with an element that says whether it was touched."""
+        """Return the size of one row with the element that marks its presence."""
         return self.row_bytes + self.dtype.itemsize
 
     def parcel_bytes(self, n: int) -> int:
-        """Of a parcel with `n` rows."""
+        """Return the size of a parcel with `n` rows."""
         return _padded(n * self.index_dtype.itemsize) + _padded(n * self.row_bytes)
 
     def pack(self, rows: Rows) -> torch.Tensor:
-        """A parcel of these rows: bytes."""
+        """Return a parcel (bytes) with these rows."""
         parcel = torch.empty(self.parcel_bytes(len(rows)), dtype=torch.uint8, device="cpu")
         indices, values = self._views(parcel, len(rows))
         indices.copy_(rows.indices)
@@ -350,7 +350,7 @@ class RowFormat:
         return parcel
 
     def unpack(self, parcel: torch.Tensor, n: int) -> Rows:
-        """The `n` rows of a parcel; the values are in its memory."""
+        """Return the `n` rows of a parcel. The values share its memory."""
         indices, values = self._views(parcel, n)
         return Rows(indices.long(), values)
 
@@ -368,13 +368,13 @@ def _padded(n_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reduced:
-    """The sum, and what it tells of who touched which rows; the same on all ranks.
+    """Sum of the rows, and statistics of which ranks had them. Equal on all ranks.
 
     Attributes:
-        rows: that any rank has, with their sums.
-        n_touched: rows of all ranks together, each counted on every rank that has it.
-        n_hot: of these, hot ones.
-        by_rank: numbers of the rows of each rank, where the path tells.
+        rows: all rows that some rank had, with their sums.
+        n_touched: number of rows over all ranks. A row counts once for each rank that had it.
+        n_hot: number of hot rows in `n_touched`.
+        by_rank: row indices of each rank. Empty if the algorithm does not reveal them.
     """
 
     rows: Rows
@@ -384,7 +384,7 @@ class Reduced:
 
 
 def reduce_rows(plan: SparsePlan, rows: Rows, form: RowFormat, lanes: SparseLanes) -> Reduced:
-    """Collective: the sum of these rows over all ranks, by this plan."""
+    """Sum the rows of all ranks by the plan's algorithm. Collective."""
     if plan.path is SparsePath.HOT_COLD:
         return _hot_cold(plan, rows, form, lanes)
     if plan.path is SparsePath.BLOCKS:
@@ -393,7 +393,7 @@ def reduce_rows(plan: SparsePlan, rows: Rows, form: RowFormat, lanes: SparseLane
 
 
 def _gathered(rows: Rows, form: RowFormat, lanes: SparseLanes) -> list[Rows]:
-    """Collective: the rows of each rank."""
+    """Return the rows of each rank. Collective."""
     counts = [count for (count,) in lanes.gather_counts([len(rows)])]
     parcels = lanes.all_gather(form.pack(rows), [form.parcel_bytes(count) for count in counts])
     return [form.unpack(parcel, count) for parcel, count in zip(parcels, counts, strict=True)]
@@ -405,72 +405,76 @@ def _gather(rows: Rows, form: RowFormat, lanes: SparseLanes) -> Reduced:
 
 
 def owners_of(indices: torch.Tensor, n_ranks: int) -> torch.Tensor:
-    """The rank that adds up each row: `(n,)`. Hashed, since popular rows often have numbers close to each other."""
+    """Return the owner rank of each row: `(n,)`. Hashed, because frequent rows often have adjacent indices."""
     return ((indices * 2654435761) >> 15) % n_ranks
 
 
 def _owner(rows: Rows, form: RowFormat, lanes: SparseLanes) -> Reduced:
     owners, order = owners_of(rows.indices, lanes.size).sort(stable=True)
-    mine = torch.bincount(owners, minlength=lanes.size).tolist()
-    counts = lanes.gather_counts(mine)
-    parcels = [form.pack(rows.of(places)) for places in torch.split(order, mine)]
+    own = torch.bincount(owners, minlength=lanes.size).tolist()
+    counts = lanes.gather_counts(own)
+    parcels = [form.pack(rows.of(positions)) for positions in torch.split(order, own)]
     lengths = [[form.parcel_bytes(count) for count in row] for row in counts]
     arrived = lanes.exchange(parcels, lengths)
     owned = merged([form.unpack(parcel, row[lanes.rank]) for parcel, row in zip(arrived, counts, strict=True)])
     return Reduced(disjoint(_gathered(owned, form, lanes)), sum(map(sum, counts)))
 
 
-def _sum_in_places(
-    rows: Rows, places: torch.Tensor, n_places: int, form: RowFormat, lanes: SparseLanes
+def _dense_sum(
+    rows: Rows, positions: torch.Tensor, n: int, form: RowFormat, lanes: SparseLanes
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Collective: rows of all ranks, each in its place of a dense buffer: the sums, and how many ranks have each."""
-    buffer = torch.zeros(n_places * (form.width + 1), dtype=form.dtype, device="cpu")
-    values, touched = buffer[: n_places * form.width].view(n_places, form.width), buffer[n_places * form.width :]
-    values[places] = rows.values
-    touched[places] = 1
+    """Sum rows over all ranks in a dense buffer, each row at its position. Collective.
+
+    Returns:
+        The sums, and the number of ranks that had each row.
+    """
+    buffer = torch.zeros(n * (form.width + 1), dtype=form.dtype, device="cpu")
+    values, touched = buffer[: n * form.width].view(n, form.width), buffer[n * form.width :]
+    values[positions] = rows.values
+    touched[positions] = 1
     lanes.all_reduce_(buffer)
     return values, touched.real if touched.is_complex() else touched
 
 
-def _those_touched(values: torch.Tensor, touched: torch.Tensor, indices: torch.Tensor | None = None) -> Rows:
+def _present_rows(values: torch.Tensor, touched: torch.Tensor, indices: torch.Tensor | None = None) -> Rows:
     present = touched.nonzero()[:, 0]
     return Rows(present if indices is None else indices[present], values[present])
 
 
 def _dense(rows: Rows, form: RowFormat, lanes: SparseLanes) -> Reduced:
-    values, touched = _sum_in_places(rows, rows.indices, form.n_rows, form, lanes)
-    return Reduced(_those_touched(values, touched), int(touched.double().sum()))
+    values, touched = _dense_sum(rows, rows.indices, form.n_rows, form, lanes)
+    return Reduced(_present_rows(values, touched), int(touched.double().sum()))
 
 
 def _blocks(plan: SparsePlan, rows: Rows, form: RowFormat, lanes: SparseLanes) -> Reduced:
     per_block = plan.block_rows
     n_blocks = -(-form.n_rows // per_block)
-    mine = np.zeros(n_blocks, dtype=np.bool_)
-    mine[rows.indices.numpy() // per_block] = True
-    bits = torch.from_numpy(np.packbits(mine))
-    everybody = torch.stack(lanes.all_gather(bits, [len(bits)] * lanes.size)).numpy()
-    union = np.flatnonzero(np.unpackbits(np.bitwise_or.reduce(everybody), count=n_blocks))
+    own = np.zeros(n_blocks, dtype=np.bool_)
+    own[rows.indices.numpy() // per_block] = True
+    bits = torch.from_numpy(np.packbits(own))
+    gathered = torch.stack(lanes.all_gather(bits, [len(bits)] * lanes.size)).numpy()
+    union = np.flatnonzero(np.unpackbits(np.bitwise_or.reduce(gathered), count=n_blocks))
     blocks = torch.from_numpy(union)
-    places = torch.searchsorted(blocks, rows.indices // per_block)
+    positions = torch.searchsorted(blocks, rows.indices // per_block)
     if per_block == 1:
         total = torch.zeros(len(blocks), form.width, dtype=form.dtype, device="cpu")
-        total[places] = rows.values
+        total[positions] = rows.values
         lanes.all_reduce_(total)
-        return Reduced(Rows(blocks, total), int(np.unpackbits(everybody).sum()))
+        return Reduced(Rows(blocks, total), int(np.unpackbits(gathered).sum()))
     indices = (blocks[:, None] * per_block + torch.arange(per_block, device="cpu")).view(-1)
-    places = places * per_block + rows.indices % per_block
-    values, touched = _sum_in_places(rows, places, len(indices), form, lanes)
-    return Reduced(_those_touched(values, touched, indices), int(touched.double().sum()))
+    positions = positions * per_block + rows.indices % per_block
+    values, touched = _dense_sum(rows, positions, len(indices), form, lanes)
+    return Reduced(_present_rows(values, touched, indices), int(touched.double().sum()))
 
 
 def _hot_cold(plan: SparsePlan, rows: Rows, form: RowFormat, lanes: SparseLanes) -> Reduced:
     hot = torch.from_numpy(plan.hot_indices)
-    places = torch.searchsorted(hot, rows.indices)
-    is_hot = hot[places.clamp(max=len(hot) - 1)] == rows.indices
-    values, touched = _sum_in_places(rows.of(is_hot), places[is_hot], len(hot), form, lanes)
+    positions = torch.searchsorted(hot, rows.indices)
+    is_hot = hot[positions.clamp(max=len(hot) - 1)] == rows.indices
+    values, touched = _dense_sum(rows.of(is_hot), positions[is_hot], len(hot), form, lanes)
     n_hot = int(touched.double().sum())
     cold = _PLAIN[plan.cold](rows.of(~is_hot), form, lanes)
-    total = disjoint([_those_touched(values, touched, hot), cold.rows])
+    total = disjoint([_present_rows(values, touched, hot), cold.rows])
     return Reduced(total, n_hot + cold.n_touched, n_hot)
 
 
@@ -482,19 +486,19 @@ _PLAIN: dict[SparsePath, Callable[[Rows, RowFormat, SparseLanes], Reduced]] = {
 
 
 END_S = 2.0
-"""How long the thread may take to end."""
+"""Seconds that `SparseWorker.close` waits for its thread."""
 
 
 class SparseWork(ThreadWork):
-    """The sum of one parameter's rows, under way.
+    """Sum of one parameter's rows, in flight.
 
     Attributes:
-        name: of the parameter.
-        rows: of this rank.
-        form: how they travel.
-        plan: how they are added up.
-        submitted_s: when the rows came, as of `time.perf_counter`.
-        reduced: the sum, once it is done.
+        name: name of the parameter.
+        rows: rows of this rank.
+        form: wire format.
+        plan: algorithm.
+        submitted_s: `time.perf_counter()` when the work was created.
+        reduced: the result, once the work is done.
     """
 
     reduced: Reduced
@@ -506,21 +510,21 @@ class SparseWork(ThreadWork):
 
     @property
     def span_s(self) -> float:
-        """How long it took from when its turn came; after the end."""
+        """Return the duration of the finished reduction in seconds, without the time in the queue."""
         return self.done_s - self.begun_s
 
 
 class SparseWorker:
-    """Performs the reductions of each iteration in an order that is fixed before it begins.
+    """Thread that performs the reductions of each iteration in a fixed order.
 
-    What comes early waits for what is before it in the order: no rank tells another what it has.
+    A work that is submitted early waits for those before it. So ranks need not exchange which works are ready.
 
     Attributes:
-        lanes: its own until `close`; between iterations they may be probed.
+        lanes: the worker's streams, which `close` closes. Between iterations, other threads may time them.
     """
 
     def __init__(self, lanes: SparseLanes, failures: FailureBoard, *, prefix: str = "") -> None:
-        """Starts the thread. `prefix`: of operations' names in recordings."""
+        """Start the thread. `prefix` is prepended to names of operations in recordings."""
         self.lanes, self._failures, self._prefix = lanes, failures, prefix
         self._lock = free_in_forked_children(threading.Lock())
         self._order: list[str] = []
@@ -531,13 +535,13 @@ class SparseWorker:
         self._thread.start()
 
     def begin(self, order: Sequence[str]) -> None:
-        """Between iterations: these are reduced in the next one, in this order, the same on all ranks."""
+        """Set the order of the next iteration's reductions, equal on all ranks. Call between iterations."""
         with self._lock:
             self._order, self._next = list(order), 0
             self._early.clear()
 
     def submit(self, work: SparseWork) -> None:
-        """Any thread: starts a reduction once all before it in the order are there; never waits."""
+        """Queue a reduction. It starts after all works before it in the order. Thread-safe, non-blocking."""
         with self._lock:
             self._early[work.name] = work
             while self._next < len(self._order) and self._order[self._next] in self._early:
@@ -547,7 +551,7 @@ class SparseWorker:
     def _run(self) -> None:
         failed: CommError | None = None
         while (work := self._works.get()) is not None:
-            if failed is not None:  # streams are out of step
+            if failed is not None:  # fail later works, too, because the ranks' streams are out of step
                 work.finish(failed)
                 continue
             work.begun_s = time.perf_counter()
@@ -557,15 +561,15 @@ class SparseWorker:
                 return
             except CommError as err:
                 failed = err
-            except Exception as err:  # whatever it is, those who wait must hear of it, and the other ranks, too
-                failed = CommError(f"rows of {work.name} are not added up: {err!r}")
+            except Exception as err:  # report every error, because threads and peers wait for this work
+                failed = CommError(f"failed to reduce the rows of {work.name}: {err!r}")
                 self._failures.report(failed)
             else:
                 self._record(work)
             work.finish(failed)
 
     def _record(self, work: SparseWork) -> None:
-        """Tells the timeline and the recorder, if there are any, of a reduction that has just ended."""
+        """Report a finished reduction to the timeline and the recorder."""
         done_s, name = time.perf_counter(), f"{self._prefix}{work.name}"
         if (trace := timeline.current) is not None:
             trace.span(f"sparse {self._prefix}".strip(" ."), name, work.begun_s, done_s, path=work.plan.path.value)
@@ -582,7 +586,11 @@ class SparseWorker:
             )
 
     def close(self) -> bool:
-        """Ends the thread, whatever it waits for, then the lanes; False if it has not ended. Not collective, once."""
+        """Stop the thread, even in a wait, and close the lanes. Called once, not collective.
+
+        Returns:
+            False if the thread did not stop within `END_S`. The lanes stay open in that case.
+        """
         self.lanes.stop()
         self._works.put(None)
         if self._thread is not threading.current_thread():

@@ -1,1 +1,1 @@
-"""What carries a unit between CPU ranks: the contract, and Gloo, MPI and shared memory behind it."""
+"""Transports between CPU ranks, over Gloo, MPI and shared memory, and their common interface."""

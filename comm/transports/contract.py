@@ -1,8 +1,9 @@
-"""The contract of everything that carries units, and what its implementations share.
+"""The interface of transports, and the code that they share.
 
-A transport reduces ranges of buffers over streams and, where it can, exchanges parcels. Streams are opened on all ranks
-or on none, and only if the descriptors and threads that they take can be had: what fails in the middle leaves other
-ranks waiting, and Gloo's own threads end the process if they get no descriptor.
+A transport all-reduces element ranges of buffers over streams. Some transports also exchange parcels (all-to-all).
+
+Streams are opened on all ranks or on none, because a rank that fails halfway would leave its peers waiting. Descriptors
+and threads are checked first, because Gloo's own threads end the process if they get no descriptor.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ from sirtaki.errors import CommError, TransportError
 from ..plan import NcclWay, TransportKind
 
 Lengths = npt.NDArray[np.int64]
-"""`(n_ranks, n_ranks)` bytes, by sender and receiver."""
+"""Lengths in bytes, `(n_ranks, n_ranks)`, by sender and receiver."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parcels:
-    """The parcels of one exchange; those of one sender lie one behind the other in its outgoing buffer.
+    """Sizes of the parcels of one exchange. The parcels of one sender are contiguous in its outgoing buffer.
 
     Attributes:
-        lengths: see `Lengths`.
-        shared: each sender has one parcel only, which goes to all; then the rows of `lengths` are constant.
+        lengths: bytes by sender and receiver.
+        shared: each sender sends one parcel to all ranks. The rows of `lengths` are constant.
     """
 
     lengths: Lengths
@@ -47,16 +48,16 @@ class Parcels:
 
     @classmethod
     def to_all(cls, lengths: npt.ArrayLike) -> Parcels:
-        """Each rank sends its one parcel to all: `(n_ranks,)` bytes."""
+        """Return the parcels of an all-gather: rank r sends `lengths[r]` bytes, `(n_ranks,)`, to all ranks."""
         each = np.asarray(lengths, dtype=np.int64)
         return cls(np.repeat(each[:, None], len(each), axis=1), shared=True)
 
     def piece(self, number: int, of: int) -> Parcels:
-        """One of so many pieces, about equal, that each parcel is cut into."""
+        """Return piece `number` of `of` pieces of about equal size into which each parcel is cut."""
         return Parcels(self.lengths * (number + 1) // of - self.lengths * number // of, self.shared)
 
     def sent_by(self, rank: int) -> list[tuple[int, int]]:
-        """Where in its outgoing buffer the parcels lie, by receiver: `[start, stop)`."""
+        """Return the range `[start, stop)` of each parcel in the outgoing buffer of `rank`, by receiver."""
         lengths = self.lengths[rank].tolist()
         if self.shared:
             return [(0, length) for length in lengths]
@@ -64,30 +65,30 @@ class Parcels:
         return [(stop - length, stop) for length, stop in zip(lengths, stops, strict=True)]
 
     def received_by(self, rank: int) -> list[int]:
-        """Bytes by sender."""
+        """Return the bytes that `rank` receives, by sender."""
         received: list[int] = self.lengths[:, rank].tolist()
         return received
 
     @property
     def largest_outgoing_bytes(self) -> int:
-        """What the rank with the most to send has in its outgoing buffer."""
+        """Size in bytes of the largest outgoing buffer of all ranks."""
         return int((self.lengths.max(1) if self.shared else self.lengths.sum(1)).max())
 
     @property
     def empty(self) -> bool:
-        """Nobody sends anything."""
+        """Return whether all parcels are empty."""
         return not self.lengths.any()
 
 
 SHARE = 0.5
-"""Of the descriptors that are free, what streams may take; data loaders, files and sockets want some, too."""
+"""Share of the free descriptors that streams may use, because data loaders, files and sockets need some, too."""
 
 UNLIMITED = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamCost:
-    """What one stream takes of this process."""
+    """Descriptors and threads that one stream uses in this process."""
 
     descriptors: int = 0
     threads: int = 0
@@ -100,23 +101,23 @@ class StreamCost:
 
 
 def raise_descriptor_limit() -> int:
-    """Raises the soft limit of open descriptors to the hard one; returns the limit."""
+    """Raise the soft limit of open descriptors to the hard limit, and return the new soft limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        # A hard limit above what the kernel permits now is left as it is.
+        # This fails if the hard limit is above the kernel's present maximum. The soft limit then stays.
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return descriptor_limit()
 
 
 def descriptor_limit() -> int:
-    """How many descriptors this process may have open."""
+    """Return the number of descriptors that this process may have open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return UNLIMITED if soft == resource.RLIM_INFINITY else soft
 
 
 def descriptors_for_streams() -> int:
-    """How many more descriptors streams may take."""
+    """Return the number of further descriptors that streams may use."""
     try:
         in_use = len(os.listdir("/proc/self/fd"))
     except OSError:  # no /proc, or no descriptor to read it with
@@ -125,16 +126,16 @@ def descriptors_for_streams() -> int:
 
 
 def streams_within(descriptors: int, cost: StreamCost, *, most: int) -> int:
-    """How many streams fit into so many descriptors, at most `most`; 1 is always tried."""
+    """Return the number of streams that `descriptors` suffice for, at least 1 and at most `most`."""
     return max(1, min(most, descriptors // cost.descriptors)) if cost.descriptors else most
 
 
 @contextlib.contextmanager
-def held(cost: StreamCost) -> Iterator[str]:
-    """Takes so many descriptors and threads while the context lasts, to find out whether they can be had.
+def reserved(cost: StreamCost) -> Iterator[str]:
+    """Open descriptors and start threads while the context lasts, to check that the process can have them.
 
     Yields:
-        What cannot be had, in words; empty if all can.
+        Text that names what the process cannot have; empty if it can have all.
     """
     descriptors: list[int] = []
     threads: list[threading.Thread] = []
@@ -142,13 +143,13 @@ def held(cost: StreamCost) -> Iterator[str]:
     problem = ""
     try:
         try:
-            # Those that could be had are in the list, too, if the next one cannot.
+            # `extend` keeps the descriptors that were opened before the error, so that they are closed below.
             descriptors.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(cost.descriptors))
         except OSError as err:
-            problem = f"{cost.descriptors} more descriptors cannot be had ({err}; the limit is {descriptor_limit()})"
+            problem = f"{cost.descriptors} more descriptors cannot be opened ({err}; the limit is {descriptor_limit()})"
         try:
             for _ in range(cost.threads):
-                thread = threading.Thread(target=release.wait, name="sirtaki-held", daemon=True)
+                thread = threading.Thread(target=release.wait, name="sirtaki-reserved", daemon=True)
                 thread.start()
                 threads.append(thread)
         except (RuntimeError, MemoryError) as err:
@@ -166,7 +167,7 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def scale_(tensor: torch.Tensor, factor: float) -> None:
-    """`tensor *= factor` in place; halves go through float32, integers through float64 and are truncated."""
+    """Multiply `tensor` by `factor` in place: 16-bit floats in float32, integers in float64, truncated."""
     if factor == 1.0 or tensor.numel() == 0:
         return
     if tensor.dtype in HALF_DTYPES:
@@ -178,7 +179,7 @@ def scale_(tensor: torch.Tensor, factor: float) -> None:
 
 
 class ReduceOp(Enum):
-    """How elements of different ranks are combined; averages are sums with a scale."""
+    """Reduction over ranks. An average is a sum with a scale."""
 
     SUM = "sum"
     MIN = "min"
@@ -188,13 +189,13 @@ class ReduceOp(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatBuffer:
-    """One contiguous buffer a rank, all of one size; units are element ranges of it.
+    """A contiguous buffer of the same size on each rank. Units are element ranges of a flat buffer.
 
     Attributes:
-        tensor: this rank's buffer, 1-d and contiguous.
-        peers: where the ranks of one node share memory, the buffers of all of them by local rank (this rank's own
-            among them); empty otherwise.
-        mirror: where a device's buffer travels through the host, the buffer of the same size there.
+        tensor: buffer of this rank, 1-d and contiguous.
+        peers: buffers of all ranks of the node in shared memory, by local rank, including this rank's. Empty if the
+            ranks do not share memory.
+        mirror: host buffer of the same size through which a GPU buffer is reduced. None = reduced directly.
     """
 
     tensor: torch.Tensor
@@ -203,24 +204,27 @@ class FlatBuffer:
 
 
 class Work:
-    """A reduction under way; this one has nothing to do."""
+    """A reduction in flight. The base class is a reduction of an empty range, which has ended."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Blocks until the result is in the buffer, for at most `timeout_s`; False if it is not there by then.
+        """Wait until the result is in the buffer, for at most `timeout_s`.
 
-        On a device with streams the current stream waits instead, where the transport can have it wait.
+        The calling thread blocks. On a GPU, if the transport supports this, the current CUDA stream waits instead.
+
+        Returns:
+            False if the reduction has not ended in time.
 
         Raises:
-            CommError: the reduction failed.
+            CommError: the reduction has failed.
         """
         return True
 
     def is_done(self) -> bool:
-        """Return whether it is reduced, or has failed; never waits."""
+        """Return whether the reduction has ended, with or without an error. Non-blocking."""
         return True
 
     def times(self) -> tuple[Event | None, Event | None]:
-        """When the transport began and when it ended, as far as it knows; after the end."""
+        """Return when the transport started and ended the reduction, None = unknown. Call after the end."""
         return None, None
 
 
@@ -228,34 +232,38 @@ NOTHING_TO_DO = Work()
 
 
 class Worker:
-    """A thread that does one thing after the other; whoever gives it something to do sees to errors."""
+    """A thread that runs tasks in order. A task must not raise."""
 
     def __init__(self, name: str) -> None:
-        """Starts the thread.
+        """Start the thread.
 
         Raises:
-            RuntimeError: it cannot be started.
+            RuntimeError: the thread cannot be started.
         """
         self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self.thread.start()
 
     def put(self, task: Callable[[], object]) -> None:
-        """Has it done after all that was put before."""
+        """Queue a task. Thread-safe, non-blocking."""
         self._tasks.put(task)
 
     def _serve(self) -> None:
         while (task := self._tasks.get()) is not None:
             task()
-            del task  # it holds buffers
+            del task  # because it refers to buffers
 
     def end(self) -> None:
-        """Ends the thread after what it has to do."""
+        """End the thread after the queued tasks. Non-blocking."""
         self._tasks.put(None)
 
 
-def ended(workers: Sequence[Worker], *, within_s: float) -> bool:
-    """Ends threads after what they have to do; False if one has not ended, each of which is waited for so long."""
+def join_workers(workers: Sequence[Worker], *, within_s: float) -> bool:
+    """End threads after their queued tasks, and wait up to `within_s` for each.
+
+    Returns:
+        False if a thread has not ended.
+    """
     for worker in workers:
         worker.end()
     for worker in workers:
@@ -264,67 +272,75 @@ def ended(workers: Sequence[Worker], *, within_s: float) -> bool:
 
 
 class ThreadWork(Work):
-    """A piece of work that another thread does and reports.
+    """An operation that a thread runs for the caller.
 
     Attributes:
-        begun_s, done_s: when the thread took it up and ended it, as of `time.perf_counter`; 0 = not yet, or unknown.
+        begun_s: time at which the thread started it, by `time.perf_counter`. 0 = not started, or unknown.
+        done_s: time at which it ended, by the same clock. 0 = it has not ended.
     """
 
     def __init__(self) -> None:
-        self._under_way = threading.Lock()  # a lock that is held until then: an Event costs several times as much
-        self._under_way.acquire()
+        self._in_flight = threading.Lock()  # held until the end; cheaper than an Event
+        self._in_flight.acquire()
         self._error: CommError | None = None
         self.begun_s = self.done_s = 0.0
 
     def finish(self, error: CommError | None = None) -> None:
-        """Called by the working thread, once."""
+        """End the work, with `error` if there is one. Called once, by the thread that runs it."""
         self._error = error
         self.done_s = time.perf_counter()
-        self._under_way.release()
+        self._in_flight.release()
 
     def attempt(self, act: Callable[[], None], failed: str) -> bool:
-        """Called by the working thread: acts, and is finished if that fails; what was not foreseen is a `CommError`.
+        """Call `act`. If it raises, end the work with the error, as a `CommError`.
 
         Args:
-            act: what to do.
-            failed: what could not be done, in words.
+            act: a part of the work.
+            failed: start of the error's message, for an exception of another type.
+
+        Returns:
+            True if `act` did not raise.
         """
         try:
             act()
         except CommError as err:
             self.finish(err)
-        except Exception as err:  # whatever it is, those who wait must hear of it
+        except Exception as err:  # of any type, because the waiting thread must be woken
             self.finish(CommError(f"{failed}: {err!r}"))
         else:
             return True
         return False
 
     def run(self, act: Callable[[], None], failed: str) -> None:
-        """Called by the working thread, once: attempts it, and is finished."""
+        """Call `act`, and end the work, with an error if `act` raises. Arguments as for `attempt`."""
         if self.attempt(act, failed):
             self.finish()
 
     def wait(self, timeout_s: float) -> bool:
-        """Blocks until the thread is done with it, for at most so long; raises what it has failed with."""
-        if not self._under_way.acquire(timeout=timeout_s):
+        """Block until the work has ended, for at most `timeout_s`. Return and raise as `Work.wait`."""
+        if not self._in_flight.acquire(timeout=timeout_s):
             return False
-        self._under_way.release()  # others may wait, too
+        self._in_flight.release()  # because several threads may wait
         if self._error is not None:
             raise fresh(self._error)
         return True
 
     def is_done(self) -> bool:
-        """Return whether the thread is done with it."""
+        """Return whether the work has ended."""
         return self.done_s > 0.0
 
     def times(self) -> tuple[Event | None, Event | None]:
-        """When the thread took it up and when it was done."""
+        """Return when the thread started and ended the work."""
         return self.begun_s or None, self.done_s or None
 
 
 class StreamSpec(NamedTuple):
-    """What one unit travels on: a stream, with a thread allowance where the transport has any (None = its own), and
-    over NCCL how it is reduced (None = as NCCL decides).
+    """The stream of a unit.
+
+    Attributes:
+        number: index of the stream.
+        threads: GPU threads that the unit may use, over NCCL. None = NCCL decides.
+        nccl: algorithm and protocol, over NCCL. None = NCCL decides.
     """
 
     number: int
@@ -333,17 +349,16 @@ class StreamSpec(NamedTuple):
 
 
 class Transport(ABC):
-    """Carries units over several streams at the same time.
+    """A way to all-reduce units over several streams at the same time.
 
-    Units of one stream are reduced in the order in which they were submitted, which must be the same on all ranks;
-    streams are independent of each other. Submitting never blocks on other ranks. Transports without thread
-    allowances (`threads` is empty) look at the number alone.
+    A stream reduces its units in the order of submission, which must be the same on all ranks. Units of different
+    streams are not ordered. Submitting does not wait for peers.
 
     Attributes:
-        kind: which one it is.
-        max_streams: as many may be open at once.
-        threads: thread allowances of a unit.
-        stream_cost: what one stream takes of this process.
+        kind: name of the transport.
+        max_streams: largest number of open streams.
+        threads: possible values of `StreamSpec.threads`. Empty = the transport uses only the stream's number.
+        stream_cost: descriptors and threads of one stream.
     """
 
     kind: TransportKind
@@ -353,66 +368,72 @@ class Transport(ABC):
 
     @abstractmethod
     def open_streams(self, streams: Sequence[StreamSpec]) -> None:
-        """Collective, with nothing in flight: makes these streams usable; others may be closed.
+        """Open these streams, and close streams that are not listed if necessary. Collective; nothing may be in flight.
 
         Raises:
-            PlanError: on all ranks, if so many cannot be open at once.
-            TransportError: on all ranks, if one of them could not open a stream. Those that were open before still are,
-                what this call opened is closed.
+            PlanError: on all ranks, if so many streams cannot be open at the same time.
+            TransportError: on all ranks, if one of them could not open a stream. The streams that were open before stay
+                open, and the new ones are closed.
             CommError: the job has failed.
         """
 
     def all_reduce(
         self, buffer: FlatBuffer, start: int, stop: int, *, stream: StreamSpec, op: ReduceOp, scale: float
     ) -> Work:
-        """Reduces elements `[start, stop)` of `buffer` over all ranks in place, and multiplies them by `scale`.
-
-        The range may be empty; it must not be touched until the work is done.
-        """
-        return self._carry(buffer, start, stop, stream, op, scale) if start < stop else NOTHING_TO_DO
-
-    @abstractmethod
-    def _carry(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
-        """What `all_reduce` does to a range that is not empty."""
-
-    def prepare(self, act: Callable[[], None], *, stream: StreamSpec) -> bool:
-        """Has a thread of the stream do this before it looks at units that are submitted from now on.
+        """Launch the all-reduce of elements `[start, stop)` of `buffer`, in place. Collective, non-blocking.
 
         Args:
-            act: raises nothing.
-            stream: that is open.
+            buffer: its elements in the range must not be read or written until the work has ended.
+            start: first element.
+            stop: end of the range. The range may be empty.
+            stream: an open stream.
+            op: reduction over ranks.
+            scale: factor for the result.
+        """
+        return self._start(buffer, start, stop, stream, op, scale) if start < stop else NOTHING_TO_DO
+
+    @abstractmethod
+    def _start(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
+        """Launch the all-reduce of a range that is not empty."""
+
+    def prepare(self, act: Callable[[], None], *, stream: StreamSpec) -> bool:
+        """Have the stream's thread call `act` before it processes units submitted later. Non-blocking.
+
+        Args:
+            act: must not raise.
+            stream: an open stream.
 
         Returns:
-            False, and nothing is done: the stream has no thread.
+            False if the stream has no thread, so that the caller must call `act`.
         """
         return False
 
     def exchange(self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, *, stream: StreamSpec) -> Work:
-        """Sends this rank's parcels and receives those for it; in order with all other units of the stream.
+        """Launch an all-to-all of parcels in host memory. Collective, non-blocking.
 
-        Between hosts' memories only.
+        A stream processes exchanges and units in the order of submission.
 
         Args:
-            outgoing: bytes, with the parcels as `parcels` says; not to be written until the work is done.
-            parcels: of all ranks, the same on all.
-            incoming: bytes, contiguous, as many as come; the parcels lie there one behind the other, by sender.
-            stream: that is open.
+            outgoing: parcels of this rank, uint8, contiguous by receiver. Must not be written until the work has ended.
+            parcels: sizes of the parcels of all ranks, equal on all ranks.
+            incoming: target of the parcels for this rank, uint8, contiguous by sender.
+            stream: an open stream.
         """
         return NOTHING_TO_DO if parcels.empty else self._exchange(outgoing, parcels, incoming, stream)
 
     def _exchange(self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, stream: StreamSpec) -> Work:
-        """What `exchange` does if there are parcels."""
+        """Launch an exchange with at least one byte."""
         raise NotImplementedError
 
     def keep(self, streams: int) -> None:  # noqa: B027 - most have nothing to close
-        """Collective, with nothing in flight on any rank: closes all but the first so many if idle ones take time."""
+        """Close all but the first `streams` if idle streams use CPU time. Collective; nothing may be in flight."""
 
     @abstractmethod
     def close(self) -> bool:
-        """Releases threads and connections; pending works fail. May be called twice.
+        """End threads and connections. Pending works fail. May be called twice.
 
         Returns:
-            False if a thread does not end, since it waits for other ranks: what it uses must not be freed.
+            False if a thread still waits for a peer. The buffers of its units must not be freed in this case.
         """
 
 
@@ -420,14 +441,14 @@ Stream = TypeVar("Stream")
 Opened = TypeVar("Opened")
 
 Agree = Callable[[str], None]
-"""`ControlPlane.agree_on_success` of all ranks that open streams at the same time."""
+"""`ControlPlane.agree_on_success` between all ranks that open streams at the same time."""
 
 
 class StreamTransport(Transport, Generic[Stream]):
-    """A transport whose streams are opened one after the other, by number.
+    """A transport that opens its streams in the order of their numbers.
 
     Attributes:
-        streams: those that are open.
+        streams: open streams, by number.
     """
 
     def __init__(self) -> None:
@@ -435,53 +456,53 @@ class StreamTransport(Transport, Generic[Stream]):
 
     @abstractmethod
     def _open(self, number: int) -> Stream:
-        """Collective: opens the stream of that number, or raises `TransportError` on all ranks."""
+        """Open stream `number`, or raise `TransportError` on all ranks. Collective."""
 
     @abstractmethod
-    def _end(self, streams: list[Stream]) -> bool:
-        """Ends streams, which nobody else holds any more; False if one waits for other ranks."""
+    def _close_streams(self, streams: list[Stream]) -> bool:
+        """Close streams that are no longer in `self.streams`. Return False if a thread still waits for a peer."""
 
     def open_streams(self, streams: Sequence[StreamSpec]) -> None:
-        """Collective: opens what is missing; if that fails on a rank, closes again what was opened here."""
+        """Open the missing streams in order. If one fails on any rank, close those that this call opened."""
         before = len(self.streams)
         try:
             while len(self.streams) <= max(stream.number for stream in streams):
                 self.streams.append(self._open(len(self.streams)))
         except TransportError:
-            self._end_behind(before)
+            self._close_after(before)
             raise
 
-    def _end_behind(self, count: int) -> bool:
-        """Ends all but the first so many."""
-        ended = self.streams[count:]
+    def _close_after(self, count: int) -> bool:
+        """Close all but the first `count` streams. Return False if a thread still waits for a peer."""
+        closed = self.streams[count:]
         del self.streams[count:]
-        return self._end(ended)
+        return self._close_streams(closed)
 
     def close(self) -> bool:
-        """Ends all streams."""
-        return self._end_behind(0)
+        """Close all streams."""
+        return self._close_after(0)
 
 
 def open_together(
-    what: str, open_mine: Callable[[], Opened], *, agree: Agree, close: Callable[[Opened], object] = lambda _: None
+    what: str, open_local: Callable[[], Opened], *, agree: Agree, close: Callable[[Opened], object] = lambda _: None
 ) -> Opened:
-    """Collective: what `open_mine` gives, if it succeeds on every rank.
+    """Call `open_local` on all ranks, and return its result if it has succeeded on every rank. Collective.
 
     Args:
-        what: is opened, for messages.
-        open_mine: opens it on this rank.
-        agree: tells the ranks whether it is open on all of them.
-        close: undoes `open_mine` where another rank has failed.
+        what: name of the opened object, for messages.
+        open_local: opens the object on this rank.
+        agree: raises on all ranks if one of them has failed.
+        close: closes the object if a peer has failed.
 
     Raises:
-        TransportError: on all ranks, if one of them cannot open it.
+        TransportError: on all ranks, if one of them has failed.
         CommError: the job has failed.
     """
     opened: list[Opened] = []
     problem = ""
     try:
-        opened.append(open_mine())
-    except (RuntimeError, MemoryError) as err:  # as torch, MPI and threads raise them
+        opened.append(open_local())
+    except (RuntimeError, MemoryError) as err:  # types that torch, MPI and threads raise
         problem = f"{what}: {err}"
     try:
         agree(problem)

@@ -1,8 +1,8 @@
-"""Gloo: each stream is a process group of its own, hence TCP connections of its own between every two ranks.
+"""Transports over Gloo. Each stream is a separate process group, with its own TCP connection between any two ranks.
 
-One connection is one flow, and clouds cap a flow; more groups are more flows. The groups are built directly, so the
-user's own default process group is left alone. Gloo's threads work outside the GIL: submitting costs some microseconds
-and nothing else of Python runs until the wait.
+Several connections are faster than one, because clouds limit the rate of a single TCP flow. The groups are created
+directly, without `torch.distributed.init_process_group`, so the user's default process group is not affected. Gloo's
+threads run without the GIL: launching a unit takes some microseconds, and no Python code runs until the wait.
 """
 
 from __future__ import annotations
@@ -47,31 +47,33 @@ from .contract import (
     ThreadWork,
     Work,
     Worker,
-    ended,
+    join_workers,
     open_together,
     scale_,
 )
 from .shared_memory import reduce_share
 
-LOOK_S = 2e-3
 LONGEST_WAIT_S = 60.0
-"""Where whoever waits names no limit."""
+"""Timeout of a wait for a key, if the caller passes none."""
 
 
 class WatchfulStore(Store):
-    """What Gloo asks of a store while its ranks find each other, over another store. Whoever uses it keeps it alive."""
+    """Wrapper of a store whose waits end when the job fails. Gloo uses it to connect its ranks.
+
+    The caller must keep a reference while Gloo uses the store.
+    """
 
     def __init__(self, store: Store, failures: FailureBoard) -> None:
-        """Waits as long as `failures` are none."""
+        """Wrap `store`; a failure on the board `failures` ends the waits."""
         super().__init__()
         self._store, self._failures = store, failures
 
     def set(self, key: str, value: str) -> None:
-        """As `Store.set`."""
+        """Set a key, as `Store.set`."""
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
-        """As `Store.get`.
+        """Wait for a key and return its value, as `Store.get`.
 
         Raises:
             CommError: the job has failed.
@@ -80,15 +82,15 @@ class WatchfulStore(Store):
         return self._store.get(key)
 
     def add(self, key: str, amount: int) -> int:
-        """As `Store.add`."""
+        """Add to a counter, as `Store.add`."""
         return self._store.add(key, amount)
 
     def check(self, keys: list[str]) -> bool:
-        """As `Store.check`."""
+        """Return whether all keys are set, as `Store.check`."""
         return self._store.check(keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """As `Store.wait`.
+        """Wait until all keys are set, as `Store.wait`.
 
         Raises:
             CommError: the job has failed, or the time is up.
@@ -98,28 +100,28 @@ class WatchfulStore(Store):
         if not wait_for(
             lambda: self._store.check(wanted), Deadline.after(limit_s), Poll.SLICES, failures=self._failures
         ):
-            raise CommError(f"no rank has told {', '.join(keys)} within {limit_s:.0f} s")
+            raise CommError(f"no rank has set {', '.join(keys)} within {limit_s:.0f} s")
 
 
 MAX_STREAMS = 24
 RENDEZVOUS_TIMEOUT_S = 60.0
-"""How long the connections of one stream may take to be made; all ranks begin at the same time."""
+"""Timeout for connecting the ranks of one stream; all ranks begin at the same time."""
 
-NO_TRADE = (1 << 31) - 1
-"""A tag under which nothing is sent."""
+UNUSED_TAG = (1 << 31) - 1
+"""A tag that no message has."""
 
 END_S = 1.0
-"""How long the threads of closed streams may take to end, before they are left to themselves."""
+"""Time for which closing waits for the threads of streams. Later it leaves them running."""
 
 OWN_DESCRIPTORS = 5
-"""Of one stream: its listening socket, and those of its I/O thread; beside one connection to every other rank."""
+"""Descriptors of one stream, in addition to one connection per peer: its listening socket, and its I/O thread's."""
 
 OTHER_DESCRIPTORS = 100
-"""What a training process has open besides, about."""
+"""Typical number of descriptors that a training process has open for other purposes."""
 
 
 def most_ranks(streams: int, *, descriptor_limit: int) -> int:
-    """How many ranks a job may have so that each can open so many streams."""
+    """Return the largest number of ranks of a job in which each rank can open `streams` streams."""
     return max(1, int(SHARE * (descriptor_limit - OTHER_DESCRIPTORS)) // streams - OWN_DESCRIPTORS)
 
 
@@ -132,19 +134,20 @@ TORCH_OPS = {
 
 
 class _GlooUnitWork(Work):
-    """A unit under way; the scale is applied by whoever waits, once."""
+    """A unit or exchange in flight. The first `wait` that sees its end multiplies the result by `scale`."""
 
     def __init__(self, work: torch.distributed.Work, result: torch.Tensor, scale: float, what: str) -> None:
         self._work, self._result, self._scale, self._what = work, result, scale, what
         self._done = False
         self.done_s = 0.0
 
-    def note_end(self) -> None:
-        """Notes when the unit is reduced, in `done_s`."""
-        self._work.get_future().add_done_callback(self._note)
+    def record_end(self) -> None:
+        """Have `done_s` set when the unit is reduced."""
 
-    def _note(self, _: torch.futures.Future[list[torch.Tensor]]) -> None:
-        self.done_s = time.perf_counter()
+        def set_time(_: torch.futures.Future[list[torch.Tensor]]) -> None:
+            self.done_s = time.perf_counter()
+
+        self._work.get_future().add_done_callback(set_time)
 
     def is_done(self) -> bool:
         return bool(self._work.is_completed())
@@ -156,13 +159,13 @@ class _GlooUnitWork(Work):
         if self._done:
             return True
         if not self._work.is_completed():
-            # It raises where it fails and where the time is up, after which the reduction goes on, or has just ended.
+            # It raises after a failure, and also after the timeout, while the reduction continues or has just ended.
             with contextlib.suppress(RuntimeError):
                 self._work.wait(datetime.timedelta(seconds=timeout_s))
             if not self._work.is_completed():
                 return False
         try:
-            self._work.wait()  # raises what went wrong
+            self._work.wait()  # raises the error, if there is one
         except RuntimeError as err:
             raise CommError(
                 f"Gloo failed in {self._what}, most likely because a rank has ended or its network is down: {err}"
@@ -173,17 +176,17 @@ class _GlooUnitWork(Work):
 
 
 def _abort(group: ProcessGroupGloo) -> None:
-    if hasattr(group, "abort"):  # torch < 2.7 has none: there a group ends when nobody holds it
+    if hasattr(group, "abort"):  # torch < 2.7 has none: its groups end with their last reference
         group.abort()
 
 
-_opening = free_in_forked_children(threading.Lock())
-_left_to_the_process: list[list[ProcessGroupGloo]] = []  # whoever drops the last reference to a group waits for it
-_SO_ATTACH_FILTER, _RETURN = 26, 0x06  # of asm/socket.h and linux/bpf_common.h
+_open_lock = free_in_forked_children(threading.Lock())
+_kept_until_exit: list[list[ProcessGroupGloo]] = []  # because dropping the last reference to a group may block
+_SO_ATTACH_FILTER, _RETURN = 26, 0x06  # from asm/socket.h and linux/bpf_common.h
 
 
-def _listening() -> set[int]:
-    """Descriptors at which this process listens; none where the system does not list them."""
+def _listening_sockets() -> set[int]:
+    """Return the descriptors of listening sockets of this process; empty if the system does not list descriptors."""
     found = set[int]()
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         with contextlib.suppress(OSError):
@@ -194,24 +197,27 @@ def _listening() -> set[int]:
     return found
 
 
-def _opened(open_: Callable[[], Opened], sockets: int) -> tuple[Opened, set[int]]:
-    """What it opens, and the descriptors at which that listens; none where it is not sure which they are."""
-    with _opening:
-        before = _listening()
+def _open_and_list(open_: Callable[[], Opened], sockets: int) -> tuple[Opened, set[int]]:
+    """Call `open_`, and return its result with the listening sockets that it opened.
+
+    The set is empty if their number is not `sockets`, because another thread may have opened some.
+    """
+    with _open_lock:
+        before = _listening_sockets()
         made = open_()
-        found = _listening() - before
+        found = _listening_sockets() - before
     return made, found if len(found) == sockets else set()
 
 
 def _open_device(address: str) -> object:
     try:
         return ProcessGroupGloo.create_device(hostname=address, lazy_init=False)
-    except TypeError:  # torch < 2.8 connects at once
+    except TypeError:  # torch < 2.8 has no such argument, and always connects at once
         return ProcessGroupGloo.create_device(hostname=address)
 
 
-def _admit_nobody(listeners: set[int]) -> None:
-    """Drops whatever comes to sockets that listen: Gloo keeps a descriptor for whoever connects, and never looks."""
+def _reject_connections(listeners: set[int]) -> None:
+    """Drop all packets to listening sockets, because Gloo keeps a descriptor for each stranger that connects."""
     program = ctypes.create_string_buffer(struct.pack("HBBI", _RETURN, 0, 0, 0))  # keep 0 bytes of each packet
     for listener in listeners:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(listener)) as there:
@@ -219,15 +225,15 @@ def _admit_nobody(listeners: set[int]) -> None:
 
 
 def open_group(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
-    """Open a group of Gloo's as PyTorch does, which admits no stranger once its ranks are connected. Collective.
+    """Open a Gloo group as PyTorch does, but accept no connections after its ranks are connected. Collective.
 
-    The arguments are `ProcessGroupGloo`'s.
+    The arguments are those of `ProcessGroupGloo`.
 
     Raises:
-        RuntimeError: the ranks do not find each other, or there is no such interface as `GLOO_SOCKET_IFNAME` lists.
+        RuntimeError: the ranks cannot connect, or an interface in `GLOO_SOCKET_IFNAME` does not exist.
     """
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    devices, listeners = _opened(
+    devices, listeners = _open_and_list(
         lambda: (
             [ProcessGroupGloo.create_device(interface=name) for name in names]
             or [ProcessGroupGloo.create_default_device()]
@@ -237,13 +243,13 @@ def open_group(store: Store, rank: int, size: int, timeout: timedelta) -> Proces
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stub lacks it
     options._devices, options._threads, options._timeout = devices, 2 * len(devices), timeout
     group = keep_in_forked_children(ProcessGroupGloo(store, rank, size, options))
-    if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") == "0":  # else ranks connect when they first have to
-        _admit_nobody(listeners)
+    if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") == "0":  # with lazy initialisation, ranks connect later
+        _reject_connections(listeners)
     return group
 
 
 class GlooTransport(StreamTransport[ProcessGroupGloo]):
-    """Streams over Gloo process groups, each with one worker thread, which keeps it in order."""
+    """Streams over Gloo process groups. Each has one worker thread, which keeps units in order."""
 
     kind = TransportKind.GLOO
     max_streams = MAX_STREAMS
@@ -260,22 +266,22 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
         agree: Agree,
         failures: FailureBoard,
     ) -> None:
-        """Starts nothing; connections are made by `open_streams`.
+        """Connect nothing yet; `open_streams` connects.
 
         Args:
-            store: where the ranks find each other.
-            prefix: gives a fresh key prefix at each call, the same on all ranks.
-            address: of this host, as the other ranks reach it.
-            rank: of this process among those that take part.
-            size: how many take part.
-            timeout_s: after this long a reduction that does not get on fails.
-            agree: of all ranks that open streams at the same time.
-            failures: of the job.
+            store: store through which the ranks exchange addresses.
+            prefix: returns a new key prefix at each call, equal on all ranks.
+            address: address of this host for its peers.
+            rank: rank of this process among the participating ranks.
+            size: number of participating ranks.
+            timeout_s: timeout of a reduction without progress.
+            agree: agreement between all ranks that open streams at the same time.
+            failures: board of the job.
         """
         super().__init__()
         self._store, self._prefix, self._address = store, prefix, address
         self._rank, self._size, self._agree, self._failures = rank, size, agree, failures
-        self._trades: set[object] = set()  # under way
+        self._messages: set[object] = set()  # calls of `send_receive` in flight
         self.stream_cost = StreamCost(descriptors=size + OWN_DESCRIPTORS, threads=2)
         self._timeout = datetime.timedelta(seconds=timeout_s)
 
@@ -285,9 +291,9 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
         options._timeout = datetime.timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
         store = PrefixStore(self._prefix(), self._store)
         what = f"Gloo stream {number}"
-        # A device of its own gives each stream its own I/O thread.
+        # A separate device gives each stream its own I/O thread.
         device, listeners = open_together(
-            what, lambda: _opened(lambda: _open_device(self._address), sockets=1), agree=self._agree
+            what, lambda: _open_and_list(lambda: _open_device(self._address), sockets=1), agree=self._agree
         )
         options._devices = [device]
         group = open_together(
@@ -300,92 +306,91 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
             agree=self._agree,
             close=_abort,
         )
-        _admit_nobody(listeners)  # all ranks are connected
+        _reject_connections(listeners)  # all ranks are connected
         group._set_default_timeout(self._timeout)
         return group
 
-    def _carry(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
-        """Hands the range to Gloo, which reduces it in threads of its own."""
+    def _start(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
         unit = buffer.tensor[start:stop]
         work = self.streams[stream.number].allreduce([unit], TORCH_OPS[op])  # type: ignore[attr-defined]  # as above
         unit_work = _GlooUnitWork(work, unit, scale, f"elements [{start}, {stop}) on stream {stream.number}")
         if recorder.times_wanted():
-            unit_work.note_end()
+            unit_work.record_end()
         return unit_work
 
     def _exchange(self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, stream: StreamSpec) -> Work:
-        """Has each pair of ranks use its own connection of the stream, all at the same time."""
+        """Launch an all-to-all, in which each pair of ranks uses its connection of the stream at the same time."""
         sent, received = parcels.sent_by(self._rank), parcels.received_by(self._rank)
         given = outgoing.tensor[: sent[-1][1]]
         if parcels.shared:
-            given = given.repeat(self._size)  # Gloo takes parcels that lie one behind the other only
+            given = given.repeat(self._size)  # because Gloo requires one contiguous parcel per receiver
         work = self.streams[stream.number].alltoall_base(  # type: ignore[attr-defined]  # torch's stub lacks it
             incoming, given, received, [stop - start for start, stop in sent]
         )
         return _GlooUnitWork(work, incoming, 1.0, f"an exchange on stream {stream.number}")
 
-    def trade(
+    def send_receive(
         self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], *, stream: int, tag: int
     ) -> Callable[[], None]:
-        """Sends `sent[r]` to each other rank r and fills `received[r]` from it, from and to where they lie.
+        """Send `sent[r]` to each peer r, and receive `received[r]` from it, without copies. Collective, non-blocking.
 
-        Which message is which says the tag alone: unlike units, trades have no order and do not wait for each other.
+        The tag identifies a message. Unlike units, messages are not ordered and do not wait for each other.
 
         Returns:
-            Blocks until all have been sent and received; raises CommError if that fails.
+            Function that blocks until all messages are sent and received. It raises CommError if one has failed.
         """
         group = self.streams[stream]
-        others = [(self._rank + step) % self._size for step in range(1, self._size)]
-        works = [group.recv([received[rank]], rank, tag) for rank in reversed(others)]  # type: ignore[attr-defined]
-        works += [group.send([sent[rank]], rank, tag) for rank in others]  # type: ignore[attr-defined]
+        peers = [(self._rank + step) % self._size for step in range(1, self._size)]
+        works = [group.recv([received[rank]], rank, tag) for rank in reversed(peers)]  # type: ignore[attr-defined]
+        works += [group.send([sent[rank]], rank, tag) for rank in peers]  # type: ignore[attr-defined]
 
-        trade = object()
-        self._trades.add(trade)
+        in_flight = object()
+        self._messages.add(in_flight)
 
         def finish() -> None:
             try:
                 for work in works:
                     work.wait(self._timeout)
             except RuntimeError as err:
-                raise CommError(f"Gloo failed on stream {stream}, most likely as a rank has ended: {err}") from err
+                raise CommError(f"Gloo failed on stream {stream}, most likely because a rank has ended: {err}") from err
             finally:
-                self._trades.discard(trade)
+                self._messages.discard(in_flight)
 
         return finish
 
     def keep(self, streams: int) -> None:
-        """Closes all others: the I/O thread of an idle one wakes up a hundred times a second."""
-        self._end_behind(streams)
+        """Close all but the first `streams`, because the I/O thread of an idle stream wakes up 100 times a second."""
+        self._close_after(streams)
 
-    def _end_trades(self, group: ProcessGroupGloo) -> None:
-        """Has all that is waited for there fail, as Gloo does when the time of one is up: `abort` leaves trades alone.
+    def _fail_messages(self, group: ProcessGroupGloo) -> None:
+        """Make all waits of `send_receive` fail, by a message that times out. `abort` does not end these waits.
 
-        A thread that comes back from such a wait while the interpreter ends would end the process by a signal.
+        They must end now, because a thread that returns from such a wait at interpreter exit kills the process.
         """
         with contextlib.suppress(RuntimeError):
-            other = (self._rank + 1) % self._size
-            nothing = torch.empty(1, dtype=torch.float32, device="cpu")
-            group.recv([nothing], other, NO_TRADE).wait(timedelta(milliseconds=1))  # type: ignore[attr-defined]
+            peer = (self._rank + 1) % self._size
+            target = torch.empty(1, dtype=torch.float32, device="cpu")
+            group.recv([target], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))  # type: ignore[attr-defined]
 
-    def _end(self, streams: list[ProcessGroupGloo]) -> bool:
-        """Ends groups, and waits for the end of their threads, but not long.
+    def _close_streams(self, streams: list[ProcessGroupGloo]) -> bool:
+        """Abort groups, and wait up to `END_S` for their threads.
 
-        A reduction that begins to wait on a connection while that is closed waits until its time is up, and whoever
-        drops the last reference to its group waits for it.
+        A reduction that starts to wait while its connection is being closed blocks until its timeout. Dropping the last
+        reference to its group blocks as long. Therefore other threads drop these references.
         """
-        if self._trades:  # of a job that has failed
+        if self._messages:  # the job has failed
             for stream in streams:
-                self._end_trades(stream)
+                self._fail_messages(stream)
         boxes: list[list[ProcessGroupGloo]] = []
         while streams:
             boxes.append([streams.pop()])
-            _abort(boxes[-1][0])  # a name for one would keep it
+            _abort(boxes[-1][0])  # no local name, because it would be another reference
         enders = [threading.Thread(target=box.clear, name="sirtaki-gloo-end", daemon=True) for box in boxes]
         for ender in enders:
             try:
                 ender.start()
-            except RuntimeError:  # since Python 3.12 no thread starts while the interpreter ends
-                _left_to_the_process.extend(boxes)
+            except RuntimeError:  # since Python 3.12, no thread can start at interpreter exit
+                _kept_until_exit.extend(boxes)
                 return True
         deadline_s = time.monotonic() + END_S
         for ender in enders:
@@ -394,87 +399,88 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
 
 
 ONE_HOP_BYTES = 16 << 10
-"""Up to here each rank sends all of a unit to every other rank, which saves the way back of what was added up."""
+"""Largest unit that each rank sends to all peers as a whole, so that no sums need to be sent."""
 
-AHEAD = 3
-"""Units of one stream whose summands are under way at the same time."""
+MOST_SENDING = 3
+"""Number of units of one stream whose summands are in flight at the same time."""
 
 
 class _Path:
-    """What reduces the units of one stream, in two threads.
+    """All-reduce of the units of one stream, in two threads.
 
-    While one unit's sums are on their way back to all ranks, the summands of the next ones are under way already.
+    One thread exchanges summands while the other one exchanges the sums of earlier units.
     """
 
     def __init__(self, transport: GlooTransport, number: int, rank: int, size: int) -> None:
-        """Starts the threads.
+        """Start the threads.
 
         Raises:
-            RuntimeError: one cannot be started.
+            RuntimeError: a thread cannot be started.
         """
         self._transport, self._number, self._rank, self._size = transport, number, rank, size
-        self._given = self._begun = 0  # units, counted by whoever gives them and by the thread that begins them
-        self._coming: deque[tuple[ThreadWork, str, Callable[[], Callable[[], None]]]] = deque()
+        self._submitted = self._begun = 0  # units; the caller counts the former, the first thread the latter
+        self._sending: deque[tuple[ThreadWork, str, Callable[[], Callable[[], None]]]] = deque()
         self._scratch: list[torch.Tensor] = []
         self._summands, self._sums = (Worker(f"sirtaki-direct-{number}-{what}") for what in ("in", "out"))
 
     def all_reduce(self, unit: torch.Tensor, op: ReduceOp, scale: float, what: str) -> Work:
-        """Has the unit, which is not empty, reduced in place."""
+        """Launch the all-reduce of a unit that is not empty, in place. Non-blocking."""
         work = ThreadWork()
-        self._given += 1
+        self._submitted += 1
         self._summands.put(partial(self._begin, work, unit, op, scale, f"Gloo failed in {what}"))
         return work
 
     def _begin(self, work: ThreadWork, unit: torch.Tensor, op: ReduceOp, scale: float, failed: str) -> None:
-        """Sends a unit's parts to those that add them up, and goes on with units that were begun before."""
+        """Send the parts of a unit, and reduce what was received of earlier units. Runs in the first thread."""
         self._begun += 1
         work.begun_s = time.perf_counter()
-        work.attempt(lambda: self._coming.append((work, failed, self._send(unit, op, scale))), failed)
-        while self._coming and (len(self._coming) == AHEAD or self._begun == self._given):
-            earlier, failed, add_up = self._coming.popleft()
+        work.attempt(lambda: self._sending.append((work, failed, self._send(unit, op, scale))), failed)
+        while self._sending and (len(self._sending) == MOST_SENDING or self._begun == self._submitted):
+            earlier, failed, add_up = self._sending.popleft()
             earlier.attempt(lambda: self._sums.put(partial(earlier.run, add_up(), failed)), failed)  # noqa: B023 - at once
 
     def _send(self, unit: torch.Tensor, op: ReduceOp, scale: float) -> Callable[[], Callable[[], None]]:
-        """Sends a unit's parts to the ranks that add them up.
+        """Send each part of a unit to the rank that reduces it.
 
         Returns:
-            Waits for the summands of this rank's part, adds them up, and returns what waits for the sums of the other
-            parts, of which there are none where every rank adds up all.
+            Function that waits for the summands of this rank's part, reduces them and sends the sum to the peers. It
+            returns another function, which waits for the sums of the remaining parts.
         """
         rank, size, numel = self._rank, self._size, unit.numel()
-        tag = 2 * self._begun % (NO_TRADE - 1)  # and the next one, for the way back
+        tag = 2 * self._begun % (UNUSED_TAG - 1)  # and tag + 1 for the sums
         in_one_hop = numel * unit.itemsize <= ONE_HOP_BYTES or numel < size
         bounds = [numel * part // size for part in range(size + 1)]
         parts = [unit] * size if in_one_hop else [unit[low:high] for low, high in itertools.pairwise(bounds)]
-        mine = parts[rank]
-        needed = (size - 1) * mine.numel() * mine.itemsize
+        own = parts[rank]
+        needed = (size - 1) * own.numel() * own.itemsize
         memory = self._scratch.pop() if self._scratch else torch.empty(0, dtype=torch.uint8, device="cpu")
         if memory.numel() < needed:
             memory = torch.empty(needed, dtype=torch.uint8, device="cpu")
-        others = list(memory[:needed].view(unit.dtype).view(size - 1, mine.numel()))
-        summands = [*others[:rank], mine, *others[rank:]]
-        came = self._transport.trade(parts, summands, stream=self._number, tag=tag)
+        received = list(memory[:needed].view(unit.dtype).view(size - 1, own.numel()))
+        summands = [*received[:rank], own, *received[rank:]]
+        wait_for_summands = self._transport.send_receive(parts, summands, stream=self._number, tag=tag)
 
         def add_up() -> Callable[[], None]:
-            came()
-            reduce_share(summands, 0, mine.numel(), op=op, scale=scale, outputs=[mine])
+            wait_for_summands()
+            reduce_share(summands, 0, own.numel(), op=op, scale=scale, outputs=[own])
             self._scratch.append(memory)
             if in_one_hop:
                 return lambda: None
-            return self._transport.trade([mine] * size, parts, stream=self._number, tag=tag + 1)
+            return self._transport.send_receive([own] * size, parts, stream=self._number, tag=tag + 1)
 
         return add_up
 
     def end(self) -> bool:
-        """Ends the threads; False if one still waits for other ranks."""
-        return ended([self._summands, self._sums], within_s=END_S)
+        """End the threads. Return False if one still waits for a peer."""
+        return join_workers([self._summands, self._sums], within_s=END_S)
 
 
 class DirectTransport(GlooTransport):
-    """Streams over Gloo connections on which each rank adds up one part of a unit, which all ranks send to it straight.
+    """Streams over Gloo connections with a direct all-reduce: rank r receives part r of a unit from all and reduces it.
 
-    Gloo's own all-reduce goes round a ring: of P ranks, a unit is 2(P-1) times on its way, here twice, small ones once.
-    As many bytes are sent, but over P-1 connections at the same time. All ranks get the same bits.
+    Gloo's own all-reduce uses a ring, which takes 2(P-1) message latencies on P ranks. The direct one takes two, and
+    one for small units. It sends the same number of bytes, but over P-1 connections at the same time. The results are
+    bitwise equal on all ranks.
     """
 
     def __init__(self, **arguments: Any) -> None:
@@ -494,13 +500,12 @@ class DirectTransport(GlooTransport):
         self._paths.append(path)
         return group
 
-    def _carry(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
-        """Has the stream's own threads reduce the range."""
+    def _start(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
         unit = buffer.tensor[start:stop]
         what = f"elements [{start}, {stop}) on stream {stream.number}"
         return self._paths[stream.number].all_reduce(unit, op, scale, what)
 
-    def _end(self, streams: list[ProcessGroupGloo]) -> bool:
+    def _close_streams(self, streams: list[ProcessGroupGloo]) -> bool:
         paths = self._paths[len(self.streams) :]
         del self._paths[len(self.streams) :]
-        return super()._end(streams) and [path.end() for path in paths].count(False) == 0
+        return super()._close_streams(streams) and [path.end() for path in paths].count(False) == 0

@@ -1,7 +1,7 @@
-"""MPI: each stream is a duplicated communicator with a thread that makes blocking calls.
+"""Transport over MPI. Each stream is a duplicated communicator with a thread that makes blocking calls.
 
-mpi4py releases the GIL inside MPI, and Open MPI has no progress thread, so a blocking call in a thread of its own is
-what makes progress. Fast between the ranks of one host; over TCP Gloo is faster.
+The calls block because Open MPI has no progress thread. Python code runs meanwhile, because mpi4py releases the GIL.
+MPI is fast between ranks of one host. Over TCP, Gloo is faster.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .contract import (
     ThreadWork,
     Work,
     Worker,
-    ended,
+    join_workers,
     open_together,
     scale_,
 )
@@ -41,7 +41,10 @@ MAX_STREAMS = 24
 
 
 def mpi_all_reduce_(tensor: torch.Tensor, *, comm: MPI.Comm, op: ReduceOp, scale: float) -> None:
-    """Collective, blocking: reduces a contiguous tensor in place; halves travel as float32, which MPI knows."""
+    """Reduce a contiguous tensor in place. Collective, blocking.
+
+    16-bit floats are sent as float32, because MPI has no type for them.
+    """
     MPI = load_mpi()
     operation = {ReduceOp.SUM: MPI.SUM, ReduceOp.MIN: MPI.MIN, ReduceOp.MAX: MPI.MAX, ReduceOp.PRODUCT: MPI.PROD}[op]
     if tensor.dtype in HALF_DTYPES:
@@ -54,7 +57,7 @@ def mpi_all_reduce_(tensor: torch.Tensor, *, comm: MPI.Comm, op: ReduceOp, scale
 
 
 def mpi_exchange(outgoing: torch.Tensor, parcels: Parcels, incoming: torch.Tensor, *, comm: MPI.Comm) -> None:
-    """Collective, blocking: exchanges parcels; see `Transport.exchange`."""
+    """Exchange parcels. Collective, blocking. Arguments as for `Transport.exchange`."""
     MPI = load_mpi()
     sent, received = parcels.sent_by(comm.rank), parcels.received_by(comm.rank)
     places = np.cumsum([0, *received[:-1]]).tolist()
@@ -65,7 +68,7 @@ def mpi_exchange(outgoing: torch.Tensor, parcels: Parcels, incoming: torch.Tenso
 
 
 class _MpiStream(Worker):
-    """One stream: its communicator, and the thread that makes the calls."""
+    """A communicator, and the thread that makes its calls."""
 
     def __init__(self, comm: MPI.Comm, number: int) -> None:
         super().__init__(f"sirtaki-mpi-{number}")
@@ -80,11 +83,11 @@ class MpiTransport(StreamTransport[_MpiStream]):
     stream_cost = StreamCost(threads=1)
 
     def __init__(self, duplicate: Callable[[], MPI.Comm], agree: Agree) -> None:
-        """Starts nothing.
+        """Open nothing yet.
 
         Args:
-            duplicate: collective; gives a fresh communicator over the ranks that take part. Its owner frees it.
-            agree: of all ranks that open streams at the same time.
+            duplicate: returns a new communicator over the participating ranks. Collective. Its owner frees it.
+            agree: agreement between all ranks that open streams at the same time.
         """
         super().__init__()
         self._duplicate, self._agree = duplicate, agree
@@ -94,11 +97,10 @@ class MpiTransport(StreamTransport[_MpiStream]):
             f"MPI stream {number}",
             lambda: _MpiStream(self._duplicate(), number),
             agree=self._agree,
-            close=lambda stream: self._end([stream]),
+            close=lambda stream: self._close_streams([stream]),
         )
 
-    def _carry(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
-        """Has the stream's thread reduce the range by MPI."""
+    def _start(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
         unit = buffer.tensor[start:stop]
         return self._submit(
             stream.number,
@@ -107,25 +109,24 @@ class MpiTransport(StreamTransport[_MpiStream]):
         )
 
     def prepare(self, act: Callable[[], None], *, stream: StreamSpec) -> bool:
-        """Has the stream's thread do it."""
+        """Queue `act` for the stream's thread."""
         self.streams[stream.number].put(act)
         return True
 
     def _exchange(self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, stream: StreamSpec) -> Work:
-        """Has the stream's thread carry the parcels by MPI."""
         return self._submit(
             stream.number, lambda comm: mpi_exchange(outgoing.tensor, parcels, incoming, comm=comm), "an exchange"
         )
 
     def _submit(self, number: int, act: Callable[[MPI.Comm], None], what: str) -> Work:
-        """Has the thread of a stream do this with its communicator."""
+        """Have the thread of stream `number` call `act` with its communicator."""
         work, chosen = ThreadWork(), self.streams[number]
 
         def task() -> None:
             work.begun_s = time.perf_counter()
             try:
                 act(chosen.comm)
-            except Exception as err:  # whatever it is, the waiting thread must hear of it
+            except Exception as err:  # of any type, because the waiting thread must be woken
                 work.finish(CommError(f"MPI failed in {what} on stream {number}: {err}"))
             else:
                 work.finish()
@@ -133,6 +134,6 @@ class MpiTransport(StreamTransport[_MpiStream]):
         chosen.put(task)
         return work
 
-    def _end(self, streams: list[_MpiStream]) -> bool:
-        """Ends the threads after what they have to do; False if one hangs in MPI."""
-        return ended(streams, within_s=1.0)
+    def _close_streams(self, streams: list[_MpiStream]) -> bool:
+        """End the threads after their queued calls. Return False if one hangs in MPI."""
+        return join_workers(streams, within_s=1.0)

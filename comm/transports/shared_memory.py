@@ -1,12 +1,17 @@
-"""Shared memory: the ranks of a node reduce each other's buffers in place, no byte goes through a socket.
+"""Transport through shared memory: the ranks of a node reduce each other's buffers in place, without sockets.
 
-Each rank owns one share of every unit: it adds up that share of all buffers and writes the result to all of them.
-Across nodes (the hierarchical algorithm) the owners of a share reduce it over another transport in between, each local
-rank carrying its part. A unit of a stream passes three gates, all kept in counters that the node shares: *posted* (this
-rank's gradients are in), *reduced* (its share is written everywhere), and *complete* (all shares are).
+Each rank owns one share of every unit. It reduces this share of all buffers, and writes the result to all of them.
+With several nodes (the hierarchical algorithm), it reduces the share within the node first. The ranks with equal local
+rank then reduce it between nodes, over another transport. Finally each writes the result to all buffers of its node.
 
-The memory consists of anonymous files, opened by the other ranks through `/proc/PID/fd`: nothing has a name that could
-be left behind, a killed rank leaks nothing, and the size of /dev/shm does not matter.
+A unit passes three stages, recorded in counters in shared memory:
+
+    posted      this rank's gradients are in its buffer
+    reduced     this rank has written its share to all buffers
+    complete    all ranks have written their shares
+
+The memory consists of anonymous files, which the peers open through `/proc/PID/fd`. Because the files have no names, a
+killed rank leaves none behind, and the size of /dev/shm does not matter.
 """
 
 from __future__ import annotations
@@ -51,19 +56,19 @@ logger = logging.getLogger(__name__)
 
 
 def open_peers(control: ControlPlane, descriptor: int, flags: int, problem: str = "") -> list[int]:
-    """Collective over the job: opens the file that each rank of this node offers.
+    """Open the files that the ranks of this node offer. Collective over the job.
 
     Args:
-        control: the ranks.
-        descriptor: what this rank offers; may be closed afterwards. -1 = it has none because of `problem`.
-        flags: as for `os.open`.
-        problem: what went wrong on this rank already.
+        control: control plane of the job.
+        descriptor: file that this rank offers. The caller may close it afterwards. -1 = none, because of `problem`.
+        flags: argument of `os.open`.
+        problem: earlier error of this rank, or empty.
 
     Returns:
-        Descriptors by local rank, this rank's among them; the caller closes them.
+        Descriptors by local rank, including this rank's. The caller must close them.
 
     Raises:
-        TransportError: on all ranks alike, if any rank could not open one.
+        TransportError: on all ranks, if any rank could not open a file.
     """
     inode = -1 if problem else os.fstat(descriptor).st_ino
     offers = control.all_gather((os.getpid(), descriptor, inode, problem))
@@ -75,10 +80,10 @@ def open_peers(control: ControlPlane, descriptor: int, flags: int, problem: str 
                 pid, number, expected, _ = offers[rank]
                 opened.append(os.open(f"/proc/{pid}/fd/{number}", flags))
                 if os.fstat(opened[-1]).st_ino != expected:
-                    raise OSError(f"process {pid} is not rank {rank}: they live in different containers")
+                    raise OSError(f"process {pid} is not rank {rank}: the ranks are in different containers")
         except OSError as err:
             problem = f"rank {control.rank}: {err}"
-        # This gather also tells everyone that the descriptors on offer have been opened.
+        # After this gather, all offered files have been opened, and the offering ranks may close them.
         problems = [text for text in control.all_gather(problem) if text]
     if problems:
         for number in opened:
@@ -88,20 +93,20 @@ def open_peers(control: ControlPlane, descriptor: int, flags: int, problem: str 
 
 
 def share_memory(control: ControlPlane, size_bytes: int) -> list[torch.Tensor]:
-    """Collective over the job: one zeroed region a rank, mapped by all ranks of its node.
+    """Allocate one zeroed region per rank, and map the regions of all ranks of the node. Collective over the job.
 
-    The memory lives as long as any rank holds a tensor of it.
+    A region lives as long as a tensor of any rank refers to it.
 
     Returns:
         The regions of this node by local rank, uint8, `(size_bytes,)` each.
 
     Raises:
-        TransportError: on all ranks alike, if any rank could not map a region.
+        TransportError: on all ranks, if any rank could not map a region.
     """
     length, descriptor, problem = max(1, size_bytes), -1, ""
     try:
         descriptor = os.memfd_create("sirtaki")
-        # Reserving the pages now turns "out of memory" into an error here instead of a SIGBUS in mid-training.
+        # Reserve the pages now, so that lack of memory raises here instead of a SIGBUS during training.
         os.posix_fallocate(descriptor, 0, length)
     except (OSError, AttributeError) as err:  # AttributeError: not Linux
         problem = f"rank {control.rank}: {err}"
@@ -124,33 +129,33 @@ def share_memory(control: ControlPlane, size_bytes: int) -> list[torch.Tensor]:
 
 
 def _mapped(descriptor: int, length: int, *, own: bool) -> torch.Tensor:
-    """Map the file behind `descriptor`, shared with the other ranks.
+    """Map the file behind `descriptor`, shared with peers.
 
-    A child that this rank forks gets a private copy of the rank's own region, where `.grad` may be. That keeps a
-    descriptor open. In the regions of the other ranks, of which user code has no tensor, a child finds zeros.
+    A child that this rank forks gets a private copy of the rank's own region, because `.grad` may refer to it. This
+    keeps a descriptor open. In a child, the regions of peers contain zeros, because user code has no tensors there.
     """
     memory = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=length, dtype=torch.uint8).numpy()
     private_in_forked_children(memory, memory.ctypes.data, length, descriptor if own else None)
-    return torch.from_numpy(memory)  # which keeps the array
+    return torch.from_numpy(memory)  # keeps a reference to the array
 
 
 class Doorbell:
-    """Wakes a thread of each rank of the node: a pipe a rank, into which the others write single bytes.
+    """Wake-up calls between threads of the ranks of a node. Each rank has a pipe into which its peers write bytes.
 
-    A byte carries no meaning: who is woken looks at the shared counters. A full pipe means that a wake-up is pending
-    already, so ringing never blocks. The system calls also order the memory accesses of the two sides.
+    The value of a byte has no meaning, because the woken thread reads the shared counters. Ringing never blocks: if the
+    pipe is full, a wake-up is pending already. The system calls also order the memory accesses of the two ranks.
     """
 
     def __init__(self, control: ControlPlane) -> None:
-        """Collective over the job.
+        """Open the pipes of this node. Collective over the job.
 
         Raises:
-            TransportError: see `open_peers`.
+            TransportError: on all ranks, if any rank could not open a pipe.
         """
         self._inbox = offered = -1
         self._outboxes: list[int] = []
-        self._lives: dict[int, int] = {}  # descriptor of a peer's process → its rank
-        self._polled: dict[int, int] = {}  # process number of a peer without such a descriptor → its rank
+        self._lives: dict[int, int] = {}  # ranks of the node by descriptor of their process
+        self._polled: dict[int, int] = {}  # ranks of the node without such a descriptor, by process id
         problem = ""
         try:
             self._inbox, offered = os.pipe()
@@ -174,34 +179,34 @@ class Doorbell:
                 self._watch(pids[rank], rank)
 
     def _watch(self, pid: int, rank: int) -> None:
-        """From now on notices the end of that process."""
+        """Have `listen` report the end of process `pid`."""
         try:
             life = os.pidfd_open(pid)
         except (OSError, AttributeError) as err:  # kernels before 5.3, sandboxes, no descriptor left
-            _say_once(f"the end of other ranks is looked for in /proc, as pidfd_open() does not work here ({err})")
+            _warn_once(f"the end of other ranks is detected by polling /proc, because pidfd_open() failed ({err})")
             self._polled[pid] = rank
         else:
             self._lives[life] = rank
             self._poll.register(life, select.POLLIN)
 
-    def ring_others(self) -> None:
-        """Wakes the listening thread of every other rank of the node."""
+    def ring_peers(self) -> None:
+        """Wake the listening thread of each peer on the node. Non-blocking."""
         for outbox in self._outboxes:
             if outbox != self._own:
-                # Pending wake-ups suffice; a peer that is gone is noticed by its process descriptor.
+                # A full pipe has a pending wake-up. The end of a peer is detected by its process descriptor.
                 with contextlib.suppress(BlockingIOError, BrokenPipeError):
                     os.write(outbox, b"\0")
 
     def ring_own(self) -> None:
-        """Wakes this rank's listening thread."""
+        """Wake the listening thread of this rank. Non-blocking."""
         with contextlib.suppress(BlockingIOError):
             os.write(self._own, b"\0")
 
     def listen(self, timeout_s: float) -> list[int]:
-        """Blocks until somebody rings or dies, at most `timeout_s`.
+        """Block until a rank of the node rings or ends, for at most `timeout_s`.
 
         Returns:
-            Ranks of this node that have ended; each is named once.
+            Ranks of this node that have ended. Each is reported once.
         """
         dead = []
         ready = self._poll.poll(timeout_s * 1000)
@@ -217,7 +222,7 @@ class Doorbell:
         return dead
 
     def close(self) -> None:
-        """Closes the pipes. Nobody may listen any more; others may still ring."""
+        """Close the pipes. No thread of this rank may call `listen` any more. Peers may still ring."""
         for descriptor in (self._inbox, *self._outboxes, *self._lives):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -225,7 +230,7 @@ class Doorbell:
 
 
 @functools.cache
-def _say_once(message: str) -> None:
+def _warn_once(message: str) -> None:
     logger.warning("%s", message)
 
 
@@ -239,15 +244,15 @@ WIDEN: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     ReduceOp.MIN: lambda wide, halves: torch.minimum(wide, halves.float(), out=wide),
     ReduceOp.MAX: lambda wide, halves: torch.maximum(wide, halves.float(), out=wide),
 }
-"""How halves are accumulated in float32, in place."""
+"""In-place functions that accumulate 16-bit floats in float32."""
 
 CHUNK_ELEMENTS = 32768
-"""Elements added at once: they stay in the second-level cache, and torch does not spread them over threads."""
+"""Elements per call of torch or NumPy: they fit into the L2 cache, and torch does not use several threads."""
 
 POSTED, REDUCED = 0, 1
 
-CROSSING = StreamSpec(0)
-"""The one stream of the transport by which a stream's units cross between nodes."""
+STREAM_BETWEEN_NODES = StreamSpec(0)
+"""The only stream of the transport between nodes."""
 
 
 def reduce_share(
@@ -259,17 +264,17 @@ def reduce_share(
     scale: float,
     outputs: Sequence[torch.Tensor],
 ) -> None:
-    """Reduces elements `[start, stop)` of `buffers` and writes the result there in all `outputs`.
+    """Reduce elements `[start, stop)` over `buffers`, and write the result to the same elements of all `outputs`.
 
-    Halves are accumulated in float32 and rounded once. `outputs` may be `buffers`.
+    16-bit floats are accumulated in float32 and rounded once. `outputs` may be `buffers`.
     """
     halves = buffers[0].dtype in HALF_DTYPES
     dtype = torch.float32 if halves else buffers[0].dtype
     scratch = torch.empty(min(CHUNK_ELEMENTS, stop - start), dtype=dtype, device="cpu")
     combine, widen = COMBINE[op], WIDEN[op]
-    # NumPy takes less time than torch, but does not know all halves.
+    # NumPy is faster than torch, but has no bfloat16.
     arrays, targets = ([] if halves else [each.numpy() for each in side] for side in (buffers, outputs))
-    with np.errstate(all="ignore"):  # what overflows is the script's to see
+    with np.errstate(all="ignore"):  # overflows reach the training script as inf or nan
         for low in range(start, stop, CHUNK_ELEMENTS):
             high = min(low + CHUNK_ELEMENTS, stop)
             result = scratch[: high - low]
@@ -293,11 +298,11 @@ NO_BUFFER = FlatBuffer(torch.empty(0, dtype=torch.float32, device="cpu"))
 
 @dataclass(slots=True, eq=False)
 class _UnitTask:
-    """One unit on its way through the gates.
+    """One unit in flight.
 
     Attributes:
-        posted: the others have been told that it is in.
-        receive: of an exchange: takes this rank's parcels out of the other ranks' buffers; None = a reduction.
+        posted: this rank has counted the unit as posted.
+        receive: reads the buffers of peers, for an exchange or a visit. None = an all-reduce.
     """
 
     buffer: FlatBuffer
@@ -311,28 +316,29 @@ class _UnitTask:
 
 
 class _SharedMemoryStream:
-    """One stream: its counters, its doorbell, and the thread that moves its units from gate to gate."""
+    """Counters, doorbell and threads of one stream. A thread moves units from stage to stage."""
 
     def __init__(self, control: ControlPlane, index: int, across: Transport | None) -> None:
-        """Collective over the job.
+        """Open the stream. Collective over the job.
 
         Args:
-            control: the ranks.
-            index: its number.
-            across: a transport of its own that reduces over the nodes; None = there is only this one.
+            control: control plane of the job.
+            index: number of the stream.
+            across: transport between nodes, used by this stream only. None = one node.
 
         Raises:
-            TransportError: on all ranks alike, if any rank could not open it.
+            TransportError: on all ranks, if any rank could not open the stream.
         """
         self._control, self.across = control, across
         self._me = control.local_rank
-        # Node leaders hold the counters of their node: (gate, local rank), int64, only ever counting up.
+        # Local rank 0 owns the counters of its node: (stage, local rank), int64, number of units. They only increase.
         region = share_memory(control, 2 * control.local_size * 8)[0]
         self._counters = region.numpy().view(np.int64).reshape(2, control.local_size)
         self._doorbell = Doorbell(control)
         self._shares = min(control.local_sizes) if across else control.local_size
         self._incoming: queue.SimpleQueue[_UnitTask | Callable[[], None]] = queue.SimpleQueue()
-        # What the thread has to do before it has posted all units: counted by who submits them, and by the thread.
+        # Number of calls and units that the thread must process before it can post: the caller counts the former, the
+        # thread the latter.
         self._to_prepare = self._prepared = 0
         self._to_reduce: deque[_UnitTask] = deque()
         self._to_complete: deque[_UnitTask] = deque()
@@ -341,12 +347,12 @@ class _SharedMemoryStream:
         self._closing = False
         targets = {"shm": self._run}
         if across is not None:
-            targets["cross"] = self._finish_crossings
+            targets["cross"] = self._distribute_shares
         self._threads: list[threading.Thread] = []
         problem = ""
         try:
             if across is not None:
-                across.open_streams([CROSSING])
+                across.open_streams([STREAM_BETWEEN_NODES])
             try:
                 for name, target in targets.items():
                     thread = threading.Thread(target=target, name=f"sirtaki-{name}-{index}", daemon=True)
@@ -360,14 +366,17 @@ class _SharedMemoryStream:
             raise
 
     def prepare(self, act: Callable[[], None] | _UnitTask) -> None:
-        """Has the thread do this, or post this unit, behind all that it still has to prepare."""
+        """Queue a call or a unit that the thread posts itself. Non-blocking."""
         self._to_prepare += 1
         self._incoming.put(act)
-        if self._to_prepare - self._prepared == 1:  # else it has been woken, and goes on until nothing is left
+        if self._to_prepare - self._prepared == 1:  # else the thread is awake, and continues until the queue is empty
             self._doorbell.ring_own()
 
     def submit(self, task: _UnitTask) -> None:
-        """Posts a unit. The queue is filled first, so that the thread finds the task once it sees the count."""
+        """Post a unit. Non-blocking.
+
+        The queue is filled before the counter increases, so that the thread finds the unit when it reads the counter.
+        """
         if self._to_prepare != self._prepared:
             task.posted = False
             self.prepare(task)
@@ -375,23 +384,23 @@ class _SharedMemoryStream:
         self._incoming.put(task)
         self._post()
         posted = self._counters[POSTED]
-        if posted.min() == posted[self._me]:  # else whoever posts last wakes this rank's thread: nobody is so for all
+        if posted.min() == posted[self._me]:  # else a peer posts later, and wakes this rank's thread
             self._doorbell.ring_own()
 
     def _post(self) -> None:
         self._counters[POSTED, self._me] += 1
-        self._doorbell.ring_others()
+        self._doorbell.ring_peers()
 
     def _run(self) -> None:
         with contextlib.suppress(OSError, AttributeError):  # not Linux; sandboxes
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # it interrupts nobody who computes
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # does not preempt computing threads
         try:
             while not self._closing:
                 if not self._advance():
                     for rank in self._doorbell.listen(timeout_s=1.0):
-                        self._advance()  # what it did before it ended counts
-                        self._lose(rank)
-        except Exception as err:  # whatever it is, those who wait must hear of it
+                        self._advance()  # because the rank may have posted units before it ended
+                        self._fail_units_of(rank)
+        except Exception as err:  # of any type, because the waiting threads must be woken
             self._fail(err)
 
     def _fail(self, err: Exception) -> None:
@@ -400,10 +409,10 @@ class _SharedMemoryStream:
         self._control.failures.report(err)
 
     def _advance(self) -> bool:
-        """Moves every unit that can move; False if none could."""
+        """Move all units to their next stage if possible. Return whether a unit has moved."""
         moved = False
         while not self._incoming.empty():
-            self._take(self._incoming.get())
+            self._accept(self._incoming.get())
         while self._to_reduce and int(self._counters[POSTED].min()) > self._reduced:
             self._reduce(self._to_reduce.popleft())
             moved = True
@@ -414,7 +423,7 @@ class _SharedMemoryStream:
             moved = True
         return moved
 
-    def _take(self, task: _UnitTask | Callable[[], None]) -> None:
+    def _accept(self, task: _UnitTask | Callable[[], None]) -> None:
         if not isinstance(task, _UnitTask):
             task()
         else:
@@ -425,7 +434,7 @@ class _SharedMemoryStream:
         self._prepared += 1
 
     def _bounds(self, task: _UnitTask) -> tuple[int, int]:
-        """This rank's share of a unit; empty on ranks that own none."""
+        """Return the range of this rank's share of a unit. It is empty on ranks without a share."""
         numel = task.stop - task.start
         if self._me >= self._shares:
             return task.start, task.start
@@ -440,21 +449,23 @@ class _SharedMemoryStream:
         self._to_complete.append(task)
         if task.receive is not None:
             task.receive()
-            self._publish()
+            self._count_reduced()
             return
         start, stop = self._bounds(task)
         if self.across is None:
             peers = task.buffer.peers
             reduce_share(peers, start, stop, op=task.op, scale=task.scale, outputs=peers)
-            self._publish()
+            self._count_reduced()
             return
         own = task.buffer.tensor
         reduce_share(task.buffer.peers, start, stop, op=task.op, scale=1.0, outputs=[own])
-        work = self.across.all_reduce(task.buffer, start, stop, stream=CROSSING, op=task.op, scale=task.scale)
+        work = self.across.all_reduce(
+            task.buffer, start, stop, stream=STREAM_BETWEEN_NODES, op=task.op, scale=task.scale
+        )
         self._crossing.put((task, work))
 
-    def _finish_crossings(self) -> None:
-        """Second thread: hands the shares that other nodes have added to on to the ranks of this node."""
+    def _distribute_shares(self) -> None:
+        """Copy shares that were reduced between nodes to the buffers of this node. Runs in the second thread."""
         try:
             while (crossing := self._crossing.get()) is not None:
                 task, work = crossing
@@ -464,29 +475,29 @@ class _SharedMemoryStream:
                 for local_rank, peer in enumerate(task.buffer.peers):
                     if local_rank != self._me:
                         peer[start:stop].copy_(share)
-                self._publish()
+                self._count_reduced()
                 self._doorbell.ring_own()
-        except Exception as err:  # whatever it is, those who wait must hear of it
+        except Exception as err:  # of any type, because the waiting threads must be woken
             self._fail(err)
 
-    def _publish(self) -> None:
+    def _count_reduced(self) -> None:
         self._counters[REDUCED, self._me] += 1
-        self._doorbell.ring_others()
+        self._doorbell.ring_peers()
 
-    def _lose(self, rank: int) -> None:
-        """A rank of this node has ended; what it has not posted will never come."""
+    def _fail_units_of(self, rank: int) -> None:
+        """Fail the units in flight, because `rank` has ended and will not post them."""
         while not self._incoming.empty():
-            self._take(self._incoming.get())
+            self._accept(self._incoming.get())
         if not (self._to_reduce or self._to_complete or self._crossing.qsize()):
             return
         error = PeerLostError(f"rank {rank} has ended while rank {self._control.rank} waited for its gradients")
         self._control.failures.report(error)
         for tasks in (self._to_reduce, self._to_complete):
-            while tasks:  # another rank may end, too
+            while tasks:  # removes them, because another rank may end later
                 tasks.popleft().work.finish(error)
 
     def close(self) -> bool:
-        """Ends the threads; False if what the other nodes are reached by does not end."""
+        """End the threads. Return False if a thread of the transport between nodes still waits for a peer."""
         if self._closing:
             return True
         self._closing = True
@@ -500,23 +511,22 @@ class _SharedMemoryStream:
 
 
 class SharedMemoryTransport(StreamTransport[_SharedMemoryStream]):
-    """Streams through memory that the ranks of a node share; with `across`, hierarchical over several nodes."""
+    """Streams through shared memory of a node. With `across`, the all-reduce is hierarchical over several nodes."""
 
     kind = TransportKind.SHARED_MEMORY
     max_streams = MAX_STREAMS
 
     def __init__(self, control: ControlPlane, *, across: Callable[[], Transport] | None = None) -> None:
-        """Starts nothing.
+        """Open nothing yet.
 
         Args:
-            control: the ranks.
-            across: makes a transport that reduces over the nodes, among ranks of one local rank; each stream has one
-                of its own. None if there is one node only.
+            control: control plane of the job.
+            across: creates a transport between the ranks with the same local rank, for one stream. None = one node.
         """
         super().__init__()
         self._control, self._across = control, across
         peers = control.local_size
-        # A pipe that all write to, a descriptor of every other process, and the counters' memory; others meanwhile.
+        # Two ends of own pipe, one pipe and one process descriptor per peer, and a margin for files while opening.
         self.stream_cost = StreamCost(descriptors=2 * peers + 3, threads=1)
         if across is not None:
             example = across()
@@ -526,19 +536,19 @@ class SharedMemoryTransport(StreamTransport[_SharedMemoryStream]):
     def _open(self, number: int) -> _SharedMemoryStream:
         return _SharedMemoryStream(self._control, number, self._across() if self._across is not None else None)
 
-    def _carry(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
-        """Has the stream's thread reduce the range with those of other ranks; the buffer must be a shared one."""
+    def _start(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
+        """Launch the all-reduce of a range. `buffer` must be in shared memory."""
         task = _UnitTask(buffer, start, stop, op, scale)
         self.streams[stream.number].submit(task)
         return task.work
 
     def prepare(self, act: Callable[[], None], *, stream: StreamSpec) -> bool:
-        """Has the stream's thread do it."""
+        """Queue `act` for the stream's thread."""
         self.streams[stream.number].prepare(act)
         return True
 
     def _exchange(self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, stream: StreamSpec) -> Work:
-        """Copies the parcels for this rank out of the others' buffers, which must be shared ones on one node."""
+        """Launch copies of the parcels for this rank. `outgoing` must be in shared memory of one node."""
         me = self._control.local_rank
 
         def receive() -> None:
@@ -553,19 +563,19 @@ class SharedMemoryTransport(StreamTransport[_SharedMemoryStream]):
         return task.work
 
     def visit(self, read: Callable[[], None], *, stream: StreamSpec) -> Work:
-        """Has `read` called, in the stream's thread, once all ranks of the node have come; done once all have read.
+        """Have the stream's thread call `read` once all ranks have called `visit`. Collective, non-blocking.
 
-        What ranks read must lie in memory that they share, and not be written until the work is done.
+        The work ends once all ranks have read. The shared memory that they read must not be written before.
         """
         task = _UnitTask(NO_BUFFER, receive=read)
         self.streams[stream.number].submit(task)
         return task.work
 
     def keep(self, streams: int) -> None:
-        """Closes those behind that reach other nodes over Gloo, which never sleeps; others sleep when idle."""
+        """Close all but the first `streams` if they use Gloo between nodes, because idle Gloo threads use CPU time."""
         if any(stream.across is not None and stream.across.kind is TransportKind.GLOO for stream in self.streams):
-            self._end_behind(streams)
+            self._close_after(streams)
 
-    def _end(self, streams: list[_SharedMemoryStream]) -> bool:
+    def _close_streams(self, streams: list[_SharedMemoryStream]) -> bool:
         ended = [stream.close() for stream in streams]
         return all(ended)

@@ -1,8 +1,8 @@
-"""GPU gradients through the host: out to pinned memory, over a transport of the host's, and back.
+"""Transport of GPU buffers through pinned host memory, for ranks without NCCL or on the same GPU.
 
-For ranks without NCCL, or that share a GPU. The copy of each unit runs on a copy stream behind the packing; one thread
-a stream hands units on to the transport as their copies end, and another one copies results back, so that copies of
-some units run beside the reduction of others.
+Each unit is copied to the host on a CUDA copy stream, after packing. Each stream has two threads. The first one waits
+for a copy to the host and submits the unit to the inner transport. The second one waits for the reduction and copies
+the result to the GPU. Copies of some units therefore overlap with the reduction of others.
 """
 
 from __future__ import annotations
@@ -26,107 +26,104 @@ from .contract import (
     Transport,
     Work,
     Worker,
-    ended,
+    join_workers,
 )
 
 
 class _StagedWork(ThreadWork):
-    """A unit on its way: the caller waits for the reduction, and its current stream for the copy back."""
+    """A unit in flight. The caller waits for the reduction, and its current CUDA stream for the copy to the GPU."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
         self._device = device
-        self.back: Event | None = None
+        self.copied: Event | None = None
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits until the unit is on its way back, and has the current stream wait for the copy."""
+        """Wait for the launch of the copy to the GPU, and make the current CUDA stream wait for this copy."""
         if not super().wait(timeout_s):
             return False
-        self._device.order_after(self.back)
+        self._device.order_after(self.copied)
         return True
 
 
 class _StagedStream:
-    """One stream's copies and its two threads."""
+    """CUDA copy streams and threads of one stream."""
 
     def __init__(self, index: int, device: Device, inner: Transport, failures: FailureBoard) -> None:
         self._index, self._device, self._inner, self._failures = index, device, inner, failures
-        self._out, self._back = device.make_stream(), device.make_stream()
-        self._leaving, self._coming = Worker(f"sirtaki-staged-out-{index}"), Worker(f"sirtaki-staged-back-{index}")
-        for worker in (self._leaving, self._coming):
+        self._out_stream, self._back_stream = device.make_stream(), device.make_stream()
+        self._to_host, self._to_gpu = Worker(f"sirtaki-staged-out-{index}"), Worker(f"sirtaki-staged-back-{index}")
+        for worker in (self._to_host, self._to_gpu):
             worker.put(device.enter_thread)
 
     def submit(self, buffer: FlatBuffer, start: int, stop: int, op: ReduceOp, scale: float) -> Work:
-        """Starts the copy out behind what is on the current stream."""
+        """Launch the copy to the host after the kernels in the current CUDA stream. Non-blocking."""
         device, mirror, work = self._device, buffer.mirror, _StagedWork(self._device)
         assert mirror is not None
-        here, away, failed = (
-            buffer.tensor[start:stop],
-            mirror.tensor[start:stop],
-            f"staging elements [{start}, {stop}) failed",
-        )
+        on_gpu, on_host = buffer.tensor[start:stop], mirror.tensor[start:stop]
+        failed = f"staging elements [{start}, {stop}) failed"
         packed = device.record_event()
-        with device.on(self._out):
+        with device.on(self._out_stream):
             device.order_after(packed)
-            device.launch(copy_, away, here)
+            device.launch(copy_, on_host, on_gpu)
             out = device.record_event()
 
-        def leave() -> None:
+        def reduce() -> None:
             device.wait_for(out)
             work.begun_s = time.perf_counter()
             stream = StreamSpec(self._index)
             reduced = self._inner.all_reduce(mirror, start, stop, stream=stream, op=op, scale=scale)
-            self._coming.put(partial(work.run, partial(come_back, reduced), failed))
+            self._to_gpu.put(partial(work.run, partial(copy_to_gpu, reduced), failed))
 
-        def come_back(reduced: Work) -> None:
+        def copy_to_gpu(reduced: Work) -> None:
             wait_for_work([reduced], failures=self._failures, blame_s=None)
-            with device.on(self._back):
-                device.launch(copy_, here, away)
-                work.back = device.record_event()
+            with device.on(self._back_stream):
+                device.launch(copy_, on_gpu, on_host)
+                work.copied = device.record_event()
 
-        self._leaving.put(partial(work.attempt, leave, failed))
+        self._to_host.put(partial(work.attempt, reduce, failed))
         return work
 
     def close(self) -> None:
-        """Ends the threads, each after what it has to do."""
-        for worker in (self._leaving, self._coming):
-            ended([worker], within_s=2.0)
+        """End the threads after their queued units."""
+        for worker in (self._to_host, self._to_gpu):
+            join_workers([worker], within_s=2.0)
 
 
 class StagedTransport(StreamTransport[_StagedStream]):
-    """Streams through the host's memory, over any transport of the host's."""
+    """Streams through host memory, over any transport between CPU ranks."""
 
     kind = TransportKind.STAGED
 
     def __init__(self, inner: Transport, device: Device, failures: FailureBoard) -> None:
-        """Starts nothing. `inner` reduces the mirrors of the device's buffers; it is closed along with this."""
+        """Open nothing yet. `inner` reduces the mirrors of GPU buffers; `close` closes it, too."""
         super().__init__()
         self._inner, self._device, self._failures = inner, device, failures
         self.max_streams = inner.max_streams
         self.stream_cost = inner.stream_cost + StreamCost(threads=2)
 
     def open_streams(self, streams: Sequence[StreamSpec]) -> None:
-        """Collective: opens those of the transport inside first."""
+        """Open the streams of the inner transport first. Collective."""
         self._inner.open_streams(streams)
         super().open_streams(streams)
 
     def _open(self, number: int) -> _StagedStream:
         return _StagedStream(number, self._device, self._inner, self._failures)
 
-    def _carry(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
-        """Copies the range to the buffer's mirror, reduces it there and copies it back; it must have one."""
+    def _start(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
+        """Reduce the range in `buffer.mirror`, which must not be None."""
         return self.streams[stream.number].submit(buffer, start, stop, op, scale)
 
     def keep(self, streams: int) -> None:
-        """Closes idle streams of the transport inside; those that copy stay."""
+        """Close idle streams of the inner transport. Copy streams stay open, because idle ones use no CPU time."""
         self._inner.keep(streams)
 
-    def _end(self, streams: list[_StagedStream]) -> bool:
+    def _close_streams(self, streams: list[_StagedStream]) -> bool:
         for stream in streams:
             stream.close()
         return True
 
     def close(self) -> bool:
-        """Ends the threads that copy, and the transport inside."""
+        """End the threads, and close the inner transport."""
         super().close()
         return self._inner.close()

@@ -1,4 +1,4 @@
-"""What recordings, trial logs and timelines of jobs say. docs/how-to/records.md."""
+"""Analysis of recordings, trial logs and timelines. Start with docs/how-to/records.md."""
 
 from .records import read
 

@@ -1,4 +1,4 @@
-"""Recordings of several ranks on one clock, their summary, and their trace."""
+"""Align the clocks of several ranks; summary and trace of a recording on the common clock."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from sirtaki.autotune.model.replayer import Phase
 from .recording import TRACE_FILE, Buffer, Detail, Placement, RankRecording, Recording, UnitId, counted, write_whole
 
 LARGEST_DRIFT = 500e-6
-"""Of one clock against another; those of computers stay below a tenth of it."""
+"""Bound on the drift between two clocks. Clocks of real machines drift less than a tenth of it."""
 
 DRIFT_PRICE = 0.1
-"""Slack that a drift must gain, as a part of what it moves the clock by until the recording ends."""
+"""Weight of drift against slack in the fit: a drift must gain this fraction of the displacement that it causes."""
 
 _US = 1e6
 
 
 class OffsetSource(Enum):
-    """How a clock's offset was found."""
+    """Source of a clock's offset."""
 
-    REFERENCE = "reference"  # it is the clock of all
+    REFERENCE = "reference"  # this clock is the reference
     UNITS = "units"
-    START = "start"  # asked for when the recording began; nothing is known of a drift
+    START = "start"  # measured when the recording began, without drift
 
 
 @dataclass(frozen=True, slots=True)
 class ClockLine:
-    """What must be added to a clock: `offset_s + drift * (moment_s - origin_s)`.
+    """Correction of one clock, a linear function of time: `offset_s + drift * (moment_s - origin_s)`.
 
     Attributes:
-        origin_s: the middle of what was recorded, by this clock.
-        offset_s: then.
-        drift: seconds a second.
-        error_s: by which the offset may be wrong; for `START` when the recording began.
-        known: how it was found.
+        origin_s: middle of the recording, by the clock to correct.
+        offset_s: correction at `origin_s`.
+        drift: change of the correction, in seconds per second.
+        error_s: error bound of the correction; for `START`, only at the start of the recording.
+        known: source of the offset.
     """
 
     origin_s: float
@@ -54,42 +54,47 @@ class ClockLine:
     known: OffsetSource
 
     def at(self, moment_s: float) -> float:
-        """The moment by the clock of all."""
+        """Convert a moment of this clock to the reference clock."""
         return moment_s + self.offset_s + self.drift * (moment_s - self.origin_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alignment:
-    """The clock of every rank.
+    """Clocks of all ranks.
 
     Attributes:
-        lines: by rank; ranks of one clock have the same.
-        reference: the rank whose clock is that of all.
+        lines: correction of each rank's clock; ranks that share a clock share the correction.
+        reference: rank whose clock is the reference.
     """
 
     lines: Mapping[int, ClockLine]
     reference: int
 
     def at(self, rank: int, moment_s: float) -> float:
-        """A moment of a rank's clock by that of all."""
+        """Convert a moment of a rank's clock to the reference clock."""
         return self.lines[rank].at(moment_s)
 
     @property
     def error_s(self) -> float:
-        """The largest of all."""
+        """Return the largest error bound of any rank."""
         return max(line.error_s for line in self.lines.values())
 
 
 @dataclass(frozen=True, slots=True)
 class _ClockBarrier:
-    """One unit, by clock: the last issue and the first end of its ranks there."""
+    """One unit that ranks of several clocks reduced: last issue and first completion on each clock."""
 
     issue_s: dict[str, float] = field(default_factory=dict)
     done_s: dict[str, float] = field(default_factory=dict)
 
 
 def align(recording: Recording) -> Alignment:
-    """Finds the clocks of all ranks that were recorded."""
+    """Align the clocks of all recorded ranks.
+
+    Units between ranks determine the offset and drift of their clocks, because no rank completes a unit before all
+    ranks
+    have issued it. A clock that no unit connects to the reference keeps the offset measured at the start.
+    """
     reference = min(recording.ranks)
     clocks = {rank: recording.job.placement[rank].clock for rank in recording.ranks}
     barriers = _barriers(recording, clocks)
@@ -107,7 +112,7 @@ def align(recording: Recording) -> Alignment:
 
 
 def _barriers(recording: Recording, clocks: Mapping[int, str]) -> list[_ClockBarrier]:
-    """Units with ranks of several clocks."""
+    """Return the units whose ranks use several clocks."""
     found: defaultdict[UnitId, _ClockBarrier] = defaultdict(_ClockBarrier)
     for number, rank in recording.ranks.items():
         clock = clocks[number]
@@ -125,7 +130,7 @@ def _middle_s(recording: Recording, clock: str, clocks: Mapping[int, str]) -> fl
 
 
 def _coarse(reference: str, barriers: Sequence[_ClockBarrier]) -> dict[str, float]:
-    """What to add to each clock that units join with the reference, so that their ends fall together in the median."""
+    """Return rough offsets: the median difference of unit completions along a chain of clocks to the reference."""
     apart: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for barrier in barriers:
         for one, one_s in barrier.done_s.items():
@@ -143,11 +148,12 @@ def _coarse(reference: str, barriers: Sequence[_ClockBarrier]) -> dict[str, floa
 
 
 def _fit(reference: str, barriers: Sequence[_ClockBarrier], middles: Mapping[str, float]) -> dict[str, ClockLine]:
-    """The lines of all clocks that units join with the reference, itself left out.
+    """Fit the corrections of all clocks that units connect to the reference. The reference itself is omitted.
 
-    A linear programme, in microseconds. Every barrier has a moment of its own, between all issues and all ends.
-    Variables: of each clock but the reference's, an offset, what its drift adds by the end, and the size of that; of
-    each clock, its margin, the reference's first; of each barrier, its moment.
+    Solves a linear programme in microseconds. Each unit has an unknown moment between all of its issues and
+    completions.
+    Variables, in order: for each clock except the reference an offset, the displacement by drift at the end, and the
+    absolute value of that displacement; for each clock, the reference first, a margin; for each unit its moment.
     """
     coarse = _coarse(reference, barriers)
     others = [clock for clock in coarse if clock != reference]
@@ -176,8 +182,8 @@ def _fit(reference: str, barriers: Sequence[_ClockBarrier], middles: Mapping[str
                 if clock != reference:
                     place, since_s = offset[clock], moment_s - middles[clock]
                     line = [(place, sign), (n + place, sign * since_s / half_s)]
-                told_us = (moment_s + coarse[clock] - middles[reference]) * _US
-                at_most([*line, (moment + number, -sign), (margin[clock], 1.0)], -sign * told_us)
+                shown_us = (moment_s + coarse[clock] - middles[reference]) * _US
+                at_most([*line, (moment + number, -sign), (margin[clock], 1.0)], -sign * shown_us)
     for place in range(n):
         for sign in (1.0, -1.0):
             at_most([(n + place, sign), (2 * n + place, -1.0)], 0.0)
@@ -206,29 +212,33 @@ COLUMNS = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)
 
 
 def headlines(recording: Recording, alignment: Alignment) -> tuple[str, str]:
-    """Say what was recorded of whom, and how clocks were aligned."""
+    """Return two sentences: the size of the recording, and how its clocks were aligned."""
     hosts = {recording.job.placement[rank].host for rank in recording.ranks}
     details = {rank.detail for rank in recording.ranks.values()}
     what = "with operators" if details == {Detail.OPERATORS} else "units only"
     if len(details) > 1:
-        what = "of some ranks with operators"
+        what = "with operators on some ranks"
     counts = (
         f"{counted(len(recording.usual_iterations), 'iteration')} of {counted(len(recording.ranks), 'rank')} "
         f"on {counted(len(hosts), 'host')}, {what}"
     )
     known = {line.known for line in alignment.lines.values()}
     operators_us = 1e6 * max(rank.clock_error_s for rank in recording.ranks.values())
-    told = f"; times of operators within {operators_us:.1f} µs" if operators_us else ""
+    precision = f"; operator times within {operators_us:.1f} µs" if operators_us else ""
     if known == {OffsetSource.REFERENCE}:
-        return counts, f"one clock{told}"
-    how = "the units" if OffsetSource.START not in known else "the units, of some as asked for at the start"
+        return counts, f"one clock{precision}"
+    how = (
+        "units"
+        if OffsetSource.START not in known
+        else "units, or (for some ranks) by the offsets measured at the start"
+    )
     if OffsetSource.UNITS not in known:
-        how = "what was asked for at the start"
-    return counts, f"clocks are aligned by {how}, within {1e6 * alignment.error_s:.0f} µs{told}"
+        how = "the offsets measured at the start"
+    return counts, f"clocks are aligned by {how}, within {1e6 * alignment.error_s:.0f} µs{precision}"
 
 
 def rank_rows(recording: Recording) -> list[dict[str, Any]]:
-    """Return of each rank mean seconds of a step, of its phases, and of communication that nothing hides."""
+    """Return one row per rank: mean seconds of a step, of each phase, and of exposed communication."""
     rows, usual = list[dict[str, Any]](), recording.usual_iterations
     for number, rank in sorted(recording.ranks.items()):
         steps = [iteration for iteration in rank.iterations if iteration.number in usual]
@@ -247,17 +257,17 @@ def rank_rows(recording: Recording) -> list[dict[str, Any]]:
 Entry = dict[str, Any]
 
 OPERATOR, OTHER = "cpu_op", "user_annotation"
-"""Categories, as torch.profiler has them: tools that read its traces skip what has none."""
+"""Categories of torch.profiler, because tools that read its traces skip events without a category."""
 
 
 class PathSpan(NamedTuple):
-    """A part of the critical path.
+    """One part of the critical path.
 
     Attributes:
         iteration: number of the recorded iteration.
-        name: of what ran.
-        begin: share of the iteration's length that has passed when it begins.
-        end: share that has passed when it ends.
+        name: name of the operator or operation.
+        begin: begin, as a fraction of the iteration's duration.
+        end: end, as a fraction of the iteration's duration.
     """
 
     iteration: int
@@ -267,10 +277,10 @@ class PathSpan(NamedTuple):
 
 
 def write_trace(folder: Path, recording: Recording, alignment: Alignment, path: Iterable[PathSpan] = ()) -> Path:
-    """Write the trace into the folder, and return its path. `path` is drawn above the ranks.
+    """Write the trace into the folder and return its path. `path` is drawn above the ranks.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     entries = trace_entries(recording, alignment, path)
     lines = ",\n".join(json.dumps(entry, separators=(",", ":")) for entry in entries)
@@ -279,7 +289,7 @@ def write_trace(folder: Path, recording: Recording, alignment: Alignment, path: 
 
 
 def trace_entries(recording: Recording, alignment: Alignment, path: Iterable[PathSpan] = ()) -> Iterator[Entry]:
-    """Its events: a process is a rank, and a thread what happens one after the other there. Times in µs, from 0 on."""
+    """Yield trace events, in microseconds from 0. Each rank is a process; each kind of sequential event is a thread."""
     firsts = [(number, rank.iterations[0]) for number, rank in recording.ranks.items() if rank.iterations]
     origin_s = min((alignment.at(number, first.begin_s) for number, first in firsts), default=0.0)
     buffers = {buffer.number: buffer for buffer in recording.job.buffers}
@@ -297,7 +307,7 @@ def _path_entries(
             moments_s[one.number] += (alignment.at(number, one.begin_s), alignment.at(number, one.end_s))
     windows_s, end_s = dict[int, tuple[float, float]](), -math.inf
     for number, moments in sorted(moments_s.items()):
-        # A rank may begin an iteration before all others have ended the one before.
+        # Iterations of different ranks may overlap, so an iteration's window begins no earlier than the last one's end.
         windows_s[number] = begin_s, end_s = max(min(moments), end_s), max(moments)
     track = {"pid": 1 + max(recording.ranks, default=0), "tid": 1}
     for place, span in enumerate(path):
@@ -316,7 +326,7 @@ def _rank_entries(
     rank: RankRecording, place: Placement, buffers: Mapping[int, Buffer], clock: ClockLine, origin_s: float
 ) -> Iterator[Entry]:
     tracks: dict[str, int] = {}
-    queued = rank.rank << 32  # numbers of what may overlap, which no other rank uses
+    queued = rank.rank << 32  # ids of asynchronous events, unique in the trace
 
     def us(moment_s: float) -> float:
         return round((clock.at(moment_s) - origin_s) * 1e6, 3)
@@ -359,12 +369,12 @@ def _rank_entries(
             layout = buffers[done.buffer].layout
             transport, algorithm = done.route
             track = f"{transport.value} stream {done.stream}"
-            # A transport that does not tell when it began takes a stream's units one after the other.
+            # If a transport does not report when a unit began: it runs the units of one stream in sequence.
             begin_s = max(done.issue_s, done.begin_s or 0.0, free_s.get(track, 0.0))
             free_s[track] = end_s = max(done.done_s, begin_s)
             name = layout.describe(done.start, done.stop) if layout.names else f"[{done.start}, {done.stop})"
             if begin_s > done.issue_s:
-                # Units that wait may overlap, so they are no spans of a thread.
+                # An asynchronous event, because units that wait in a queue overlap each other.
                 queued += 1
                 both = {"name": f"{track} queue", "cat": "queue", "id": queued, "pid": rank.rank, "tid": 0}
                 yield {**both, "ph": "b", "ts": us(done.issue_s), "args": {"unit": name}}

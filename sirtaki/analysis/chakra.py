@@ -1,4 +1,4 @@
-"""Recordings as Chakra execution traces, for simulators such as ASTRA-sim."""
+"""Export recordings as Chakra execution traces, for simulators such as ASTRA-sim."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .job_model import Histories, OperationKey, ThreadInterval, TimedBarrier, Ti
 from .recording import RecordedIteration, write_whole
 
 VERSION = "0.0.4"
-"""Of the schema, for `GlobalMetadata.version`."""
+"""Schema version, stored in `GlobalMetadata.version`."""
 
 COMP_NODE, COMM_COLL_NODE = 4, 7
-"""Of `NodeType`."""
+"""Values of the schema's enum `NodeType`."""
 
 COLLECTIVES: Mapping[str, int] = {
     "allreduce": 0,
@@ -33,10 +33,10 @@ COLLECTIVES: Mapping[str, int] = {
     "reducescatter": 7,
     "barrier": 9,
 }
-"""Of `CollectiveCommType`, by what we call them."""
+"""Values of the schema's enum `CollectiveCommType`, by `Collective.kind`."""
 
 ALL_RANKS = 0
-"""The number of the group of all ranks, as ASTRA-sim has it."""
+"""Id that ASTRA-sim reserves for the group of all ranks."""
 
 _PACKAGE = "ChakraProtoMsg"
 _SCHEMA = {
@@ -59,11 +59,11 @@ _SCHEMA = {
         "repeated AttributeProto attr = 10",
     ),
 }
-"""What we write of mlcommons/chakra's et_def.proto."""
+"""Part of mlcommons/chakra's et_def.proto that is written here."""
 
 
 def messages() -> Mapping[str, Any]:
-    """The classes that a trace consists of, by name: first a `GlobalMetadata`, then `Node`s."""
+    """Return the message classes of a trace by name. A trace is one `GlobalMetadata`, followed by `Node`s."""
     file = descriptor_pb2.FileDescriptorProto(name="et_def.proto", package=_PACKAGE, syntax="proto3")
     kinds = file.enum_type.add(name="NodeType")
     for name, number in (("INVALID_NODE", 0), ("COMP_NODE", COMP_NODE), ("COMM_COLL_NODE", COMM_COLL_NODE)):
@@ -92,13 +92,13 @@ def messages() -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What was written.
+    """Files of an export.
 
     Attributes:
-        files: of each rank.
-        groups: which ranks act together; None where always all do.
-        iterations: how many are in the traces.
-        nodes: of all ranks.
+        files: trace of each rank.
+        groups: file that lists the process groups; None if every collective includes all ranks.
+        iterations: number of iterations in the traces.
+        nodes: number of nodes of all ranks.
     """
 
     files: tuple[Path, ...]
@@ -108,11 +108,11 @@ class Written:
 
 
 def write_traces(prefix: Path, histories: Histories) -> Written:
-    """Write the iterations that are replayed, one behind the other; simulators count ranks from 0 on.
+    """Write the representative iterations as consecutive steps. Ranks are renumbered from 0, as simulators require.
 
     Raises:
         OSError: a file cannot be written.
-        RecordingError: a collective has no name in Chakra.
+        RecordingError: Chakra has no type for a collective.
     """
     kinds, files, nodes = messages(), list[Path](), 0
     groups, numbers = {histories.ranks: ALL_RANKS}, dict[tuple[int, OperationKey], int]()
@@ -144,7 +144,7 @@ def _us(moment_s: float) -> int:
 
 @dataclass(slots=True)
 class _RankTrace:
-    """One rank's nodes: what it does alone follows each other, collectives are numbered as on other ranks."""
+    """Builds the nodes of one rank: a chain of local work, and collectives whose ids are equal on all ranks."""
 
     kind: Any  # the class of nodes
     histories: Histories
@@ -152,9 +152,9 @@ class _RankTrace:
     groups: Mapping[tuple[int, ...], int]
     numbers: Mapping[tuple[int, OperationKey], int]
     _own: Iterator[int] = field(init=False)
-    _last: list[int] = field(default_factory=list)  # own node before, if there is one
-    _last_on: dict[str, list[int]] = field(default_factory=dict)  # the same of streams
-    _seen: list[int] = field(default_factory=list)  # results that the thread has waited for since its last node
+    _last: list[int] = field(default_factory=list)  # latest local node; empty at the begin
+    _last_on: dict[str, list[int]] = field(default_factory=dict)  # latest collective of each lane
+    _waited_for: list[int] = field(default_factory=list)  # collectives waited for since the latest local node
     _now_s: float = 0.0
 
     def nodes(self) -> Iterator[Any]:
@@ -171,44 +171,44 @@ class _RankTrace:
             for place, one in enumerate(iteration.operators)
             if one.lane == 0
         )
-        nodes_of: dict[int, int] = {}  # by place of an operator: the last node of it
+        nodes_of: dict[int, int] = {}  # latest node of each operator, by the operator's index
         if (gap_s := full[0].begin_s - self._now_s) > 0:
-            yield self._alone("between steps", step, ThreadInterval(Activity.COMPUTE, Phase.OTHER, gap_s))
+            yield self._local_node("between steps", step, ThreadInterval(Activity.COMPUTE, Phase.OTHER, gap_s))
         for piece in pieces(full, step.marks[self.rank], lambda begin_s, end_s: end_s - begin_s):
-            self._seen += [self.numbers[step.number, key] for key, _ in piece.waits]
+            self._waited_for += [self.numbers[step.number, key] for key, _ in piece.waits]
             self._now_s = max([self._now_s, *(barriers[key].done_s[self.rank] for key, _ in piece.waits)])
             if piece.seconds <= 0 and not piece.issues:
                 continue
             place = _place_at(spans, self._now_s + piece.seconds / 2) if piece.name else None
             reads = () if place is None or place in nodes_of else iteration.operators[place].after
-            name = piece.name or f"{piece.phase.value}, between operators"  # the script's own doings have none
-            yield self._alone(name, step, piece, [nodes_of[other] for other in reads if other in nodes_of])
+            name = piece.name or f"{piece.phase.value}, between operators"  # Python code has no operator name
+            yield self._local_node(name, step, piece, [nodes_of[other] for other in reads if other in nodes_of])
             if place is not None:
                 nodes_of[place] = self._last[0]
             for key in piece.issues:
                 kind = "allreduce" if key[0] >= 0 else iteration.collectives[key[1]].kind.lower()
-                yield self._together(step, barriers[key], kind)
-        if self._seen:
-            yield self._alone("the end", step, ThreadInterval(Activity.COMPUTE, Phase.OTHER, 0.0))
+                yield self._collective_node(step, barriers[key], kind)
+        if self._waited_for:
+            yield self._local_node("the end", step, ThreadInterval(Activity.COMPUTE, Phase.OTHER, 0.0))
 
-    def _alone(self, name: str, step: TimedStep, piece: ThreadInterval, reads: Iterable[int] = ()) -> Any:
+    def _local_node(self, name: str, step: TimedStep, piece: ThreadInterval, reads: Iterable[int] = ()) -> Any:
         before, begin_s = self._last, self._now_s
         self._last, self._now_s = [next(self._own)], begin_s + piece.seconds
-        seen, self._seen = self._seen, []
+        waited_for, self._waited_for = self._waited_for, []
         values = {"iteration": step.number, "activity": piece.activity.value, "phase": piece.phase.value}
-        node = self._node(self._last[0], name, COMP_NODE, before, [*seen, *reads], begin_s, self._now_s)
+        node = self._node(self._last[0], name, COMP_NODE, before, [*waited_for, *reads], begin_s, self._now_s)
         return _with_attributes(node, is_cpu_op=True, **values)
 
-    def _together(self, step: TimedStep, one: TimedBarrier, kind: str) -> Any:
+    def _collective_node(self, step: TimedStep, one: TimedBarrier, kind: str) -> Any:
         if kind not in COLLECTIVES:
-            raise RecordingError(f"{one.name} is {kind}, for which Chakra has no name")
+            raise RecordingError(f"Chakra has no type for the collective {one.name} ({kind})")
         before, number = self._last_on.get(one.lane, []), self.numbers[step.number, one.key]
         self._last_on[one.lane] = [number]
         node = self._node(number, one.name, COMM_COLL_NODE, before, self._last, one.begin_s, one.done_s[self.rank])
         node.attr.add(name="comm_size", uint64_val=one.n_bytes)
         return _with_attributes(
             node,
-            is_cpu_op=False,  # simulators want to hear no
+            is_cpu_op=False,  # simulators require this value for collectives
             iteration=step.number,
             activity=one.activity.value,
             phase=Phase.OTHER.value,
@@ -233,6 +233,6 @@ def _with_attributes(node: Any, **values: bool | int | str) -> Any:
 
 
 def _place_at(spans: Sequence[tuple[float, float, int]], moment_s: float) -> int | None:
-    """The place of the training thread's operator that ran at a moment; None = there was none."""
+    """Return the index of the training thread's operator that ran at a moment; None = no operator."""
     found = bisect_right(spans, moment_s, key=lambda span: span[0]) - 1
     return spans[found][2] if found >= 0 and moment_s <= spans[found][1] else None

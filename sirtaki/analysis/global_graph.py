@@ -1,4 +1,4 @@
-"""The global graph of a job (dPRO, section 4): coarsened, replayed, with its critical path."""
+"""Global graph of a job (dPRO, section 4): coarsening, replay and critical path."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from .alignment import PathSpan
 from .job_model import Histories, Iteration, JobModel, JobOperation, Processors, Program, ThreadInterval
 
 
-def coarse(job: JobModel, *, settled: bool = True) -> JobModel:
-    """Chains of pieces that nothing else depends on become one.
+def coarse(job: JobModel, *, plan_is_fixed: bool = True) -> JobModel:
+    """Return the job with consecutive pieces merged where no other node depends on the boundary between them.
 
     Args:
-        job: what is to become smaller.
-        settled: its plan stays, so when gradients come that complete no unit need no longer be known.
+        job: job to simplify.
+        plan_is_fixed: the plan will not change, so ready times of gradients that complete no unit may be lost.
     """
 
     def joined(_: int, program: Program) -> Program:
         found: list[ThreadInterval] = []
         for piece in program:
             before = found[-1] if found else None
-            marked = before is not None and (before.issues or (before.ready and not settled))
+            marked = before is not None and (before.issues or (before.ready and not plan_is_fixed))
             if before is None or marked or piece.waits or not _belong_together(before, piece):
                 found.append(piece)
                 continue
@@ -58,12 +58,17 @@ def coarse(job: JobModel, *, settled: bool = True) -> JobModel:
 
 def _belong_together(before: ThreadInterval, piece: ThreadInterval) -> bool:
     alike = (before.activity, before.phase) == (piece.activity, piece.phase)
-    negligible = min(before.seconds, piece.seconds) <= 0.0 and not before.waits  # waiting has a phase, too
+    negligible = (
+        min(before.seconds, piece.seconds) <= 0.0 and not before.waits
+    )  # the time of a wait counts to its phase
     return before.computes == piece.computes and (alike or negligible)
 
 
 def mean_iteration(job: JobModel) -> JobModel:
-    """One iteration of mean durations. An iteration in which a rank did other things than in most counts for others."""
+    """Return the job with a single iteration of mean durations.
+
+    Each rank's mean includes only iterations in which the rank ran the most frequent sequence of pieces.
+    """
     programs = {rank: _mean_program([each.programs[rank] for each in job.iterations]) for rank in job.ranks}
     operations: dict[Hashable, list[JobOperation]] = defaultdict(list)
     for each in job.iterations:
@@ -107,13 +112,19 @@ def _signature(program: Program) -> Hashable:
 
 
 def symmetric(job: JobModel, *, tolerance: float = 0.02) -> JobModel:
-    """One rank for each kind of them: ranks that do the same, and take as long for each phase within `tolerance`.
+    """Return the job with one rank for each group of equal ranks, and one host for each group of equal hosts.
 
-    Hosts whose ranks are of the same kinds are alike, too; one of them stays, and on it one rank of each kind, which
-    counts as many on the processors that they share. Hosts that are not there any more are not counted, so what units
-    cost that nobody has run is to be asked of the whole job.
+    Ranks are equal if they run the same sequence, and take equally long for each phase within `tolerance`. Hosts are
+    equal if the same numbers of equal ranks run on them. A remaining rank counts as all equal ranks of its host
+    (`JobModel.alike`) on shared processors. Removed hosts do not count anywhere, so costs of new units must be derived
+    from
+    the complete job.
+
+    Args:
+        job: job to reduce.
+        tolerance: largest difference, as a fraction of the iteration.
     """
-    kinds = _kinds(job, tolerance)
+    kinds = _equal_ranks(job, tolerance)
     hosts: dict[Hashable, tuple[Processors, Counter[int]]] = {}
     for group in job.processors:
         counts = Counter(kinds[rank] for rank in group.ranks)
@@ -148,8 +159,8 @@ def symmetric(job: JobModel, *, tolerance: float = 0.02) -> JobModel:
     )
 
 
-def _kinds(job: JobModel, tolerance: float) -> dict[int, int]:
-    """The lowest rank of each one's kind."""
+def _equal_ranks(job: JobModel, tolerance: float) -> dict[int, int]:
+    """Return the lowest equal rank, by rank."""
     signatures = {rank: [_signature(each.programs[rank]) for each in job.iterations] for rank in job.ranks}
     lengths = {rank: [_lengths(each.programs[rank]) for each in job.iterations] for rank in job.ranks}
 
@@ -172,7 +183,7 @@ def _kinds(job: JobModel, tolerance: float) -> dict[int, int]:
 
 
 def _lengths(program: Program) -> dict[Hashable, float]:
-    """Seconds of a rank's iteration up to each operation, and in each phase."""
+    """Return the seconds of a rank's iteration until each operation is issued, and in each phase."""
     found: dict[Hashable, float] = defaultdict(float)
     so_far_s = 0.0
     for piece in program:
@@ -184,14 +195,14 @@ def _lengths(program: Program) -> dict[Hashable, float]:
 
 
 BEFORE = -1
-"""`ReplayNode.iteration` of what delays a rank's first iteration."""
+"""`ReplayNode.iteration` of the node that delays a rank's first iteration."""
 
 
 def global_graph(job: JobModel) -> ReplayGraph:
-    """Nodes and edges of all its iterations, one behind the other.
+    """Return the graph of all iterations.
 
     Raises:
-        ReplayError: a time is negative or not finite.
+        ReplayError: a duration is negative or not finite.
     """
     nodes: list[ReplayNode] = []
     edges: list[Edge] = []
@@ -199,9 +210,9 @@ def global_graph(job: JobModel) -> ReplayGraph:
     servers = [group.server for group in job.processors]
     link, messages = len(servers), len(servers) + 1
     if job.link is not None:
-        servers += [job.link, SharedResource(name="handing messages to the link", totals=(1.0,), is_link=True)]
+        servers += [job.link, SharedResource(name="passing messages to the link", totals=(1.0,), is_link=True)]
     place_of = {rank: place for place, group in enumerate(job.processors) for rank in group.ranks}
-    last_on: dict[str, tuple[int, float]] = {}  # by lane: the last operation, and how late its last rank is
+    last_on: dict[str, tuple[int, float]] = {}  # latest operation of each lane, and its lag_s
 
     def count(ranks: Sequence[int]) -> int:
         return sum(job.alike.get(rank, 1) for rank in ranks)
@@ -218,9 +229,9 @@ def global_graph(job: JobModel) -> ReplayGraph:
         works: Sequence[ResourceDemand],
     ) -> int:
         phase = one.phase if isinstance(one, ThreadInterval) else Phase.OTHER
-        told: dict[str, Any] = {"activity": one.activity, "phase": phase, "name": one.name, "works": tuple(works)}
+        fields: dict[str, Any] = {"activity": one.activity, "phase": phase, "name": one.name, "works": tuple(works)}
         lane_number = lanes.setdefault(lane, len(lanes))
-        nodes.append(ReplayNode(lane=lane_number, rank=rank, iteration=number, fixed_s=fixed_s, **told))
+        nodes.append(ReplayNode(lane=lane_number, rank=rank, iteration=number, fixed_s=fixed_s, **fields))
         return len(nodes) - 1
 
     def add_piece(number: int, rank: int, piece: ThreadInterval) -> int:
@@ -265,19 +276,19 @@ def global_graph(job: JobModel) -> ReplayGraph:
 
 
 def play(job: JobModel) -> Replay:
-    """Replays all its iterations, one behind the other."""
+    """Replay all iterations of a job."""
     return replay(global_graph(coarse(job)))
 
 
-STRAGGLES = 0.05
-"""A rank that takes longer than the median one by more than that share is called by name."""
+STRAGGLER_EXCESS = 0.05
+"""A rank is named as a straggler if it takes longer than the median rank by more than this fraction."""
 
 _PHASES = {
     Phase.DATA: "loading data",
     Phase.FORWARD: "the forward pass",
     Phase.BACKWARD: "the backward pass",
     Phase.UPDATE: "the optimizer's update",
-    Phase.OTHER: "what the script does besides",
+    Phase.OTHER: "other work of the script",
 }
 
 _RANKS = {Phase.DATA: "data loader", Phase.OTHER: "script"}
@@ -285,12 +296,12 @@ _RANKS = {Phase.DATA: "data loader", Phase.OTHER: "script"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One cause of a step's length.
+    """One cause of a step's duration.
 
     Attributes:
-        words: that name it.
-        seconds: of one iteration.
-        share: of the iteration.
+        words: predicate that completes "31 % of the step …".
+        seconds: seconds per iteration.
+        share: fraction of the iteration.
     """
 
     words: str
@@ -298,13 +309,19 @@ class Part:
     share: float
 
     def describe(self) -> str:
-        """`31 % of the step is the link between hosts`."""
+        """Return a sentence such as `31 % of the step is the link between hosts`."""
         return f"{percent(self.share)} of the step {self.words}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visit:
-    """A node on the path: when it held everything up, and how long nothing was done between it and the next one."""
+    """One node on the critical path.
+
+    Attributes:
+        place: index of the node.
+        begin_s, end_s: interval in which the node was critical.
+        gap_s: idle time between the end of this node and the begin of the next one.
+    """
 
     place: int
     begin_s: float
@@ -313,7 +330,10 @@ class Visit:
 
 
 def critical_path(replay: Replay) -> tuple[Visit, ...]:
-    """The nodes whose ends let each other start, from the first iteration to what ended last."""
+    """Return the critical path from the first iteration to the last end.
+
+    The path is found backwards: each node's start has a cause, which is the node whose end allowed it.
+    """
     if not replay.end_s:
         return ()
     place = max(range(len(replay.end_s)), key=lambda place: replay.end_s[place])
@@ -326,7 +346,7 @@ def critical_path(replay: Replay) -> tuple[Visit, ...]:
 
 
 def path_spans(histories: Histories, replay: Replay) -> Iterator[PathSpan]:
-    """Yield the critical path for the trace. A replayed iteration begins when the one before ends."""
+    """Yield the critical path for the trace. A replayed iteration begins when the previous one ends."""
     graph, ends_s = replay.graph, defaultdict[int, float](float)
     for node, end_s in zip(graph.nodes, replay.end_s, strict=True):
         if node.iteration > BEFORE and node.rank != ALL_RANKS:
@@ -341,14 +361,14 @@ def path_spans(histories: Histories, replay: Replay) -> Iterator[PathSpan]:
 
 
 def parts(replay: Replay) -> tuple[Part, ...]:
-    """Return what the critical path is made of, the largest part first; seconds are of a mean iteration."""
+    """Return the causes of the critical path's duration, the largest first, in seconds of a mean iteration."""
     seconds: dict[tuple[str, int, Phase], float] = defaultdict(float)
     graph = replay.graph
     for visit in critical_path(replay):
         node = graph.nodes[visit.place]
         for words, rank, phase, part_s in _shares(graph, node, visit.end_s - visit.begin_s):
             seconds[words, rank, phase] += part_s
-        seconds["is ranks that see results later than the first", ALL_RANKS, Phase.OTHER] += visit.gap_s
+        seconds["is delays between ranks in receiving results", ALL_RANKS, Phase.OTHER] += visit.gap_s
     iterations = 1 + max((node.iteration for node in graph.nodes), default=0)
     total_s = sum(seconds.values()) or 1.0
     named = _by_name(seconds, _own_s(graph))
@@ -359,31 +379,31 @@ def parts(replay: Replay) -> tuple[Part, ...]:
     )
 
 
-LEAST_SHARE = 0.005
-"""Of the step; smaller parts of a path are shown as one."""
+MIN_SHARE = 0.005
+"""Smaller parts of a path are merged into one, as a fraction of the step."""
 
 
 def path_lines(replay: Replay) -> tuple[Part, ...]:
-    """The parts that are worth a line each, and what is left as one."""
+    """Return the parts to print: large ones, and the sum of the small ones."""
     found = parts(replay)
-    rest = [part for part in found if part.share < LEAST_SHARE]
-    shown = tuple(part for part in found if part.share >= LEAST_SHARE)
+    rest = [part for part in found if part.share < MIN_SHARE]
+    shown = tuple(part for part in found if part.share >= MIN_SHARE)
     if not rest:
         return shown
     seconds, share = sum(part.seconds for part in rest), sum(part.share for part in rest)
-    return (*shown, Part(words="is all else", seconds=seconds, share=share))
+    return (*shown, Part(words="is everything else", seconds=seconds, share=share))
 
 
-_OWN = ""  # computing and loading: named by phase and rank
+_OWN = ""  # stands for a rank's own work, which _by_name names by phase and rank
 
 
 def _shares(graph: ReplayGraph, node: ReplayNode, length_s: float) -> Sequence[tuple[str, int, Phase, float]]:
-    """What a node's time was spent on."""
+    """Return how a node's time is divided among causes: (words, rank, phase, seconds)."""
     alone_s, fixed_s = min(node.alone_s, length_s), min(node.fixed_s, length_s)
     link = next((work.server for work in node.works if graph.servers[work.server].is_link), None)
     words, rank = _OWN, node.rank
     if node.activity is Activity.COLLECTIVE:
-        return [("is operations between ranks that a script asks for", ALL_RANKS, node.phase, length_s)]
+        return [("is other collective operations of the script", ALL_RANKS, node.phase, length_s)]
     if node.activity is Activity.UNIT and link is not None:
         return [
             ("is starting to exchange gradients", ALL_RANKS, node.phase, fixed_s),
@@ -401,7 +421,7 @@ def _shares(graph: ReplayGraph, node: ReplayNode, length_s: float) -> Sequence[t
 
 
 def _own_s(graph: ReplayGraph) -> dict[Phase, dict[int, float]]:
-    """What each rank's own doings take in each phase."""
+    """Return the uncontended seconds of each rank's pieces, by phase and rank."""
     found: dict[Phase, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for node in graph.nodes:
         if node.rank != ALL_RANKS and node.iteration > BEFORE and node.activity is not Activity.COPY:
@@ -418,7 +438,7 @@ def _by_name(
             found[words] += part_s
             continue
         usual_s, mine_s = statistics.median_low(own_s[phase].values()), own_s[phase][rank]
-        late_s = min(part_s, mine_s - usual_s) if mine_s > (1 + STRAGGLES) * usual_s else 0.0
+        late_s = min(part_s, mine_s - usual_s) if mine_s > (1 + STRAGGLER_EXCESS) * usual_s else 0.0
         found[f"waits for rank {rank}'s {_RANKS.get(phase, _PHASES[phase].removeprefix('the '))}"] += late_s
         found[f"is {_PHASES[phase]}"] += part_s - late_s
     return found
@@ -426,13 +446,13 @@ def _by_name(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeanStepTimes:
-    """Means over ranks and iterations.
+    """Mean step times over ranks and iterations.
 
     Attributes:
-        iteration_s: from the end of one step to the end of the next.
-        phases_s: of it in each phase, waiting in it included.
-        spread_s: standard deviation of iterations, each a mean over ranks; 0 of a single one.
-        iterations: how many there are.
+        iteration_s: time from the end of one step to the end of the next.
+        phases_s: time in each phase, waits included.
+        spread_s: standard deviation over iterations of the mean over ranks; 0 for a single iteration.
+        iterations: number of iterations.
     """
 
     iteration_s: float
@@ -441,23 +461,23 @@ class MeanStepTimes:
     iterations: int
 
     def scaled(self, factor: float) -> MeanStepTimes:
-        """All times as many times as long."""
+        """Return all times multiplied by `factor`."""
         phases_s = {phase: factor * seconds for phase, seconds in self.phases_s.items()}
         return replace(self, iteration_s=factor * self.iteration_s, phases_s=phases_s, spread_s=factor * self.spread_s)
 
     @property
     def forward_s(self) -> float:
-        """Seconds of the forward pass."""
+        """Return the seconds of the forward pass."""
         return self.phases_s.get(Phase.FORWARD, 0.0)
 
     @property
     def backward_s(self) -> float:
-        """Seconds of the backward pass, until gradients are reduced: `backward()` waits for them."""
+        """Return the seconds of the backward pass, including the wait for reduced gradients."""
         return self.phases_s.get(Phase.BACKWARD, 0.0)
 
 
 def recorded(histories: Histories) -> MeanStepTimes:
-    """Return how long steps took as they were recorded."""
+    """Return the recorded step times."""
     steps_s: list[list[float]] = []
     phases_s: dict[Phase, float] = defaultdict(float)
     for step in histories.steps:
@@ -469,7 +489,7 @@ def recorded(histories: Histories) -> MeanStepTimes:
 
 
 def replayed(replay: Replay) -> MeanStepTimes:
-    """Return how long steps take in a replay."""
+    """Return the step times of a replay."""
     graph = replay.graph
     steps_s: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     phases_s: dict[Phase, float] = defaultdict(float)
@@ -509,20 +529,20 @@ def _part_s(graph: ReplayGraph, activities: Collection[Activity]) -> float:
 
 
 def communication_s(graph: ReplayGraph) -> float:
-    """Seconds of what ranks do together, as if nobody had to wait for gradients."""
+    """Return the duration of all operations between ranks, without waits for gradients."""
     return _part_s(graph, {Activity.UNIT, Activity.COLLECTIVE})
 
 
 def computation_s(graph: ReplayGraph) -> float:
-    """Seconds of what the slowest rank does by itself, as if nobody waited for others."""
+    """Return the duration of the slowest rank's own work, without waits for other ranks."""
     return _part_s(graph, {Activity.COMPUTE, Activity.DATA, Activity.COPY})
 
 
 def ms(seconds: float) -> str:
-    """`198.2 ms`."""
+    """Return milliseconds as text, such as `198.2 ms`."""
     return f"{1e3 * seconds:.4g} ms"
 
 
 def percent(share: float) -> str:
-    """`12 %`, `3.4 %`."""
+    """Return a percentage as text, such as `12 %` or `3.4 %`."""
     return f"{100 * share:.0f} %" if share >= 0.095 else f"{100 * share:.1f} %"

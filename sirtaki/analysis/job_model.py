@@ -1,4 +1,4 @@
-"""The model of a recorded job: histories of its ranks on one clock, and what they say of the work that was done."""
+"""Model of a recorded job: the timelines of its ranks on one clock, and the work that the timelines contain."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from .alignment import align
 from .recording import Buffer, Module, ModuleKey, Operator, PhaseSpan, Placement, RecordedIteration, Recording
 
 GradientKey = tuple[int, int]
-"""(buffer, place in its layout)."""
+"""(number of the buffer, index in its layout)."""
 
 OperationKey = tuple[int, int, int]
-"""(buffer, start, stop) of a unit, elements of the flat buffer; (-1, place in the iteration, 0) of anything else."""
+"""(buffer, start, stop) of a unit, in elements; (-1, index in the iteration, 0) of a different collective operation."""
 
 
 @dataclass(frozen=True, slots=True)
 class ThreadInterval:
-    """What the thread that trains does between two moments at which something else depends on it.
+    """Work of the training thread between two moments at which another node of the graph depends on it.
 
     Attributes:
-        activity: what it is.
-        phase: of the step.
-        name: of the operator.
-        seconds: on as many processors as it uses.
-        computes: it uses processors; else it lasts as long whatever they do.
-        waits: operations whose results it needs, and how much later than the first rank this one sees each.
-        ready: gradients that have come at its end.
-        issues: operations that this rank takes part in from its end on.
-        module: whose forward or backward pass an operator belongs to; None = none is known.
+        activity: kind of work.
+        phase: phase of the step.
+        seconds: duration without contention.
+        name: name of the operator.
+        computes: the work uses processors, so contention slows it; otherwise its duration is fixed.
+        waits: keys of operations whose results the piece needs, each with the delay after the first rank's completion.
+        ready: gradients that become ready at the end of the piece.
+        issues: operations that this rank issues at the end of the piece.
+        module: module whose forward or backward pass contains the operator; None = unknown.
     """
 
     activity: Activity
@@ -52,22 +52,22 @@ class ThreadInterval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOperation:
-    """What several ranks do together: a unit, or another collective operation.
+    """One operation between ranks: a unit, or another collective operation.
 
     Attributes:
-        key: which.
+        key: key of the operation.
         activity: `Activity.UNIT` or `Activity.COLLECTIVE`.
-        lane: what it runs on, one at a time; equal for those that wait for each other.
-        ranks: that take part.
-        n_bytes: of one rank's input.
-        name: for people.
-        route: of a unit.
-        fixed_s: start-up.
-        link_s: on the link between hosts, which it shares; 0 = none is used.
-        host_s: of what hands messages to the link, one after the other on all streams (`LinkModel.host_s`).
-        processor_s: on the processors of its ranks, where all are on one host.
-        busy: processors that each of its ranks keeps busy meanwhile; below 1 where messages are waited for.
-        lag_s: how much later than the first the last rank is done.
+        lane: name of the queue that runs the operation. A lane runs one operation at a time.
+        ranks: participating ranks.
+        n_bytes: size of one rank's input.
+        name: name for display.
+        route: transport and algorithm of a unit.
+        fixed_s: start-up time.
+        link_s: time on the link between hosts, which operations share; 0 = the operation stays on one host.
+        host_s: time to pass messages to the link, serial over all streams (`LinkModel.host_s`).
+        processor_s: time on the processors of the ranks, if all ranks are on one host.
+        busy: processors that each rank occupies meanwhile; below 1 if the transport sleeps while it waits for messages.
+        lag_s: delay between the first and the last rank's completion.
     """
 
     key: OperationKey
@@ -93,8 +93,8 @@ class Iteration:
     """One step of all ranks.
 
     Attributes:
-        programs: of each rank.
-        operations: in the order in which they are issued.
+        programs: pieces of each training thread, by rank.
+        operations: operations, in the order in which they are issued.
     """
 
     programs: Mapping[int, Program]
@@ -103,13 +103,13 @@ class Iteration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Processors:
-    """What the ranks of one machine share.
+    """Processors that the ranks of one machine share.
 
     Attributes:
-        name: for people.
-        capacity: how many processors they may use together.
-        ranks: that run there.
-        threads: that a rank computes with.
+        name: name for display.
+        capacity: number of processors that the ranks may use together.
+        ranks: ranks on the machine.
+        threads: compute threads per rank.
     """
 
     name: str
@@ -119,26 +119,26 @@ class Processors:
 
     @property
     def server(self) -> SharedResource:
-        """N jobs get n processors' work done, until there are no more."""
+        """Return a server on which n jobs proceed at full speed until n exceeds the capacity."""
         whole = [float(count) for count in range(1, int(self.capacity) + 1)]
         return SharedResource(name=self.name, totals=tuple(dict.fromkeys((*whole, self.capacity))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobModel:
-    """All that is replayed.
+    """Complete input of a replay.
 
     Attributes:
-        ranks: by number.
-        hosts: of each rank, by the lowest rank there.
-        processors: of each machine.
-        buffers: the gradients and how they are reduced.
-        links: of each route that was probed.
-        link: the server that units between hosts share; None where all is on one host.
-        iterations: one behind the other.
-        begin_s: how much later than the first rank each one begins.
-        alike: as how many ranks one counts that stands for others of its host, too; else 1.
-        notes: what is not known, a sentence each.
+        ranks: ranks, ascending.
+        hosts: lowest rank on the same host, by rank.
+        processors: processors of each machine.
+        buffers: gradients, and how they are reduced.
+        links: link model of each probed route.
+        link: server that units between hosts share; None if all ranks are on one host.
+        iterations: consecutive steps.
+        begin_s: delay of each rank's begin after the first rank's, by rank.
+        alike: number of ranks that a rank represents after `symmetric`, by rank; ranks without an entry count as one.
+        notes: one sentence for each missing input.
     """
 
     ranks: tuple[int, ...]
@@ -154,16 +154,16 @@ class JobModel:
 
     @property
     def plans(self) -> dict[int, CommPlan]:
-        """How each buffer is reduced, by its number."""
+        """Return the plan of each buffer, by number."""
         return {buffer.number: buffer.plan for buffer in self.buffers}
 
     @property
     def units(self) -> list[JobOperation]:
-        """Of all iterations."""
+        """Return the units of all iterations."""
         return [one for each in self.iterations for one in each.operations if one.activity is Activity.UNIT]
 
     def crosses_hosts(self, ranks: tuple[int, ...]) -> bool:
-        """Return whether an operation of these ranks needs the link."""
+        """Return whether an operation between these ranks uses the link between hosts."""
         return len({self.hosts[rank] for rank in ranks}) > 1
 
     def changed(
@@ -172,7 +172,7 @@ class JobModel:
         program: Callable[[int, Program], Program] = lambda _, same: same,
         operation: Callable[[JobOperation], JobOperation] = lambda same: same,
     ) -> JobModel:
-        """The job with each rank's program, given with its rank, and each operation put through a function."""
+        """Return a copy in which `program` has transformed each rank's program and `operation` each operation."""
         iterations = [
             Iteration(
                 programs={rank: program(rank, mine) for rank, mine in each.programs.items()},
@@ -184,15 +184,19 @@ class JobModel:
 
 
 Clock = Callable[[float], float]
-"""From a rank's clock to the job's."""
+"""Maps a moment of a rank's clock to the job's clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """What a training thread does for a while; moments of the job's clock.
+    """One interval of a training thread, in the job's clock.
 
     Attributes:
-        waits: the thread waits for these, and for nothing else; empty if it does something.
+        begin_s, end_s: first and last moment.
+        activity: kind of work.
+        phase: phase of the step.
+        name: name of the operator; "" = no operator was recorded.
+        waits: operations for which the thread only waits in this interval; empty if the thread works.
         module: as `ThreadInterval.module`.
     """
 
@@ -206,16 +210,21 @@ class Stretch:
 
     @property
     def computes(self) -> bool:
-        """Processors are used: a loader's time is its own, and who waits sleeps."""
+        """Return whether the interval uses this machine's processors.
+
+        A wait does not, because the thread sleeps. Loading data does not: it is assumed to take a fixed time.
+        """
         return not self.waits and self.activity is not Activity.DATA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitInterval:
-    """From when on a thread waited for operations, and when they were done; both moments may turn out to be one.
+    """A wait of the training thread for operations.
 
     Attributes:
-        until_backward_ends: their results are not looked at before.
+        begin_s, end_s: first and last moment; equal if the results were already there.
+        keys: keys of the operations.
+        until_backward_ends: the script reads the results only after `backward()`.
     """
 
     begin_s: float
@@ -225,7 +234,7 @@ class WaitInterval:
 
 
 def stretches(iteration: RecordedIteration, clock: Clock, modules: Sequence[Module] = ()) -> list[Stretch]:
-    """The whole iteration without a gap, waiting not told apart yet."""
+    """Divide a whole iteration into intervals without gaps. `with_waits` marks the waits afterwards."""
 
     def stretch(one: Operator | PhaseSpan, name: str = "", module: ModuleKey | None = None) -> Stretch:
         activity = Activity.DATA if one.phase is Phase.DATA else Activity.COMPUTE
@@ -245,7 +254,7 @@ def stretches(iteration: RecordedIteration, clock: Clock, modules: Sequence[Modu
     full: list[Stretch] = []
     now_s = begin_s
     for one in sorted(known, key=lambda one: one.begin_s):
-        # Operators are told by another clock, so neighbours may seem to overlap a little.
+        # Neighbours may overlap slightly, because operator times come from another clock.
         from_s, to_s = max(now_s, min(one.begin_s, end_s)), min(one.end_s, end_s)
         if to_s >= from_s:
             full += (*_between(spans, now_s, from_s), replace(one, begin_s=from_s, end_s=to_s))
@@ -254,7 +263,7 @@ def stretches(iteration: RecordedIteration, clock: Clock, modules: Sequence[Modu
 
 
 def _between(spans: Sequence[Stretch], begin_s: float, end_s: float) -> Iterator[Stretch]:
-    """Time in which nothing is recorded but, perhaps, the phase."""
+    """Fill an interval that has no operator with the phases that were recorded for it."""
     now_s = begin_s
     for span in spans:
         if now_s < span.end_s and span.begin_s < end_s:
@@ -267,20 +276,20 @@ def _between(spans: Sequence[Stretch], begin_s: float, end_s: float) -> Iterator
 
 
 def with_waits(full: Sequence[Stretch], waits: Iterable[WaitInterval]) -> list[Stretch]:
-    """Stretches, those in which the thread waited told apart; only time that nothing was recorded in is waiting."""
+    """Return the intervals with waits marked. Only time without a recorded operator can become a wait."""
     found = list(full)
     for wait in sorted(waits, key=lambda wait: wait.end_s):
-        _tell_apart(found, wait)
+        _insert_wait(found, wait)
     return found
 
 
-def _tell_apart(full: list[Stretch], wait: WaitInterval) -> None:
+def _insert_wait(full: list[Stretch], wait: WaitInterval) -> None:
     place = min(bisect_left(full, wait.end_s, key=lambda one: one.end_s), len(full) - 1)
     one = full[place]
     backward = [at for at, each in enumerate(full) if each.name and each.phase is Phase.BACKWARD]
     backward_end = 1 + backward[-1] if backward and wait.until_backward_ends else 0
     if one.name or one.waits or place < backward_end:
-        # Something was done then, so nobody waited: the result is needed later, when backward() returns at the soonest.
+        # The thread was working at that moment, so it waits later: at the earliest when backward() returns.
         place = max(place + 1, backward_end)
         before = full[place - 1]
         begin_s = end_s = before.end_s
@@ -300,12 +309,12 @@ def _tell_apart(full: list[Stretch], wait: WaitInterval) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marks:
-    """Moments on which others depend, of the job's clock.
+    """Moments in one rank's iteration that other nodes of the graph depend on, in the job's clock.
 
     Attributes:
-        ready: when each gradient came.
-        issued: when this rank took part in each operation from.
-        seen: how much later than the first rank this one saw each operation's result.
+        ready: moment at which each gradient was ready.
+        issued: moment at which this rank issued each operation.
+        seen: delay between the first rank's and this rank's completion, by operation.
     """
 
     ready: Sequence[tuple[float, GradientKey]]
@@ -314,12 +323,12 @@ class Marks:
 
 
 def pieces(full: Sequence[Stretch], marks: Marks, work_s: Callable[[float, float], float]) -> Program:
-    """The program: stretches cut at marks.
+    """Split the intervals of one iteration at the marks.
 
     Args:
-        full: of one iteration.
-        marks: cut it.
-        work_s: how much a thread got done from one moment to another, in seconds on a processor of its own.
+        full: intervals of one rank's iteration, without gaps.
+        marks: moments at which to split.
+        work_s: maps an interval (begin, end) to the work done in it, in seconds on an uncontended processor.
     """
     ready: dict[float | None, list[GradientKey]] = defaultdict(list)
     issued: dict[float | None, list[OperationKey]] = defaultdict(list)
@@ -342,7 +351,7 @@ def pieces(full: Sequence[Stretch], marks: Marks, work_s: Callable[[float, float
                 seconds=seconds,
                 name=one.name,
                 computes=one.computes,
-                waits=waits,  # noqa: B023  it is called before the next stretch's
+                waits=waits,  # noqa: B023  piece() is called only within this loop pass
                 ready=tuple(ready.get(cut_s, ())),
                 issues=tuple(issued.get(cut_s, ())),
                 module=one.module,
@@ -360,12 +369,12 @@ def pieces(full: Sequence[Stretch], marks: Marks, work_s: Callable[[float, float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedBarrier(JobOperation):
-    """An operation that was recorded; moments of the job's clock.
+    """One recorded operation, in the job's clock.
 
     Attributes:
-        issued_s: when each rank took part in it from.
-        begin_s: when it began.
-        done_s: when each rank saw its result; none before it began.
+        issued_s: moment at which each rank issued the operation.
+        begin_s: moment at which the operation began.
+        done_s: moment at which each rank saw the result, not before `begin_s`.
     """
 
     issued_s: Mapping[int, float]
@@ -374,7 +383,7 @@ class TimedBarrier(JobOperation):
 
     @property
     def end_s(self) -> float:
-        """When the first rank saw the result."""
+        """Return the moment at which the first rank saw the result."""
         return min(self.done_s.values())
 
 
@@ -384,14 +393,13 @@ def barriers(
     buffers: Iterable[Buffer],
     free_s: dict[str, float],
 ) -> list[TimedBarrier]:
-    """The operations of one iteration of all ranks, in the order in which they began.
+    """Merge the operations that ranks recorded in one iteration, in the order in which the operations began.
 
     Args:
-        iterations: of each rank.
-        clocks: of each rank.
-        buffers: of the job.
-        free_s: when each stream is done with the iterations before; brought up to date, as a stream that is busy keeps
-            the next operation waiting.
+        iterations: iteration of each rank.
+        clocks: clock of each rank.
+        buffers: buffers of the job.
+        free_s: moment at which each lane becomes idle. Updated in place, because a busy lane delays the next operation.
     """
     layouts = {buffer.number: buffer.layout for buffer in buffers}
     issued: dict[OperationKey, dict[int, float]] = defaultdict(dict)
@@ -406,8 +414,8 @@ def barriers(
         for place, other in enumerate(iteration.collectives):
             key = (-1, place, 0)
             issued[key][rank], done[key][rank] = clock(other.begin_s), clock(other.end_s)
-            told = {"lane": f"{other.kind}s", "n_bytes": other.n_bytes, "name": other.name}
-            what[key] = {"key": key, "activity": Activity.COLLECTIVE, **told}
+            fields = {"lane": f"{other.kind}s", "n_bytes": other.n_bytes, "name": other.name}
+            what[key] = {"key": key, "activity": Activity.COLLECTIVE, **fields}
     found = []
     for key in sorted(issued, key=lambda key: (max(issued[key].values()), key)):
         lane = what[key]["lane"]
@@ -422,7 +430,7 @@ def barriers(
 
 
 def unit_fields(key: OperationKey, layout: GradientLayout, route: Route, stream: int) -> dict[str, Any]:
-    """What an `JobOperation` says of a unit, whatever it costs."""
+    """Return the fields of a unit's `JobOperation` that do not depend on its cost."""
     _, start, stop = key
     return {
         "key": key,
@@ -436,13 +444,13 @@ def unit_fields(key: OperationKey, layout: GradientLayout, route: Route, stream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedStep:
-    """One iteration; moments of the job's clock.
+    """Timelines of all ranks in one iteration, in the job's clock.
 
     Attributes:
         number: `RecordedIteration.number`.
-        barriers: in the order in which they began.
-        stretches: of each rank's training thread, without a gap.
-        marks: of each rank.
+        barriers: operations, in the order in which they began.
+        stretches: intervals of each rank's training thread, without gaps.
+        marks: marks of each rank.
     """
 
     number: int
@@ -453,14 +461,14 @@ class TimedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Histories:
-    """What every rank did in the iterations that show what a step takes.
+    """Timelines of all ranks in the representative iterations (`Recording.usual_iterations`).
 
     Attributes:
-        recording: that they are of.
-        steps: one behind the other.
-        begin_s: how much later than the first rank each one begins.
-        clocks: of each rank, to the job's.
-        hosts: of each rank, by the lowest rank there.
+        recording: source of the timelines.
+        steps: consecutive iterations.
+        begin_s: delay of each rank's begin after the first rank's.
+        clocks: map from each rank's clock to the job's.
+        hosts: lowest rank on the same host, by rank.
     """
 
     recording: Recording
@@ -471,19 +479,19 @@ class Histories:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks of which something was recorded, ascending."""
+        """Return the recorded ranks, ascending."""
         return tuple(self.begin_s)
 
     def crosses_hosts(self, barrier: TimedBarrier) -> bool:
-        """Return whether it needs the link."""
+        """Return whether the operation uses the link between hosts."""
         return len({self.hosts[rank] for rank in barrier.ranks}) > 1
 
 
 def histories(recording: Recording) -> Histories:
-    """Reads `Recording.usual_iterations`.
+    """Build the timelines of `Recording.usual_iterations`.
 
     Raises:
-        ReplayError: no iteration is there of all ranks.
+        ReplayError: no iteration was recorded on all ranks.
     """
     ranks, buffers = tuple(sorted(recording.ranks)), recording.job.buffers
     known = {rank: {one.number: one for one in recording.ranks[rank].iterations} for rank in ranks}
@@ -499,13 +507,13 @@ def histories(recording: Recording) -> Histories:
         full: dict[int, list[Stretch]] = {}
         marks: dict[int, Marks] = {}
         for rank, one in each.items():
-            mine = [barrier for barrier in found if rank in barrier.ranks]
+            own = [barrier for barrier in found if rank in barrier.ranks]
             bare = stretches(one, clocks[rank], recording.ranks[rank].modules)
-            full[rank] = with_waits(bare, _waits(rank, one, mine, reducers))
+            full[rank] = with_waits(bare, _waits(rank, one, own, reducers))
             marks[rank] = Marks(
                 ready=[(clocks[rank](ready.ready_s), (ready.buffer, ready.place)) for ready in one.ready],
-                issued=[(barrier.issued_s[rank], barrier.key) for barrier in mine],
-                seen={barrier.key: barrier.done_s[rank] - barrier.end_s for barrier in mine},
+                issued=[(barrier.issued_s[rank], barrier.key) for barrier in own],
+                seen={barrier.key: barrier.done_s[rank] - barrier.end_s for barrier in own},
             )
         steps.append(TimedStep(number=number, barriers=found, stretches=full, marks=marks))
     return Histories(
@@ -518,10 +526,10 @@ def histories(recording: Recording) -> Histories:
 
 
 def _waits(
-    rank: int, iteration: RecordedIteration, mine: Sequence[TimedBarrier], reducers: Mapping[int, tuple[int, int]]
+    rank: int, iteration: RecordedIteration, own: Sequence[TimedBarrier], reducers: Mapping[int, tuple[int, int]]
 ) -> Iterator[WaitInterval]:
     by_reducer: dict[tuple[int, int], list[TimedBarrier]] = defaultdict(list)
-    for one in mine:
+    for one in own:
         if one.activity is Activity.UNIT:
             by_reducer[reducers[one.key[0]]].append(one)
         else:
@@ -536,10 +544,10 @@ def _waits(
 
 
 def _clocks(recording: Recording, first: Mapping[int, RecordedIteration]) -> dict[int, Clock]:
-    """To the job's clock, which shows 0 when the first rank begins.
+    """Return maps to the job's clock, which reads 0 when the first rank begins.
 
-    Units tell of drift, but leave as much room as they take; where that is more than what the question at the start of
-    the recording may be wrong by, its answer holds.
+    Units determine offset and drift of a clock, but only to within the duration of the shortest units. If the offset
+    measured at the start of the recording has a smaller error bound, that offset is used instead.
     """
     found = align(recording)
     by_units = found.error_s <= max(one.round_trip_s for one in recording.ranks.values()) / 2
@@ -555,11 +563,14 @@ def _clocks(recording: Recording, first: Mapping[int, RecordedIteration]) -> dic
 
 
 Use = tuple[float, float, float]
-"""(begin_s, end_s, as how many jobs it counts)."""
+"""(begin_s, end_s, number of jobs that the use counts as)."""
 
 
 class ShareClock:
-    """The clock of a server's jobs: it runs at each one's share, and at 1 while there is none or one."""
+    """Clock of one job on a shared server.
+
+    It runs at the job's share of the server, and at speed 1 while at most one job is active.
+    """
 
     def __init__(self, server: SharedResource, uses: Iterable[Use]) -> None:
         changes: dict[float, float] = defaultdict(float)
@@ -577,25 +588,26 @@ class ShareClock:
             self._speeds.append(server.share(max(1.0, jobs)))
 
     def at(self, moment_s: float) -> float:
-        """Return what it shows at a moment."""
+        """Return the reading at a moment."""
         place = max(0, bisect_right(self._moments_s, moment_s) - 1)
         return self._shown_s[place] + (moment_s - self._moments_s[place]) * self._speeds[place]
 
     def between(self, begin_s: float, end_s: float) -> float:
-        """Return what a job got done, in seconds of a server of its own."""
+        """Return the work that one job completed in an interval, in seconds of an exclusive server."""
         return max(0.0, self.at(end_s) - self.at(begin_s))
 
 
-TURNS = 20
-CLOSE = 1e-4
-LEAST_BUSY = 0.02
+MAX_ROUNDS = 20
+TOLERANCE = 1e-4
+MIN_BUSY = 0.02
 
 
 def processor_use(group: Processors, histories: Histories) -> tuple[ShareClock, float]:
-    """What the ranks of a machine did in all recorded iterations.
+    """Measure how the ranks of one machine used its processors in the recorded iterations.
 
     Returns:
-        The clock of what computes there, and `JobOperation.busy` of units, 1 where it cannot be told.
+        The share clock of computation on the machine, and `JobOperation.busy` of its units (1 if processor time was not
+        recorded).
     """
     units = [
         one
@@ -619,17 +631,17 @@ def processor_use(group: Processors, histories: Histories) -> tuple[ShareClock, 
     if spent_s is None:
         return clock(1.0), 1.0
     busy = 1.0
-    for _ in range(TURNS):
+    for _ in range(MAX_ROUNDS):
         alone = clock(busy)
         alone_s = sum(len(one.ranks) * alone.between(one.begin_s, one.end_s) for one in units)
-        before, busy = busy, min(1.0, max(LEAST_BUSY, spent_s / alone_s)) if alone_s > 0 else 1.0
-        if abs(busy - before) <= CLOSE:
+        before, busy = busy, min(1.0, max(MIN_BUSY, spent_s / alone_s)) if alone_s > 0 else 1.0
+        if abs(busy - before) <= TOLERANCE:
             break
     return clock(busy), busy
 
 
 def _spent_s(group: Processors, histories: Histories) -> float | None:
-    """Processor time of communication; None = it was not recorded, or operators use other threads, too."""
+    """Return the processor time of communication; None if it was not recorded or operators use several threads."""
     numbers = {step.number for step in histories.steps}
     recorded = [one for rank in group.ranks for one in histories.recording.ranks[rank].iterations]
     spent_s = [one.beside_s for one in recorded if one.number in numbers and one.beside_s is not None]
@@ -641,7 +653,7 @@ LINK = "the link between hosts"
 
 
 def job_model(histories: Histories) -> JobModel:
-    """Return the work that the recorded iterations are made of, freed of what shared processors and links cost."""
+    """Return the work of the recorded iterations, without the delays that shared processors and links caused."""
     job, hosts = histories.recording.job, histories.hosts
     recorded = [one for step in histories.steps for one in step.barriers]
 
@@ -669,7 +681,7 @@ def job_model(histories: Histories) -> JobModel:
     if link is not None:
         on_link = ShareClock(link, [(one.begin_s + startup_s(one), one.end_s, 1) for one in across])
 
-    def priced(one: TimedBarrier) -> JobOperation:
+    def without_contention(one: TimedBarrier) -> JobOperation:
         length_s = one.end_s - one.begin_s
         if one.activity is not Activity.UNIT:
             return replace(one, fixed_s=length_s)
@@ -681,7 +693,7 @@ def job_model(histories: Histories) -> JobModel:
         host_s = 0.0 if known is None else min(known.host_s, length_s - fixed_s)
         return replace(one, fixed_s=fixed_s, link_s=link_s, host_s=host_s)
 
-    def played(step: TimedStep) -> Mapping[int, Program]:
+    def programs_of(step: TimedStep) -> Mapping[int, Program]:
         return {rank: pieces(mine, step.marks[rank], used_by[rank][0].between) for rank, mine in step.stretches.items()}
 
     used = {one.key[0] for one in recorded}
@@ -697,7 +709,8 @@ def job_model(histories: Histories) -> JobModel:
         links=job.links,
         link=link,
         iterations=tuple(
-            Iteration(programs=played(step), operations=tuple(map(priced, step.barriers))) for step in histories.steps
+            Iteration(programs=programs_of(step), operations=tuple(map(without_contention, step.barriers)))
+            for step in histories.steps
         ),
         begin_s=histories.begin_s,
         notes=tuple(notes),
@@ -705,10 +718,11 @@ def job_model(histories: Histories) -> JobModel:
 
 
 def without_dents(throughput: Sequence[float]) -> tuple[float, ...]:
-    """G(n) of probes; what lies below the line between a higher value before it and one behind it is put on that line.
+    """Return the probed throughput G(n), with every value raised to the line between higher values on both sides.
 
-    A link that carries more with fewer units at a time, and with more of them, carries no less between: something else
-    kept the machine busy while that was probed. What falls to the end stays.
+    A link that carries more with fewer and with more concurrent units carries no less in between. Such a dent means
+    that
+    other work kept the machine busy during the probe. A decline towards the largest n stays.
     """
     found = list(throughput)
     places = range(len(found))
@@ -722,13 +736,13 @@ def without_dents(throughput: Sequence[float]) -> tuple[float, ...]:
 
 
 def link_server(link: LinkModel) -> SharedResource:
-    """The link as it was probed: G(n) / G(1)."""
+    """Return the probed link as a server with totals G(n) / G(1)."""
     alone = link.throughput[0]
     return SharedResource(name=LINK, totals=tuple(rate / alone for rate in link.throughput), is_link=True)
 
 
 def _processors(places: Sequence[Placement]) -> tuple[Processors, ...]:
-    """Return the processors of each machine; hosts with one clock are on one."""
+    """Return the processors of each machine. Hosts that share a clock are on one machine."""
     machines: dict[str, list[Placement]] = defaultdict(list)
     for place in places:
         machines[place.clock].append(place)

@@ -1,4 +1,4 @@
-"""Memory of a replayed step: its peak, what lowers it, and which of that makes a job fit a budget."""
+"""Replay the memory of a step: its peak, remedies that lower the peak, and the choice of one that fits a budget."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _OF_SAMPLES = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD)
 _LAST = 1 << 30
 
 _Event = tuple[float, int, int, int]
-"""(moment, order among those of one moment, +1 or -1, place of the allocation)."""
+"""(moment, order among events of equal moment, +1 or -1, index of the allocation)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """The moment at which most is held.
+    """Moment of highest memory use.
 
     Attributes:
-        n_bytes: held then.
-        at_s: when.
-        held: bytes by `StepMemory.allocations`' place.
+        n_bytes: bytes in use.
+        at_s: the moment.
+        held: bytes of each allocation in use, by index in `StepMemory.allocations`.
     """
 
     n_bytes: int
@@ -43,23 +43,23 @@ class Peak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """What is held from a moment on."""
+    """Memory in use from a moment until the next `Moment`."""
 
     at_s: float
     n_bytes: Mapping[Holds, int]
 
     @property
     def total_bytes(self) -> int:
-        """For whatever."""
+        """Return the bytes in use for all purposes."""
         return sum(self.n_bytes.values())
 
 
 class MemoryReplay:
-    """What one device holds in a step, as it was or otherwise.
+    """Replays the memory of one device in one step, as recorded or with a remedy.
 
     Attributes:
-        memory: of the step as it was recorded.
-        device: by place; the one that a budget is for is the first that is not the CPU, else that.
+        memory: recorded step.
+        device: index of the device; by default the first device that is not a CPU, or the CPU if there is no other.
     """
 
     def __init__(self, memory: StepMemory, device: int | None = None) -> None:
@@ -67,17 +67,17 @@ class MemoryReplay:
             device = next((place for place, name in enumerate(memory.devices) if not name.startswith("cpu")), 0)
         self.memory, self.device = memory, device
         own = [(place, one) for place, one in enumerate(memory.allocations) if one.device == device]
-        self._there = [place for place, one in own if one.begin_s is None]
-        self._came = sorted((one.begin_s, place) for place, one in own if one.begin_s is not None)
-        self._gone = [(one.end_s, place) for place, one in own if one.end_s is not None]
-        self._gradients = [place for _, place in self._came if memory.allocations[place].holds is Holds.GRADIENTS]
+        self._initial = [place for place, one in own if one.begin_s is None]
+        self._allocated = sorted((one.begin_s, place) for place, one in own if one.begin_s is not None)
+        self._released = [(one.end_s, place) for place, one in own if one.end_s is not None]
+        self._gradients = [place for _, place in self._allocated if memory.allocations[place].holds is Holds.GRADIENTS]
 
     def saved(self, number: int, *, needed: Collection[int] = ()) -> list[int]:
-        """What a call leaves for its backward pass and nobody else holds, by the allocations' places.
+        """Return the allocations that a call saves only for its own backward pass, by index.
 
         Args:
-            number: place of the call.
-            needed: allocations that other calls need.
+            number: index of the call.
+            needed: allocations that other calls need, which are excluded.
         """
         call = self.memory.calls[number]
         begin_s, end_s = call.backward_begin_s, call.backward_end_s
@@ -91,17 +91,17 @@ class MemoryReplay:
         ]
 
     def peak(self, recomputed: Sequence[int] = (), passes: int = 1) -> Peak:
-        """The peak of a step.
+        """Return the peak of the step.
 
         Args:
-            recomputed: calls, by place, none within another.
-            passes: over parts of the batch.
+            recomputed: indices of calls whose forward pass is repeated; none inside another.
+            passes: number of passes over parts of the batch.
         """
         events = sorted(self._events(recomputed))
         if passes == 1:
-            return self._highest(self._there, events, 1)
-        # From the second pass on all gradients are there, and those that come are added to them.
-        there, allocations, later = [*self._there, *self._gradients], self.memory.allocations, set(self._gradients)
+            return self._highest(self._initial, events, 1)
+        # From the second pass on, all gradients exist, and autograd adds new gradients to them.
+        there, allocations, later = [*self._initial, *self._gradients], self.memory.allocations, set(self._gradients)
         added = [(allocations[place].added_s or 0.0, _LAST, -1, place) for place in self._gradients]
         last = self._highest(there, sorted([*events, *added]), passes)
         if passes == 2:
@@ -114,9 +114,9 @@ class MemoryReplay:
         return max(self._highest(there, sorted([*between, *added]), passes), last, key=lambda one: one.n_bytes)
 
     def curve(self) -> list[Moment]:
-        """What is held when, as it was recorded."""
+        """Return the recorded memory use over time."""
         held = Counter[Holds]()
-        for place in self._there:
+        for place in self._initial:
             held[self.memory.allocations[place].holds] += self.memory.allocations[place].n_bytes
         found = [Moment(at_s=self.memory.begin_s, n_bytes=dict(held))]
         for at_s, _, sign, place in sorted(self._events(())):
@@ -125,26 +125,32 @@ class MemoryReplay:
         return found
 
     def _made_in(self, call: ModuleCall) -> list[int]:
-        first, last = bisect_left(self._came, (call.begin_s, 0)), bisect_left(self._came, (call.end_s, 0))
-        return [place for _, place in self._came[first:last]]
+        first, last = bisect_left(self._allocated, (call.begin_s, 0)), bisect_left(self._allocated, (call.end_s, 0))
+        return [place for _, place in self._allocated[first:last]]
 
     def _events(self, recomputed: Sequence[int]) -> list[_Event]:
         calls = self.memory.calls
-        needed_s = defaultdict[int, float](float)  # until when what calls got must be there, as they are done again
+        needed_s = defaultdict[int, float](
+            float
+        )  # end of the lifetime that a repeated forward pass needs of its inputs
         for number in recomputed:
             for place in calls[number].inputs:
                 needed_s[place] = max(needed_s[place], calls[number].backward_begin_s or 0.0)
-        found = [(begin_s, 0, 1, place) for begin_s, place in self._came]
-        for end_s, place in self._gone:
+        found = [(begin_s, 0, 1, place) for begin_s, place in self._allocated]
+        for end_s, place in self._released:
             later_s = needed_s.get(place, 0.0)
             found.append((later_s, _LAST, -1, place) if later_s > end_s else (end_s, 0, -1, place))
         for number in recomputed:
             needed = [place for other in recomputed if other != number for place in calls[other].inputs]
-            found += self._again(calls[number], set(self.saved(number, needed=needed)))
+            found += self._repeated(calls[number], set(self.saved(number, needed=needed)))
         return found
 
-    def _again(self, call: ModuleCall, saved: Collection[int]) -> Iterator[_Event]:
-        """What a call leaves goes when it ends, and comes again with all that it needs meanwhile."""
+    def _repeated(self, call: ModuleCall, saved: Collection[int]) -> Iterator[_Event]:
+        """Yield the events of a repeated forward pass.
+
+        Saved blocks are released after the first forward pass. They and temporaries are allocated again before the
+        backward pass.
+        """
         if call.backward_begin_s is None:
             return
         again: list[tuple[float, int, int]] = []
@@ -177,46 +183,47 @@ def _size(one: Allocation, passes: int) -> int:
 
 
 CALL_S, OPERATOR_S = 1e-3, 25e-6
-"""What `torch.utils.checkpoint` itself takes for a module, and for each operator in it; as measured on two cores."""
+"""Overhead of `torch.utils.checkpoint` per module, and per operator in it, measured on two cores."""
 
 AGAIN = "re-computation"
 ADDING = "add gradients"
 
 
 def with_recomputation(job: JobModel, modules: Collection[ModuleKey]) -> JobModel:
-    """These modules do their forward pass again when their backward pass begins.
+    """Return the job in which modules repeat their forward pass at the begin of their backward pass.
 
     Args:
-        job: with what is known of each operator's module.
-        modules: none within another.
+        job: job with the module of each operator.
+        modules: modules to recompute; none inside another.
     """
     return job.changed(program=lambda _, program: tuple(_again(program, modules)))
 
 
 def with_accumulation(job: JobModel, passes: int) -> JobModel:
-    """A step is so many passes over parts of the batch, and gradients are exchanged in the last one.
+    """Return the job in which a step has several passes over parts of the batch. The last pass exchanges gradients.
 
-    An operator takes the same time for a sample; what the script does between operators is done in each pass, and
-    adding gradients takes as long as copying them.
+    Assumptions: operator time is proportional to the number of samples; Python code between operators is repeated in
+    each
+    pass; adding gradients takes as long as copying them.
     """
     return job.changed(program=lambda _, program: tuple(_in_passes(program, passes)))
 
 
 def _again(program: Program, modules: Collection[ModuleKey]) -> Iterator[ThreadInterval]:
     owners = [_owner(piece.module, modules) for piece in program]
-    owed_s: dict[ModuleKey, float] = {}
+    repeat_s: dict[ModuleKey, float] = {}
     last: ModuleKey | None = None
-    gap_s = 0.0  # since the last operator, which counts for a module that has operators on both sides
+    gap_s = 0.0  # time since the last operator; it counts as a module's if the next operator is of the same module
     for piece, owner in zip(program, owners, strict=True):
         if piece.phase is Phase.FORWARD and not piece.name:
             gap_s += piece.seconds
         elif piece.phase is Phase.FORWARD:
             if owner is not None:
                 again_s = piece.seconds + (gap_s if owner == last else 0.0)
-                owed_s[owner] = owed_s.get(owner, CALL_S) + OPERATOR_S + again_s
+                repeat_s[owner] = repeat_s.get(owner, CALL_S) + OPERATOR_S + again_s
             last, gap_s = owner, 0.0
-        elif piece.phase is Phase.BACKWARD and owner is not None and owner in owed_s:
-            seconds = owed_s.pop(owner)
+        elif piece.phase is Phase.BACKWARD and owner is not None and owner in repeat_s:
+            seconds = repeat_s.pop(owner)
             yield ThreadInterval(Activity.COMPUTE, Phase.BACKWARD, seconds, AGAIN, module=piece.module)
         yield piece
 
@@ -249,22 +256,22 @@ def _in_passes(program: Program, passes: int) -> Iterator[ThreadInterval]:
     yield from program[last:]
 
 
-MOST_PASSES = 64
-MOST_MODULES = 100
-"""Of one depth; those that leave most."""
+MAX_PASSES = 64
+MAX_MODULES = 100
+"""Limit on modules of one depth. Those that save most are considered."""
 
-RUNNING = ("BatchNorm", "SyncBatchNorm")
-"""Modules that keep statistics of batches, by the beginning of their class."""
+WITH_RUNNING_STATISTICS = ("BatchNorm", "SyncBatchNorm")
+"""Prefixes of the class names of modules that keep running statistics of batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryQuestion:
-    """What is asked of a pass.
+    """Input of a pass that searches for remedies.
 
     Attributes:
-        replay: of the memory of one rank.
-        modules: of that rank.
-        budget_bytes: that must do.
+        replay: memory replay of one rank.
+        modules: modules of that rank.
+        budget_bytes: required peak.
     """
 
     replay: MemoryReplay
@@ -273,29 +280,34 @@ class MemoryQuestion:
 
     @property
     def passes(self) -> int:
-        """Over parts of a batch that a step has already: forward passes of the outermost module."""
+        """Return the recorded number of passes per step: forward passes of the outermost module."""
         calls = self.replay.memory.calls
         return max(1, sum(call.parent < 0 and call.module == calls[0].module for call in calls))
 
     def has_running_statistics(self, numbers: Sequence[int] | None = None) -> bool:
-        """Modules with these numbers or within them (None: any) keep statistics of batches."""
+        """Return whether a module keeps running statistics of batches.
+
+        Args:
+            numbers: indices of modules that are examined with all modules inside them; None = all modules.
+        """
         names = [""] if numbers is None else [self.modules[number].name for number in numbers]
         return any(
-            one.kind.startswith(RUNNING) and any(not name or f"{one.name}.".startswith(f"{name}.") for name in names)
+            one.kind.startswith(WITH_RUNNING_STATISTICS)
+            and any(not name or f"{one.name}.".startswith(f"{name}.") for name in names)
             for one in self.modules
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRemedy:
-    """One answer.
+    """One way to lower the peak.
 
     Attributes:
-        words: what is done.
-        lines: of code that do it.
-        peak_bytes: then.
-        apply: the job with it.
-        notes: what else it changes, a sentence each.
+        words: description.
+        lines: lines of code that apply the remedy.
+        peak_bytes: peak with the remedy.
+        apply: returns the job with the remedy.
+        notes: one sentence for each side effect.
     """
 
     words: str
@@ -306,17 +318,17 @@ class MemoryRemedy:
 
 
 def recomputation(question: MemoryQuestion) -> Iterator[MemoryRemedy]:
-    """Modules do their forward pass again instead of keeping what it leaves (Chen et al., 2016).
+    """Yield remedies that repeat forward passes of modules instead of saving activations (Chen et al., 2016).
 
-    For each depth of the model, the module that holds most at the peak for the time that it takes is next, until the
-    budget does; then those go that are not needed.
+    For each depth of the model, a greedy search adds the module that saves most bytes at the peak per second of its
+    forward pass, until the budget is met. Then it removes modules that are not needed.
     """
-    for numbers, peak in _gentlest(question, passes=1):
+    for numbers, peak in _smallest_sets(question, passes=1):
         yield _recomputed(question, numbers, peak)
 
 
 def accumulation(question: MemoryQuestion) -> Iterator[MemoryRemedy]:
-    """A step is several passes over parts of the batch."""
+    """Yield one remedy: the fewest passes over parts of the batch that fit, or the lowest peak if none fit."""
     found: MemoryRemedy | None = None
     for passes in _passes(question):
         remedy = _accumulated(question, passes, question.replay.peak(passes=passes).n_bytes)
@@ -329,12 +341,17 @@ def accumulation(question: MemoryQuestion) -> Iterator[MemoryRemedy]:
 
 
 def both(question: MemoryQuestion) -> Iterator[MemoryRemedy]:
-    """Several passes, in which modules do their forward pass again."""
+    """Yield remedies that combine several passes with recomputation.
+
+    They have the fewest passes that fit, one remedy for each depth of the model. If none fits, the remedy with the
+    lowest
+    peak is yielded.
+    """
 
     def of(passes: int) -> list[MemoryRemedy]:
-        """For each depth of the model, the one that needs least first."""
-        gentlest = sorted(_gentlest(question, passes=passes), key=lambda one: one[1].n_bytes)
-        return [_both(question, passes, numbers, peak) for numbers, peak in gentlest]
+        """Return one remedy for each depth of the model, by ascending peak."""
+        smallest_sets = sorted(_smallest_sets(question, passes=passes), key=lambda one: one[1].n_bytes)
+        return [_both(question, passes, numbers, peak) for numbers, peak in smallest_sets]
 
     def fits(found: Sequence[MemoryRemedy]) -> bool:
         return any(one.peak_bytes <= question.budget_bytes for one in found)
@@ -342,7 +359,7 @@ def both(question: MemoryQuestion) -> Iterator[MemoryRemedy]:
     counts = list(_passes(question))
     most = of(counts[-1]) if counts else []
     if not fits(most):
-        yield from most[:1]  # fewer passes hold more
+        yield from most[:1]  # fewer passes have a higher peak
         return
     yield from next(filter(fits, map(of, counts[:-1])), most)
 
@@ -351,9 +368,10 @@ PASSES: tuple[Mapping[str, Callable[[MemoryQuestion], Iterator[MemoryRemedy]]], 
     {"re-computation": recomputation, "accumulation": accumulation},
     {"both": both},
 )
-"""Ways to hold less; the latter are asked where none of the former is enough.
+"""Searches for remedies, in stages. A stage runs only if no remedy of the stage before fits.
 
-Each yields the remedies that fit, of each kind the gentlest; where none of a kind fits, the one that needs least.
+Each search yields remedies that fit, with the least overhead of their kind. If none fits, it yields the one with the
+lowest peak.
 """
 
 
@@ -372,9 +390,9 @@ def _both(question: MemoryQuestion, passes: int, numbers: Sequence[int], peak: P
 
 
 def _passes(question: MemoryQuestion) -> Iterator[int]:
-    """Into how many equal parts each pass can be divided."""
+    """Yield numbers of equal parts into which each pass can be divided."""
     batch = question.replay.memory.batch
-    for passes in range(2, MOST_PASSES + 1):
+    for passes in range(2, MAX_PASSES + 1):
         if batch % passes == 0 if batch else passes & (passes - 1) == 0:
             yield passes
 
@@ -419,8 +437,8 @@ def _recomputed(question: MemoryQuestion, numbers: Sequence[int], peak: Peak) ->
     )
 
 
-def _gentlest(question: MemoryQuestion, *, passes: int) -> Iterator[tuple[list[int], Peak]]:
-    """For each depth, modules by their numbers that are enough, or as good as they can be, and the peak."""
+def _smallest_sets(question: MemoryQuestion, *, passes: int) -> Iterator[tuple[list[int], Peak]]:
+    """Yield for each depth the smallest set of modules that fits, or that has the lowest peak, and the peak."""
     seen: set[frozenset[int]] = set()
     for blocks in _depths(question):
         chosen, peak = _chosen(question, blocks, passes)
@@ -430,7 +448,10 @@ def _gentlest(question: MemoryQuestion, *, passes: int) -> Iterator[tuple[list[i
 
 
 def _depths(question: MemoryQuestion) -> Iterator[dict[int, list[int]]]:
-    """Calls by module: of each depth, and modules above it that have none inside. None is within another."""
+    """Yield for each depth the calls by module. No module contains another.
+
+    Modules of smaller depth are included if they have no submodules.
+    """
     memory = question.replay.memory
     depths = list[int]()
     for call in memory.calls:
@@ -442,7 +463,7 @@ def _depths(question: MemoryQuestion) -> Iterator[dict[int, list[int]]]:
             is_leaf = place not in parents
             if depths[place] == depth or (is_leaf and 0 < depths[place] < depth):
                 found.setdefault(call.module, []).append(place)
-        # A module that is called at several depths might lie within another one of these.
+        # Exclude modules with calls at several depths, because one of these modules could contain another one.
         usable = {
             module: calls
             for module, calls in found.items()
@@ -454,7 +475,7 @@ def _depths(question: MemoryQuestion) -> Iterator[dict[int, list[int]]]:
             module: sum(memory.allocations[place].n_bytes for call in calls for place in question.replay.saved(call))
             for module, calls in usable.items()
         }
-        most = sorted((module for module in usable if left[module]), key=lambda module: -left[module])[:MOST_MODULES]
+        most = sorted((module for module in usable if left[module]), key=lambda module: -left[module])[:MAX_MODULES]
         if most:
             yield {module: usable[module] for module in most}
 
@@ -462,7 +483,9 @@ def _depths(question: MemoryQuestion) -> Iterator[dict[int, list[int]]]:
 def _chosen(question: MemoryQuestion, blocks: dict[int, list[int]], passes: int) -> tuple[list[int], Peak]:
     replay = question.replay
     calls = replay.memory.calls
-    took_s = {module: sum(calls[place].end_s - calls[place].begin_s for place in own) for module, own in blocks.items()}
+    duration_s = {
+        module: sum(calls[place].end_s - calls[place].begin_s for place in own) for module, own in blocks.items()
+    }
     left = {module: {place for call in own for place in replay.saved(call)} for module, own in blocks.items()}
 
     def peak_of(modules: Sequence[int]) -> Peak:
@@ -473,7 +496,7 @@ def _chosen(question: MemoryQuestion, blocks: dict[int, list[int]], passes: int)
     best_of = 0
     while peak.n_bytes > question.budget_bytes:
         worth = {
-            module: sum(peak.held.get(place, 0) for place in left[module]) / max(took_s[module], 1e-9)
+            module: sum(peak.held.get(place, 0) for place in left[module]) / max(duration_s[module], 1e-9)
             for module in blocks
             if module not in chosen
         }
@@ -486,7 +509,7 @@ def _chosen(question: MemoryQuestion, blocks: dict[int, list[int]], passes: int)
             best, best_of = peak, len(chosen)
     chosen = chosen[:best_of]
     limit = max(question.budget_bytes, best.n_bytes)
-    for module in sorted(chosen, key=lambda module: -took_s[module]):
+    for module in sorted(chosen, key=lambda module: -duration_s[module]):
         fewer = [other for other in chosen if other != module]
         without = peak_of(fewer)
         if without.n_bytes <= limit:
@@ -496,13 +519,13 @@ def _chosen(question: MemoryQuestion, blocks: dict[int, list[int]], passes: int)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankedRemedy:
-    """A remedy, and what a step takes with it.
+    """A remedy with its predicted step time.
 
     Attributes:
-        by: the pass that found it.
-        remedy: what is done.
-        step_s: by replay, with the units that were recorded. It ranks remedies and is not told to users, since measured
-            ones were up to 30 % off it.
+        by: name of the search that found the remedy.
+        remedy: the remedy.
+        step_s: replayed step time with the recorded units. Used only to rank remedies and not shown to users, because
+            measured times differed by up to 30 %.
     """
 
     by: str
@@ -512,16 +535,16 @@ class RankedRemedy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitting:
-    """What is known of a job and its budget.
+    """Result of fitting a job into a memory budget.
 
     Attributes:
-        rank: that holds most, and was looked at.
-        device: of it.
-        budget_bytes: of the device.
-        peak_bytes: as it was recorded.
-        before: the job then.
-        remedies: the fastest of each pass that fits, the one that needs least of one that does not; the fastest first.
-        chosen: None = nothing is needed, or nothing is enough.
+        rank: rank with the highest peak, which was examined.
+        device: device of that rank.
+        budget_bytes: budget of the device.
+        peak_bytes: recorded peak.
+        before: recorded job.
+        remedies: remedies that fit, the fastest first, then those that do not.
+        chosen: fastest remedy that fits; None = none is needed, or none fits.
     """
 
     rank: int
@@ -534,19 +557,19 @@ class Fitting:
 
     @property
     def is_met(self) -> bool:
-        """The budget is met by the chosen remedy, or without one."""
+        """Return whether the budget is met, with the chosen remedy or without a remedy."""
         return self.chosen is not None or self.peak_bytes <= self.budget_bytes
 
     @property
     def after(self) -> Baseline:
-        """The job with what was chosen."""
+        """Return the job with the chosen remedy."""
         if self.chosen is None:
             return self.before
         return Baseline.of(self.chosen.remedy.apply(self.before.job), error=self.before.error)
 
 
 def highest_rank(recording: Recording) -> tuple[RankRecording, MemoryReplay]:
-    """The rank that holds most memory, and the replay of the device that it trains on.
+    """Return the rank with the highest peak, and the memory replay of its training device.
 
     Raises:
         RecordingError: memory was not recorded.
@@ -554,19 +577,19 @@ def highest_rank(recording: Recording) -> tuple[RankRecording, MemoryReplay]:
     known = [(rank, MemoryReplay(rank.memory)) for rank in recording.ranks.values() if rank.memory is not None]
     if not known:
         raise RecordingError(
-            "memory is not in this recording, which was made by an older version of Sirtaki or without operators: "
+            "memory is not in this recording, because it was made by an older version of Sirtaki or without operators: "
             "record the job anew"
         )
     return max(known, key=lambda one: one[1].peak().n_bytes)
 
 
 def fit(recording: Recording, before: Baseline, *, budget_bytes: int) -> Fitting:
-    """Looks for the fastest remedy that fits.
+    """Search for the fastest remedy that meets a memory budget.
 
     Args:
-        recording: memory in it.
-        before: the same as it is replayed.
-        budget_bytes: of the device that ranks train on.
+        recording: recording with memory.
+        before: replay of the same recording.
+        budget_bytes: budget of the device on which ranks train.
 
     Raises:
         RecordingError: memory was not recorded.
@@ -593,7 +616,7 @@ def fit(recording: Recording, before: Baseline, *, budget_bytes: int) -> Fitting
 
 
 def _best(name: str, remedies: Sequence[MemoryRemedy], budget_bytes: int, before: Baseline) -> Iterator[RankedRemedy]:
-    """The fastest that fits; where none does, the one that needs least."""
+    """Yield the fastest remedy that fits. If none fits, yield the one with the lowest peak."""
     fitting = [remedy for remedy in remedies if remedy.peak_bytes <= budget_bytes]
     timed = [
         RankedRemedy(by=name, remedy=remedy, step_s=replayed(play(remedy.apply(before.job))).iteration_s)
@@ -604,7 +627,7 @@ def _best(name: str, remedies: Sequence[MemoryRemedy], budget_bytes: int, before
 
 
 def peak_words(rank: RankRecording, replay: MemoryReplay, peak: Peak) -> str:
-    """One sentence: when, how much, and what for."""
+    """Return a sentence with the moment, the size and the purposes of the peak."""
     memory = replay.memory
     kinds = Counter[Holds]()
     for place, n_bytes in peak.held.items():

@@ -1,4 +1,4 @@
-"""What torch.profiler and hooks on modules see of steps: operators, the tensors that join them, and memory."""
+"""Record steps with torch.profiler and module hooks: operators, data dependencies between them, and memory."""
 
 from __future__ import annotations
 
@@ -52,7 +52,12 @@ def _own_name(name: str) -> str:
 
 
 class Mark(NamedTuple):
-    """One mark in both clocks: what `time.perf_counter` showed around it, and when the other clock says it was."""
+    """One event recorded in two clocks.
+
+    Attributes:
+        before_s, after_s: `time.perf_counter` immediately before and after the event.
+        start_ns, duration_ns: the event in torch.profiler's clock.
+    """
 
     before_s: float
     after_s: float
@@ -62,12 +67,12 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockMap:
-    """Translates moments of torch.profiler's clock into ours.
+    """Maps torch.profiler's clock to `time.perf_counter`.
 
     Attributes:
-        origin_ns: a moment of that clock.
-        origin_s: the same of ours.
-        error_s: by which it may be wrong.
+        origin_ns: a moment in torch.profiler's clock.
+        origin_s: the corresponding moment of `time.perf_counter`.
+        error_s: error bound of the map.
     """
 
     origin_ns: int
@@ -75,12 +80,12 @@ class ClockMap:
     error_s: float
 
     def at(self, moment_ns: int) -> float:
-        """The moment in seconds of our clock."""
+        """Convert a moment of torch.profiler's clock to seconds of `time.perf_counter`."""
         return self.origin_s + (moment_ns - self.origin_ns) * 1e-9
 
 
 def map_clock(marks: Sequence[Mark]) -> ClockMap:
-    """Find the clock that all marks allow, or that contradicts them least."""
+    """Fit the clock map that satisfies all marks, or that violates them least."""
     origin_ns = marks[0].start_ns
     since_s = [(mark.start_ns - origin_ns) * 1e-9 for mark in marks]
     earliest_s = max(mark.before_s - at_s for mark, at_s in zip(marks, since_s, strict=True))
@@ -88,30 +93,33 @@ def map_clock(marks: Sequence[Mark]) -> ClockMap:
     return ClockMap(origin_ns=origin_ns, origin_s=(earliest_s + latest_s) / 2, error_s=abs(latest_s - earliest_s) / 2)
 
 
-# ── what operators read ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── data dependencies ────────────────────────────────────────────────────────────────────────────────────────────────
 
 Node = Mapping[str, Any]  # Any: JSON
 Tensor = tuple[int, int, int, int, int, str]
-"""Its number, its storage's, offset, elements, bytes of one, device."""
+"""(tensor id, storage id, offset, number of elements, bytes per element, device)."""
 
 Storage = tuple[int, int]
-"""Its number, and bytes of an element."""
+"""(storage id, bytes per element)."""
 
 _USER_SCOPE = 7
-"""Of what somebody has named: no operator."""
+"""Scope of `record_function` annotations, which are not operators."""
 
 _MUTABLE = re.compile(r"\(\w+!\)")
 
 
 class Reader(NamedTuple):
-    """One operator, and the places of those whose results it reads."""
+    """One operator, and the indices of the operators that produce its inputs."""
 
     name: str
     after: tuple[int, ...]
 
 
 class TensorWatch:
-    """Watches one step of the calling process, from now on; the step takes about three times as long."""
+    """Records the data dependencies of one step with PyTorch's execution-trace observer.
+
+    Watching begins with construction. The watched step takes about three times as long.
+    """
 
     def __init__(self) -> None:
         number, self._path = tempfile.mkstemp(prefix="sirtaki-", suffix=".json")
@@ -121,37 +129,40 @@ class TensorWatch:
         self._observer.start()
 
     def stop(self) -> None:
-        """The step has ended."""
+        """Stop watching at the end of the step."""
         self._observer.stop()
         self._observer.unregister_callback()
 
     def readers(self) -> tuple[Reader, ...]:
-        """What it has seen; takes a second for 5,000 operators, those inside others counted. Once only."""
+        """Return the operators with their dependencies, and delete the trace file. Called once.
+
+        Takes about a second for 5,000 operators, nested operators included.
+        """
         try:
             with open(self._path, encoding="utf-8") as file:
                 return readers(json.load(file)["nodes"])
         except (OSError, ValueError, KeyError, TypeError, IndexError) as err:
-            logger.warning("what operators read cannot be told: %r", err)
+            logger.warning("the data dependencies of operators could not be read from the execution trace: %r", err)
             return ()
         finally:
             os.unlink(self._path)
 
 
 def readers(nodes: Sequence[Node]) -> tuple[Reader, ...]:
-    """Return the operators of the thread with the most of them, in the order in which they began.
+    """Return the operators of the thread that ran most operators, in the order in which they began.
 
     Raises:
-        KeyError, TypeError, IndexError: an execution trace looks otherwise.
+        KeyError, TypeError, IndexError: the execution trace has an unexpected format.
     """
     attributes = {node["id"]: {each["name"]: each["value"] for each in node["attrs"]} for node in nodes}
-    outermost: dict[int, int] = {}  # by number of a node, that of the operator which nobody but the script has called
+    outermost: dict[int, int] = {}  # by id of a node, id of the top-level operator that contains it
     threads = defaultdict[int, list[Node]](list)
     for node in sorted(nodes, key=lambda node: node["id"]):
         number = int(node["id"])
         if attributes[number]["scope"] != _USER_SCOPE:
             outermost[number] = outermost.get(node["ctrl_deps"], number)
             threads[attributes[node["id"]]["tid"]].append(node)
-    # Who has made what, and who has made or written into a storage last; operators by their number in the trace.
+    # Producer of each tensor, and latest writer of each storage, by the operator's id in the trace.
     made: dict[Tensor, int] = {}
     changed: dict[Storage, int] = {}
     names: dict[int, str] = {}
@@ -181,11 +192,11 @@ def readers(nodes: Sequence[Node]) -> tuple[Reader, ...]:
 
 
 def _tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:  # Any: JSON
-    """Yield the tensors among values, those in lists too."""
+    """Yield the tensors among JSON values, nested lists included."""
     for value in values:
         if isinstance(value, list):
             if len(value) == 6 and isinstance(value[5], str):
-                if value[0] and value[1]:  # one that is not there has 0
+                if value[0] and value[1]:  # 0 = an undefined tensor
                     yield value[0], value[1], value[2], value[3], value[4], value[5]
             else:
                 yield from _tensors_in(value)
@@ -196,11 +207,13 @@ def _storage(tensor: Tensor) -> Storage:
 
 
 def with_edges(pieces: Sequence[tuple[int, Operator]], found: Sequence[Reader]) -> tuple[Operator, ...]:
-    """Operators of a step with what they read, as far as it was seen in the step that was watched.
+    """Return the operators of a step with the dependencies that another, watched step showed.
 
     Args:
-        pieces: by their begin; where an operator is cut its parts have one number, and these ascend in a lane.
-        found: of the step that was watched; what another one does otherwise reads nothing.
+        pieces: (id of the operator, part of the operator), by begin. An operator that was split has several parts with
+            the
+            same id. Ids ascend within a lane.
+        found: operators of the watched step. An operator without a counterpart there gets no dependencies.
     """
     operators = [piece for _, piece in pieces]
     first, last = dict[int, int](), dict[int, int]()
@@ -218,20 +231,20 @@ def with_edges(pieces: Sequence[tuple[int, Operator]], found: Sequence[Reader]) 
     return tuple(operators)
 
 
-# ── memory that is there, and calls of modules ───────────────────────────────────────────────────────────────────────
+# ── live storages, and module calls ──────────────────────────────────────────────────────────────────────────────────
 
 Address = tuple[str, int]
 """(device, address) of a storage."""
 
-UNSEEN = 0
-"""The address of all that is known by its sum only."""
+UNLISTED = 0
+"""Address of device memory of which only the total size is known."""
 
 LARGEST_NODE = 1 << 62
-"""Autograd's numbers are below; nodes that have none bear the largest number there is."""
+"""Bound on autograd's sequence numbers. Nodes without a number report the largest integer."""
 
 
 class LiveStorage(NamedTuple):
-    """What one or several tensors lie in."""
+    """One storage that existed when the first step began."""
 
     device: str
     address: int
@@ -244,27 +257,30 @@ Extent = tuple[str, int, int]
 
 
 def _extent(tensor: object) -> Extent | None:
-    """Where a tensor's storage lies; None if it has none of its own, such as a sparse, a fake or a meta one."""
+    """Return the extent of a tensor's storage.
+
+    Returns None for sparse, fake and meta tensors, because they have no storage of their own.
+    """
     if not isinstance(tensor, torch.Tensor):
         return None
     try:
         storage = tensor.untyped_storage()
         found = str(storage.device), storage.data_ptr(), storage.nbytes()
-    except Exception:  # classes of others may raise anything
+    except Exception:  # tensor subclasses may raise anything
         return None
     return found if found[2] and found[0] != "meta" else None
 
 
 def address_of(tensor: torch.Tensor) -> Address | None:
-    """(device, address) of its storage; None if it has none of its own."""
+    """Return (device, address) of a tensor's storage; None if the tensor has no storage of its own."""
     extent = _extent(tensor)
     return None if extent is None else extent[:2]
 
 
 def live_storages() -> list[LiveStorage]:
-    """Return all live storages; one that is several things counts for the first of the kinds below.
+    """Return all live storages. A storage with several purposes gets the first purpose in the order of `kinds` below.
 
-    Of a CUDA device also what no tensor of Python's shows, as one. Files that are mapped are left out.
+    On CUDA devices, memory that no Python tensor shows is returned as one storage. Memory-mapped files are omitted.
     """
     things: dict[type, list[Any]] = {torch.Tensor: [], nn.Module: [], torch.optim.Optimizer: []}
     for thing in gc.get_objects():
@@ -282,26 +298,26 @@ def live_storages() -> list[LiveStorage]:
         Holds.OTHER: tensors,
     }
     extents = {id(one): extent for some in kinds.values() for one in some if (extent := _extent(one)) is not None}
-    wholes = _wholes(set(extents.values()))
+    enclosing = _enclosing(set(extents.values()))
     found: dict[Address, LiveStorage] = {}
     for holds, one in ((holds, one) for holds, some in kinds.items() for one in some if id(one) in extents):
         extent = extents[id(one)]
-        device, address, n_bytes = whole = wholes.get(extent, extent)
+        device, address, n_bytes = whole = enclosing.get(extent, extent)
         if holds is Holds.OTHER and (whole != extent or getattr(one.untyped_storage(), "filename", None) is not None):
-            continue  # what is mapped lies in a file, or in memory that other ranks share, whose own it may be
-        if holds is Holds.GRADIENTS and n_bytes > one.nbytes:  # a part of a larger storage, or of a larger tensor
+            continue  # a mapped storage is a file, or shared memory that another rank may own and count
+        if holds is Holds.GRADIENTS and n_bytes > one.nbytes:  # a view into a larger storage
             holds = Holds.FLAT_BUFFERS
         found.setdefault((device, address), LiveStorage(device, address, n_bytes, holds))
     for number in range(torch.cuda.device_count()):
         device = f"cuda:{number}"
         left = torch.cuda.memory_allocated(number) - sum(one.n_bytes for one in found.values() if one.device == device)
         if left > 0:
-            found[device, UNSEEN] = LiveStorage(device, UNSEEN, left, Holds.OTHER)
+            found[device, UNLISTED] = LiveStorage(device, UNLISTED, left, Holds.OTHER)
     return list(found.values())
 
 
-def _wholes(extents: Iterable[Extent]) -> dict[Extent, Extent]:
-    """Return the larger storage for each that lies within one, as a gradient may in its flat buffer."""
+def _enclosing(extents: Iterable[Extent]) -> dict[Extent, Extent]:
+    """Map each extent that lies inside a larger one to the larger one, such as a gradient to its flat buffer."""
     found: dict[Extent, Extent] = {}
     whole: Extent = ("", 0, 0)
     for extent in sorted(extents, key=lambda one: (one[0], one[1], -one[2])):
@@ -317,9 +333,11 @@ class SeenCall:
     """A forward pass of a module.
 
     Attributes:
-        parent: by place; -1 = none.
-        inputs, outputs: where tensors lie, if they were asked for.
-        batch: length of the first dimension of its first input, likewise.
+        module: the module.
+        parent: index of the enclosing call; -1 = none.
+        begin_s, end_s: first and last moment.
+        inputs, outputs: addresses of the tensors; empty unless `ModuleCalls.with_tensors` was set.
+        batch: first dimension of the first input; 0 under the same condition.
     """
 
     module: nn.Module
@@ -332,18 +350,18 @@ class SeenCall:
 
 
 class ModuleCalls:
-    """Calls of modules on this thread, from now on.
+    """Records module calls on the constructing thread, from construction on.
 
     Attributes:
-        calls: in their order; one that has not ended yet ends when it began.
-        with_tensors: where inputs and outputs lie is asked for.
+        calls: calls, in the order in which they began. A call in progress has `end_s == begin_s`.
+        with_tensors: also record the addresses of inputs and outputs.
     """
 
     def __init__(self) -> None:
         self.calls: list[SeenCall] = []
         self.with_tensors = False
         self._stack: list[int] = []
-        self._changes: list[tuple[float, int, int]] = []  # when, autograd's next number then, the innermost call since
+        self._changes: list[tuple[float, int, int]] = []  # (moment, next autograd sequence number, innermost call)
         self._thread = threading.get_ident()
         self._hooks = [
             register_module_forward_pre_hook(self._before),
@@ -351,22 +369,22 @@ class ModuleCalls:
         ]
 
     def stop(self) -> None:
-        """Watches no more."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
     def at(self, moment_s: float) -> int:
-        """The innermost call then, by place; -1 = none."""
+        """Return the index of the innermost call at a moment; -1 = none."""
         place = bisect_right(self._changes, moment_s, key=lambda change: change[0])
         return self._changes[place - 1][2] if place else -1
 
     def of_node(self, number: int) -> int:
-        """The innermost call that has made a node of autograd's graph; -1 = none."""
+        """Return the index of the innermost call that created an autograd node; -1 = none."""
         place = bisect_right(self._changes, number, key=lambda change: change[1])
         return self._changes[place - 1][2] if place and 0 <= number < LARGEST_NODE else -1
 
     def modules(self) -> tuple[tuple[Module, ...], list[int]]:
-        """All modules that ran, and which one each call is of, by place."""
+        """Return all modules that ran, and for each call the index of its module."""
         places: dict[int, int] = {}
         found: list[Module] = []
         names: dict[int, dict[int, str]] = {}
@@ -377,7 +395,9 @@ class ModuleCalls:
             if id(call.module) not in places:
                 known = names.setdefault(id(root), {id(module): name for name, module in root.named_modules()})
                 places[id(call.module)] = len(found)
-                name = known.get(id(call.module), f"({type(call.module).__name__})")  # made on the way, by no name
+                name = known.get(
+                    id(call.module), f"({type(call.module).__name__})"
+                )  # created during the call, so not registered under a name
                 found.append(Module(name=name, kind=type(call.module).__name__, root=places[id(root)]))
         return tuple(found), [places[id(call.module)] for call in self.calls]
 
@@ -389,7 +409,10 @@ class ModuleCalls:
             self._changes.append((now_s, _next_node(), place))
 
     def _after(self, module: nn.Module, args: Any, *rest: Any) -> None:  # Any: torch's hook
-        """`rest` is keyword arguments and output; where the module has failed PyTorch leaves out the former."""
+        """Record the end of a call.
+
+        `rest` is (keyword arguments, output). If the module raised, PyTorch omits the keyword arguments.
+        """
         if threading.get_ident() != self._thread or not self._stack:
             return
         call = self.calls[self._stack.pop()]
@@ -411,19 +434,21 @@ def _next_node() -> int:
 MARK = "sirtaki.mark"
 MEMORY = "[memory]"
 MARKS_AT_ONCE = 5
-"""The quickest of them bounds the clock best; the first one after a pause is slow."""
+"""Several marks at once, because the first mark after a pause is slow and the fastest one bounds the clock best."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProfilerEvent:
-    """One thing that it has seen.
+    """One event of torch.profiler.
 
     Attributes:
-        thread: that it ran on; of a device, its stream.
-        on_device: a kernel or copy of a device.
-        annotation: not an operator, but somebody's name for a part of the program.
-        sequence: autograd's number; -1 = none.
-        launch: joins an operator with what it has put on a device; 0 = nothing.
+        name: name of the operator, kernel or annotation.
+        thread: id of the thread; for device events, id of the stream.
+        begin_s, end_s: first and last moment.
+        on_device: the event is a kernel or a copy on a device.
+        annotation: the event is a `record_function` annotation, not an operator.
+        sequence: autograd's sequence number; -1 = none.
+        launch: correlation id that an operator shares with the device work it launched; 0 = none.
     """
 
     name: str
@@ -437,22 +462,24 @@ class ProfilerEvent:
 
     @property
     def lane(self) -> tuple[bool, int]:
-        """What it runs on, one at a time."""
+        """Return the key of the sequential queue (thread or stream) that ran the event."""
         return self.on_device, self.thread
 
     @property
     def is_backward(self) -> bool:
-        """Autograd evaluates a node in it."""
+        """Return whether autograd evaluates a node in this event."""
         return self.name.startswith(BACKWARD)
 
 
 class MemoryEvent(NamedTuple):
-    """Memory was asked for, or given back.
+    """One allocation or release of memory.
 
     Attributes:
+        at_s: moment of the event.
         device: such as "cpu" or "cuda:0".
-        n_bytes: more; negative if it was given back.
-        operator: the innermost one that was running; "" = none.
+        address: address of the block.
+        n_bytes: size of the block; negative for a release.
+        operator: innermost running operator; "" = none.
         accumulating: autograd was adding a gradient to `.grad`, hooks included.
     """
 
@@ -466,16 +493,16 @@ class MemoryEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfilerTrace:
-    """All that was seen.
+    """Everything that `StepWatch` recorded.
 
     Attributes:
-        events: in no order.
-        memory: in its order.
-        thread: the one that has made the marks, which is the one that trains.
-        clock: by which their times were told.
-        readers: what operators of a step read; empty if it was not asked for.
-        calls: of modules; None = not known.
-        storages: that were there when the first step began.
+        events: operators, kernels and annotations, unordered.
+        thread: id of the training thread, which made the marks.
+        clock: map that converted all times.
+        memory: allocations and releases, by time.
+        readers: data dependencies of one step; empty if they were not requested.
+        calls: module calls; None = not recorded.
+        storages: storages that existed when the first step began.
     """
 
     events: Sequence[ProfilerEvent]
@@ -488,20 +515,20 @@ class ProfilerTrace:
 
 
 class StepWatch:
-    """One use of torch.profiler, of which a process has one at a time; beside it modules are watched."""
+    """One session of torch.profiler, with module hooks beside it. A process can have one session at a time."""
 
     def __init__(self, *, edges: bool = False) -> None:
-        """Switches it on.
+        """Start the profiler.
 
         Args:
-            edges: until the next mark, what operators read is watched, too.
+            edges: also record data dependencies until the next mark.
 
         Raises:
-            RecordingError: somebody else uses it.
+            RecordingError: another session of torch.profiler is active.
         """
         if torch._C._autograd._profiler_enabled():
             raise RecordingError("torch.profiler is in use by the script, so no operators are recorded")
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would tell of its start and stop on the standard error
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it prints its start and stop to stderr
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
@@ -514,14 +541,14 @@ class StepWatch:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._profiler.start()
-        # Hooks on modules would have a compiled model compiled anew, or would run twice.
+        # No hooks on compiled models, because a hook makes Dynamo recompile, or runs twice.
         self._calls = None if something_is_compiled() else ModuleCalls()
         self.mark()
         if edges:
             self._tensors = TensorWatch()
 
     def next_step(self) -> None:
-        """A step begins; memory is looked at in the first one."""
+        """Begin a step. The first step also records live storages and the inputs and outputs of modules."""
         if self._calls is not None:
             self._calls.with_tensors = self._storages is None
         if self._storages is None:
@@ -529,7 +556,7 @@ class StepWatch:
         self.mark()
 
     def mark(self) -> None:
-        """Make the clocks comparable; called between two steps."""
+        """Record marks that relate torch.profiler's clock to `time.perf_counter`. Called between steps."""
         if self._tensors is not None and not self._tensors_watched:
             self._tensors.stop()
             self._tensors_watched = True
@@ -540,10 +567,12 @@ class StepWatch:
             self._brackets.append((before_s, time.perf_counter()))
 
     def stop(self) -> ProfilerTrace | None:
-        """Switches it off; None if another thread has switched it on, which alone may do so.
+        """Stop the profiler and return its events.
+
+        Returns None on any thread but the one that started the profiler, because only that thread can stop it.
 
         Raises:
-            RecordingError: nothing can be told of what it has seen.
+            RecordingError: the marks are incomplete, so that event times cannot be converted.
         """
         if self._calls is not None:
             self._calls.stop()
@@ -557,11 +586,11 @@ class StepWatch:
         found = [] if results is None else results.events()
         made = sorted((event for event in found if event.name() == MARK), key=lambda event: event.start_ns())
         if len(made) != len(self._brackets):
-            raise RecordingError(f"torch.profiler has recorded {len(made)} of our {len(self._brackets)} marks")
+            raise RecordingError(f"torch.profiler recorded {len(made)} of Sirtaki's {len(self._brackets)} clock marks")
         pairs = zip(self._brackets, made, strict=True)
         clock = map_clock([Mark(*bracket, event.start_ns(), event.duration_ns()) for bracket, event in pairs])
         return ProfilerTrace(
-            events=list(_records(found, clock)),
+            events=list(_events(found, clock)),
             thread=made[0].start_thread_id(),
             clock=clock,
             memory=sorted(_memory(results.experimental_event_tree(), clock), key=lambda event: event.at_s),
@@ -571,7 +600,7 @@ class StepWatch:
         )
 
 
-def _records(found: Sequence[Any], clock: ClockMap) -> Iterator[ProfilerEvent]:  # Any: Kineto's events have no types
+def _events(found: Sequence[Any], clock: ClockMap) -> Iterator[ProfilerEvent]:  # Any: Kineto's events have no types
     for event in found:
         if event.name() not in (MARK, MEMORY):
             begin_ns, on_device = event.start_ns(), event.device_type() != DeviceType.CPU
@@ -592,9 +621,9 @@ def _memory(tree: Sequence[Any], clock: ClockMap) -> Iterator[MemoryEvent]:  # A
     while left:
         event, operator, accumulating = left.pop()
         if event.tag == _EventType.Allocation:
-            told = event.extra_fields
+            fields = event.extra_fields
             at_s = clock.at(event.start_time_ns)
-            yield MemoryEvent(at_s, str(told.device), told.ptr, told.alloc_size, operator, accumulating)
+            yield MemoryEvent(at_s, str(fields.device), fields.ptr, fields.alloc_size, operator, accumulating)
             continue
         if event.tag == _EventType.TorchOp:
             operator, accumulating = event.name, accumulating or event.name.endswith(ACCUMULATING)
@@ -603,17 +632,18 @@ def _memory(tree: Sequence[Any], clock: ClockMap) -> Iterator[MemoryEvent]:  # A
 
 # ── operators of steps ───────────────────────────────────────────────────────────────────────────────────────────────
 
-LEAST_S = 1e-9
-"""What is shorter than a clock can tell is not there."""
+MIN_DURATION_S = 1e-9
+"""Shortest interval that is kept, at the resolution of the clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWindow:
-    """One step, as the recorder knows it.
+    """Limits of one step.
 
     Attributes:
-        updates: of its optimizers.
-        cuts: when gradients were copied, or waited for, by the thread that trains; no operator lies there.
+        begin_s, end_s: first and last moment.
+        updates: intervals of optimizer steps.
+        cuts: intervals in which the training thread copied gradients or waited for them. Operators are split there.
     """
 
     begin_s: float
@@ -624,14 +654,14 @@ class StepWindow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOperators:
-    """A step's operators and phases."""
+    """Operators and phases of one step."""
 
     operators: tuple[Operator, ...]
     spans: tuple[PhaseSpan, ...]
 
 
 def operators_of(seen: ProfilerTrace, steps: Sequence[StepWindow]) -> tuple[list[StepOperators], tuple[str, ...]]:
-    """Return the operators of each step, and the names of the lanes, the training thread's being the first."""
+    """Return the operators of each step, and the names of the lanes, of which the training thread is the first."""
     keys = sorted({event.lane for event in seen.events} - {(False, seen.thread)})
     names = [f"stream {thread} of the device" if on_device else f"thread {thread}" for on_device, thread in keys]
     lanes = {key: number for number, key in enumerate([(False, seen.thread), *keys])}
@@ -655,7 +685,7 @@ def operators_of(seen: ProfilerTrace, steps: Sequence[StepWindow]) -> tuple[list
         pieces = sorted(((place, piece) for place, parts in cut for piece in parts), key=lambda pair: pair[1].begin_s)
         spans = [
             *(PhaseSpan(Phase.DATA, *interval) for interval in _annotated(events, LOADER)),
-            *_runs([one for _, one in pieces if one.lane == 0]),
+            *_pass_spans([one for _, one in pieces if one.lane == 0]),
             *(PhaseSpan(Phase.UPDATE, *interval) for interval in step.updates),
         ]
         ordered_spans = tuple(sorted(spans, key=lambda span: span.begin_s))
@@ -668,7 +698,7 @@ def _annotated(events: Iterable[ProfilerEvent], prefix: str) -> list[Interval]:
 
 
 def _phases(step: StepWindow, events: Sequence[ProfilerEvent]) -> list[tuple[ProfilerEvent, Phase]]:
-    """Operators that no other one of their lane has called, those of devices last, and what each is for."""
+    """Return the top-level operators with their phases, device events last."""
     ends_s, top = dict[tuple[bool, int], float](), list[ProfilerEvent]()
     for event in events:  # by their begin, the longest first
         if not event.annotation and event.begin_s >= ends_s.get(event.lane, 0.0):
@@ -678,8 +708,8 @@ def _phases(step: StepWindow, events: Sequence[ProfilerEvent]) -> list[tuple[Pro
     backward = [event for event in on_host if event.is_backward]
     loading = _annotated(events, LOADER)
     intervals = ((Phase.UPDATE, step.updates), (Phase.DATA, loading), (Phase.OTHER, _annotated(events, ZEROING)))
-    # What comes before the data is not forward, such as metrics of the step before; unless it has a backward. What
-    # makes no node of the graph bears the number of the next one, too: the last of a number has made it.
+    # Operators before the data are not forward (such as metrics of the previous step), unless they have a backward. An
+    # operator without an autograd node has the number of the next node, so the last operator of a number created it.
     made = {event.sequence: event.begin_s for event in on_host if not event.is_backward}
     first_s = min((made[one.sequence] for one in backward if one.sequence in made and one.sequence >= 0), default=0.0)
     forward_s = next((end_s for _, end_s in loading if end_s <= first_s), step.begin_s)
@@ -694,7 +724,7 @@ def _phases(step: StepWindow, events: Sequence[ProfilerEvent]) -> list[tuple[Pro
         return Phase.FORWARD if forward_s <= event.begin_s < last_backward_s else Phase.OTHER
 
     found = [(event, phase_of(event)) for event in on_host]
-    launched: dict[int, Phase] = {}  # by number of a launch, the phase of the operator that has put it on a device
+    launched: dict[int, Phase] = {}  # by correlation id, the phase of the launching operator
     begins = [event.begin_s for event in on_host]
     for event in events if len(on_host) < len(top) else ():
         place = bisect_right(begins, event.begin_s) - 1
@@ -704,19 +734,19 @@ def _phases(step: StepWindow, events: Sequence[ProfilerEvent]) -> list[tuple[Pro
 
 
 def _cut(operator: Operator, cuts: Sequence[Interval]) -> Iterator[Operator]:
-    """Yield what is left of an operator outside of these intervals, which follow each other."""
+    """Yield the parts of an operator outside of `cuts`, which are sorted and disjoint."""
     begin_s = operator.begin_s
     for cut_begin_s, cut_end_s in cuts:
         if cut_end_s > begin_s and cut_begin_s < operator.end_s:
-            if cut_begin_s - begin_s > LEAST_S:
+            if cut_begin_s - begin_s > MIN_DURATION_S:
                 yield operator._replace(begin_s=begin_s, end_s=cut_begin_s)
             begin_s = cut_end_s
-    if operator.end_s - begin_s > LEAST_S:
+    if operator.end_s - begin_s > MIN_DURATION_S:
         yield operator._replace(begin_s=begin_s)
 
 
-def _runs(operators: Sequence[Operator]) -> list[PhaseSpan]:
-    """Forward and backward passes: neighbours of one phase, whatever other phases have in between."""
+def _pass_spans(operators: Sequence[Operator]) -> list[PhaseSpan]:
+    """Return forward and backward passes: neighbours of one phase are merged across operators of different phases."""
     found: list[PhaseSpan] = []
     for one in operators:
         if one.phase in (Phase.FORWARD, Phase.BACKWARD):
@@ -728,30 +758,30 @@ def _runs(operators: Sequence[Operator]) -> list[PhaseSpan]:
 
 
 Moments = Mapping[tuple[object, ...], float]
-"""Of one step, by what happened then; what has the same name is the same in every step."""
+"""Times of one step by key. A key denotes the same event in every step."""
 
 _Span = TypeVar("_Span", Operator, PhaseSpan)
 
 
 def borrowed(seen: StepOperators, there: Moments, here: Moments) -> StepOperators:
-    """Return what was seen in one step as it would have been seen in another.
+    """Map the operators and phases of one step onto the times of another step.
 
     Args:
-        seen: of the step of `there`.
-        there: when things happened in it.
-        here: when they happened in the other one; what only one of them has does not count.
+        seen: operators and phases of the step of `there`.
+        there: event times of that step.
+        here: event times of the step to fill. Events that only one of the two steps has are ignored.
     """
     pairs = sorted((there[key], here[key]) for key in there.keys() & here.keys())
     kept = pairs[:1]
     for there_s, here_s in pairs[1:]:
-        # What happened in another order, such as gradients of two threads, is no common moment.
+        # Events in another order, such as gradients of two threads, cannot be used for interpolation.
         if there_s > kept[-1][0] and here_s >= kept[-1][1]:
             kept.append((there_s, here_s))
-    theirs_s, ours_s = np.array(kept).T
+    from_s, to_s = np.array(kept).T
 
     def moved(one: _Span) -> _Span:
-        """Straight between moments that both have."""
-        begin_s, end_s = np.interp([one.begin_s, one.end_s], theirs_s, ours_s)
+        """Interpolate linearly between common events."""
+        begin_s, end_s = np.interp([one.begin_s, one.end_s], from_s, to_s)
         return one._replace(begin_s=float(begin_s), end_s=float(end_s))
 
     return StepOperators(operators=tuple(map(moved, seen.operators)), spans=tuple(map(moved, seen.spans)))
@@ -763,33 +793,33 @@ def borrowed(seen: StepOperators, there: Moments, here: Moments) -> StepOperator
 def memory_of_step(
     seen: ProfilerTrace, *, number: int, begin_s: float, end_s: float, spans: Iterable[PhaseSpan]
 ) -> StepMemory:
-    """Return the allocations and the module calls of the first step.
+    """Return the allocations and module calls of the first recorded step.
 
     Args:
-        seen: when it began, and for a step before it.
-        number: of the iteration.
-        begin_s: when it began.
-        end_s: when it ended.
-        spans: its phases.
+        seen: events of the step and of the time before it, since the profiler was started.
+        number: number of the iteration.
+        begin_s: first moment of the step.
+        end_s: last moment of the step.
+        spans: phases of the step.
     """
-    found = _Memory(seen, begin_s, end_s, spans)
+    found = _MemoryBuilder(seen, begin_s, end_s, spans)
     return StepMemory(
         iteration=number,
         begin_s=begin_s,
         end_s=end_s,
         devices=tuple(found.devices),
         batch=found.called[0][1].batch if found.called else 0,
-        allocations=tuple(found.told_apart(place, one) for place, one in enumerate(found.allocations)),
+        allocations=tuple(found.with_purpose(place, one) for place, one in enumerate(found.allocations)),
         calls=tuple(found.module_calls()),
     )
 
 
-class _Memory:
-    """The memory of a step."""
+class _MemoryBuilder:
+    """Builds `StepMemory` from memory events and live storages."""
 
     def __init__(self, seen: ProfilerTrace, begin_s: float, end_s: float, spans: Iterable[PhaseSpan]) -> None:
         self._end_s, self._calls = end_s, seen.calls
-        # Those of the engine's threads count, too: a device has its own.
+        # All threads, because autograd runs one thread per device.
         inside = [one for one in seen.events if one.is_backward and begin_s <= one.begin_s <= end_s]
         self._backward = sorted(inside, key=lambda event: event.begin_s)
         self._added_s = [(one.begin_s, one.end_s) for one in self._backward if one.name.endswith(ACCUMULATING)]
@@ -802,17 +832,17 @@ class _Memory:
         self._places = {place: number for number, (place, _) in enumerate(self.called)}
         self.devices: dict[str, int] = {}
         self.allocations: list[Allocation] = []
-        self._there = defaultdict[Address, list[int]](list)
-        self._accumulated: set[int] = set()  # given back while a gradient was added, but not asked for then
-        self._take_what_was_there(seen, begin_s)
-        live = {address: places[-1] for address, places in self._there.items()}
-        short_lived: set[int] = set()  # asked for while a gradient was added
+        self._at_address = defaultdict[Address, list[int]](list)
+        self._accumulated: set[int] = set()  # released while a gradient was added, but allocated before
+        self._add_live_storages(seen, begin_s)
+        live = {address: places[-1] for address, places in self._at_address.items()}
+        short_lived: set[int] = set()  # allocated while a gradient was added
         for event in seen.memory:
             address = event.device, event.address
             if not begin_s <= event.at_s <= end_s:
                 continue
-            # What is given back in a thread that is not looked at ends where its address is used again. A device also
-            # tells of what nobody had seen, and which is a part of what is left there.
+            # The profiler misses releases of some threads, so a block ends at the latest when its address is reused.
+            # A device also releases blocks that are unknown here, because they are part of its UNLISTED memory.
             if (place := live.pop(address, None)) is not None:
                 self.allocations[place] = self.allocations[place]._replace(end_s=event.at_s)
                 if event.n_bytes < 0 and event.accumulating and place not in short_lived:
@@ -825,8 +855,8 @@ class _Memory:
                 if event.accumulating:
                     short_lived.add(live[address])
 
-    def _take_what_was_there(self, seen: ProfilerTrace, begin_s: float) -> None:
-        before: dict[Address, int] = {}  # what was asked for while nobody looked at storages yet
+    def _add_live_storages(self, seen: ProfilerTrace, begin_s: float) -> None:
+        before: dict[Address, int] = {}  # allocated between the profiler's start and the call of live_storages()
         for event in seen.memory:
             if event.at_s < begin_s:
                 if event.n_bytes > 0:
@@ -839,17 +869,17 @@ class _Memory:
             self._add(address, n_bytes)
         for storage in seen.storages:
             n_bytes = storage.n_bytes
-            if storage.address == UNSEEN:
+            if storage.address == UNLISTED:
                 n_bytes -= sum(size for (device, _), size in before.items() if device == storage.device)
             if n_bytes > 0:
                 self._add((storage.device, storage.address), n_bytes, storage.holds)
 
     def _add(self, address: Address, n_bytes: int, holds: Holds = Holds.OTHER, **fields: Any) -> None:
         device = self.devices.setdefault(address[0], len(self.devices))
-        self._there[address].append(len(self.allocations))
+        self._at_address[address].append(len(self.allocations))
         self.allocations.append(Allocation(device=device, n_bytes=n_bytes, holds=holds, **fields))
 
-    def told_apart(self, place: int, one: Allocation) -> Allocation:
+    def with_purpose(self, place: int, one: Allocation) -> Allocation:
         if one.begin_s is None:
             return one
         end_s = one.end_s if one.end_s is not None else float("inf")
@@ -885,13 +915,13 @@ class _Memory:
         _, modules = self._calls.modules()
         for place, call in self.called:
             passed_s = min(backward[place], default=None), max(backward[place], default=None)
-            tensors = (tuple(self._lying_at(some, call.end_s)) for some in (call.inputs, call.outputs))
+            tensors = (tuple(self._allocations_at(some, call.end_s)) for some in (call.inputs, call.outputs))
             parent = self._places.get(call.parent, -1)
             yield ModuleCall(modules[place], parent, call.begin_s, call.end_s, *passed_s, *tensors)
 
-    def _lying_at(self, addresses: Sequence[Address], moment_s: float) -> Iterator[int]:
+    def _allocations_at(self, addresses: Sequence[Address], moment_s: float) -> Iterator[int]:
         for address in dict.fromkeys(addresses):
-            for place in reversed(self._there[address]):
+            for place in reversed(self._at_address[address]):
                 one = self.allocations[place]
                 if one.begin_s is None or one.begin_s <= moment_s:
                     if one.end_s is None or one.end_s >= moment_s:

@@ -1,4 +1,4 @@
-"""The page of a recorded job: findings first, then figures, timeline and memory."""
+"""HTML page of a recorded job: findings first, then figures, timeline and memory."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from .html import heading as title
 from .job_model import Histories, histories, job_model
 from .memory import Fitting, MemoryReplay, Peak, fit, highest_rank, peak_words, phase_of
 from .recording import Detail, Holds, RankRecording, Recording, of_ranks, read_folder
-from .step_parts import COLORS, NOT_TOLD_APART, StepParts, TimeKind, exposures, late_units, step_parts
-from .what_if import WORTH_SAYING, Answer, Baseline, unanswered
+from .step_parts import COLORS, UNDIVIDED, StepParts, TimeKind, exposures, late_units, step_parts
+from .what_if import MIN_GAIN, Answer, Baseline, limitations
 
 BUDGETS = (0.75, 0.5)
-"""Of the peak of memory."""
+"""Budgets for which remedies are listed, as fractions of the recorded peak."""
 
-FAR = 0.05
-"""A replay that is further from the recording is not believed."""
+MAX_ERROR = 0.05
+"""Largest relative difference of replayed and recorded step time at which predictions are shown."""
 
-WAITS = 0.02
-"""A smaller share of the step is not worth calling waiting."""
+EXPOSED_SHARE = 0.02
+"""Largest exposed share of a step at which the page states that training does not wait."""
 
-LEAST_SPREAD_S = 1e-6
-"""What steps differ by less is not worth saying."""
+MIN_SPREAD_S = 1e-6
+"""Smallest spread of step times that is shown."""
 
-MOST_RANKS, MOST_ROWS, MOST_MEMORY_ROWS = 128, 12, 10
-MOST_MOMENTS = 700
-"""As many are drawn; of those that lie together the highest."""
+MAX_RANKS, MAX_ROWS, MAX_MEMORY_ROWS = 128, 12, 10
+MAX_MOMENTS = 700
+"""Number of intervals into which a memory plot is divided. The highest moment of each is drawn."""
 
-WITHOUT_OPERATORS = f"What the script does besides is: {NOT_TOLD_APART}."
+WITHOUT_OPERATORS = f"Operators were not recorded, so some kinds of time are one: {UNDIVIDED}."
 
 MEMORY_COLORS = {
     Holds.PARAMETERS: "#0072b2",
@@ -53,27 +53,27 @@ MEMORY_COLORS = {
     Holds.ACTIVATIONS: "#e69f00",
     Holds.OTHER: "#8b9096",
 }
-"""From below upwards."""
+"""Colours of the areas, from bottom to top."""
 
 # ── findings ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What a recording shows, and its replay.
+    """Results of a recording and its replay.
 
     Attributes:
-        folder: that it comes from.
-        lines: what was recorded, and of whom, how clocks were aligned.
-        problems: what is missing or wrong, a sentence each.
-        histories: of the iterations that are shown.
-        times: of a step as it was recorded.
-        exposed_s: of it, communication that no computation hides, a mean of ranks.
-        base: the job replayed; None where it cannot be; then `problems` says why.
-        replay: of all iterations, likewise.
-        answers: what each single remedy would bring; empty where the replay is not believed.
-        notes: what the replay takes for granted, and what it cannot answer, a sentence each.
-        fittings: what would lower the peak of memory to shares of it; empty where it is not recorded.
+        folder: folder of the recording.
+        lines: summary of the recording and of the clock alignment.
+        problems: one sentence for each defect.
+        histories: timelines of the iterations shown.
+        times: recorded step times.
+        exposed_s: exposed communication per step, as a mean over ranks.
+        base: replay of the job; None if it failed, for a reason listed in `problems`.
+        replay: replay of all iterations; None if it failed.
+        answers: prediction for each single remedy; empty if the replay is too far from the recording (`is_far`).
+        notes: one sentence for each assumption and limitation of the replay.
+        fittings: remedies for each of `BUDGETS`; empty if memory was not recorded.
     """
 
     folder: Path
@@ -90,30 +90,30 @@ class Findings:
 
     @property
     def has_operators(self) -> bool:
-        """Operators were recorded on every rank."""
+        """Return whether every rank recorded operators."""
         return all(rank.detail is Detail.OPERATORS for rank in self.histories.recording.ranks.values())
 
     @property
     def error(self) -> float:
-        """How much longer than the recorded step the replayed one is, as a share of it; 0 where there is none."""
+        """Return the relative error of the replayed step time; 0 without a replay."""
         return self.base.times.iteration_s / self.times.iteration_s - 1 if self.base is not None else 0.0
 
     @property
     def is_far(self) -> bool:
-        """The replay is too far from the recording to be believed."""
-        return abs(self.error) > FAR
+        """Return whether the replay is too inaccurate for predictions."""
+        return abs(self.error) > MAX_ERROR
 
     @property
     def best(self) -> Answer | None:
-        """The remedy that brings most and is sure to; None = none brings anything."""
-        return next((one for one in self.answers if one.is_worth_saying and one.is_sure), None)
+        """Return the remedy with the largest gain that is significant; None = there is no such remedy."""
+        return next((one for one in self.answers if one.is_worth_reporting and one.is_sure), None)
 
 
 def findings(folder: Path) -> Findings:
-    """Reads a recording and replays it.
+    """Read a recording and replay it.
 
     Raises:
-        RecordingError: there is nothing to show.
+        RecordingError: the recording has no iterations.
     """
     recording = read_folder(folder)
     shown, problems = _comparable(recording)
@@ -129,13 +129,13 @@ def findings(folder: Path) -> Findings:
     try:
         job = job_model(past)
         base = Baseline.of(job, found.times)
-        found = replace(found, base=base, replay=play(job), notes=(*job.notes, *unanswered(job)))
+        found = replace(found, base=base, replay=play(job), notes=(*job.notes, *limitations(job)))
         if found.is_far:
             return found
         return replace(found, answers=base.single_remedies(), fittings=_fittings(shown, base))
     except (PlanError, ReplayError) as err:
-        said = f"what is here cannot be replayed: {err}"
-        return replace(found, base=None, replay=None, problems=(*found.problems, said))
+        reason = f"the recording cannot be replayed: {err}"
+        return replace(found, base=None, replay=None, problems=(*found.problems, reason))
 
 
 def _fittings(recording: Recording, base: Baseline) -> tuple[Fitting, ...]:
@@ -147,10 +147,10 @@ def _fittings(recording: Recording, base: Baseline) -> tuple[Fitting, ...]:
 
 
 def _comparable(recording: Recording) -> tuple[Recording, list[str]]:
-    """The ranks that have an iteration in common, as many as there are, and what is left out.
+    """Return the largest set of ranks with a common iteration, and sentences about the omitted ranks.
 
     Raises:
-        RecordingError: there is no iteration.
+        RecordingError: no rank has a representative iteration.
     """
     usual = {
         number: {one.number for one in rank.iterations if one.is_usual} for number, rank in recording.ranks.items()
@@ -158,7 +158,7 @@ def _comparable(recording: Recording) -> tuple[Recording, list[str]]:
     count = Counter(number for numbers in usual.values() for number in numbers)
     if not count:
         raise RecordingError(
-            "no iteration was recorded, so there is nothing to show: the job has ended too soon after its warm-up"
+            "no iteration was recorded, because the job ended too soon after its warm-up: train for more steps"
         )
     best = min(count, key=lambda number: (-count[number], number))
     others = [number for number in usual if best not in usual[number]]
@@ -166,41 +166,41 @@ def _comparable(recording: Recording) -> tuple[Recording, list[str]]:
         return recording, []
     has, is_ = ("has", "is") if len(others) == 1 else ("have", "are")
     kept = {number: rank for number, rank in recording.ranks.items() if number not in others}
-    said = f"{of_ranks(others)} {has} no iteration that most others have recorded, and {is_} left out"
-    return replace(recording, ranks=kept), [said]
+    omitted = f"{of_ranks(others)} {has} no iteration in common with most ranks, and {is_} omitted"
+    return replace(recording, ranks=kept), [omitted]
 
 
 # ── words ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def heading(found: Findings) -> str:
-    """Which recording it is."""
+    """Return the name, size and setting of the recording."""
     buffers = found.histories.recording.job.buffers
     plan = f"; {buffers[0].knobs.describe()}" if buffers else ""
     return f"{found.folder.resolve().name}: {found.lines[0]}{plan}."
 
 
 def problems(found: Findings) -> Iterator[str]:
-    """What is missing or wrong, a sentence each."""
+    """Yield one sentence for each defect."""
     return (f"{problem[:1].upper()}{problem[1:].rstrip('.')}." for problem in found.problems)
 
 
 def sentences(found: Findings) -> Iterator[str]:
-    """Yield sentences: whether training waits for communication, the remedy, the length of a step, its largest part."""
+    """Yield sentences: whether training waits for communication, the best remedy, the step time, its largest part."""
     times = found.times
-    what = "the network" if len(set(found.histories.hosts.values())) > 1 else "what its ranks exchange on one host"
+    what = "the network" if len(set(found.histories.hosts.values())) > 1 else "communication on one host"
     share = found.exposed_s / times.iteration_s if times.iteration_s > 0 else 0.0
-    if share > WAITS:
+    if share > EXPOSED_SHARE:
         waits = f"Training waits for {what}: {ms(found.exposed_s)} of a step, {percent(share)}, are not hidden"
     else:
         waits = f"Training does not wait for {what} ({percent(share)} of a step)"
     if found.base is None or found.is_far:
-        yield f"{waits}; what would help cannot be told, as the replay does not fit."
+        yield f"{waits}; there are no predictions, because the replay does not match the recording."
     elif found.best is None:
-        yield f"{waits}; nothing that was asked for is sure to help."
+        yield f"{waits}; none of the simulated changes is sure to help."
     else:
-        yield f"{waits}; most would help if {found.best.words}: {found.best.describe()}."
-    spread = f" (± {ms(times.spread_s)} from step to step)" if times.spread_s > LEAST_SPREAD_S else ""
+        yield f"{waits}; the largest gain is predicted if {found.best.words}: {found.best.describe()}."
+    spread = f" (± {ms(times.spread_s)} from step to step)" if times.spread_s > MIN_SPREAD_S else ""
     yield f"A step takes {ms(times.iteration_s)}{spread}."
     if found.replay is not None and not found.is_far and (path := path_lines(found.replay)):
         yield f"The largest part of the critical path: {path[0].describe()}."
@@ -209,12 +209,12 @@ def sentences(found: Findings) -> Iterator[str]:
 
 
 def kind_words(kind: TimeKind, found: Findings) -> str:
-    """Name a kind of time, as far as it was recorded."""
-    return NOT_TOLD_APART if kind is TimeKind.OTHER and not found.has_operators else kind.value
+    """Return the name of a kind of time; without operators, several kinds share one name."""
+    return UNDIVIDED if kind is TimeKind.OTHER and not found.has_operators else kind.value
 
 
 def signed_ms(seconds: float) -> str:
-    """`+1.2 ms`."""
+    """Return signed milliseconds as text, such as `+1.2 ms`."""
     return f"{1e3 * seconds:+.3g} ms"
 
 
@@ -245,13 +245,13 @@ def render(found: Findings) -> str:
 
 def _bars(found: Findings) -> Iterator[str]:
     all_parts = step_parts(found.histories)
-    busiest = sorted(all_parts, key=lambda one: one.seconds.get(TimeKind.EXPOSED, 0.0) - one.step_s)[:MOST_RANKS]
+    busiest = sorted(all_parts, key=lambda one: one.seconds.get(TimeKind.EXPOSED, 0.0) - one.step_s)[:MAX_RANKS]
     shown = sorted(busiest, key=lambda one: one.rank)
     kinds = [kind for kind in TimeKind if any(kind in one.seconds for one in shown)]
     yield title("Where each rank’s time goes")
     yield paragraph("Means of the recorded iterations. The parts add up to the step.")
     if len(shown) < len(all_parts):
-        yield paragraph(f"The {len(shown)} ranks with most to do are drawn, of {len(all_parts)}.")
+        yield paragraph(f"The plot shows the {len(shown)} busiest of {len(all_parts)} ranks.")
     yield plot(
         [
             {
@@ -272,7 +272,7 @@ def _bars(found: Findings) -> Iterator[str]:
     )
     titles = ["rank", "step", *(kind_words(kind, found) for kind in kinds)]
     rows = [[str(one.rank), ms(one.step_s), *(ms(one.seconds.get(kind, 0.0)) for kind in kinds)] for one in shown]
-    yield details("The same in numbers", table(titles, rows))
+    yield details("Numbers of the plot", table(titles, rows))
     command = Markup("<code>sirtaki trace {}</code>").format(shlex.quote(str(found.folder)))
     yield paragraph(
         Markup(
@@ -294,11 +294,11 @@ def _path(found: Findings) -> Iterator[str]:
         return
     yield title("The critical path")
     yield paragraph(
-        "What let what begin, over all ranks, from the last thing that ended back to the first: only what is on this "
-        "path holds the step up. Shares of a mean step, which add up to it."
+        "The chain of causes over all ranks, from the end of the last operation back to the first begin: a step gets "
+        "shorter only if something on this path does. The shares are of a mean step, and add up to it."
     )
     if found.is_far:
-        yield _too_far(found)
+        yield _no_predictions(found)
         return
     if not found.has_operators:
         yield paragraph(WITHOUT_OPERATORS)
@@ -308,11 +308,11 @@ def _path(found: Findings) -> Iterator[str]:
     yield table(["", "share", "of a step", ""], rows, text=(0, 3), last=sums)
 
 
-def _too_far(found: Findings) -> str:
+def _no_predictions(found: Findings) -> str:
     more = "more" if found.error > 0 else "less"
     return paragraph(
-        f"The replay takes {percent(abs(found.error))} {more} than the recorded steps, too much to be believed, so "
-        "nothing is said here.",
+        f"The replay takes {percent(abs(found.error))} {more} than the recorded steps. The limit is "
+        f"{percent(MAX_ERROR)}, so there are no predictions here.",
         "note",
     )
 
@@ -327,20 +327,20 @@ def _exposure(found: Findings) -> Iterator[str]:
         yield paragraph("None: no rank waits for gradients.")
         return
     yield paragraph(
-        "How long ranks wait for gradients after their backward pass: while units are under way, which faster or "
-        "better cut communication would shorten, and while none is, since another rank has not come so far."
+        "Time that ranks wait for gradients after their backward pass. With units in flight, faster communication or "
+        "other units would shorten it. Without units in flight, the rank waits for gradients of a slower rank."
     )
-    worst = sorted(exposed, key=lambda one: -one.exposed_s)[:MOST_ROWS]
+    worst = sorted(exposed, key=lambda one: -one.exposed_s)[:MAX_ROWS]
     rows = [
         [str(one.rank), ms(one.exposed_s), ms(one.moving_s), ms(one.held_s)]
         for one in sorted(worst, key=lambda one: one.rank)
     ]
-    yield table(["rank", "exposed", "units under way", "held up by other ranks"], rows)
+    yield table(["rank", "exposed", "units in flight", "waiting for other ranks"], rows)
     yield from _shown(worst, exposed, "ranks that wait longest")
     late, count = late_units(found.histories), len(found.histories.steps)
     if late:
-        yield paragraph("Units that end after the backward pass; moments are means, counted from its end:")
-        latest = sorted(late, key=lambda one: -one.late_s)[:MOST_ROWS]
+        yield paragraph("Units that end after the backward pass. Times are means, relative to its end:")
+        latest = sorted(late, key=lambda one: -one.late_s)[:MAX_ROWS]
         unit_rows = [
             [
                 one.unit.name,
@@ -366,39 +366,39 @@ def _what_if(found: Findings) -> Iterator[str]:
         return
     yield title("What would help")
     if found.is_far:
-        yield _too_far(found)
+        yield _no_predictions(found)
         return
     yield paragraph(
-        f"Each single remedy by itself, replayed. The replay of the recorded job is {100 * found.error:+.1f} % off "
-        "the recording. In nine questions of ten the truth lies in the interval; what is grey is within its error. "
-        "These are predictions: try the first ones, and measure."
+        f"Predictions of each change by itself. The replay of the recorded job differs from the recording by "
+        f"{100 * found.error:+.1f} %. The measured time lies in the interval in nine of ten cases. Grey rows are not "
+        "significant. Try the first rows, and measure."
     )
     yield from (paragraph(f"{note[:1].upper()}{note[1:]}.", "note") for note in found.notes)
     if not found.answers:
-        yield paragraph("There is nothing to ask for.")
+        yield paragraph("There is no change to predict.")
         return
     rows = [
         [
-            share_bar(one.gain if one.is_told else 0.0),
+            share_bar(one.gain if one.is_precise else 0.0),
             f"if {one.words}",
-            ms(one.times.iteration_s) if one.is_told else "",
+            ms(one.times.iteration_s) if one.is_precise else "",
             one.interval,
             _change(one),
         ]
         for one in found.answers
     ]
-    unsure = [place for place, one in enumerate(found.answers) if not (one.is_sure and one.is_told)]
+    unsure = [place for place, one in enumerate(found.answers) if not (one.is_sure and one.is_precise)]
     yield table(["", "remedy", "step", "90 %, ms", "change"], rows, text=(0, 1, 4), unsure=unsure)
     words = "<code>sirtaki replay</code> answers other questions, several changes at once. "
     yield paragraph(Markup(words + "<code>sirtaki optimize</code> looks for a better plan."), "quiet")
 
 
 def _change(one: Answer) -> str:
-    """`12 % less`; what is too little to be said brings nothing."""
-    if not one.is_told:
-        return "only a trial tells"
+    """Return the change as text, such as `12 % less`."""
+    if not one.is_precise:
+        return "only a trial can show"
     change = f"{percent(abs(one.gain))} {'less' if one.gain > 0 else 'longer'}"
-    if abs(one.gain) < WORTH_SAYING:
+    if abs(one.gain) < MIN_GAIN:
         change = "as long"
     return change if one.is_sure else f"{change}, within its error"
 
@@ -407,7 +407,7 @@ def _change(one: Answer) -> str:
 
 
 def memory_section(found: Findings) -> Iterator[str]:
-    """Nothing where memory was not recorded."""
+    """Yield the section on memory; nothing if memory was not recorded."""
     recording = found.histories.recording
     if not any(rank.memory is not None for rank in recording.ranks.values()):
         return
@@ -416,12 +416,12 @@ def memory_section(found: Findings) -> Iterator[str]:
     yield title("Memory in one iteration")
     yield paragraph(peak_words(rank, replay, peak))
     yield paragraph(
-        "What tensors hold, by the allocator and by what Python knows, of the device that the rank trains on; files "
-        "that are mapped and what libraries hold for themselves are not counted.",
+        "Memory of tensors on the device that the rank trains on, according to the allocator and to Python. Mapped "
+        "files and memory that libraries allocate themselves are not counted.",
         "quiet",
     )
     yield _stacked(replay)
-    known = [one for one in recording.ranks.values() if one.memory is not None][:MOST_RANKS]
+    known = [one for one in recording.ranks.values() if one.memory is not None][:MAX_RANKS]
     if len(known) > 1:
         rows = []
         for one in known:
@@ -436,9 +436,9 @@ def memory_section(found: Findings) -> Iterator[str]:
 
 
 def _stacked(replay: MemoryReplay) -> Markup:
-    """Return a plot of what is held when, as areas above each other."""
+    """Return a plot of memory use over time, as stacked areas."""
     memory = replay.memory
-    width_s = (memory.end_s - memory.begin_s) / MOST_MOMENTS or 1.0
+    width_s = (memory.end_s - memory.begin_s) / MAX_MOMENTS or 1.0
     highest: dict[int, Any] = {}  # of moments that are drawn at one place
     for moment in replay.curve():
         place = int((moment.at_s - memory.begin_s) / width_s)
@@ -469,15 +469,15 @@ def _at_the_peak(rank: RankRecording, replay: MemoryReplay, peak: Peak) -> Itera
         held[one.holds.value, block] += n_bytes
     rows = [
         [share_bar(n_bytes / peak.n_bytes), format_bytes(n_bytes), holds, block]
-        for (holds, block), n_bytes in held.most_common(MOST_MEMORY_ROWS)
+        for (holds, block), n_bytes in held.most_common(MAX_MEMORY_ROWS)
     ]
-    yield paragraph("What holds it at the peak:")
+    yield paragraph("Memory at the peak, by purpose and module:")
     yield table(["", "bytes", "for", "made in module"], rows, text=(0, 2, 3))
     yield from _shown(rows, held, "largest")
 
 
 def _block(name: str) -> str:
-    """A module as far as its number: `layers.0` of `layers.0.linear`."""
+    """Return the module name up to its first number: `layers.0` for `layers.0.linear`."""
     parts = name.split(".")
     first = next((place for place, part in enumerate(parts) if part.isdigit()), 0)
     return ".".join(parts[: first + 1]) or "the model itself"
@@ -487,7 +487,7 @@ def _lower(found: Findings) -> Iterator[str]:
     remedies = [one.remedy for fitting in found.fittings for one in fitting.remedies]
     rows = {one.words: [one.words, format_bytes(one.peak_bytes)] for one in remedies}
     if rows:
-        yield paragraph("What would lower it, by replay. How long a step then takes is not known until it is tried.")
+        yield paragraph("Remedies that lower the peak, by replay. Only a trial shows the step time with a remedy.")
         yield table(["remedy", "peak"], rows.values(), text=(0,))
         words = "<code>sirtaki optimize --memory-budget</code> chooses for a budget, and prints the lines of code."
         yield paragraph(Markup(words), "quiet")
@@ -498,6 +498,6 @@ def _rest(found: Findings) -> Iterator[str]:
     if not any(rank.memory is not None for rank in found.histories.recording.ranks.values()):
         missing.append("Memory was not recorded.")
     if not found.has_operators:
-        missing.append("Operators were not recorded on every rank, so phases are told less exactly there.")
-    yield title("What this rests on")
+        missing.append("Operators were not recorded on every rank, so phases are less exact there.")
+    yield title("Data of this page")
     yield paragraph(" ".join([*(f"{line[:1].upper()}{line[1:]}." for line in found.lines[1:]), *missing]), "quiet")

@@ -1,8 +1,10 @@
-"""Looks for a plan with which a recorded job would be faster: even units and planners' proposals, judged by replay.
+"""Search for a faster plan of a recorded job: even units and planners' proposals, evaluated by replay.
 
-Of dPRO (section 5) this has the judge and what makes it quick: the coarsened view, and symmetry, by which ranks that
-are alike are replayed once. Its walks along the critical path are those of the planner `dpro`, which is asked with all
-others; its fusion of operators is how many parts a compiled model has (`what_if.in_parts`).
+From dPRO (section 5) the search takes evaluation by replay, coarsening, and symmetry, by which one of several equal
+ranks
+is replayed. The planner `dpro` contains dPRO's walks along the critical path and is asked like all other planners.
+dPRO's
+operator fusion corresponds to the number of parts of a compiled model (`what_if.in_parts`).
 """
 
 from __future__ import annotations
@@ -48,34 +50,34 @@ from .what_if import (
 
 SEARCH_LIMIT_S = 60.0
 
-MOST_UNITS, OCTAVE = 256, 2
-"""Of even cuts that are tried, and between one size of them and the next."""
+MAX_UNITS, OCTAVE = 256, 2
+"""Largest number of units of an even division, and ratio between successive unit sizes."""
 
 FEW_RANKS = 8
 TOLERANCES = (0.02, 0.05, 0.1, 0.2)
-"""How much ranks that count as alike may differ, more of it where too many would be left."""
+"""Tolerances for equal ranks. A larger one is used only if more than `FEW_RANKS` ranks would remain."""
 
 STREAMS_ON_ONE_HOST = 4
-"""As many streams as shared memory has, so as many a job on one host may run."""
+"""Number of streams of the shared-memory transport, hence the limit for a job on one host."""
 
 INDIFFERENCE = 0.01
-"""Share of the step that no replay can be sure of; what is simpler is taken if it is longer by no more."""
+"""Loss, as a fraction of the step, that is accepted for a simpler plan, because it is below a replay's accuracy."""
 
 WORTH_A_CHANGE = 0.001
-"""Share of the step; what gains less leaves the recorded plan."""
+"""Smallest gain, as a fraction of the step, for which the recorded plan is replaced."""
 
-MOST_RIVALS = 2
-"""Other plans that are named, since they cannot be told from the best one."""
+MAX_RIVALS = 2
+"""Largest number of plans that are reported beside the best one because they do not differ significantly from it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extra:
-    """What is changed besides the plan, which the user has to do.
+    """A change besides the plan that the user must make.
 
     Attributes:
-        words: such as "bf16 on the wire".
-        line: of code that does it.
-        apply: the job with it.
+        words: description.
+        line: line of code that makes the change.
+        apply: returns the job with the change.
     """
 
     words: str
@@ -84,18 +86,18 @@ class Extra:
 
 
 BF16 = Extra(
-    words="gradients travel as bf16, in half the bytes",
+    words="gradients are sent as bf16, in half the bytes",
     line="hvd.DistributedOptimizer(..., compression=hvd.Compression.bf16)",
     apply=partial(with_less_traffic, factor=0.5),
 )
-"""What converting costs is not known and not counted."""
+"""Compression to bf16. The cost of the conversion is unknown and not counted."""
 
 CHANGES_NUMBERS = {"bf16": BF16}
-"""Training comes out otherwise, so these are used only where they are allowed by name."""
+"""Changes that alter the results of training, so they are used only if the user allows them by name."""
 
 
-def as_it_ran(buffer: Buffer) -> Knobs:
-    """Return the knobs by which a recorded buffer was cut; the transport chooses GPU threads."""
+def recorded_knobs_of(buffer: Buffer) -> Knobs:
+    """Return the knobs of a recorded buffer's actual plan, without GPU threads, which the transport chooses."""
     plan, knobs = buffer.plan, buffer.knobs
     even = Knobs(
         unit_bytes=knobs.unit_bytes,
@@ -111,30 +113,31 @@ def as_it_ran(buffer: Buffer) -> Knobs:
 
 
 class PlanSearch:
-    """A search for the knobs with which a job is fastest.
+    """Search for the knobs with the shortest step.
 
     Attributes:
-        buffers: of the optimizer with the most gradients; planners plan the first one, others are cut evenly.
-        recorded: the knobs that ran.
-        small: the job that is replayed for each proposal: a mean iteration, of ranks that are alike only one.
-        routes: that something is known of, and that no variable forbids.
-        streams: how many may be used, ascending.
-        step_s: by knobs, the replayed step; infinite where they do not fit.
-        by: who has proposed knobs first, "" of even units and what was recorded.
-        in_time: all proposals were replayed.
-        refused: those that no replay tells anything of, by why.
+        buffers: buffers of the optimizer with the most gradients. Planners plan the first one; the others are divided
+            evenly.
+        recorded: knobs of the recorded plan.
+        small: reduced job that is replayed for each proposal: a mean iteration of one rank per group of equal ranks.
+        routes: routes that have a known cost and that no environment variable excludes.
+        streams: allowed numbers of streams, ascending.
+        step_s: replayed step time, by knobs; infinite if the knobs do not fit or cannot be predicted.
+        by: name of the planner that first proposed the knobs; "" for even units and the recorded knobs.
+        in_time: all proposals were replayed within the time limit.
+        refused: numbers of proposals that cannot be predicted, by reason.
     """
 
     def __init__(self, job: JobModel, settings: Mapping[str, str], extras: tuple[Extra, ...] = ()) -> None:
-        """Makes the smaller job.
+        """Build the reduced job and the search space.
 
         Args:
-            job: which.
-            settings: variables that were in force; what they fix stays.
-            extras: that are applied to whatever plan.
+            job: recorded job.
+            settings: environment variables of the recorded job. Knobs that they fix are not varied.
+            extras: changes that are applied with every plan.
 
         Raises:
-            ReplayError: no gradients were exchanged, or nothing is known of the route that they took.
+            ReplayError: no gradients were exchanged, or the cost of the recorded route is unknown.
         """
         if not job.buffers:
             raise ReplayError("no gradients were exchanged, so there is no plan to improve")
@@ -143,8 +146,8 @@ class PlanSearch:
             total[buffer.reducer] += buffer.layout.total_bytes
         largest = max(total, key=lambda reducer: total[reducer])
         self.buffers = tuple(buffer for buffer in job.buffers if buffer.reducer == largest)
-        self.recorded, self._job, self._extras = as_it_ran(self.buffers[0]), job, extras
-        mean = coarse(mean_iteration(job), settled=False)
+        self.recorded, self._job, self._extras = recorded_knobs_of(self.buffers[0]), job, extras
+        mean = coarse(mean_iteration(job), plan_is_fixed=False)
         for tolerance in TOLERANCES:
             self.small = symmetric(mean, tolerance=tolerance)
             if len(self.small.ranks) <= FEW_RANKS:
@@ -168,11 +171,11 @@ class PlanSearch:
         self.refused = Counter[str]()
 
     def run(self, *, limit_s: float = SEARCH_LIMIT_S, least_bytes: int = SMALLEST_UNIT_BYTES) -> Knobs:
-        """Replay all proposals, and return the simplest of those that are about as fast as the fastest.
+        """Replay all proposals, and return the simplest one whose step time is within `INDIFFERENCE` of the shortest.
 
         Args:
-            limit_s: after it what has been found until then is the result.
-            least_bytes: of an even unit.
+            limit_s: time limit. After it, the proposals replayed until then are compared.
+            least_bytes: smallest size of even units.
         """
         until_s = time.monotonic() + limit_s
         for name, knobs in self._proposals(least_bytes):
@@ -182,7 +185,7 @@ class PlanSearch:
             if knobs not in self.step_s:
                 self.by[knobs] = name
                 self.step_s[knobs] = math.inf
-                with suppress(PlanError, ReplayError):  # they do not fit
+                with suppress(PlanError, ReplayError):  # knobs that do not fit keep an infinite step time
                     planned = self.planned(knobs)
                     why = plan_refusal(self._job, planned.plans)
                     if why is None or knobs == self.recorded:
@@ -197,11 +200,11 @@ class PlanSearch:
         )
 
     def planned(self, knobs: Knobs, *, whole: bool = False) -> JobModel:
-        """Return the smaller job, or the whole one, with these knobs and the extras.
+        """Return the reduced job, or the complete job if `whole`, with these knobs and the extras.
 
         Raises:
-            PlanError: their cuts do not fit.
-            ReplayError: nothing is known of their route, or of when gradients come.
+            PlanError: explicit cuts do not fit.
+            ReplayError: the cost of the route or the times of ready gradients are missing.
         """
         plans = plans_for(knobs, [buffer.layout for buffer in self.buffers])
         numbers = [buffer.number for buffer in self.buffers]
@@ -215,13 +218,16 @@ class PlanSearch:
         return job
 
     def rivals(self, best: Knobs) -> list[Knobs]:
-        """Return the fastest on other routes, other numbers of streams or of units than the best, the fastest first."""
+        """Return the fastest knobs of other kinds than the best, ascending by step time.
+
+        Knobs of one kind have the same route, the same number of streams and about the same number of units.
+        """
         fastest = dict[Hashable, Knobs]()
         for knobs in sorted(self.step_s, key=lambda one: self.step_s[one]):
             if knobs != self.recorded and math.isfinite(self.step_s[knobs]):
                 fastest.setdefault(self._kind(knobs), knobs)
         fastest.pop(self._kind(best), None)
-        return list(fastest.values())[:MOST_RIVALS]
+        return list(fastest.values())[:MAX_RIVALS]
 
     def _kind(self, knobs: Knobs) -> Hashable:
         return knobs.route, knobs.streams, self._units(knobs).bit_length()
@@ -234,7 +240,7 @@ class PlanSearch:
         yield "", self.recorded
         for transport, algorithm in self.routes:
             for streams in self.streams:
-                unit_bytes = max(least_bytes, 1 << (total // MOST_UNITS).bit_length())
+                unit_bytes = max(least_bytes, 1 << (total // MAX_UNITS).bit_length())
                 while unit_bytes < OCTAVE * total:
                     yield "", Knobs(unit_bytes=unit_bytes, streams=streams, transport=transport, algorithm=algorithm)
                     unit_bytes *= OCTAVE
@@ -243,17 +249,17 @@ class PlanSearch:
             yield from ((planner.name, one.knobs) for one in planner.ask(len(self.routes)))
 
     def _model(self) -> PlanningModel:
-        """The first buffer as planners see it, at the prices by which a replay judges them."""
+        """Return the input of planners: the first buffer, with the same costs of units as in a replay."""
         buffer, job = self.buffers[0], self.small
-        come_s, backward_s = dict[int, float](), 0.0
+        end_s, backward_s = dict[int, float](), 0.0
         for program in job.iterations[0].programs.values():
             now_s = 0.0
             for piece in program:
                 now_s += piece.seconds if piece.phase is Phase.BACKWARD else 0.0
-                come_s |= {i: max(now_s, come_s.get(i, 0.0)) for number, i in piece.ready if number == buffer.number}
+                end_s |= {i: max(now_s, end_s.get(i, 0.0)) for number, i in piece.ready if number == buffer.number}
             backward_s = max(backward_s, now_s)
-        last_s = max(come_s.values(), default=0.0)  # control flags do not come
-        ready_s = tuple(come_s.get(index, last_s) for index in range(len(buffer.layout.sizes)))
+        last_s = max(end_s.values(), default=0.0)  # for control flags, which no backward pass produces
+        ready_s = tuple(end_s.get(index, last_s) for index in range(len(buffer.layout.sizes)))
         totals = (1.0,) if job.link is None else job.link.totals
         links = {
             route: LinkModel(
@@ -274,15 +280,15 @@ class PlanSearch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProposedPlan:
-    """A plan, and what a step would take with it.
+    """A plan with its predicted step.
 
     Attributes:
-        knobs: what to run.
-        plan: the same as a file holds it.
-        by: the planner that has proposed it; "" = none.
-        extras: what else has to be done.
-        answer: a step then, judged by the whole job.
-        parts: of the critical path.
+        knobs: knobs of the plan.
+        plan: the plan in the form of a plan file.
+        by: name of the planner that proposed it; "" = none.
+        extras: changes that the user must make besides.
+        answer: predicted step time, by a replay of the complete job.
+        parts: causes of the critical path's duration.
     """
 
     knobs: Knobs
@@ -295,21 +301,21 @@ class ProposedPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOutcome:
-    """The result of a search.
+    """Result of a search.
 
     Attributes:
-        recorded_knobs: what ran.
-        before: the job as it was recorded.
-        parts: of its critical path.
-        without_communication_s: no plan makes a step shorter than that.
-        best: the fastest; the recorded plan if nothing is faster.
-        rivals: others that cannot be told from it.
-        replays: how many proposals were replayed.
-        in_time: they were all.
-        refused: proposals that no replay tells anything of, by why.
-        n_ranks: that were replayed for each.
-        search_s: that it took.
-        plan_alone: the step with the best plan if the model is not compiled in parts; None where it need not be.
+        recorded_knobs: knobs of the recorded job.
+        before: replay of the recorded job.
+        parts: causes of the recorded job's critical path.
+        without_communication_s: lower bound on the step time of any plan.
+        best: fastest plan; the recorded plan if no plan is faster.
+        rivals: plans that do not differ significantly from the best.
+        replays: number of replayed proposals.
+        in_time: all proposals were replayed within the time limit.
+        refused: numbers of proposals that cannot be predicted, by reason.
+        n_ranks: number of ranks in each replay.
+        search_s: duration of the search.
+        plan_alone: predicted step with the best plan for an undivided model; None if `best` does not divide the model.
     """
 
     recorded_knobs: Knobs
@@ -327,30 +333,31 @@ class SearchOutcome:
 
     @property
     def gain(self) -> float:
-        """Share of the step that is saved; 0 where nothing is faster."""
+        """Return the saved fraction of the step time; 0 if no plan is faster."""
         return self.best.answer.gain
 
     @property
     def is_faster(self) -> bool:
-        """Something is faster than what ran, as far as a replay can tell."""
+        """Return whether the best plan is predicted to be faster than the recorded one."""
         return self.gain > WORTH_A_CHANGE
 
 
 def optimize(before: Baseline, *, limit_s: float = SEARCH_LIMIT_S, **options: Any) -> SearchOutcome:
-    """The best plan, and with it, if that is worth a line of code, the compiled model in parts.
+    """Return the best plan, with the compiled model divided into parts if the gain justifies a change of the script.
 
-    That is dPRO's operator fusion: what was compiled as a whole is all operators fused, so parts are tried, where
-    theorem 1 leaves any. Each size that may be best, under the recorded plan and under the best one for the whole
-    model, has a search of its own.
+    Dividing corresponds to dPRO's operator fusion: a model compiled as a whole has all operators fused, so the search
+    tries fewer fused operators, as far as dPRO's theorem 1 allows. It runs once for the undivided model, and once for
+    each
+    part size that is best under the recorded plan or under the plan found first.
 
     Args:
-        before: the job that was recorded.
-        limit_s: of all searches together.
+        before: replay of the recorded job.
+        limit_s: time limit for all searches together.
         options: see `planned`.
 
     Raises:
-        ReplayError: no gradients were exchanged, or when they come is not known.
-        ConfigError: something is allowed that does not exist.
+        ReplayError: no gradients were exchanged, or the times of ready gradients are missing.
+        ConfigError: `allowed` contains an unknown name.
     """
     job = before.job
     whole = planned(before, limit_s=limit_s, **options)
@@ -368,12 +375,12 @@ def optimize(before: Baseline, *, limit_s: float = SEARCH_LIMIT_S, **options: An
 
 
 def _in_parts(outcome: SearchOutcome, part_bytes: int) -> SearchOutcome:
-    """The outcome whose plans say in how many parts the model is compiled."""
+    """Return the outcome with the part size entered into its plans."""
 
-    def told(one: ProposedPlan) -> ProposedPlan:
+    def with_part_bytes(one: ProposedPlan) -> ProposedPlan:
         return replace(one, plan=replace(one.plan, part_bytes=part_bytes))
 
-    return replace(outcome, best=told(outcome.best), rivals=tuple(map(told, outcome.rivals)))
+    return replace(outcome, best=with_part_bytes(outcome.best), rivals=tuple(map(with_part_bytes, outcome.rivals)))
 
 
 def planned(
@@ -385,22 +392,22 @@ def planned(
     least_bytes: int = SMALLEST_UNIT_BYTES,
     limit_s: float = SEARCH_LIMIT_S,
 ) -> SearchOutcome:
-    """Searches for a plan, and replays the result for all ranks and iterations.
+    """Search for a plan, and replay the result with all ranks and iterations.
 
     Args:
-        before: the job that was recorded.
-        part_bytes: of gradients in each part in which the model is compiled; None = it stays as it is.
-        settings: variables that were in force; what they fix stays.
-        allowed: what may change numbers (`CHANGES_NUMBERS`).
-        least_bytes: of an even unit.
-        limit_s: of the search.
+        before: replay of the recorded job.
+        part_bytes: bytes of gradients per part of a compiled model; None = the model is not divided.
+        settings: environment variables of the recorded job. Knobs that they fix are not varied.
+        allowed: names of changes to training results that the user allows (`CHANGES_NUMBERS`).
+        least_bytes: smallest size of even units.
+        limit_s: time limit of the search.
 
     Raises:
-        ReplayError: no gradients were exchanged, or when they come is not known.
-        ConfigError: something is allowed that does not exist.
+        ReplayError: no gradients were exchanged, or the times of ready gradients are missing.
+        ConfigError: `allowed` contains an unknown name.
     """
     if unknown := sorted({*allowed} - {*CHANGES_NUMBERS}):
-        raise ConfigError(f"there is no pass {unknown[0]!r}; there are {', '.join(CHANGES_NUMBERS)}")
+        raise ConfigError(f"there is no pass {unknown[0]!r}: use one of {', '.join(CHANGES_NUMBERS)}")
     job, early, begin_s = before.job, tuple[Extra, ...](), time.monotonic()
     if part_bytes is not None:
         apply = partial(in_parts, part_bytes=part_bytes)
@@ -432,12 +439,12 @@ def planned(
     rivals = [one for one in map(proposal, search.rivals(fastest)) if one.answer.overlaps(best.answer)]
     if not best.answer.gain > WORTH_A_CHANGE:
         best, rivals = proposal(search.recorded), []
-    played = play(before.job)
+    replay_before = play(before.job)
     return SearchOutcome(
         recorded_knobs=search.buffers[0].knobs,
         before=before,
-        parts=parts(played),
-        without_communication_s=computation_s(played.graph) / max(1, before.times.iterations),
+        parts=parts(replay_before),
+        without_communication_s=computation_s(replay_before.graph) / max(1, before.times.iterations),
         best=best,
         rivals=tuple(rivals),
         replays=len(search.step_s) - search.refused.total(),

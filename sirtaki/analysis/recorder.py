@@ -1,4 +1,4 @@
-"""Records the steps of a running job on every rank."""
+"""Record the training steps of a running job on every rank."""
 
 from __future__ import annotations
 
@@ -77,15 +77,18 @@ from .recording import (
 logger = logging.getLogger(__name__)
 
 Reducer = tuple[int, int]
-"""The number of a process set, and that of what reduces gradients there."""
+"""(id of the process set, id of the reducer in that process set)."""
 
 PROBING_S, PROBED_STREAMS = 0.5, 8
-"""For each route of which a warm-up has told nothing."""
+"""Time limit and largest number of streams when probing a route that the warm-up did not probe."""
 
 WITH_OPERATORS = 3
-"""Iterations in which torch.profiler is on, at most: it slows them, and the operators of one fit the next ones."""
+"""Largest number of iterations with torch.profiler.
 
-NOTHING = "nothing was recorded: no gradients of several ranks were reduced once the warm-up was over"
+A few suffice, because their operators are mapped onto the later, unslowed iterations (`borrowed`).
+"""
+
+NOTHING_RECORDED = "nothing was recorded: no gradients were reduced between ranks after the warm-up"
 
 
 # ── one step ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -93,14 +96,16 @@ NOTHING = "nothing was recorded: no gradients of several ranks were reduced once
 
 @dataclass(slots=True)
 class Draft:
-    """One step while it lasts.
+    """Events of one step, collected while the step runs.
 
     Attributes:
+        begin_s, end_s: first and last moment.
         slowed: torch.profiler was on.
-        traced: iterations of synchronisers that ended in it, each with whose it was.
-        operations: eager ones; another thread adds to them.
-        updates: of optimizers.
-        beside_s: see `RecordedIteration`.
+        traced: synchroniser iterations that ended in this step, each with its reducer.
+        operations: collective operations other than units; the transport's thread appends to the list.
+        updates: intervals of optimizer steps.
+        number: `RecordedIteration.number`.
+        beside_s: `RecordedIteration.beside_s`.
     """
 
     begin_s: float
@@ -114,12 +119,12 @@ class Draft:
 
     @property
     def profiling(self) -> bool:
-        """The order of gradients was negotiated in it."""
+        """Return whether ranks negotiated the gradient order in this step."""
         return any(traced.profiling for _, traced in self.traced)
 
     @property
     def moments(self) -> Moments:
-        """When what every step has happened in it."""
+        """Return the times of events that occur in every step, by key."""
         found: dict[tuple[object, ...], float] = {("begin",): self.begin_s, ("end",): self.end_s}
         for number, update in enumerate(self.updates):
             found["update", number], found["updated", number] = update
@@ -136,7 +141,7 @@ class Draft:
 
     @property
     def step(self) -> StepWindow:
-        """The moments that are needed to tell its operators."""
+        """Return the limits and cuts that assign operators to this step."""
         copies = [(copy.begin_s, copy.end_s) for _, traced in self.traced for copy in traced.copies]
         waits = [(traced.backward_ended_s, traced.end_s) for _, traced in self.traced]
         cuts = tuple(sorted(copies + waits))
@@ -146,24 +151,26 @@ class Draft:
 def operators_of_drafts(
     drafts: Sequence[Draft], seen: ProfilerTrace | None
 ) -> tuple[list[StepOperators | None], tuple[str, ...]]:
-    """Return each draft's operators, and the names of lanes; unseen drafts have those of others at that place.
+    """Return the operators of each draft, and the names of lanes.
+
+    Drafts that torch.profiler did not watch get the operators of watched drafts, in turn, mapped onto their own times.
 
     Args:
-        drafts: those that it saw come first.
-        seen: None = nothing.
+        drafts: drafts, those with torch.profiler first.
+        seen: events of torch.profiler; None = it was not used.
     """
-    lenders = [draft for draft in drafts if draft.slowed]
-    if seen is None or not lenders:
+    watched = [draft for draft in drafts if draft.slowed]
+    if seen is None or not watched:
         return [None] * len(drafts), ()
-    found, lanes = operators_of(seen, [draft.step for draft in lenders])
-    pairs = list(zip(found, lenders, strict=True))
+    found, lanes = operators_of(seen, [draft.step for draft in watched])
+    pairs = list(zip(found, watched, strict=True))
     turns = cycle([pair for pair in pairs if not pair[1].profiling] or pairs)
-    borrowers = zip(drafts[len(lenders) :], turns, strict=False)
-    return [*found, *(borrowed(own, lender.moments, one.moments) for one, (own, lender) in borrowers)], lanes
+    unwatched = zip(drafts[len(watched) :], turns, strict=False)
+    return [*found, *(borrowed(own, source.moments, one.moments) for one, (own, source) in unwatched)], lanes
 
 
 def recorded(draft: Draft, operators: StepOperators | None) -> RecordedIteration:
-    """A step that has ended; without operators, what its phases are is less exact."""
+    """Build the recording of one step. Without operators, its phases are only approximate."""
     if operators is None:
         backward = [PhaseSpan(Phase.BACKWARD, one.first_ready_s, one.backward_ended_s) for _, one in draft.traced]
         updates = [PhaseSpan(Phase.UPDATE, begin_s, end_s) for begin_s, end_s in draft.updates]
@@ -202,32 +209,38 @@ def recorded(draft: Draft, operators: StepOperators | None) -> RecordedIteration
     )
 
 
-# ── what a rank says of itself and its job ───────────────────────────────────────────────────────────────────────────
+# ── properties of a rank and its job ─────────────────────────────────────────────────────────────────────────────────
 
 
 def buffer_number(reducer: Reducer, layout: int) -> int:
-    """Number a flat buffer among all of the job; every rank finds the same, also one that knows no other buffers."""
+    """Return the id of a flat buffer in the job.
+
+    All ranks compute equal ids, even ranks that lack some buffers, because the id depends only on the arguments.
+    """
     process_set, serial = reducer
     return process_set << 20 | serial << 8 | layout
 
 
 def model_digest(buffers: Iterable[Buffer]) -> str:
-    """Equal on ranks that train the same."""
+    """Return a digest that is equal on ranks that train the same model."""
     common = [(buffer.number, buffer.layout) for buffer in buffers if buffer.reducer[0] == 0]
     return hashlib.sha256(repr(sorted(common, key=lambda item: item[0])).encode()).hexdigest()[:16]
 
 
 def clock_identity() -> str:
-    """Equal for processes whose `time.perf_counter` is one: those of one boot and one time namespace."""
+    """Return a string that is equal for all processes that read the same `time.perf_counter`.
+
+    The clock belongs to a boot and a time namespace, so the string names both.
+    """
     found = [socket.gethostname()]
-    with contextlib.suppress(OSError):  # not everywhere is there a /proc
+    with contextlib.suppress(OSError):  # without /proc the host name has to do
         found = [Path("/proc/sys/kernel/random/boot_id").read_text().strip()]
         found.append(os.readlink("/proc/self/ns/time"))
     return " ".join(found)
 
 
 def own_placement(control: ControlPlane) -> Placement:
-    """Return where this process runs."""
+    """Return the location of this process."""
     rank = control.rank
     return Placement(
         rank=rank,
@@ -243,7 +256,7 @@ def own_placement(control: ControlPlane) -> Placement:
 
 
 def _tuned(job: Job) -> Sequence[tuple[Reducer, PipelineTarget]]:
-    """Return what reduces gradients on this rank, each with its key."""
+    """Return the tuned pipelines of this rank, each with its reducer's key."""
     return [
         (there.key, there.tuning)
         for there in job.participants
@@ -252,12 +265,15 @@ def _tuned(job: Job) -> Sequence[tuple[Reducer, PipelineTarget]]:
 
 
 def _of_all_ranks(job: Job) -> list[PipelineTarget]:
-    """Those that reduce over all ranks; iterations of the first one are counted, which is the same on all ranks."""
+    """Return the pipelines that reduce over all ranks.
+
+    Recording counts the iterations of the first pipeline, because that count is equal on all ranks.
+    """
     return [tuned for (process_set, _), tuned in _tuned(job) if process_set == 0]
 
 
 def _links(job: Job, known: Mapping[Route, LinkModel]) -> dict[Route, LinkModel]:
-    """Collective: what all-reduces cost, also on routes in use that no warm-up has probed."""
+    """Return the link models, after probing routes in use that the warm-up did not probe. Collective."""
     links = dict(known)
     for tuned in _of_all_ranks(job):
         if tuned.knobs.route not in links:
@@ -284,40 +300,43 @@ def _buffers(job: Job) -> list[Buffer]:
     ]
 
 
-# ── a recording ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the recorder ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Stage(Enum):
-    """How far it is."""
+    """Progress of a recording."""
 
-    WAITING = auto()  # for the end of the warm-up
-    STARTING = auto()  # an iteration that is not kept: torch.profiler has been switched on, or off
+    WAITING = auto()  # the warm-up has not ended
+    STARTING = auto()  # the current iteration is discarded, because torch.profiler was started or stopped in it
     RECORDING = auto()
     ENDED = auto()
 
 
 class JobRecorder:
-    """One recording of this rank; `recorder.Recorder` while it lasts.
+    """Records this rank's steps. Implements `recorder.Recorder`.
 
-    SIGTERM, by which launchers end the ranks that are left, has what was recorded written before it does its work; a
-    handler that the script has set stays alone.
+    Launchers stop remaining ranks with SIGTERM, so the recorder writes its file before SIGTERM ends the process. It
+    does
+    not replace a SIGTERM handler of the user's script.
 
     Attributes:
-        stage: how far it is.
+        stage: progress of the recording.
     """
 
     def __init__(self, wanted: ProfileRequest) -> None:
-        """Waits for its time from now on."""
+        """Register optimizer hooks. Recording begins later, when the warm-up has ended."""
         self._wanted, self._folder, self.stage = wanted, Path(wanted.folder), Stage.WAITING
         self._update_begin_s: float | None = None
         self._finished = -1
         self._draft = Draft(0.0)
         self._drafts: list[Draft] = []
-        self._watch: StepWatch | None = None  # while it is on
+        self._watch: StepWatch | None = None  # None while torch.profiler is off
         self._seen: ProfilerTrace | None = None
         self._job: JobInfo | None = None
         self._rank, self._clock = 0, ClockOffset(0.0, 0.0)
-        self._ending = free_in_forked_children(threading.RLock())  # a signal may come while it is held
+        self._ending = free_in_forked_children(
+            threading.RLock()
+        )  # reentrant, because a signal handler may need it while it is held
         self._terminable = self._writing = self._terminated = False
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_update),
@@ -363,12 +382,12 @@ class JobRecorder:
                 if not self._draft.slowed:
                     self.end()
                     return
-                self._watch_no_more()
+                self._stop_watching()
                 self.stage = Stage.STARTING
             self._next_draft()
 
     def _count(self, *, slowed: bool) -> int:
-        """How many have been recorded with torch.profiler, or without it."""
+        """Return the number of recorded iterations with, or without, torch.profiler."""
         return sum(draft.slowed is slowed for draft in self._drafts)
 
     def _enough(self, *, slowed: bool) -> int:
@@ -380,33 +399,35 @@ class JobRecorder:
         self._draft = Draft(time.perf_counter(), slowed=self._watch is not None, beside_s=-processor_time_beside_s())
 
     def iteration(self, traced: TracedIteration) -> None:
-        """Keep an iteration of a synchroniser."""
+        """Store a synchroniser's iteration in the current step."""
         reducer = next((key for key, tuned in _tuned(current()) if tuned.synchroniser is traced.source), None)
         if reducer is not None:
             self._draft.traced.append((reducer, traced))
 
     def operation(self, traced: TracedOperation) -> None:
-        """Keep an eager operation; called by another thread."""
+        """Store a collective operation in the current step. Called by the transport's thread."""
         self._draft.operations.append(traced)
 
     # ── begin and end ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _begin(self, job: Job) -> None:
-        """Collective."""
+        """Exchange placements and buffers, compare clocks, and start recording. Collective."""
         control = job.control
         self._rank, host_leads = control.rank, control.hosts[control.rank] == control.rank
         if host_leads:
-            with suppress(OSError):  # which is told at the end
+            with suppress(OSError):  # writing the file at the end reports the error
                 self._folder.mkdir(parents=True, exist_ok=True)
                 clear(self._folder)
-        told: list[tuple[Placement, list[Buffer]]] = control.all_gather((own_placement(control), _buffers(job)))
-        known = {buffer.number: buffer for _, buffers in told for buffer in buffers}  # that any rank knows, each once
+        gathered: list[tuple[Placement, list[Buffer]]] = control.all_gather((own_placement(control), _buffers(job)))
+        known = {
+            buffer.number: buffer for _, buffers in gathered for buffer in buffers
+        }  # buffers of any rank, without duplicates
         self._clock = compare_clocks(control)
         model = next((tuned.model for _, tuned in _tuned(job) if tuned.model is not None), None)
         self._job = JobInfo(
             job=job.job,
             n_iterations=self._wanted.iterations,
-            placement=tuple(place for place, _ in told),
+            placement=tuple(place for place, _ in gathered),
             buffers=tuple(known[number] for number in sorted(known)),
             links=_links(job, control.broadcast({} if model is None else dict(model.links))),
             contention=control.broadcast(None if model is None else model.contention),
@@ -417,7 +438,7 @@ class JobRecorder:
                 "python": platform.python_version(),
             },
         )
-        if host_leads:  # now, as this rank may be the one that is killed
+        if host_leads:  # now, because this rank may be killed before the end
             with suppress(OSError):
                 write_job(self._folder, self._job)
         if self._wanted.operators:
@@ -427,12 +448,12 @@ class JobRecorder:
                 logger.warning("%s", err)
         recorder.start(self)
         self.stage = Stage.STARTING
-        self.watch_for_termination()
+        self.handle_termination()
         if self._rank == 0:
             logger.info("recording %d iterations in %s", self._wanted.iterations, self._folder)
 
     def end(self) -> None:
-        """Writes what there is; any thread, and more than once perhaps."""
+        """Stop recording and write this rank's file. Thread-safe; calls after the first do nothing."""
         with self._ending:
             stage, self.stage = self.stage, Stage.ENDED
             if stage is Stage.ENDED:
@@ -441,30 +462,30 @@ class JobRecorder:
             for hook in self._hooks:
                 hook.remove()
             if stage is Stage.WAITING:
-                logger.warning("%s", NOTHING)
+                logger.warning("%s", NOTHING_RECORDED)
                 return
             self._writing = True
             try:
                 self._write()
             finally:
                 self._writing = False
-                self._let_terminate()
+                self._allow_termination()
 
-    def watch_for_termination(self) -> None:
-        """From now on SIGTERM waits until what there is has been written; a handler of the script's stays alone."""
-        here = threading.current_thread() is threading.main_thread()  # no other may set handlers
+    def handle_termination(self) -> None:
+        """Delay SIGTERM until the file is written, unless the user's script has its own handler."""
+        here = threading.current_thread() is threading.main_thread()  # only the main thread can set handlers
         if here and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             handle_signal(signal.SIGTERM, self._on_terminate)
             self._terminable = True
 
     def _on_terminate(self, *_: Any) -> None:  # Any: as `signal` has it
         self._terminated = True
-        if not self._writing:  # else what is being written is written to its end
+        if not self._writing:  # otherwise end() raises the signal again after writing
             self.end()
-            self._let_terminate()
+            self._allow_termination()
 
-    def _let_terminate(self) -> None:
-        """What there is has been written: SIGTERM does its work, now if it has come."""
+    def _allow_termination(self) -> None:
+        """Restore SIGTERM's default action after writing. Raise the signal again if it arrived meanwhile."""
         if self._terminable and threading.current_thread() is threading.main_thread():
             self._terminable = False
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -473,7 +494,7 @@ class JobRecorder:
 
     def _write(self) -> None:
         assert self._job is not None
-        self._watch_no_more()
+        self._stop_watching()
         seen, memory = self._seen, None
         operators, lanes = operators_of_drafts(self._drafts, seen)
         if seen is not None and self._drafts and operators[0] is not None:
@@ -496,29 +517,29 @@ class JobRecorder:
         try:
             write_rank(self._folder, recording)
         except OSError as err:
-            logger.warning("what was recorded cannot be written: %s", err)
+            logger.warning("the recording cannot be written: %s", err)
             return
         if self._rank == 0:
-            words = "%d iterations are recorded in %s: sirtaki profile --show %s"
+            words = "recorded %d iterations in %s: show them with sirtaki profile --show %s"
             logger.info(words, len(self._drafts), self._folder, self._folder)
 
-    def _watch_no_more(self) -> None:
-        """Switches torch.profiler off, where it is on."""
+    def _stop_watching(self) -> None:
+        """Stop torch.profiler if it is on."""
         watch, self._watch = self._watch, None
         if watch is not None:
             try:
                 self._seen = watch.stop()
             except RecordingError as err:
-                logger.warning("%s; no operators are recorded", err)
+                logger.warning("%s: no operators are recorded", err)
 
 
-# ── how it is asked for ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── entry points ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _from_environment: JobRecorder | None = None
 
 
 def begin_as_set() -> None:
-    """After `init()`, on all ranks: records this job if `SIRTAKI_PROFILE` is set on rank 0; once in a process."""
+    """Start recording if rank 0 has `SIRTAKI_PROFILE` set. Called after `init()` on all ranks; once per process."""
     global _from_environment
     asked = current().settings.profile
     if asked is None or _from_environment is not None:
@@ -531,21 +552,21 @@ def begin_as_set() -> None:
 def profile(
     folder: str | Path, *, iterations: int = 10, operators: bool = True, edges: bool = False
 ) -> Iterator[JobRecorder]:
-    """Collective: records training iterations of what runs inside, once the tuner has done its work.
+    """Record training iterations inside the `with` block. Recording begins after the tuner has finished. Collective.
 
-    Every rank enters and leaves it between the same steps. Recording stops by itself after `iterations` of them, and
-    each rank writes a file then, which takes a moment; what runs on is not recorded. If there are fewer inside, those
-    are written.
+    Every rank must enter and leave the block between the same steps. Recording stops after `iterations` steps, or at
+    the
+    end of the block if it has fewer. Each rank then writes its file, which delays the step briefly.
 
     Args:
-        folder: where to; a recording that is there is overwritten.
-        iterations: how many.
-        operators: record operators by torch.profiler, too, in a few iterations before these, which it slows.
-        edges: of operators also what they read, for `sirtaki trace --chakra`.
+        folder: output folder; an existing recording there is overwritten.
+        iterations: number of iterations to record.
+        operators: also record operators with torch.profiler, in a few earlier iterations that it slows down.
+        edges: also record the data dependencies of operators, for `sirtaki trace --chakra`.
 
     Raises:
-        NotInitializedError: before `init()`.
-        ConfigError: `iterations` is less than 1, or `SIRTAKI_PROFILE` is set, which records the job already.
+        NotInitializedError: `init()` was not called.
+        ConfigError: `iterations` is less than 1, or `SIRTAKI_PROFILE` already records this job.
     """
     current()
     if iterations < 1:

@@ -1,4 +1,4 @@
-"""Recordings of jobs: what they hold (operators, units, links, memory), and the folder of files that they are."""
+"""Data classes of a recording (operators, units, links, memory), and the folder of files that stores one."""
 
 from __future__ import annotations
 
@@ -26,34 +26,35 @@ from sirtaki.errors import RecordingError
 from sirtaki.measures import LinkModel
 
 ModuleKey = tuple[int, str]
-"""(outermost module, name in it)."""
+"""(index of the outermost module, name inside it)."""
 
 
 class Holds(Enum):
-    """What memory is for."""
+    """Purpose of an allocation."""
 
     PARAMETERS = "parameters"
     MODULE_BUFFERS = "buffers of modules"
     OPTIMIZER = "optimizer state"
-    FLAT_BUFFERS = "flat buffers"  # in which gradients travel
+    FLAT_BUFFERS = "flat buffers"  # units are ranges of these
     GRADIENTS = "gradients"
-    ACTIVATIONS = "activations"  # what the forward pass leaves for the backward pass, inputs too
-    OTHER = "other"  # what is gone soon, and whatever else the script holds
+    ACTIVATIONS = "activations"  # saved by the forward pass for the backward pass, inputs included
+    OTHER = "other"  # temporaries, and other tensors of the user's script
 
 
 class Allocation(NamedTuple):
-    """A block of memory.
+    """One block of memory.
 
     Attributes:
-        device: `StepMemory.devices`, by place.
-        n_bytes: of it.
-        holds: what it is for.
-        phase: of the step in which it came; OTHER if it was there before.
-        begin_s: when; None = before the step.
-        end_s: when it was given back; None = after the step.
-        added_s: of a gradient, when autograd had added it to `.grad`.
-        call: `StepMemory.calls`, by place: the module whose forward pass made it, or whose backward pass; -1 = none.
-        operator: that asked for it; "" if not known.
+        device: index in `StepMemory.devices`.
+        n_bytes: size of the block.
+        holds: purpose of the block.
+        phase: phase of the step in which the block was allocated; OTHER if it existed before the step.
+        begin_s: time of allocation; None = before the step.
+        end_s: time of release; None = after the step.
+        added_s: for a gradient, the time at which autograd had added it to `.grad`.
+        call: index in `StepMemory.calls` of the module call whose forward or backward pass allocated the block; -1 =
+            none.
+        operator: operator that allocated the block; "" = unknown.
     """
 
     device: int
@@ -71,9 +72,9 @@ class Module(NamedTuple):
     """One module.
 
     Attributes:
-        name: by which the outermost one knows it, such as "layers.0"; "" = it is the outermost one.
-        kind: its class.
-        root: the outermost one, by its place among all.
+        name: qualified name inside the outermost module, such as "layers.0"; "" = the outermost module itself.
+        kind: class name.
+        root: index of the outermost module among all outermost modules.
     """
 
     name: str
@@ -82,7 +83,7 @@ class Module(NamedTuple):
 
     @property
     def key(self) -> ModuleKey:
-        """Equal on ranks that train the same."""
+        """Return a key that is equal on all ranks that train the same model."""
         return self.root, self.name
 
 
@@ -90,11 +91,12 @@ class ModuleCall(NamedTuple):
     """One forward pass of one module.
 
     Attributes:
-        module: `RankRecording.modules`, by place.
-        parent: the call that it was made in, by place; -1 = none.
-        begin_s, end_s: of it.
-        backward_begin_s, backward_end_s: of the backward pass of what it did; None = there was none.
-        inputs, outputs: `StepMemory.allocations`, by place.
+        module: index in `RankRecording.modules`.
+        parent: index of the enclosing call; -1 = none.
+        begin_s, end_s: first and last moment of the forward pass.
+        backward_begin_s, backward_end_s: the same for the backward pass of this call; None = there was no backward
+        pass.
+        inputs, outputs: indices in `StepMemory.allocations`.
     """
 
     module: int
@@ -109,15 +111,15 @@ class ModuleCall(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemory:
-    """One iteration.
+    """Memory use of one iteration.
 
     Attributes:
-        iteration: its number.
-        begin_s, end_s: of it.
-        devices: such as "cpu" and "cuda:0".
-        batch: length of the first dimension of what the first module got; 0 = not known.
-        allocations: that were there at some time in it.
-        calls: of modules, in their order.
+        iteration: number of the iteration.
+        begin_s, end_s: first and last moment of the iteration.
+        devices: device names, such as "cpu" and "cuda:0".
+        batch: first dimension of the first module's first input; 0 = unknown.
+        allocations: blocks that existed at any time in the iteration.
+        calls: module calls, in the order in which they began.
     """
 
     iteration: int
@@ -130,29 +132,30 @@ class StepMemory:
 
 
 class Detail(Enum):
-    """How much is recorded."""
+    """Level of detail of a recording."""
 
     UNITS = "units"  # gradients, copies and units
-    OPERATORS = "operators"  # and what torch.profiler sees
+    OPERATORS = "operators"  # and events of torch.profiler
 
 
 # ── one rank ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Operator(NamedTuple):
-    """One operator that no other one has called. Those of one lane follow each other and never overlap.
+    """One top-level operator. Operators of one lane never overlap.
 
-    Where gradients are copied or waited for in the midst of an operator, it is cut in two around that.
+    The recorder splits an operator in two where gradients are copied or waited for inside it.
 
     Attributes:
-        name: such as "aten::addmm" or, of the backward pass, "AddmmBackward0".
-        lane: what it runs on, by number: 0 is the thread that trains, others are other threads and devices' streams.
-        phase: of the step that it belongs to.
-        sequence: equal for an operator of the forward pass and that of the backward pass which belongs to it;
-            -1 = none.
-        after: places in the iteration's `operators` of those whose results it reads; empty where that is not recorded.
-        module: `RankRecording.modules`, by place: the innermost one whose forward pass it is part of, or whose backward
-            pass; -1 = none.
+        name: such as "aten::addmm" or, in the backward pass, "AddmmBackward0".
+        lane: index of the thread or device stream that runs the operator; 0 is the training thread.
+        begin_s, end_s: first and last moment of the operator.
+        phase: phase of the step.
+        sequence: autograd's sequence number, shared by a forward operator and its backward operator; -1 = none.
+        after: indices in the iteration's `operators` of the producers of its inputs; empty if dependencies were not
+            recorded.
+        module: index in `RankRecording.modules` of the innermost module whose forward or backward pass contains the
+            operator; -1 = none.
     """
 
     name: str
@@ -166,9 +169,9 @@ class Operator(NamedTuple):
 
 
 class PhaseSpan(NamedTuple):
-    """A phase of one step. The same phase may come several times (accumulation, several models).
+    """One phase of one step. A phase may occur several times, because of gradient accumulation or several models.
 
-    Where operators are not recorded, BACKWARD begins with its first ready gradient; what cannot be told is left out.
+    Without recorded operators, BACKWARD begins with its first ready gradient, and undetectable phases are omitted.
     """
 
     phase: Phase
@@ -177,12 +180,12 @@ class PhaseSpan(NamedTuple):
 
 
 def phase_at(spans: Iterable[PhaseSpan], moment_s: float) -> Phase:
-    """The first phase that lasts at a moment; OTHER where none does."""
+    """Return the first phase that includes this moment; OTHER if no phase does."""
     return next((span.phase for span in spans if span.begin_s <= moment_s <= span.end_s), Phase.OTHER)
 
 
 class ReadyGradient(NamedTuple):
-    """The gradient at that place of the layout of a buffer has come."""
+    """Time at which autograd produced the gradient with index `place` in a buffer's layout."""
 
     buffer: int
     place: int
@@ -190,7 +193,7 @@ class ReadyGradient(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Gradients have been copied into flat buffers, by the thread that computes (on a GPU, by its stream)."""
+    """One copy of gradients into flat buffers, made by the training thread or, on a GPU, by its stream."""
 
     begin_s: float
     end_s: float
@@ -198,14 +201,14 @@ class Copy(NamedTuple):
 
 
 class UnitId(NamedTuple):
-    """What makes a unit the same thing on all ranks that take part in it.
+    """Identity of a unit, equal on all participating ranks.
 
     Attributes:
-        iteration: of its optimizer (`GradientPipeline.iteration`), not of the recording.
+        iteration: iteration of the optimizer (`GradientPipeline.iteration`), not of the recording.
         buffer: `Buffer.number`.
-        start, stop: elements of the flat buffer.
-        route: by which transport, and how the ranks go about it.
-        stream: which of the communicators.
+        start, stop: range of elements in the flat buffer.
+        route: transport and algorithm.
+        stream: index of the communicator.
     """
 
     iteration: int
@@ -221,10 +224,10 @@ class RecordedUnit(NamedTuple):
 
     Attributes:
         iteration, buffer, start, stop, route, stream: see `UnitId`.
-        issue_s: it was handed to its transport, with all its gradients in the buffer. No rank is done before all have
-            issued it.
-        begin_s: the transport took it up; None where it does not tell.
-        done_s: its result was there.
+        issue_s: time at which the unit, with all its gradients copied, was passed to the transport. No rank completes
+            the unit before all ranks have issued it.
+        begin_s: time at which the transport started the unit; None if the transport does not report it.
+        done_s: time at which the result was available.
     """
 
     iteration: int
@@ -239,20 +242,20 @@ class RecordedUnit(NamedTuple):
 
     @property
     def unit(self) -> UnitId:
-        """Which."""
+        """Return the identity shared by all ranks."""
         return UnitId(*self[:6])
 
 
 class Collective(NamedTuple):
-    """Another operation between ranks: sparse rows, metrics, whatever a script asks for.
+    """One collective operation other than a unit: sparse rows, metrics, or a call by the user's script.
 
     Attributes:
-        name: equal on all ranks.
+        name: name of the operation, equal on all ranks.
         kind: such as "allreduce".
-        begin_s: it was asked for.
-        agreed_s: all ranks had asked for it.
-        end_s: its result was there.
-        n_bytes: of this rank's input.
+        begin_s: time of this rank's request.
+        agreed_s: time at which all ranks had requested the operation.
+        end_s: time at which the result was available.
+        n_bytes: size of this rank's input.
     """
 
     name: str
@@ -268,15 +271,16 @@ class RecordedIteration:
     """One training step of one rank.
 
     Attributes:
-        number: iterations of the optimizer before it; equal on all ranks.
-        begin_s: the step before it had ended; the first recorded one begins with the recording.
-        end_s: its optimizer step had ended.
-        profiling: in it the order of gradients was negotiated; what it took is not usual.
-        slowed: torch.profiler was on, and took time of its own. Others have their operators from these.
-        spans, operators, ready, copies, units, collectives: what was in it, each by its begin.
-        exposed_s: how long this rank waited for units after its gradients were all there.
-        beside_s: processor time that its process used beside the thread that trains, which is communication's if
-            operators use one thread only; None = not recorded.
+        number: count of optimizer iterations before this one; equal on all ranks.
+        begin_s: end of the previous step; for the first recorded iteration, begin of the recording.
+        end_s: end of the optimizer step.
+        profiling: ranks negotiated the gradient order in this iteration, so its duration is not representative.
+        slowed: torch.profiler was on and added its own overhead. Operators of other iterations are taken from such an
+            iteration.
+        spans, operators, ready, copies, units, collectives: events of the iteration, each sorted by begin.
+        exposed_s: time that this rank waited for units after its last gradient was ready.
+        beside_s: processor time of this process outside the training thread. All of it is communication if operators
+            use a single thread. None = not recorded.
     """
 
     number: int
@@ -295,33 +299,34 @@ class RecordedIteration:
 
     @property
     def joined(self) -> bool:
-        """This rank had joined the others, and reduced gradients without steps of its own in it, too."""
+        """Return whether this rank had called `join()`, so that it also reduced gradients without steps of its own."""
         iterations = {(one.buffer, one.iteration) for one in self.units}
         return len(iterations) > len({buffer for buffer, _ in iterations})
 
     @property
     def is_usual(self) -> bool:
-        """It shows what a step takes, slowed or not."""
+        """Return whether the duration represents an ordinary step. Profiler overhead is ignored here (`slowed`)."""
         return not (self.profiling or self.joined)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecording:
-    """What one rank has recorded.
+    """Recording of one rank.
 
     Attributes:
-        rank: among all of the job.
-        job: `JobInfo.job`; recordings of several jobs do not belong together.
-        model: a digest of the layouts, equal on ranks that train the same model.
-        detail: how much was recorded.
-        offset_s: what had to be added to this rank's clock to get rank 0's when the job began (Cristian's method).
-        round_trip_s: of the quickest question that showed it: it is wrong by half of that at most. 0 on rank 0.
-        clock_error_s: how far off moments of operators may be, as they are told by another clock.
-        lanes: what the lanes of operators are, by number.
-        complete: all iterations that were wanted are there.
-        iterations: in their order.
-        modules: that ran while torch.profiler was on; none where the model is compiled.
-        memory: of one iteration; None where that is not recorded.
+        rank: global rank.
+        job: `JobInfo.job`; readers reject recordings of different jobs.
+        model: digest of the gradient layouts, equal on ranks that train the same model.
+        detail: level of detail.
+        offset_s: offset from this rank's clock to rank 0's when the job began (Cristian's method).
+        round_trip_s: shortest round trip of the offset measurement. The offset is wrong by at most half of it. 0 on
+            rank 0.
+        clock_error_s: error bound of operator times, because torch.profiler uses another clock.
+        lanes: names of the operator lanes, by index.
+        complete: all requested iterations were recorded.
+        iterations: iterations, in order.
+        modules: modules that ran while torch.profiler was on; empty if the model is compiled.
+        memory: memory use of one iteration; None = not recorded.
     """
 
     rank: int
@@ -343,19 +348,19 @@ class RankRecording:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where one rank runs.
+    """Location of one rank.
 
     Attributes:
-        rank: which.
-        host: the lowest rank on its host; equal exactly if the host is.
-        node: as `host`, where `SIRTAKI_LOCAL_SIZE` makes nodes of parts of a host; units between nodes do not share
-            memory.
-        host_name: for showing.
-        clock: equal for ranks whose clocks are one.
-        processors: those that the rank may use, by their number on the host.
-        host_processors: how many the host has.
-        quota: how many a limit (cgroup) leaves to the rank's container; None = all.
-        threads: of one operator (`torch.get_num_threads`).
+        rank: global rank.
+        host: lowest rank on the same host, so that it identifies the host.
+        node: lowest rank on the same node, where `SIRTAKI_LOCAL_SIZE` splits a host into several nodes. Units between
+            nodes do not use shared memory.
+        host_name: host name, for display.
+        clock: identifier of the clock; equal for ranks that read the same clock.
+        processors: ids of the processors that the rank may use.
+        host_processors: number of processors of the host.
+        quota: number of processors that a cgroup limit allows the rank's container; None = all.
+        threads: number of threads per operator (`torch.get_num_threads`).
     """
 
     rank: int
@@ -371,15 +376,15 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buffer:
-    """One flat buffer of one optimizer, and how it was reduced when the recording began.
+    """One flat buffer of one optimizer, and its plan when the recording began.
 
     Attributes:
-        number: of this buffer among all of the job; equal on all ranks.
-        reducer: the number of its ranks' process set, and that of what reduces it there.
-        ranks: that reduce it.
-        layout: its gradients in their order; the last one of an optimizer's first buffer are the control flags.
-        plan: its units.
-        knobs: what the plan was made of.
+        number: id of the buffer in the job; equal on all ranks.
+        reducer: id of the process set, and id of the reducer in that process set.
+        ranks: ranks that reduce the buffer.
+        layout: gradients, in order; the control flags are the last entry of an optimizer's first buffer.
+        plan: units of the buffer.
+        knobs: knobs that the plan was built from.
     """
 
     number: int
@@ -391,24 +396,24 @@ class Buffer:
 
     @property
     def is_cut_evenly(self) -> bool:
-        """Its units are of the size that its knobs name."""
+        """Return whether all units have the size that the knobs request."""
         size = max(1, self.knobs.unit_bytes // self.layout.itemsize_bytes)
         return self.knobs.cuts is None and self.plan.units[0].numel == min(size, self.layout.numel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobInfo:
-    """What is the same for all ranks.
+    """Properties that all ranks of a job share.
 
     Attributes:
-        job: names it.
-        n_iterations: that were to be recorded.
-        placement: of each rank, by rank.
-        buffers: by number.
-        links: what the warm-up's probes have found of each route; empty where nothing was probed.
-        contention: what they have found of communication and computation slowing each other down.
-        settings: variables in force that are not at their defaults.
-        versions: of Sirtaki, PyTorch and Python.
+        job: id of the job.
+        n_iterations: requested number of iterations.
+        placement: location of each rank, by rank.
+        buffers: flat buffers, by number.
+        links: link models that the warm-up's probes measured, by route; empty if nothing was probed.
+        contention: measured slowdown of communication and computation by each other.
+        settings: environment variables in force that differ from their defaults.
+        versions: versions of Sirtaki, PyTorch and Python.
     """
 
     job: str
@@ -422,19 +427,19 @@ class JobInfo:
 
     @property
     def n_ranks(self) -> int:
-        """How many ranks the whole job has."""
+        """Return the number of ranks of the whole job."""
         return len(self.placement)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """All that a folder holds.
+    """Contents of one recording folder.
 
     Attributes:
-        job: of all ranks.
-        ranks: what was recorded, by rank; those of whom there is nothing are left out.
-        problems: what is not as it should be, a sentence each: ranks that are missing, iterations that others have
-            and some have not, ranks that train something else.
+        job: properties that all ranks share.
+        ranks: recordings, by rank; ranks without a recording are omitted.
+        problems: one sentence for each defect: missing ranks, iterations that only some ranks recorded, ranks that
+            trained another model.
     """
 
     job: JobInfo
@@ -443,15 +448,15 @@ class Recording:
 
     @property
     def common_iterations(self) -> tuple[int, ...]:
-        """Numbers of those that every rank which is there has recorded."""
+        """Return the numbers of the iterations that every recorded rank has."""
         numbers = [{iteration.number for iteration in rank.iterations} for rank in self.ranks.values()]
         return tuple(sorted(set.intersection(*numbers))) if numbers else ()
 
     @property
     def usual_iterations(self) -> tuple[int, ...]:
-        """Numbers of common iterations that show what a step takes, as many as follow each other.
+        """Return the longest run of consecutive common iterations whose duration is representative.
 
-        What torch.profiler has slowed only where there is nothing else.
+        Iterations slowed by torch.profiler are used only if there are no others.
         """
         iterations = [one for rank in self.ranks.values() for one in rank.iterations]
         slowed = {one.number for one in iterations if one.slowed}
@@ -461,7 +466,7 @@ class Recording:
 
 
 def _longest_run(numbers: Sequence[int]) -> tuple[int, ...]:
-    """Return the longest run of numbers that follow each other; the last one of equals."""
+    """Return the longest run of consecutive numbers; of equally long runs, the last."""
     runs: list[list[int]] = [[]]
     for number in numbers:
         if runs[-1] and number != runs[-1][-1] + 1:
@@ -475,7 +480,7 @@ def _longest_run(numbers: Sequence[int]) -> tuple[int, ...]:
 
 FORMAT_VERSION = 3
 READABLE_VERSIONS = (2, 3)
-"""Folders of others are not read. Version 2 knows neither modules nor memory."""
+"""Folder formats that can be read. Version 2 has neither modules nor memory."""
 
 JOB_FILE, TRACE_FILE, REPORT_FILE = "job.json", "trace.json", "report.html"
 _RANK_FILE = re.compile(r"rank-(\d+)\.json\.gz")
@@ -484,11 +489,11 @@ Json = dict[str, Any]
 _T = TypeVar("_T")
 
 DIGITS = 9
-"""Of seconds; clocks tell nanoseconds."""
+"""Decimal digits of stored seconds, because clocks resolve nanoseconds."""
 
 
 def job_to_json(job: JobInfo) -> Json:
-    """A JSON-ready dict; `job_from_json` is its inverse."""
+    """Return a JSON-ready dict. `job_from_json` is the inverse."""
     return {
         "format": FORMAT_VERSION,
         **asdict(job),
@@ -500,10 +505,10 @@ def job_to_json(job: JobInfo) -> Json:
 
 
 def job_from_json(data: Json) -> JobInfo:
-    """The job that `job_to_json` described.
+    """Build the job from the output of `job_to_json`.
 
     Raises:
-        KeyError, TypeError, ValueError: it is something else.
+        KeyError, TypeError, ValueError: `data` has another structure.
     """
     buffers = [{**one, "knobs": Knobs.from_json(one["knobs"])} for one in data["buffers"]]
     links = {msgspec.convert(one["route"], Route): LinkModel.from_json(one["link"]) for one in data["links"]}
@@ -511,7 +516,10 @@ def job_from_json(data: Json) -> JobInfo:
 
 
 def rank_to_json(rank: RankRecording) -> Json:
-    """A JSON-ready dict; `rank_from_json` is its inverse. Named tuples are rows, names of operators are numbers."""
+    """Return a JSON-ready dict. `rank_from_json` is the inverse.
+
+    Named tuples become rows, and operator names become indices into `operator_names`, because names repeat often.
+    """
     found: Json = _rounded(msgspec.to_builtins(rank))
     names: dict[str, int] = {}
     for iteration in found["iterations"]:
@@ -534,10 +542,10 @@ def _rounded(value: Any) -> Any:
 
 
 def rank_from_json(data: Json) -> RankRecording:
-    """What `rank_to_json` described, whose names of operators become words again in `data`.
+    """Build the recording from the output of `rank_to_json`. Modifies `data`: indices become operator names.
 
     Raises:
-        KeyError, IndexError, TypeError, ValueError: it is something else.
+        KeyError, IndexError, TypeError, ValueError: `data` has another structure.
     """
     for iteration in data["iterations"]:
         for row in iteration["operators"]:
@@ -549,20 +557,20 @@ def rank_from_json(data: Json) -> RankRecording:
 
 
 def rank_path(folder: Path, rank: int) -> Path:
-    """Where a rank's recording is."""
+    """Return the path of a rank's file."""
     return folder / f"rank-{rank:04d}.json.gz"
 
 
 def holds_recording(folder: Path) -> bool:
-    """A recording, or a part of one, is there."""
+    """Return whether the folder contains a recording or a part of one."""
     return folder.is_dir() and any(name == JOB_FILE or _RANK_FILE.fullmatch(name) for name in os.listdir(folder))
 
 
 def clear(folder: Path) -> None:
-    """Removes a recording that is there, what was made of it in the folder, and nothing else.
+    """Delete a recording and the reports made from it. Other files in the folder stay.
 
     Raises:
-        OSError: it cannot be removed.
+        OSError: a file cannot be deleted.
     """
     for path in folder.iterdir():
         if path.name in (JOB_FILE, TRACE_FILE, REPORT_FILE) or _RANK_FILE.fullmatch(path.name):
@@ -570,29 +578,29 @@ def clear(folder: Path) -> None:
 
 
 def write_job(folder: Path, job: JobInfo) -> None:
-    """Writes what all ranks have in common; several hosts may do so, all the same.
+    """Write the properties that all ranks share. Several hosts may write the same file, because the content is equal.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     write_whole(folder / JOB_FILE, json.dumps(job_to_json(job), indent=1).encode())
 
 
 def write_rank(folder: Path, rank: RankRecording) -> None:
-    """Writes what one rank has recorded.
+    """Write the recording of one rank.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     text = json.dumps(rank_to_json(rank), separators=(",", ":"))
     write_whole(rank_path(folder, rank.rank), gzip.compress(text.encode(), compresslevel=1))
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file that nobody sees before it is whole.
+    """Write a file atomically, so that readers never see a part of it.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     number, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -608,11 +616,11 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def read_folder(folder: str | Path) -> Recording:
-    """What a folder holds, as far as it can be read.
+    """Read a recording folder. Unreadable files of single ranks are skipped and reported in `Recording.problems`.
 
     Raises:
-        RecordingError: there is nothing to show: no such folder, no recording in it, one of another version, or
-            nothing of any rank.
+        RecordingError: the folder does not exist, contains no recording or one of another version, or has no readable
+            recording of any rank.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -671,12 +679,12 @@ def _parsed(path: Path, unpack: Callable[[bytes], bytes], build: Callable[[Json]
 
 
 def counted(number: int, what: str) -> str:
-    """`1 rank`, `3 ranks`."""
+    """Return a number with its noun: `1 rank`, `3 ranks`."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def of_ranks(numbers: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0, 1 and 2`, `ranks 0, 1, 2, … (64)`."""
+    """Return a list of ranks in words: `rank 3`, `ranks 0, 1 and 2`, `ranks 0, 1, 2, … (64)`."""
     if len(numbers) == 1:
         return f"rank {numbers[0]}"
     if len(numbers) > 8:

@@ -1,4 +1,4 @@
-"""Recordings, trial logs and timelines as tables for a notebook: lists of flat records, which pandas takes."""
+"""Convert recordings, trial logs and timelines to tables for a notebook: lists of flat records, as pandas accepts."""
 
 from __future__ import annotations
 
@@ -14,23 +14,28 @@ from .alignment import align
 from .recording import RankRecording, Recording, read_folder
 
 Record = dict[str, Any]
-"""A row; its values are numbers, strings, booleans or None."""
+"""One row. Values are numbers, strings, booleans or None."""
 
 
 def read(path: str | Path) -> dict[str, list[Record]]:
-    """Return the tables of what a job has written, each a list of flat records.
+    """Read a file or folder that a job has written, as tables. Each table is a list of flat records.
 
     >>> import pandas, sirtaki.analysis
     >>> units = pandas.DataFrame(sirtaki.analysis.read("recorded")["units"])  # doctest: +SKIP
 
     Args:
-        path: a folder of `sirtaki profile`: "iterations", "phases", "operators", "gradients", "units", "collectives"
-            and "memory", with `rank` and moments in seconds on one clock, from the first recorded iteration on. A log
-            that `SIRTAKI_TRIAL_LOG` names: "trials". A timeline that `HOROVOD_TIMELINE` names: "events".
+        path: one of these: a folder of `sirtaki profile`; a trial log (`SIRTAKI_TRIAL_LOG`); a timeline
+            (`HOROVOD_TIMELINE`).
+
+    Returns:
+        The tables by name. A recording has "iterations", "phases", "operators", "gradients", "units", "collectives" and
+        "memory". Their rows have a `rank`, and times in seconds on one clock, from the first recorded iteration on. A
+        trial
+        log has "trials", a timeline "events".
 
     Raises:
-        RecordingError: the folder holds nothing to show.
-        ConfigError: the file is neither a log of trials nor a timeline.
+        RecordingError: the folder contains no readable recording.
+        ConfigError: the file is neither a trial log nor a timeline.
     """
     path = Path(path)
     if path.is_dir():
@@ -60,53 +65,53 @@ def _of_recording(recording: Recording) -> dict[str, list[Record]]:
 
 
 def _of_rank(recording: Recording, rank: RankRecording) -> Iterator[tuple[str, Record]]:
-    """Yield each row with its table; moments are of the rank's own clock."""
+    """Yield (table, row), with times on the rank's own clock."""
     layouts = {buffer.number: buffer.layout for buffer in recording.job.buffers}
     usual = set(recording.usual_iterations)
     for one in rank.iterations:
-        of, told = {"iteration": one.number}, Record()
+        key, row = {"iteration": one.number}, Record()
         lasts = {"begin_s": one.begin_s, "end_s": one.end_s, "step_s": one.end_s - one.begin_s}
         is_usual = one.number in usual
-        yield "iterations", {**of, **lasts, "exposed_s": one.exposed_s, "slowed": one.slowed, "usual": is_usual}
+        yield "iterations", {**key, **lasts, "exposed_s": one.exposed_s, "slowed": one.slowed, "usual": is_usual}
         for span in one.spans:
-            yield "phases", {**of, "phase": span.phase.value, "begin_s": span.begin_s, "end_s": span.end_s}
+            yield "phases", {**key, "phase": span.phase.value, "begin_s": span.begin_s, "end_s": span.end_s}
         for operator in one.operators:
             module = rank.modules[operator.module].name if operator.module >= 0 else None
             lane = rank.lanes[operator.lane] if operator.lane < len(rank.lanes) else str(operator.lane)
-            told = {"name": operator.name, "phase": operator.phase.value, "lane": lane, "module": module}
-            yield "operators", {**of, **told, "begin_s": operator.begin_s, "end_s": operator.end_s}
+            row = {"name": operator.name, "phase": operator.phase.value, "lane": lane, "module": module}
+            yield "operators", {**key, **row, "begin_s": operator.begin_s, "end_s": operator.end_s}
         for gradient in one.ready:
             names = layouts[gradient.buffer].names
             name = names[gradient.place] if names else None
-            yield "gradients", {**of, "buffer": gradient.buffer, "name": name, "ready_s": gradient.ready_s}
+            yield "gradients", {**key, "buffer": gradient.buffer, "name": name, "ready_s": gradient.ready_s}
         for done in one.units:
             layout = layouts[done.buffer]
             name = layout.describe(done.start, done.stop) if layout.names else None
-            told = {"buffer": done.buffer, "name": name, "bytes": (done.stop - done.start) * layout.itemsize_bytes}
-            told |= {"transport": done.route[0].value, "algorithm": done.route[1].value, "stream": done.stream}
-            yield "units", {**of, **told, "issue_s": done.issue_s, "begin_s": done.begin_s, "done_s": done.done_s}
+            row = {"buffer": done.buffer, "name": name, "bytes": (done.stop - done.start) * layout.itemsize_bytes}
+            row |= {"transport": done.route[0].value, "algorithm": done.route[1].value, "stream": done.stream}
+            yield "units", {**key, **row, "issue_s": done.issue_s, "begin_s": done.begin_s, "done_s": done.done_s}
         for call in one.collectives:
-            told = {"name": call.name, "kind": call.kind, "bytes": call.n_bytes}
-            yield "collectives", {**of, **told, "begin_s": call.begin_s, "agreed_s": call.agreed_s, "end_s": call.end_s}
+            row = {"name": call.name, "kind": call.kind, "bytes": call.n_bytes, "begin_s": call.begin_s}
+            yield "collectives", {**key, **row, "agreed_s": call.agreed_s, "end_s": call.end_s}
     memory = rank.memory
     if memory is None:
         return
     for block in memory.allocations:
         module = rank.modules[memory.calls[block.call].module].name if block.call >= 0 else None
-        told = {"device": memory.devices[block.device], "bytes": block.n_bytes, "holds": block.holds.value}
-        told |= {"phase": block.phase.value, "operator": block.operator or None, "module": module}
-        yield "memory", {"iteration": memory.iteration, **told, "begin_s": block.begin_s, "end_s": block.end_s}
+        row = {"device": memory.devices[block.device], "bytes": block.n_bytes, "holds": block.holds.value}
+        row |= {"phase": block.phase.value, "operator": block.operator or None, "module": module}
+        yield "memory", {"iteration": memory.iteration, **row, "begin_s": block.begin_s, "end_s": block.end_s}
 
 
 def _trials(path: Path) -> Iterator[Record]:
-    """Yield what the warm-up and later searches of the log's last job have measured."""
+    """Yield the measurements of the log's last job, from the warm-up and from later searches."""
     log = read_log(path)
     searches = [("warm-up", log.measurements), *(("re-tune", retune.measurements) for retune in log.retunes)]
     for search, one in ((search, one) for search, measurements in searches for one in measurements):
-        knobs, told = one.knobs, {"iteration": one.iteration, "arm": one.arm, "purpose": one.purpose}
+        knobs, row = one.knobs, {"iteration": one.iteration, "arm": one.arm, "purpose": one.purpose}
         yield {
             "search": search,
-            **told,
+            **row,
             "setting": knobs.describe(),
             "transport": knobs.transport.value,
             "algorithm": knobs.algorithm.value,
@@ -120,7 +125,7 @@ def _trials(path: Path) -> Iterator[Record]:
 
 
 def _events(path: Path) -> Iterator[Record]:
-    """Yield the spans and instants of a timeline; what an event says besides is among its columns."""
+    """Yield the spans and instants of a timeline. Additional arguments of an event become columns."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         tracks: dict[tuple[int, int], str] = {}
@@ -134,4 +139,4 @@ def _events(path: Path) -> Iterator[Record]:
                 times = {"begin_s": begin_s, "end_s": begin_s + one.get("dur", 0) / 1e6}
                 yield {**one.get("args", {}), **known, **times}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as err:
-        raise ConfigError(f"{path} is no timeline: {err!r}") from err
+        raise ConfigError(f"{path} is not a timeline: {err!r}") from err

@@ -1,4 +1,4 @@
-"""The parts of a step: kinds of time, exposed communication, late units."""
+"""Divide a step into kinds of time, and find exposed communication and late units."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ COLORS = {
     TimeKind.COLLECTIVE: "#d55e00",
     TimeKind.OTHER: "#8b9096",
 }
-"""Told apart on white and on black, and by most who see few colours."""
+"""Colours that are distinguishable on white and on black, and with the common forms of colour blindness."""
 
-NOT_TOLD_APART = "forward, data loading, other (told apart only where operators are recorded)"
+UNDIVIDED = "forward, data loading, other (divided only if operators are recorded)"
 
 OF_PHASE = {
     Phase.DATA: TimeKind.DATA,
@@ -59,16 +59,16 @@ def kind_of(one: Stretch) -> TimeKind:
 
 
 def waits_for_gradients(one: Stretch) -> bool:
-    """Units are waited for, perhaps among other things."""
+    """Return whether the thread waits for at least one unit."""
     return any(buffer >= 0 for buffer, _, _ in one.waits)
 
 
 class StepParts(NamedTuple):
-    """The kinds of time of one rank's step, means over its iterations.
+    """Time of one rank's step by kind, as a mean over iterations.
 
     Attributes:
-        rank: which.
-        seconds: spent on each kind of thing; what is not there is left out.
+        rank: the rank.
+        seconds: seconds of each kind that occurs.
     """
 
     rank: int
@@ -76,12 +76,12 @@ class StepParts(NamedTuple):
 
     @property
     def step_s(self) -> float:
-        """The whole step."""
+        """Return the duration of the step."""
         return sum(self.seconds.values())
 
 
 def step_parts(histories: Histories) -> tuple[StepParts, ...]:
-    """Return what the step of every rank is made of."""
+    """Return the time by kind of every rank."""
     found, count = [], len(histories.steps)
     for rank in histories.ranks:
         total_s: dict[TimeKind, float] = defaultdict(float)
@@ -92,17 +92,17 @@ def step_parts(histories: Histories) -> tuple[StepParts, ...]:
     return tuple(found)
 
 
-LEAST_S = 1e-6
-"""A unit that ends so shortly after the backward pass is not late."""
+MIN_LATE_S = 1e-6
+"""A unit that ends within this time after the backward pass does not count as late."""
 
 
 class RankExposure(NamedTuple):
-    """One rank's waiting for gradients; means of an iteration.
+    """One rank's waits for gradients, as means per iteration.
 
     Attributes:
-        rank: which.
-        moving_s: a unit was under way meanwhile.
-        held_s: none was, since another rank had not come so far yet.
+        rank: the rank.
+        moving_s: waiting time while a unit of this rank was in flight.
+        held_s: waiting time without a unit in flight, because another rank had not issued the next unit yet.
     """
 
     rank: int
@@ -111,20 +111,22 @@ class RankExposure(NamedTuple):
 
     @property
     def exposed_s(self) -> float:
-        """All waiting."""
+        """Return the whole waiting time."""
         return self.moving_s + self.held_s
 
 
 class LateUnit(NamedTuple):
-    """A unit that ends after a backward pass. Moments are seconds after the end of that, means of ranks and iterations.
+    """A unit that ends after a backward pass.
+
+    Times are relative to the end of the backward pass, as means over ranks and iterations.
 
     Attributes:
-        unit: as it was in one iteration.
-        issue_s: a rank has its gradients ready.
-        begin_s: all have, and the stream is free.
-        done_s: the result is there.
-        late_s: of `done_s` what is after the end.
-        times: in how many iterations it was late on any rank.
+        unit: the unit in one of the iterations.
+        issue_s: time at which a rank issues the unit.
+        begin_s: time at which all ranks have issued the unit and its stream is free.
+        done_s: time at which the result is available.
+        late_s: mean of the positive values of `done_s`, with 0 for negative ones.
+        times: number of iterations in which the unit was late on any rank.
     """
 
     unit: TimedBarrier
@@ -147,7 +149,7 @@ def _reducers(histories: Histories) -> dict[int, tuple[int, int]]:
 
 
 def exposures(histories: Histories) -> tuple[RankExposure, ...]:
-    """Return how long every rank waits for gradients."""
+    """Return the waits of every rank for gradients."""
     found, count = [], len(histories.steps)
     for rank in histories.ranks:
         moving_s = total_s = 0.0
@@ -163,8 +165,8 @@ def exposures(histories: Histories) -> tuple[RankExposure, ...]:
 def _busy(barriers: Sequence[TimedBarrier], rank: int) -> list[tuple[float, float]]:
     """Return the intervals in which units of this rank were in flight. They do not overlap."""
     found: list[tuple[float, float]] = []
-    mine = [one for one in barriers if one.activity is Activity.UNIT and rank in one.issued_s]
-    for begin_s, end_s in sorted((one.begin_s, one.done_s[rank]) for one in mine):
+    own = [one for one in barriers if one.activity is Activity.UNIT and rank in one.issued_s]
+    for begin_s, end_s in sorted((one.begin_s, one.done_s[rank]) for one in own):
         if found and begin_s <= found[-1][1]:
             begin_s, before_s = found.pop()
             end_s = max(before_s, end_s)
@@ -188,7 +190,7 @@ def late_units(histories: Histories) -> tuple[LateUnit, ...]:
                 if (end_s := ends_s[rank].get(reducers[one.key[0]])) is not None
             ]
             moments[one.key] += after
-            times[one.key] += any(done_s > LEAST_S for _, _, done_s in after)
+            times[one.key] += any(done_s > MIN_LATE_S for _, _, done_s in after)
     late = []
     for key, count in (+times).items():
         issue_s, begin_s, done_s = map(statistics.fmean, zip(*moments[key], strict=True))

@@ -1,4 +1,4 @@
-"""How long a step would take if something were different: another plan, earlier gradients, faster parts."""
+"""Predict the step time of a recorded job after a change: another plan, earlier gradients, faster parts."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ from .recording import Buffer
 
 @dataclass(frozen=True, slots=True)
 class UnitCost:
-    """Cost of a unit by its size on one route, with everything to itself.
+    """Cost of a unit on one route without contention, as a function of its size.
 
     Attributes:
-        startup_s: before anything moves; on one host, processor time that does not depend on the size.
-        s_per_byte: of the link, or of the processor of each rank where all are on one host.
-        host_s: of what hands messages to the link.
+        startup_s: start-up time; on one host, processor time that does not depend on the size.
+        s_per_byte: seconds per byte on the link, or on each rank's processor if all ranks are on one host.
+        host_s: time to pass messages to the link.
         busy: see `JobOperation`.
-        lag_s: how much later than the first the last rank is done.
-        across: the link is needed.
+        lag_s: delay between the first and the last rank's completion.
+        across: units use the link between hosts.
     """
 
     startup_s: float
@@ -59,10 +59,10 @@ class UnitCost:
 
 
 def unit_cost(job: JobModel, route: Route, ranks: tuple[int, ...]) -> UnitCost:
-    """Return what units of these ranks cost on a route.
+    """Return the cost of units between these ranks on a route.
 
     Raises:
-        ReplayError: neither units of that route were recorded nor was it probed.
+        ReplayError: no recorded unit used the route, and it was not probed.
     """
     units = [one for one in job.units if one.route == route]
     probed = job.links.get(route)
@@ -71,18 +71,18 @@ def unit_cost(job: JobModel, route: Route, ranks: tuple[int, ...]) -> UnitCost:
         known = {*job.links, *(one.route for one in job.units if one.route is not None)}
         words = sorted(f"{transport.value} {algorithm.value}" for transport, algorithm in known)
         raise ReplayError(
-            f"nothing is known of {route[0].value} {route[1].value}: neither was it probed nor did units use it "
+            f"the cost of {route[0].value} {route[1].value} is unknown: no unit used it and it was not probed "
             f"(known: {', '.join(words) or 'none'})"
         )
     lag_s = statistics.fmean(one.lag_s for one in units) if units else 0.0
     busy = statistics.fmean(one.busy for one in units) if units else 1.0 if probed is None else probed.busy
     if probed is None:
         return UnitCost(*_fitted(units), host_s=0.0, busy=busy, lag_s=lag_s, across=across)
-    # On one host what hands messages on uses the processors that ranks compute with.
+    # On one host, passing messages takes time from the processors that compute.
     startup_s = probed.alpha_s + (0.0 if across else probed.host_s)
     s_per_byte = probed.beta_s_per_byte
     if across:
-        # Start-up is the probes'; how long the link takes is the recording's, unless its clocks are too far apart.
+        # Start-up is taken from probes, and time on the link from the recording, unless its clocks are too inaccurate.
         moved_s = sum(one.link_s for one in units)
         s_per_byte = moved_s / sum(one.n_bytes for one in units) if moved_s > 0 else s_per_byte
     elif units:
@@ -93,7 +93,7 @@ def unit_cost(job: JobModel, route: Route, ranks: tuple[int, ...]) -> UnitCost:
 
 
 def _fitted(units: Sequence[JobOperation]) -> tuple[float, float]:
-    """Start-up and seconds a byte that miss the mean of each size least, in relation to it."""
+    """Return start-up time and seconds per byte, fitted to the mean of each size with least relative error."""
     by_size: dict[int, list[float]] = defaultdict(list)
     for one in units:
         by_size[one.n_bytes].append(one.fixed_s + one.link_s + one.processor_s)
@@ -108,11 +108,11 @@ def _fitted(units: Sequence[JobOperation]) -> tuple[float, float]:
 
 
 def with_knobs(job: JobModel, knobs: Knobs) -> JobModel:
-    """All buffers cut by these knobs.
+    """Return the job with all buffers divided by these knobs.
 
     Raises:
-        PlanError: their cuts do not fit a buffer.
-        ReplayError: nothing is known of their route, or of when gradients come.
+        PlanError: explicit cuts do not fit a buffer.
+        ReplayError: the cost of the route or the times of ready gradients are missing.
     """
     return with_plans(job, {buffer.number: knobs.to_plan(buffer.layout) for buffer in job.buffers})
 
@@ -120,15 +120,16 @@ def with_knobs(job: JobModel, knobs: Knobs) -> JobModel:
 def with_plans(
     job: JobModel, plans: Mapping[int, CommPlan], *, costs: Mapping[Route, UnitCost] | None = None
 ) -> JobModel:
-    """These buffers cut by these plans.
+    """Return the job with these plans.
 
     Args:
-        job: as it was recorded, or with fewer ranks that stand for all (`symmetric`).
-        plans: by buffer.
-        costs: of units on each route; has to be given for a job with fewer ranks, which no longer shows them.
+        job: recorded job, or a reduced job in which one rank represents several (`symmetric`).
+        plans: new plans, by number of the buffer. Other buffers keep theirs.
+        costs: cost of units, by route. Required for a reduced job, which lacks the ranks to derive it.
 
     Raises:
-        ReplayError: a plan is of another layout, or nothing is known of its route or of when gradients come.
+        ReplayError: a plan has another number of elements than its buffer, or the cost of its route or the times of
+            ready gradients are missing.
     """
     buffers = tuple(
         replace(buffer, plan=plans[buffer.number]) if buffer.number in plans else buffer for buffer in job.buffers
@@ -173,28 +174,28 @@ def _units(buffer: Buffer, costs: Mapping[Route, UnitCost]) -> Iterator[JobOpera
 
 
 class _Reissue:
-    """One rank's iteration with other units of some buffers."""
+    """Rewrites one rank's program so that it issues the units of other plans."""
 
     def __init__(self, program: Program, buffers: Sequence[Buffer], units: Mapping[OperationKey, JobOperation]) -> None:
         self._program, self._units = program, units
-        self._missing: dict[OperationKey, int] = {}  # gradients that a unit still waits for
+        self._missing: dict[OperationKey, int] = {}  # number of gradients that a unit still waits for
         self._of: dict[GradientKey, list[OperationKey]] = defaultdict(list)
-        self._left: dict[int, int] = {}  # by buffer: gradients that have not come yet, and units that have not left
+        self._pending: dict[int, int] = {}  # number of gradients of a buffer that are not ready
         self._queues: dict[int, list[OperationKey]] = {}
-        come = {gradient for piece in program for gradient in piece.ready}
+        ready = {gradient for piece in program for gradient in piece.ready}
         for buffer in buffers:
-            there = {index for number, index in come if number == buffer.number}
-            if not there:
-                raise ReplayError(f"when the gradients of buffer {buffer.number} come was not recorded on every rank")
+            present = {index for number, index in ready if number == buffer.number}
+            if not present:
+                raise ReplayError(f"not every rank recorded when the gradients of buffer {buffer.number} were ready")
             offsets, queue = buffer.layout.offsets, list[OperationKey]()
             for unit in buffer.plan.units:
                 queue.append((buffer.number, unit.start, unit.stop))
                 first, last = bisect_right(offsets, unit.start) - 1, bisect_left(offsets, unit.stop)
-                mine = [index for index in range(first, last) if index in there]
+                mine = [index for index in range(first, last) if index in present]
                 self._missing[queue[-1]] = len(mine)
                 for index in mine:
                     self._of[buffer.number, index].append(queue[-1])
-            self._left[buffer.number], self._queues[buffer.number] = len(there), queue
+            self._pending[buffer.number], self._queues[buffer.number] = len(present), queue
         self._without_gradients = {key for key, missing in self._missing.items() if not missing}
         self._copies = [piece for piece in program if piece.activity is Activity.COPY]
         copied = sum(buffer.layout.total_bytes for buffer in buffers)
@@ -207,20 +208,20 @@ class _Reissue:
         issues = tuple(key for key in piece.issues if key[0] not in self._queues)
         seconds = 0.0 if piece.activity is Activity.COPY else piece.seconds
         bare = replace(piece, waits=self._waits(piece), issues=issues, seconds=seconds)
-        leaving = [key for gradient in piece.ready for key in self._come(gradient)]
-        if leaving or bare.seconds or bare.ready or bare.waits or bare.issues:
+        complete = [key for gradient in piece.ready for key in self._mark_ready(gradient)]
+        if complete or bare.seconds or bare.ready or bare.waits or bare.issues:
             yield bare
-        if leaving:
+        if complete:
             yield ThreadInterval(
                 activity=Activity.COPY,
                 phase=self._copies[0].phase if self._copies else piece.phase,
                 name="copy gradients",
-                seconds=self._copy_s_per_byte * sum(self._units[key].n_bytes for key in leaving),
-                issues=tuple(leaving),
+                seconds=self._copy_s_per_byte * sum(self._units[key].n_bytes for key in complete),
+                issues=tuple(complete),
             )
 
     def _waits(self, piece: ThreadInterval) -> tuple[tuple[OperationKey, float], ...]:
-        """For the last unit on each stream instead of the units that it waited for."""
+        """Return the waits of a piece, in which the last new unit of each lane replaces the removed units."""
         lag_s: dict[int, float] = {}
         for (number, _, _), late_s in piece.waits:
             if number in self._queues:
@@ -229,43 +230,52 @@ class _Reissue:
         others = [(key, late_s) for key, late_s in piece.waits if key[0] not in self._queues]
         return (*others, *((key, lag_s[key[0]]) for key in last.values()))
 
-    def _come(self, gradient: GradientKey) -> list[OperationKey]:
-        """Units that leave once it is there: in their order, and all that is left with the last one."""
+    def _mark_ready(self, gradient: GradientKey) -> list[OperationKey]:
+        """Mark a gradient as ready and return the units that are now complete, in plan order.
+
+        The last gradient of a buffer releases all units that are left.
+        """
         number = gradient[0]
         if number not in self._queues:
             return []
         for key in self._of[gradient]:
             self._missing[key] -= 1
-        self._left[number] -= 1
+        self._pending[number] -= 1
         queue = self._queues[number]
         count = next((place for place, key in enumerate(queue) if self._missing[key] > 0), len(queue))
-        while self._left[number] and count and queue[count - 1] in self._without_gradients:
-            count -= 1  # what has no gradient that comes leaves with the last one
-        leaving, self._queues[number] = queue[:count], queue[count:]
-        return leaving
+        while self._pending[number] and count and queue[count - 1] in self._without_gradients:
+            count -= 1  # units without gradients are issued with the last gradient
+        complete, self._queues[number] = queue[:count], queue[count:]
+        return complete
 
 
 PAYLOAD = 0.95
-"""Of a link's rate, what is not headers."""
+"""Fraction of a link's rate that is left after headers."""
 
-FILLED = 0.9
-"""A single unit that moves at that share of the best rate fills the link."""
+SATURATED = 0.9
+"""A single unit that reaches this fraction of the best rate saturates the link."""
 
 
 def link_rate(job: JobModel) -> float | None:
-    """Bytes a second that the link carries of gradients with the best number of units at a time; None = no link."""
+    """Return the link's highest rate, in bytes of gradients per second; None = no unit uses a link between hosts."""
     alone = _rate_of_one_unit(job)
     return None if job.link is None or alone is None else max(job.link.totals) * alone
 
 
 def with_link(job: JobModel, link_bytes_per_s: float) -> JobModel:
-    """Links of another rate between the hosts.
+    """Return the job with another rate of the links between hosts.
 
-    One that is slower caps what all units get together. One that is faster helps a single unit only if that filled the
-    link: else it was its flow that was slow, and more units at a time are needed.
+    A slower link caps the total rate of concurrent units. A faster link speeds up a single unit only if that unit
+    saturated
+    the recorded link. Otherwise the unit was limited by its own flow, and only more concurrent units use the faster
+    link.
+
+    Args:
+        job: recorded job.
+        link_bytes_per_s: nominal rate of the link, headers included.
 
     Raises:
-        ReplayError: all ranks are on one host, or the rate is none.
+        ReplayError: all ranks are on one host, or the rate is not positive.
     """
     alone = _rate_of_one_unit(job)
     if job.link is None or alone is None:
@@ -275,7 +285,7 @@ def with_link(job: JobModel, link_bytes_per_s: float) -> JobModel:
     wanted = PAYLOAD * link_bytes_per_s / ring_bytes(1.0, len(job.ranks))
     totals = job.link.totals
     rate = max(totals) * alone
-    if alone >= FILLED * rate:
+    if alone >= SATURATED * rate:
         rates = [wanted / rate * alone * total for total in totals]
     elif wanted <= rate:
         rates = [min(alone * total, wanted) for total in totals]
@@ -288,30 +298,30 @@ def with_link(job: JobModel, link_bytes_per_s: float) -> JobModel:
 
 
 def _rate_of_one_unit(job: JobModel) -> float | None:
-    """Bytes a second between hosts on the route of most units; None where none travels between hosts."""
+    """Return bytes per second of a single unit on the most frequent route between hosts; None = no such route."""
     routes = [one.route for one in job.units if one.route is not None and job.crosses_hosts(one.ranks)]
     return 1 / unit_cost(job, statistics.mode(routes), job.ranks).s_per_byte if routes else None
 
 
 def with_ranks(job: JobModel, ranks: int) -> JobModel:
-    """Return the job with so many ranks like those that are there, on as many hosts as it takes.
+    """Return the job with another number of ranks that behave like the recorded ranks, on proportionally many hosts.
 
-    Units cost what they cost in a ring of that size: start-up and messages as N − 1, bytes as (N − 1) / N. Through
-    shared memory each rank moves as many bytes however many there are. Where nodes are emulated on one machine, more of
-    them share its processors.
+    The cost of units is scaled as in a ring: start-up and messages with N − 1, bytes with (N − 1) / N. Through shared
+    memory, a rank moves the same bytes for any N. If nodes are emulated on one machine, additional nodes share its
+    processors.
 
     Raises:
-        ReplayError: fewer than two, or other than a process set of all is reduced.
+        ReplayError: either number of ranks is below 2, or a buffer is reduced by a process set of fewer ranks.
     """
     if ranks < 2 or len(job.ranks) < 2:
-        raise ReplayError(f"a job of {len(job.ranks)} ranks cannot be carried over to {ranks}: two is the least")
+        raise ReplayError(f"cannot predict {ranks} ranks from {len(job.ranks)}: both numbers must be at least 2")
     if any(len(buffer.ranks) != len(job.ranks) for buffer in job.buffers):
-        raise ReplayError("gradients are averaged in process sets, so it is not known what more ranks would do")
+        raise ReplayError("gradients are averaged in process sets, so another number of ranks cannot be predicted")
     like = {rank: job.ranks[rank % len(job.ranks)] for rank in range(ranks)}
     everyone = tuple(like)
     hops = (ranks - 1) / (len(job.ranks) - 1)
     volume = hops * len(job.ranks) / ranks
-    # Hosts and machines are those of the ranks that they are like, or others of the kind.
+    # Each repetition of the recorded ranks gets hosts and machines of its own, unless there is only one.
     one_host, one_machine = len(set(job.hosts.values())) == 1, len(job.processors) == 1
     group_of = {rank: place for place, group in enumerate(job.processors) for rank in group.ranks}
     hosts: dict[int, int] = {}
@@ -352,7 +362,10 @@ def with_ranks(job: JobModel, ranks: int) -> JobModel:
 
 
 def without_stragglers(job: JobModel) -> JobModel:
-    """No rank takes longer on the whole for a phase than the median one; how much its iterations differ stays."""
+    """Return the job in which no rank takes longer for a phase in total than the median rank.
+
+    The variation between iterations of one rank stays.
+    """
     own_s: dict[Phase, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for each in job.iterations:
         for rank, program in each.programs.items():
@@ -370,27 +383,28 @@ def without_stragglers(job: JobModel) -> JobModel:
 
 
 def with_faster_loader(job: JobModel, factor: float) -> JobModel:
-    """Return the job with what ranks wait for data divided by `factor`; infinite = they never wait.
+    """Return the job with waits for data divided by `factor`; infinity = no waits for data.
 
     Raises:
-        ReplayError: it is not positive.
+        ReplayError: `factor` is not positive.
     """
     if not factor > 0:
-        raise ReplayError(f"a data loader cannot be {factor} times as fast")
+        raise ReplayError(f"the factor on the data loader's speed must be positive, not {factor}")
     return _with_durations(job, lambda _, piece: 1 / factor if piece.activity is Activity.DATA else 1.0)
 
 
 def with_batches(job: JobModel, factor: float) -> JobModel:
     """Return the job with batches `factor` times as large on each rank.
 
-    Ranks load data and compute forward and backward passes for so many times as long; what the optimizer and the script
-    do besides, and what is exchanged, stays. One recording cannot tell what of a pass does not grow with the batch.
+    Loading, forward and backward passes are scaled by `factor`. Optimizer steps, other Python code and communication
+    keep
+    their duration. The scaling is approximate: a single recording cannot show which share of a pass is constant.
 
     Raises:
-        ReplayError: it is not positive.
+        ReplayError: `factor` is not positive.
     """
     if not factor > 0:
-        raise ReplayError(f"batches cannot be {factor} times as large")
+        raise ReplayError(f"the factor on the batch size must be positive, not {factor}")
     activities, phases = (Activity.COMPUTE, Activity.DATA), (Phase.DATA, Phase.FORWARD, Phase.BACKWARD)
 
     def grown(_: int, piece: ThreadInterval) -> float:
@@ -400,13 +414,13 @@ def with_batches(job: JobModel, factor: float) -> JobModel:
 
 
 def with_less_traffic(job: JobModel, factor: float) -> JobModel:
-    """Gradients travel in so many times the bytes, of which nobody pays for the conversion.
+    """Return the job with the bytes of units multiplied by `factor`, without the cost of the conversion.
 
     Raises:
-        ReplayError: it is not positive.
+        ReplayError: `factor` is not positive.
     """
     if not factor > 0:
-        raise ReplayError(f"gradients cannot travel in {factor} times the bytes")
+        raise ReplayError(f"the factor on the bytes of gradients must be positive, not {factor}")
 
     def smaller(one: JobOperation) -> JobOperation:
         return replace(
@@ -431,38 +445,38 @@ def _with_units(job: JobModel, changed: Callable[[JobOperation], JobOperation]) 
 
 
 COMPILED = "CompiledFunctionBackward"
-"""What autograd calls the node that AOTAutograd makes of a graph."""
+"""Autograd's name for the backward node that AOTAutograd creates for a graph."""
 
 COST_S, COST_SHARE = 2e-4, 0.004
-"""Of each cut: calls into one more graph, and what is not fused across it, as a share of the operator's time."""
+"""Cost of each additional graph: a constant for the call, and a fraction of the operator's time for lost fusion."""
 
 WORTH_A_LINE = 0.02
-"""Share of the step; for less nobody is asked to change a script."""
+"""Smallest gain, as a fraction of the step, for which users are asked to change their script."""
 
 INDIFFERENCE = 0.01
-"""Share of the step that fewer parts may cost: no replay can be sure of it."""
+"""Loss, as a fraction of the step, that is accepted for fewer parts, because it is below a replay's accuracy."""
 
 WHOLE = 1 << 62
-"""Bytes that no part has."""
+"""Part size in bytes that leaves every graph in one part."""
 
 COUNTS = (2, 3, 4, 6, 8, 12, 16)
-"""Of parts that are tried."""
+"""Numbers of parts to try."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledBackward:
-    """One such operator.
+    """One compiled backward operator.
 
     Attributes:
-        n_bytes: of the gradients that come at its end, in the order of a backward pass, as far as their names tell.
-        seconds: that it takes, a mean over ranks and iterations.
+        n_bytes: size of each gradient that becomes ready at its end, in the estimated order of the backward pass.
+        seconds: mean duration over ranks and iterations.
     """
 
     n_bytes: Mapping[GradientKey, int]
     seconds: float
 
     def parts(self, part_bytes: int) -> list[tuple[GradientKey, ...]]:
-        """Gradients of each part: it ends where it has as many bytes, as `DDPOptimizer` counts."""
+        """Return the gradients of each part. A part ends once it has `part_bytes`, as in `DDPOptimizer`."""
         found: list[list[GradientKey]] = [[]]
         so_far = 0
         for key, size in self.n_bytes.items():
@@ -475,12 +489,12 @@ class CompiledBackward:
 
     @property
     def cost_s(self) -> float:
-        """Seconds that each cut costs."""
+        """Return the seconds that each additional part costs."""
         return COST_S + COST_SHARE * self.seconds
 
 
 def compiled_backwards(job: JobModel) -> tuple[CompiledBackward, ...]:
-    """Return a step's compiled backward passes in their order; none where iterations or ranks differ in them."""
+    """Return the compiled backward operators of a step, in order; empty if iterations or ranks differ in them."""
     seen: list[list[tuple[frozenset[GradientKey], float]]] = []
     for each in job.iterations:
         for program in each.programs.values():
@@ -503,10 +517,18 @@ def compiled_backwards(job: JobModel) -> tuple[CompiledBackward, ...]:
 
 
 def backward_order(layout: GradientLayout, indices: Sequence[int]) -> list[int]:
-    """Gradients that came at once, as they would come one by one.
+    """Estimate the order of gradients that a compiled operator produced all at once.
 
-    Autograd hands them on in the reverse order of the forward pass, but for a few that its queue moves to the front.
-    These go back to those whose names show that they belong to the same block.
+    Autograd accumulates such gradients in reverse order of the forward pass, except for a few that its queue moves to
+    the
+    front. This function moves these few back to the gradients of the same block, which it knows by their names.
+
+    Args:
+        layout: layout of the buffer.
+        indices: indices of the gradients in the layout, in the recorded order.
+
+    Returns:
+        The same indices, in the estimated order.
     """
     if not layout.names:
         return list(indices)
@@ -519,17 +541,17 @@ def backward_order(layout: GradientLayout, indices: Sequence[int]) -> list[int]:
 
 
 def _block_name(name: str) -> str:
-    """Up to the first number, such as `encoder.layer.3`; without one, the module that the parameter is of."""
+    """Return the name up to the first number (`encoder.layer.3`), or the module's name if there is no number."""
     words = name.split(".")
     number = next((place for place, word in enumerate(words) if word.isdecimal()), None)
     return ".".join(words[:-1] if number is None else words[: number + 1])
 
 
 def sizes_worth_trying(job: JobModel) -> tuple[int, ...]:
-    """Bytes of a part, ascending; none where nothing compiled is large enough.
+    """Return part sizes in bytes, ascending; empty if no compiled operator is large enough.
 
-    dPRO's theorem 1 is the filter: operators are fused if the first one's gradients travel in no more time than fusing
-    saves. So nothing is cut so small that what a part sends, by itself on a free link, takes no longer than the cut.
+    The filter is theorem 1 of dPRO: fuse two operators if sending the first one's gradients takes no longer than fusion
+    saves. Hence a size is tried only if sending a part on an idle link takes longer than the cost of the part.
     """
     found = compiled_backwards(job)
     if not found:
@@ -543,16 +565,16 @@ def sizes_worth_trying(job: JobModel) -> tuple[int, ...]:
 
 
 def best_part_bytes(job: JobModel) -> int | None:
-    """The size with which a step under the job's plan is shortest, or as good as that in fewer parts.
+    """Return the part size with the shortest step under the job's plan, or a larger one that is as good.
 
-    None where nothing compiled was recorded, or parts bring less than `WORTH_A_LINE` of the step.
+    Returns None if no compiled operator was recorded, or if parts gain less than `WORTH_A_LINE` of the step.
     """
     mean = mean_iteration(job)
     try:
         sizes = sizes_worth_trying(mean)
         whole_s = replayed(play(in_parts(mean, WHOLE))).iteration_s if sizes else 0.0
         steps_s = {size: replayed(play(in_parts(mean, size))).iteration_s for size in sizes}
-    except ReplayError:  # nothing is known of when gradients come, or of what units cost
+    except ReplayError:  # the times of ready gradients, or the cost of units, are missing
         return None
     if not steps_s or min(steps_s.values()) > (1 - WORTH_A_LINE) * whole_s:
         return None
@@ -560,7 +582,7 @@ def best_part_bytes(job: JobModel) -> int | None:
 
 
 def in_words(job: JobModel, part_bytes: int) -> str:
-    """Say what `in_parts` does, such as "the model was compiled in 4 parts"."""
+    """Describe `in_parts`, as in "the model was compiled in 4 parts"."""
     count = sum(len(one.parts(part_bytes)) for one in compiled_backwards(job))
     return f"the model was compiled in {count} parts"
 
@@ -571,7 +593,7 @@ def line_of_code(part_bytes: int) -> str:
 
 
 def _alone_s(job: JobModel, n_bytes: int) -> float:
-    """The least that so many bytes take."""
+    """Return the shortest time in which a unit of this size can be reduced."""
     buffer = job.buffers[0]
     cost = unit_cost(job, (buffer.plan.transport, buffer.plan.units[0].algorithm), buffer.ranks)
     fastest = max(job.link.totals) if cost.across and job.link is not None else 1.0
@@ -579,14 +601,16 @@ def _alone_s(job: JobModel, n_bytes: int) -> float:
 
 
 def in_parts(job: JobModel, part_bytes: int) -> JobModel:
-    """The job with its compiled backward passes cut there, under the plan that it has.
+    """Return the job with its compiled backward operators divided into parts, under the same plan.
 
     Args:
-        job: in which all gradients of each buffer come on every rank.
-        part_bytes: a part ends where it has as many bytes of gradients.
+        job: job in which every rank produces all gradients of each buffer.
+        part_bytes: a part ends once it has this many bytes of gradients.
 
     Raises:
-        ReplayError: there is nothing to cut, or nothing is known of units or of when gradients come.
+        ReplayError: no compiled backward operator was recorded, or the cost of units or the times of ready gradients
+            are
+            missing.
     """
     found = compiled_backwards(job)
     if not found:
@@ -615,7 +639,7 @@ def in_parts(job: JobModel, part_bytes: int) -> JobModel:
 
 @dataclass(slots=True)
 class _OperatorBlock:
-    """Pieces of a compiled operator, and those behind it that hand on its gradients."""
+    """Pieces of one compiled operator, and the following pieces that accumulate its gradients."""
 
     compute: list[ThreadInterval]
     behind: list[ThreadInterval]
@@ -630,9 +654,9 @@ class _OperatorBlock:
 
 
 def _blocks(program: Program) -> Iterator[_OperatorBlock | ThreadInterval]:
-    """The program with compiled operators and their gradients together."""
+    """Yield the pieces of a program, with each compiled operator and its gradients grouped into a block."""
     block: _OperatorBlock | None = None
-    waiting: list[ThreadInterval] = []  # may lie between gradients, or behind the last one
+    waiting: list[ThreadInterval] = []  # pieces between two gradients of the block, or after its last gradient
     for piece in program:
         if piece.name == COMPILED:
             if block is not None and (block.behind or any(block.gradients)):
@@ -643,7 +667,9 @@ def _blocks(program: Program) -> Iterator[_OperatorBlock | ThreadInterval]:
             block.compute.append(piece)
         elif block is None:
             yield piece
-        elif piece.waits or any(number < 0 for number, _, _ in piece.issues):  # others depend on where that is
+        elif piece.waits or any(
+            number < 0 for number, _, _ in piece.issues
+        ):  # a block cannot move across waits and collectives
             yield block
             yield from (*waiting, piece)
             block, waiting = None, []
@@ -664,8 +690,8 @@ def _in_parts(block: _OperatorBlock, compiled: CompiledBackward, part_bytes: int
         return
     total = sum(compiled.n_bytes.values())
     first = block.compute[0]
-    handed_s = sum(piece.seconds for piece in block.behind if piece.activity is not Activity.COPY)
-    # What is copied is priced by the plan that it is for; one piece stands for that, so that its price is not lost.
+    accumulate_s = sum(piece.seconds for piece in block.behind if piece.activity is not Activity.COPY)
+    # One piece keeps the time of all copies, because with_plans derives the cost per byte from it.
     copied_s = sum(piece.seconds for piece in block.behind if piece.activity is Activity.COPY)
     waits = tuple(wait for piece in block.compute for wait in piece.waits)
     for number, part in enumerate(parts):
@@ -677,7 +703,7 @@ def _in_parts(block: _OperatorBlock, compiled: CompiledBackward, part_bytes: int
             ready=(),
             issues=(),
         )
-        behind_s = handed_s * len(part) / len(compiled.n_bytes)
+        behind_s = accumulate_s * len(part) / len(compiled.n_bytes)
         for key in part:
             yield replace(first, name="AccumulateGrad", seconds=behind_s / len(part), waits=(), ready=(key,), issues=())
     if copied_s:
@@ -686,26 +712,28 @@ def _in_parts(block: _OperatorBlock, compiled: CompiledBackward, part_bytes: int
 
 
 def daydream(histories: Histories, job: JobModel) -> MeanStepTimes:
-    """Its prediction, a mean over ranks and iterations.
+    """Return the prediction of Daydream (Zhu et al., 2020), as a mean over ranks and iterations.
+
+    Daydream sends gradients one after another at a constant bandwidth.
 
     Raises:
-        ReplayError: no units were recorded, so no bandwidth is known.
+        ReplayError: no units were recorded, so the bandwidth is unknown.
     """
     rate = bandwidth(job)
     sizes = {buffer.number: (buffer.layout.sizes, buffer.layout.itemsize_bytes) for buffer in job.buffers}
     times_s: list[tuple[float, float, float]] = []
     for step in histories.steps:
         for rank, stretches in step.stretches.items():
-            # Waiting left out, which stops the rank's clock: how far it is when each stretch begins, and at its end.
+            # Remove waits from the timeline: shown_s is the time without waits at the begin of each stretch.
             computes_s = [0.0 if one.waits else one.end_s - one.begin_s for one in stretches]
             shown_s = list(accumulate(computes_s, initial=0.0))
             begins_s = [one.begin_s for one in stretches]
             sent_s = 0.0
             for moment_s, (number, index) in sorted(step.marks[rank].ready):
                 place = max(0, bisect_right(begins_s, moment_s) - 1)
-                come_s = shown_s[place] + min(moment_s - begins_s[place], computes_s[place])
+                ready_s = shown_s[place] + min(moment_s - begins_s[place], computes_s[place])
                 elements, itemsize_bytes = sizes[number]
-                sent_s = max(sent_s, come_s) + elements[index] * itemsize_bytes / rate
+                sent_s = max(sent_s, ready_s) + elements[index] * itemsize_bytes / rate
             in_phase_s: dict[Phase, float] = defaultdict(float)
             backward_end_s = whole_s = shown_s[-1]
             for one, seconds, end_s in zip(stretches, computes_s, shown_s[1:], strict=True):
@@ -720,13 +748,13 @@ def daydream(histories: Histories, job: JobModel) -> MeanStepTimes:
 
 
 def bandwidth(job: JobModel) -> float:
-    """Bytes of gradients a second: the link's best rate, or that of the fastest unit."""
+    """Return bytes of gradients per second: the link's highest rate, or the rate of the fastest unit."""
     rate = link_rate(job)
     if rate is not None:
         return rate
     rates = [one.n_bytes / one.processor_s for one in job.units if one.processor_s > 0]
     if not rates:
-        raise ReplayError("no units were recorded, so no bandwidth is known")
+        raise ReplayError("no units were recorded, so the bandwidth is unknown")
     return max(rates)
 
 
@@ -734,35 +762,35 @@ def bandwidth(job: JobModel) -> float:
 
 UNIT_BYTES = tuple(MIB * mib for mib in (1, 4, 16, 64))
 STREAMS = (1, 2, 4, 8)
-WORTH_SAYING = 0.01
-"""A remedy that brings less is not mentioned."""
+MIN_GAIN = 0.01
+"""Remedies with a smaller gain, as a fraction of the step, are not reported."""
 
 CONFIDENCE = 0.9
-"""Of intervals: so often the truth lies inside."""
+"""Confidence level of intervals."""
 
-WIDEST = 1.15**2
-"""An interval whose ends differ by a larger factor is not told: what is told claims to be right to within 15 %."""
+MAX_INTERVAL_RATIO = 1.15**2
+"""Largest ratio of an interval's ends that is reported, because predictions claim an accuracy of 15 %."""
 
 
-def left_open(deviation: float, count: int) -> float:
-    """How far the mean of so many iterations may be from another recording's, with `CONFIDENCE`.
+def half_width(deviation: float, count: int) -> float:
+    """Return the half width of the confidence interval of a mean, as a fraction of the mean.
 
     Args:
-        deviation: standard deviation of iterations, as a share of the mean.
-        count: how many.
+        deviation: standard deviation of iterations, as a fraction of the mean.
+        count: number of iterations.
     """
-    few = math.sqrt((count - 1) / max(1, count - 3))  # Student's distribution is that much wider
+    few = math.sqrt((count - 1) / max(1, count - 3))  # standard deviation of Student's t distribution
     return NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * deviation * few / math.sqrt(count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelError:
-    """By how much a replay misses: the logarithm of true over told, at most, in nine questions of ten.
+    """Error model of predictions: bound on |log(true / predicted)| that 90 % of predictions satisfy.
 
     Attributes:
-        any_question: however little is changed.
-        step: for each factor e by which the step is told to change.
-        units: for each factor e by which the number of units changes.
+        any_question: constant part.
+        step: part per factor e by which the predicted step time changes.
+        units: part per factor e by which the number of units changes.
     """
 
     any_question: float
@@ -772,19 +800,25 @@ class ModelError:
 
 BETWEEN_HOSTS = ModelError(any_question=0.053, step=0.0, units=0.031)
 ON_ONE_HOST = ModelError(any_question=0.014, step=0.607, units=0.009)
-"""As `python -m bench.replay --errors` fits them to the kept sweeps."""
+"""Coefficients fitted by `python -m bench.replay --errors` to stored parameter sweeps."""
 
-MORE_UNITS_UNPROBED, MORE_UNITS_ON_ONE_HOST = 8.0, 1.35
-"""Times as many units as were recorded: of still more, between hosts without probes or on one host, replays tell
-nothing."""
+MAX_UNIT_RATIO_UNPROBED, MAX_UNIT_RATIO_ON_ONE_HOST = 8.0, 1.35
+"""Largest increase of the number of units that can be predicted: between hosts without probes, and on one host."""
 
-MOST_HANDED = 0.6
-"""Handing units to the link between hosts over moving their bytes: where processors, not the link, bound the step,
-replays are off by up to a quarter."""
+MAX_HANDLING_RATIO = 0.6
+"""Largest ratio of the time to pass units to the link to the time to move their bytes.
 
-MOST_MISSED = 0.05
-"""Of the probes of a link between hosts, by the curve that was fitted to them (root mean square): where that was 13 %,
-replays were off by 14 % on average, where it was 0 to 4 %, by 2."""
+Above it, processors limit the step instead of the link, and predictions were wrong by up to 25 %.
+"""
+
+MAX_FIT_ERROR = 0.05
+"""Largest relative error (root mean square) of the curve fitted to the probes of a link between hosts.
+
+With an error of 13 %, predictions were wrong by 14 % on average; with an error of 0 to 4 %, by 2 %.
+"""
+
+
+SMALLER_UNITS = "the recording does not show the cost of so much smaller units"
 
 
 def refusal(
@@ -796,57 +830,60 @@ def refusal(
     across: bool,
     crowded: bool,
 ) -> str | None:
-    """Why no replay tells what other units bring; None = it does, within its error.
+    """Return why the effect of other units cannot be predicted; None = it can, within the error model.
 
     Args:
-        before: the plans that were recorded.
-        after: those that are asked for.
-        layouts: of both, plan by plan.
-        links: of routes that were probed.
-        across: the link between hosts is used.
-        crowded: ranks of a host compute with more threads than it has processors.
+        before: recorded plans.
+        after: requested plans.
+        layouts: layout of each plan.
+        links: link models of probed routes.
+        across: units use the link between hosts.
+        crowded: the ranks of a host have more compute threads than processors.
     """
     if tuple(before) == tuple(after):
         return None
     more = sum(len(plan.units) for plan in after) / max(1, sum(len(plan.units) for plan in before))
     if across:
-        shares = [_handed(plans, layouts, links) for plans in (before, after)]
-        if any(share is not None and share > MOST_HANDED for share in shares):
-            return "handing such small units to the link keeps processors busy that compute, too"
+        shares = [_handling_ratio(plans, layouts, links) for plans in (before, after)]
+        if any(share is not None and share > MAX_HANDLING_RATIO for share in shares):
+            return "passing such small units to the link takes processor time from computation"
         used = {(plan.transport, unit.algorithm) for plan in (*before, *after) for unit in plan.units}
-        if any(links[route].residual > MOST_MISSED for route in used & links.keys()):
-            return "the link between hosts was not the same from one probe to the next"
-        unknown = None in shares and more > MORE_UNITS_UNPROBED
-        return "what so much smaller units cost is not in the recording" if unknown else None
-    if more > MORE_UNITS_ON_ONE_HOST:
-        return "what so much smaller units cost is not in the recording"
+        if any(links[route].residual > MAX_FIT_ERROR for route in used & links.keys()):
+            return "the probes of the link between hosts contradict each other"
+        unknown = None in shares and more > MAX_UNIT_RATIO_UNPROBED
+        return SMALLER_UNITS if unknown else None
+    if more > MAX_UNIT_RATIO_ON_ONE_HOST:
+        return SMALLER_UNITS
     if crowded:
-        return "ranks take turns on the processors of one host"
+        return "the ranks of a host have more compute threads than processors"
     transports = {plan.transport for plan in (*before, *after)}
     if len(transports) > 1:
-        return "what another transport costs on one host is not in the recording"
+        return "the recording does not show the cost of another transport on one host"
     if transports != {TransportKind.SHARED_MEMORY}:
-        return "what messages cost on one host follows no rule but through shared memory"
+        return "on one host, the cost of messages can be predicted only through shared memory"
     return None
 
 
-def _handed(
+def _handling_ratio(
     plans: Sequence[CommPlan], layouts: Sequence[GradientLayout], links: Mapping[Route, LinkModel]
 ) -> float | None:
-    """Time to hand all units to the link over that to move their bytes; None = a route was not probed."""
-    handing_s = moving_s = 0.0
+    """Return the ratio of the time to pass all units to the link to the time to move their bytes.
+
+    Returns None if a route was not probed.
+    """
+    handling_s = moving_s = 0.0
     for plan, layout in zip(plans, layouts, strict=True):
         for unit in plan.units:
             link = links.get((plan.transport, unit.algorithm))
             if link is None:
                 return None
-            handing_s += link.host_s
+            handling_s += link.host_s
             moving_s += unit.numel * layout.itemsize_bytes / max(link.throughput)
-    return handing_s / moving_s if moving_s else 0.0
+    return handling_s / moving_s if moving_s else 0.0
 
 
 def plan_refusal(job: JobModel, plans: Mapping[int, CommPlan]) -> str | None:
-    """`refusal` of these plans, by buffer, for a job; the others stay."""
+    """Return `refusal` for a job with new plans, by number of the buffer. Other buffers keep theirs."""
     return refusal(
         [buffer.plan for buffer in job.buffers],
         [plans.get(buffer.number, buffer.plan) for buffer in job.buffers],
@@ -859,14 +896,14 @@ def plan_refusal(job: JobModel, plans: Mapping[int, CommPlan]) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One question, answered by replay.
+    """Prediction for one change.
 
     Attributes:
-        words: what would be different.
-        times: the step then.
-        gain: what share of the step it would save; negative where it would take longer.
-        low_s, high_s: between which the step then lies, with `CONFIDENCE`.
-        is_sure: that the step would change, and which way.
+        words: the change, in words.
+        times: predicted step.
+        gain: fraction of the step time that the change saves; negative if the step becomes longer.
+        low_s, high_s: confidence interval of the step time, at level `CONFIDENCE`.
+        is_sure: the interval excludes the current step time.
     """
 
     words: str
@@ -877,50 +914,50 @@ class Answer:
     is_sure: bool
 
     @property
-    def is_worth_saying(self) -> bool:
-        """It brings something, as far as that can be told."""
-        return self.gain > WORTH_SAYING and self.is_told
+    def is_worth_reporting(self) -> bool:
+        """Return whether the gain is worth reporting and precise enough."""
+        return self.gain > MIN_GAIN and self.is_precise
 
     @property
-    def is_told(self) -> bool:
-        """The interval is narrow enough to say something."""
-        return self.high_s <= WIDEST * self.low_s
+    def is_precise(self) -> bool:
+        """Return whether the interval is narrow enough for a prediction."""
+        return self.high_s <= MAX_INTERVAL_RATIO * self.low_s
 
     def overlaps(self, other: Answer) -> bool:
-        """The two cannot be told apart."""
+        """Return whether the two intervals overlap, so that the answers do not differ significantly."""
         return self.low_s <= other.high_s and other.low_s <= self.high_s
 
     def describe(self) -> str:
-        """`320 ms a step (298 to 344), 22 % less`."""
-        if not self.is_told:
-            return f"{self.interval} ms a step, so nothing that a replay can tell: only a trial does"
+        """Return a text such as `320 ms a step (298 to 344), 22 % less`."""
+        if not self.is_precise:
+            return f"{self.interval} ms a step: too uncertain to predict, only a trial can show it"
         change = f"{abs(self.gain):.0%} {'less' if self.gain >= 0 else 'more'}".replace("%", " %")
         doubt = "" if self.is_sure else ", which is within the error"
         return f"{ms(self.times.iteration_s)} a step ({self.interval}), {change}{doubt}"
 
     def row(self) -> dict[str, Any]:
-        """The same for programs."""
+        """Return the answer as a JSON-ready dict."""
         numbers = {"gain": self.gain, "low_s": self.low_s, "high_s": self.high_s}
-        numbers |= {"told": self.is_told, "sure": self.is_sure}
+        numbers |= {"told": self.is_precise, "sure": self.is_sure}
         return {"words": self.words, "iteration_s": self.times.iteration_s, **numbers}
 
     @property
     def interval(self) -> str:
-        """`298 to 344`, milliseconds."""
+        """Return the interval in milliseconds, such as `298 to 344`."""
         return f"{milliseconds(self.low_s)} to {milliseconds(self.high_s)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """A job as it is, to which answers are compared.
+    """Replay of an unchanged job, to which answers are compared.
 
     Attributes:
-        job: which.
-        times: of a step in its replay.
-        priced_s: a step if its own units, too, are cut and priced as other ones would be; None = others cannot be
-            asked for.
-        error: of all answers, as a logarithm: what the recorded iterations' scatter leaves open, and how far the replay
-            is from them.
+        job: the job.
+        times: replayed step.
+        priced_s: step time with the recorded plan, but with predicted instead of recorded costs of units; None = other
+            plans cannot be predicted.
+        error: log error common to all answers: variation of the recorded iterations, and deviation of the replay from
+            them.
     """
 
     job: JobModel
@@ -933,31 +970,31 @@ class Baseline:
         """Replay a job.
 
         Args:
-            job: which.
-            recorded: its steps as they were recorded; None = it is not as it was.
-            error: then, of the job that it was made of.
+            job: the job.
+            recorded: recorded step times; None = the job was changed, so there are none.
+            error: error of the original job. Used only if `recorded` is None.
         """
         times = replayed(play(job))
         priced_s = None
-        if job.buffers and not unanswered(job):
+        if job.buffers and not limitations(job):
             with suppress(ReplayError):
                 same = with_plans(job, job.plans)
                 priced_s = replayed(play(same)).iteration_s
         if recorded is not None and recorded.iteration_s > 0:
-            scatter = left_open(recorded.spread_s / recorded.iteration_s, recorded.iterations)
+            scatter = half_width(recorded.spread_s / recorded.iteration_s, recorded.iterations)
             error = math.hypot(scatter, math.log(times.iteration_s / recorded.iteration_s))
         return cls(job=job, times=times, priced_s=priced_s, error=error)
 
     def answer(self, words: str, changed: JobModel, *, replanned: bool = False) -> Answer:
-        """Replay the job after a change.
+        """Replay a changed job and compare it.
 
         Args:
-            words: what was changed.
-            changed: the result.
-            replanned: its units are cut and priced anew, so that it is compared with its own units priced like that.
+            words: the change, in words.
+            changed: the changed job.
+            replanned: the costs of all units are predicted, so the step time is compared with `priced_s`.
         """
-        played, before_s = play(changed), self.times.iteration_s
-        times, error = replayed(played), self.error
+        replay_result, before_s = play(changed), self.times.iteration_s
+        times, error = replayed(replay_result), self.error
         if replanned and self.priced_s:
             times = times.scaled(before_s / self.priced_s)
             error = math.hypot(error, math.log(before_s / self.priced_s))
@@ -966,8 +1003,8 @@ class Baseline:
             return Answer(words=words, times=times, gain=0.0, low_s=step_s, high_s=step_s, is_sure=False)
         width = math.hypot(error, self._model_error(changed, math.log(step_s / before_s)))
         low_s, high_s = step_s * math.exp(-width), step_s * math.exp(width)
-        if changed.link is not None:  # on one host fewer units leave processors to what is computed, which gets shorter
-            low_s = min(step_s, max(low_s, computation_s(played.graph) / max(1, times.iterations)))
+        if changed.link is not None:  # on one host, computation itself gets shorter if fewer units use the processors
+            low_s = min(step_s, max(low_s, computation_s(replay_result.graph) / max(1, times.iterations)))
         gain = 1 - step_s / before_s
         return Answer(
             words=words, times=times, gain=gain, low_s=low_s, high_s=high_s, is_sure=not low_s <= before_s <= high_s
@@ -980,7 +1017,7 @@ class Baseline:
         return known.any_question + known.step * abs(change) + known.units * abs(math.log(other / count))
 
     def single_remedies(self) -> tuple[Answer, ...]:
-        """Each single change that can be asked for, the best first; some bring nothing."""
+        """Return an answer for each possible single change, by decreasing gain. Some gain nothing."""
         job = self.job
         found = [self.answer(words, changed) for words, changed in _remedies(job)]
         if self.priced_s is not None:
@@ -991,21 +1028,21 @@ class Baseline:
         return tuple(sorted(found, key=lambda one: -one.gain))
 
 
-def unanswered(job: JobModel) -> tuple[str, ...]:
-    """Say what cannot be asked, a sentence each."""
+def limitations(job: JobModel) -> tuple[str, ...]:
+    """Return one sentence for each kind of change that cannot be predicted."""
     numbers = {buffer.number for buffer in job.buffers}
     for each in job.iterations:
         for program in each.programs.values():
             if numbers - {number for piece in program for number, _ in piece.ready}:
                 return (
-                    "what other units would bring cannot be told: there is an iteration in which a rank had no "
+                    "the effect of other units cannot be predicted: in at least one iteration a rank had no "
                     "gradients of its own",
                 )
     return ()
 
 
 def _remedies(job: JobModel) -> Iterator[tuple[str, JobModel]]:
-    """Each with the job that has it."""
+    """Yield changes other than plans, in words and as the changed job."""
     if len(job.ranks) > 2:
         yield "no rank were slower than most", without_stragglers(job)
     if any(
@@ -1020,12 +1057,12 @@ def _remedies(job: JobModel) -> Iterator[tuple[str, JobModel]]:
 
 
 def _other_cuts(job: JobModel) -> Iterator[tuple[str, Knobs]]:
-    """One knob changed, or both."""
+    """Yield knobs with another unit size, another number of streams, or both."""
     now, layout, plan = job.buffers[0].knobs, job.buffers[0].layout, job.buffers[0].plan
     cut = {plan.units}
     others: list[tuple[str, Knobs | None]] = []
     if job.buffers[0].is_cut_evenly:
-        # Else units are not of one size, and another number of streams is another plan altogether.
+        # Uneven units have explicit cuts, so knobs cannot change the number of streams alone.
         streams = best_knobs(job, unit_bytes=(now.unit_bytes,), streams=[n for n in STREAMS if n > now.streams])
         size = best_knobs(job, unit_bytes=[n for n in UNIT_BYTES if n != now.unit_bytes], streams=(now.streams,))
         others = [
@@ -1042,11 +1079,14 @@ def _other_cuts(job: JobModel) -> Iterator[tuple[str, Knobs]]:
 def best_knobs(
     job: JobModel, *, unit_bytes: Sequence[int] = UNIT_BYTES, streams: Sequence[int] = STREAMS
 ) -> Knobs | None:
-    """The fastest of a few unit sizes and numbers of streams, on the route that is used; None if none can be told."""
+    """Return the fastest of a few unit sizes and numbers of streams on the recorded route.
+
+    Returns None if no combination can be predicted.
+    """
     if not job.buffers:
         return None
     now = job.buffers[0].knobs
-    mean = coarse(mean_iteration(job), settled=False)
+    mean = coarse(mean_iteration(job), plan_is_fixed=False)
     found: dict[Knobs, float] = {}
     for size in unit_bytes:
         for count in streams:
@@ -1063,7 +1103,7 @@ def best_knobs(
 def knobs_of(
     job: JobModel, *, unit_bytes: int | None = None, streams: int | None = None, transport: TransportKind | None = None
 ) -> Knobs:
-    """Return the recorded knobs with what is given changed.
+    """Return the recorded knobs with the given ones replaced.
 
     Raises:
         ReplayError: no gradients were exchanged.

@@ -1,7 +1,7 @@
 """`sirtaki` and `python -m sirtaki.cli`: import the command's module and run it.
 
 A command is a module with `configure(parser)` and `main(options) -> exit code`. It is imported only when it is called,
-so that commands do not load the dependencies of other commands.
+so that a command loads only its own dependencies.
 """
 
 import argparse

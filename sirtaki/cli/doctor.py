@@ -221,7 +221,7 @@ def check_gpus() -> Iterator[DoctorFinding]:
         yield DoctorFinding("GPU", f"cuda:{index}", f"{found.name}, {format_bytes(found.total_memory)}")
     yield DoctorFinding("GPU", "CUDA", str(torch.version.cuda))
     if not torch.distributed.is_nccl_available():
-        remedy = "install PyTorch with NCCL; until then gradients travel through host memory"
+        remedy = "install PyTorch with NCCL; until then gradients go through host memory"
         yield DoctorFinding("GPU", "NCCL", "none", "this PyTorch has no NCCL", remedy)
         return
     version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # torch leaves it untyped

@@ -273,21 +273,21 @@ def _print_memory(fitting: Fitting) -> None:
     holds = f"At its peak rank {fitting.rank} holds {format_bytes(fitting.peak_bytes)} ({fitting.device})"
     budget, chosen = format_bytes(fitting.budget_bytes), fitting.chosen
     if chosen is None:
-        print(f"{holds}, within {budget}: nothing need be done about memory.\n")
+        print(f"{holds}, within {budget}: no change is needed for memory.\n")
         return
-    print(f"{holds}, more than {budget}. What would do, by replay, what should cost the least time first:\n")
+    print(f"{holds}, more than {budget}. Changes that would reduce it, by replay, cheapest in time first:\n")
     rows = [(format_bytes(fitting.peak_bytes), "as it is")]
     for one in fitting.remedies:
         not_enough = "" if one.remedy.peak_bytes <= fitting.budget_bytes else ", which is not enough"
         rows.append((format_bytes(one.remedy.peak_bytes), f"{one.remedy.words}{not_enough}"))
     print_table(("peak", ""), rows)
-    print(f"\nHow long a step then takes is not known until it is tried. The first that fits is {chosen.by}:\n")
+    print(f"\nThe step time with a change is unknown until it is tried. The first change that fits is {chosen.by}:\n")
     for line in chosen.remedy.lines:
         print(f"    {line}")
     print()
     for note in chosen.remedy.notes:
         print(f"But: {note}.")
-    print("The plan below is for the job with it.\n")
+    print("The plan below is for the job with this change.\n")
 
 
 def _memory_json(fitting: Fitting) -> dict[str, Any]:

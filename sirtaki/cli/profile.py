@@ -132,7 +132,7 @@ def _run(command: list[str], folder: Path, options: argparse.Namespace) -> int:
         folder=str(folder), iterations=options.iterations, operators=not options.units_only, edges=options.edges
     )
     environ = {**os.environ, "SIRTAKI_PROFILE": str(asked)}
-    environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of its start and stop on the standard error
+    environ.setdefault("KINETO_LOG_LEVEL", "99")  # because Kineto logs its start and stop to standard error
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the job, which is then shown as far as it got
     try:
         with subprocess.Popen(command, env=environ, preexec_fn=lambda: signal.signal(signal.SIGINT, before)) as job:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from sirtaki.comm.sparse.plan import SparsePath
 from sirtaki.engine.settings import REGISTRY_OFF, Settings
 from sirtaki.errors import RegistryError
-from sirtaki.measures import LinkModel, told_gain
+from sirtaki.measures import LinkModel, describe_gain
 from sirtaki.registry.graph import least_distance
 from sirtaki.registry.opening import open_store
 from sirtaki.registry.schema import RECORDS, JobRecord, RowsRecord, ShardsRecord, StoredSetting
@@ -101,7 +101,7 @@ def _list(store: Store, options: Namespace) -> None:
             "ranks": str(summary.world_size),
             "hosts": clusters[summary.topology],
             "device": f"{summary.device} {summary.dtype}",
-            "than default": told_gain(summary.gain, summary.default_span_s, summary.best_span_s),
+            "than default": describe_gain(summary.gain, summary.default_span_s, summary.best_span_s),
             "fixed by the user": _pairs(summary.fixed),
             "communication took": summary.condition,
             "proposed by": summary.arm,

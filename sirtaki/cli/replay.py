@@ -27,8 +27,8 @@ from sirtaki.analysis.what_if import (
     Baseline,
     daydream,
     knobs_of,
+    limitations,
     plan_refusal,
-    unanswered,
     with_batches,
     with_faster_loader,
     with_knobs,
@@ -89,8 +89,8 @@ def main(options: Namespace) -> int:
     if options.batches:
         return _show_batches(options, base, changed, words, replanned=replanned)
     asked = base.answer(words, changed, replanned=replanned) if words else None
-    answers = [one for one in base.single_remedies() if one.is_worth_saying] if asked is None else [asked]
-    notes = (*job.notes, *(unanswered(job) if asked is None else ()))
+    answers = [one for one in base.single_remedies() if one.is_worth_reporting] if asked is None else [asked]
+    notes = (*job.notes, *(limitations(job) if asked is None else ()))
     path = path_lines(played)
     told = {"recorded": _times(was), "replayed": _times(base.times), "daydream": None if rule is None else _times(rule)}
     what_if = [{**one.row(), "times": _times(one.times)} for one in answers]
@@ -169,7 +169,7 @@ def _show_batches(options: Namespace, base: Baseline, changed: JobModel, words: 
                 "iteration_s": answer.times.iteration_s,
                 "low_s": answer.low_s,
                 "high_s": answer.high_s,
-                "told": answer.is_told,
+                "told": answer.is_precise,
                 "throughput": factor * base.times.iteration_s / answer.times.iteration_s,
                 "exposed": max(0.0, 1.0 - apart.iteration_s / answer.times.iteration_s),
             }
@@ -190,8 +190,8 @@ def _show_batches(options: Namespace, base: Baseline, changed: JobModel, words: 
     )
     print_table(titles, cells)
     print(
-        "\nPasses are taken to last as much longer as the batch is larger; what of them does not grow with it makes "
-        "larger batches faster than told, and smaller ones slower."
+        "\nThe prediction assumes that passes scale with the batch. If a part of them does not, larger batches are "
+        "faster than predicted, and smaller ones slower."
     )
     return 0
 

@@ -72,7 +72,7 @@ def _gain(kept: LoggedResult) -> Iterator[str]:
                 f"{in_ms(usual.exposed_s(after_s))} of its communication."
             )
         return
-    gain = faster(before_s, after_s) if kept.gain is None else f"{kept.gain.describe()}, in paired turns"
+    gain = faster(before_s, after_s) if kept.gain is None else f"{kept.gain.describe()}, in paired rounds"
     yield f"Communication takes {in_ms(after_s)}, {in_ms(before_s)} by default ({gain})."
     if usual is not None:
         yield (
@@ -167,7 +167,7 @@ def _right(agreement: float) -> float:
 
 
 def who_was_trusted(log: TrialLog) -> Iterator[str]:
-    """Describe how many settings each arm proposed, and how many were the best so far."""
+    """Describe how many settings each arm proposed, and how many became the best."""
     asked = Counter(trial.arm for trial in searching(log))
     found = Counter(trial.arm for trial in searching(log) if trial.was_best)
     each = ", ".join(f"{arm} {count} ({found[arm]})" for arm, count in asked.most_common() if arm != DEFAULT_ARM)

@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.table import Table
 
 from sirtaki.measures import faster, in_ms
-from sirtaki.watch.watchers import Answer, look
+from sirtaki.watch.watchers import Answer, running_jobs
 
 from .output import add_formats, positive, printed, rich_table
 
@@ -26,15 +26,15 @@ def configure(parser: ArgumentParser) -> None:
 def main(options: Namespace) -> int:
     """Show the jobs until interrupted, or once."""
     if options.json or options.csv:
-        printed(options, list(look()))
+        printed(options, list(running_jobs()))
     elif options.once:
-        Console().print(table(list(look())))
+        Console().print(table(list(running_jobs())))
     else:
         try:
-            with Live(table(list(look())), auto_refresh=False) as live:
+            with Live(table(list(running_jobs())), auto_refresh=False) as live:
                 while True:
                     time.sleep(options.every)
-                    live.update(table(list(look())), refresh=True)
+                    live.update(table(list(running_jobs())), refresh=True)
         except KeyboardInterrupt:
             pass
     return 0

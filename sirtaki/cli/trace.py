@@ -52,7 +52,7 @@ def main(options: argparse.Namespace) -> int:
             print(f"all ranks on one clock: {path} (drop it on https://ui.perfetto.dev)")
             return 0
         try:
-            from sirtaki.analysis.chakra import write_traces  # requires protobuf, which other commands do not need
+            from sirtaki.analysis.chakra import write_traces  # imported late, because only this command needs protobuf
         except ImportError as err:
             raise ConfigError("protobuf is missing, or older than 5.28: pip install 'sirtaki[chakra]'") from err
         written = write_traces(options.chakra, histories(recording))

@@ -27,7 +27,7 @@ def main(options: Namespace) -> int:
         ConfigError: a file cannot be read or written, or libcst is missing.
     """
     try:
-        from sirtaki.integrations.translate import translate  # requires libcst, which other commands do not need
+        from sirtaki.integrations.translate import translate  # imported late, because only this command needs libcst
     except ModuleNotFoundError as err:
         raise ConfigError("libcst is missing: pip install 'sirtaki[translate]'") from err
     try:

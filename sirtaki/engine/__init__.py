@@ -1,1 +1,1 @@
-"""Where `comm`, `autotune` and `registry` meet: the job, the gradient reducer, the warm-up, the tuning cache."""
+"""Connects `comm`, `autotune` and `registry`: the job, the gradient reducer, the warm-up, the tuning cache."""

@@ -1,4 +1,4 @@
-"""Private names of PyTorch's autograd engine. No other module of Sirtaki uses them."""
+"""Private names of PyTorch's autograd engine. Only this module of Sirtaki uses them."""
 
 from __future__ import annotations
 

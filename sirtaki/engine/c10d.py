@@ -20,7 +20,7 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def may_add_groups_alone() -> bool:
-    """Return whether some ranks may make a process group without the others.
+    """Return whether a subset of ranks may make a process group alone.
 
     They may not if the default group is bound to a device, because NCCL then splits its communicator. They may not if
     the default group makes groups by itself, either.
@@ -68,9 +68,10 @@ def group_beside(group: dist.ProcessGroup, device: torch.device, token: str) -> 
 
 
 def timeout_of(group: dist.ProcessGroup) -> Timeout | None:
-    """Return the timeout of a process group, the longest if it differs by device. None if PyTorch does not tell it.
+    """Return the timeout of a process group, the longest if it differs by device. None if PyTorch does not expose it.
 
-    Each call of the timeout returns what `torch.distributed` has last set, also after the group has been destroyed.
+    The timeout is a function. It returns the seconds that are set in `torch.distributed` at the time of the call, also
+    after the group has been destroyed.
     """
     found: list[Any] = [getattr(group._get_backend(each), "options", None) for each in group._device_types]
     options = [each for each in found if hasattr(each, "_timeout")]

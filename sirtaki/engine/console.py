@@ -24,7 +24,7 @@ LINE_EVERY_S, BAR_EVERY_S = 5.0, 0.2
 CELLS = 5
 
 NO_LOG = "; no trial log is written"
-"""End of a log line of a job that was asked to write a trial log."""
+"""Suffix of a log line if the user asked for a trial log that the job does not write."""
 
 _BELOW = "\x1bD\x1b[A\x1b7\x1b[B\r\x1b[2K"  # makes room below the cursor, saves the cursor position, moves there
 _BACK, _CLEAR = "\x1b8", "\x1b[J"
@@ -38,7 +38,7 @@ class TuningProgress:
     """Progress of tuning.
 
     Attributes:
-        used, at_most: training steps used so far, and their limit.
+        used, at_most: number of training steps used, and their limit.
         left: remaining time, such as `at most 7 s`. "" if unknown.
         seen: best result so far. "" if there is none.
         aside: details of `seen`, shown where there is room.
@@ -61,8 +61,8 @@ class TuningProgress:
     def bar(self) -> str:
         """Return the progress as one terminal line, most important facts first."""
         done = min(CELLS, CELLS * self.used // max(1, self.at_most))
-        told = self.seen or f"now {self.now}"
-        return f"tuning [{'#' * done}{'.' * (CELLS - done)}] {self.used}/{self.at_most}; {told}"
+        best_or_now = self.seen or f"now {self.now}"
+        return f"tuning [{'#' * done}{'.' * (CELLS - done)}] {self.used}/{self.at_most}; {best_or_now}"
 
 
 def drawn(text: str) -> str:
@@ -148,7 +148,7 @@ class _RankLogHandler(logging.StreamHandler[TextIO]):
 
 
 def start_logging(settings: Settings, rank: int) -> None:
-    """Set up logging: rank 0 logs decisions, other ranks only warnings. A handler that the user added is not
+    """Set up logging: rank 0 logs decisions, all ranks log warnings. A handler that the user added is not
     replaced.
     """
     root = logging.getLogger("sirtaki")

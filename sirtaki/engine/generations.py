@@ -265,7 +265,7 @@ class SurvivingMembership:
 
 
 def rank_order(survivors: Sequence[Member]) -> tuple[Member, ...]:
-    """Sort by rank. Ranks of a host are adjacent; under this constraint, those that hold the state come first."""
+    """Sort by rank. Ranks of a host are adjacent. Under this constraint, ranks that hold the state precede new ones."""
     hosts = dict.fromkeys(each.host for each in survivors)
     there = {host: [each for each in survivors if each.host == host] for host in hosts}
     with_state_first = sorted(there.values(), key=lambda members: not any(each.has_state for each in members))
@@ -329,7 +329,7 @@ class Generations:
     def join_next(self, settings: Settings) -> Communicator:
         """Join the next generation and connect to its members. Collective over the members.
 
-        If a generation loses a member before all have connected, the rank joins the one after it.
+        If a generation loses a member before all have connected, the rank joins the following generation.
 
         Raises:
             Dismissed: the job does not need this process any more.

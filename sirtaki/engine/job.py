@@ -62,7 +62,7 @@ CLOSING_S = 10.0
 
 
 class Disposal:
-    """Queue of close functions, called one after the other in a thread."""
+    """Queue of close functions. A thread calls them in order."""
 
     def __init__(self) -> None:
         """Create the queue. `start` starts the thread."""
@@ -155,11 +155,11 @@ class JobObservers:
             "setting": "; ".join(dict.fromkeys(tuning.knobs.describe() for tuning in job.tunings)),
             "trials": totals.trials,
             "gain": gain if gain == gain else None,
-            **totals.now(),
+            **totals.recent_means(),
         }
 
     def close(self, *, for_good: bool) -> None:
-        """End monitoring. `for_good`: the job has ended, not only a generation of it."""
+        """End monitoring. `for_good`: the job has ended, not only its generation."""
         if self._presence is not None:
             self._presence.close()
         if self._server is not None:
@@ -170,10 +170,10 @@ class JobObservers:
 
 
 SHUTDOWN_S = 30.0
-"""Seconds that `shutdown()` waits for the other ranks to call it."""
+"""Seconds that `shutdown()` waits until all ranks have called it."""
 
 LEAVE_S = 5.0
-"""Seconds that ranks wait for each other after they agreed to leave a generation."""
+"""Maximum time in seconds between the agreement to leave a generation and its end on all ranks."""
 
 DEVICE_S = 5.0
 """Seconds for which a failed job may continue before a waiting device ends it."""
@@ -196,12 +196,12 @@ class Job:
         Args:
             settings: settings of this process.
             comm: communicator of all ranks of the job.
-            elastic: generations of this process, if the job is elastic.
+            elastic: generations of this process. None if the job is not elastic.
         """
         self.settings, self._ranks, self.elastic = settings, comm, elastic
         self.settled, self.training = elastic is None or elastic.in_step, False
         self.observed: JobObservers | None = None
-        # Steps that fail if another rank fails come first, because later ones would have to be undone.
+        # Steps that fail if another rank fails run first, because later steps would have to be undone.
         self.control = ControlPlane(comm, local_size=settings.local_size, interface=settings.gloo_interface)
         asked = settings.profile and replace(settings.profile, folder=os.path.abspath(settings.profile.folder))
         part_bytes = part_bytes_of(settings.plan) if self.control.rank == 0 else None
@@ -233,7 +233,7 @@ class Job:
         self.joining = JoinProtocol(self.participants, self.rank_sets, self.courier, self.watchdog)
         self.blocked = BlockedRanks(self.participants, self.rank_sets, self.courier, self.joining)
         self.control.failures.listen(self._on_failure)
-        self.control.failures.while_waiting(self._attend)
+        self.control.failures.set_wait_callback(self._attend)
 
     @property
     def engine(self) -> EagerEngine:
@@ -243,7 +243,7 @@ class Job:
         return engine
 
     def _attend(self) -> None:
-        """Serve other ranks while this rank waits."""
+        """Announce iterations and report long waits while this rank waits."""
         self.joining.poll()
         self.blocked.poll()
 
@@ -265,10 +265,8 @@ class Job:
     def _end_if_a_device_waits(self) -> None:
         """End the process if a GPU waits for other ranks of the failed job.
 
-        A waiting kernel cannot be cancelled, nor can work queued after it. The main thread may hang in CUDA forever. If
-        it
-        continued, parameters would be updated with gradients that were never reduced. If no GPU is known to wait, the
-        main
+        A waiting kernel, and work queued after it, cannot be cancelled. The main thread may hang in CUDA forever. If
+        it continued, it would update parameters with gradients that were never reduced. If no GPU waits, the main
         thread may end the process itself.
         """
 
@@ -315,14 +313,14 @@ class Job:
                 participant.close("when its process set was removed")
 
     def close(self, timeout_s: float) -> bool:
-        """Wait until all ranks have called this, then end all threads and free all communicators. Collective.
+        """Wait until all ranks have called `close`, and then end all threads and free all communicators. Collective.
 
         Returns:
-            False if other ranks did not call this within `timeout_s`. No communicator is freed in this case, and this
+            False if a rank did not call it within `timeout_s`. No communicator is freed in this case, and this
             method may be called again.
         """
         self._hide(for_good=True)
-        self.control.failures.while_waiting(None)
+        self.control.failures.set_wait_callback(None)
         all_ranks = self.control.failures.error is None and self.watchdog.leave(timeout_s)
         for participant in reversed(list(self.participants)):
             participant.close("by shutdown()")
@@ -344,7 +342,7 @@ class Job:
     # ── where ranks come and go ──────────────────────────────────────────────────────────────────────────────────
 
     def give_up(self, reason: str) -> None:
-        """Leave the generation, and report the reason to all other ranks. Not collective, non-blocking."""
+        """Leave the generation, and report the reason to all ranks. Not collective, non-blocking."""
         self.control.failures.report(PeerLostError(reason))
         self._ranks.abort(reason)
 
@@ -360,7 +358,7 @@ class Job:
     def abandon(self) -> None:
         """End the job on this rank, after `give_up` or `wait_for_leave`. Not collective."""
         self._hide(for_good=self.elastic is None)
-        self.control.failures.while_waiting(None)
+        self.control.failures.set_wait_callback(None)
         if self.elastic is not None:
             self.elastic.tuning.going_on = True
         when = "when the job was left" if self.elastic is None else f"at the end of generation {self.elastic.number}"
@@ -483,7 +481,7 @@ def leave(*, together: bool, reason: str = "") -> None:
 
     Args:
         together: all ranks have agreed to leave. Collective in this case.
-        reason: reason to report to the other ranks if `together` is False.
+        reason: reason to report to all ranks if `together` is False.
     """
     global _job, _ending
     if _job is None:
@@ -516,7 +514,7 @@ def shutdown() -> None:
         job.give_up(f"rank {job.rank} has shut down")
         job.abandon()
     else:
-        logger.warning("shutdown(): other ranks did not call it within %.0f s", SHUTDOWN_S)
+        logger.warning("shutdown(): not all ranks called it within %.0f s", SHUTDOWN_S)
 
 
 # ── end of the process: a failed rank ends the job, a rank that has completed its work waits for the others ───────────
@@ -528,7 +526,7 @@ LOST_S = 15.0
 """Same over MPI if another rank has exited or is about to: that rank ends the job, and its exit code must be kept."""
 
 EXIT_S = 5.0
-"""Seconds that a rank with a nonzero exit code waits for the others, which must learn of the failure soon."""
+"""Seconds that a rank with a nonzero exit code waits in `close`, before it reports the failure to all ranks."""
 
 _AGAIN_S = 60.0  # seconds per attempt to close the job
 
@@ -584,7 +582,7 @@ def _install_hooks() -> None:
                 _leave(1)
             return
         _ending = None  # because the exit must not wait for other ranks
-        # otherwise the hook above has printed it
+        # Leave out the error's text if the previous hook has printed it.
         what = f"raised {kind.__name__}" + (f": {error}" if printed_elsewhere else "")
         if over_mesh and isinstance(error, PeerLostError):
             what = f"ends, since {error}"
@@ -613,7 +611,7 @@ def _install_hooks() -> None:
 
 
 def _become_child(_: object) -> None:
-    """Detach a forked child from the job: it exits without notifying the other ranks."""
+    """Detach a forked child from the job, so that it exits without notifying any rank."""
     global _ending, _is_child
     _is_child = _is_child or _job is not None or generations.of_process is not None
     _ending = None
@@ -639,9 +637,7 @@ def _leave_before_mpi() -> None:
 
 
 def _at_exit() -> None:
-    """Close the job when the script has ended. Wait for other ranks, and keep the exit code of a failure for
-    mpiexec.
-    """
+    """Close the job when the script has ended: wait for all ranks, and keep the exit code of a failure for mpiexec."""
     global _ending
     job, _ending = _ending, None
     code = _exit_code or 0
@@ -668,7 +664,7 @@ def _at_exit() -> None:
         _leave(code)
     _report(job, f"ends after {job.failure}", where)
     # `raise SystemExit(9)` bypasses `sys.exit`, so only the interpreter knows the exit code. If it is not 0, mpiexec
-    # uses it for the job. MPI_Finalize is skipped, because it would wait for the other ranks.
+    # uses it for the job. MPI_Finalize is skipped, because it would wait for all ranks.
     if not skip_finalize():
         _leave(1)
 
@@ -690,18 +686,18 @@ def _report(job: Job, reason: str, where: list[str]) -> None:
 
 
 def _started_by_sirtakirun() -> bool:
-    """Return whether the wrapper of sirtakirun runs the script. It ends the other ranks when this one fails."""
+    """Return whether the wrapper of sirtakirun runs the script. It ends all ranks when this one fails."""
     return "sirtaki.run.rank_channel" in sys.modules
 
 
 def _outlives_others() -> bool:
-    """Return whether other ranks may outlive this process, so that it must exit in a way that they detect."""
+    """Return whether ranks may outlive this process, so that it must exit in a way that they detect."""
     elastic = generations.of_process
     return not _is_child and elastic is not None and elastic.leave is not os._exit
 
 
 def _leave(exit_code: int) -> NoReturn:
-    """Exit without MPI_Finalize, so that mpiexec detects a failure and ends the other ranks."""
+    """Exit without MPI_Finalize, so that mpiexec detects the failure and ends the job."""
     _flush()
     (os._exit if generations.of_process is None else generations.of_process.leave)(exit_code)
     raise AssertionError("this process has ended")

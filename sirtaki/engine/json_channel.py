@@ -35,7 +35,7 @@ class JsonChannel(Generic[Received]):
         """Take ownership of the socket.
 
         Args:
-            sock: socket connected to the other end.
+            sock: socket connected to the peer.
             understood: class, or union of classes, of the messages to receive (Any: as in msgspec's decoder).
         """
         self._sock = sock
@@ -46,7 +46,7 @@ class JsonChannel(Generic[Received]):
         self._events: selectors.BaseSelector | None = None
         self._data: Any = None
         self._waits_for = selectors.EVENT_READ
-        # otherwise the other end would not detect the close
+        # because an open copy in a child would hide the close from the peer
         in_forked_children(self, lambda channel: channel._sock.close())
 
     def watch(self, events: selectors.BaseSelector, data: Any) -> None:
@@ -119,7 +119,7 @@ class JsonChannel(Generic[Received]):
             except ValueError as err:  # raised by msgspec, also for bytes that are not UTF-8
                 raise ConnectionError(f"invalid message: {err}") from err
         if self._ended and not messages:  # return the messages before the error
-            raise ConnectionError("the other end has closed the connection")
+            raise ConnectionError("the peer has closed the connection")
         return messages
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Opens the lanes of large tensors: of eager operations, of torch.distributed's process groups, of sharded models."""
+"""Open lanes for large tensors: of eager operations, torch.distributed's process groups and sharded models."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from .tuning.plans import default_knobs, knob_space
 logger = logging.getLogger(__name__)
 
 TYPICAL_BYTES = 25 << 20
-"""Units are as large as would be best for a tensor of this size, as DDP's buckets have it."""
+"""Tensor size for which the unit size is chosen: DDP's default bucket."""
 
 SLOT_BYTES, SLOTS = 2 << 20, 4
-"""The window in shared memory. Small slots stay in the processor's cache between the ranks that read and write them."""
+"""Size and number of slots in shared memory. Small slots stay in the processor's cache between writer and reader."""
 
 
 def open_lanes(ranks: Communicator, *, settings: Settings, timeout_s: float) -> UnitPipeline:
-    """Collective, from one thread of each rank: lanes of the route that is best untuned, as far as the user has a say.
+    """Open lanes of the untuned default route, within the user's settings. Collective, from one thread per rank.
 
     Args:
-        ranks: nothing else may use this communicator until the lanes are closed.
-        settings: of this process.
-        timeout_s: how long streams wait for other ranks.
+        ranks: communicator of the ranks. It belongs to the lanes until they are closed.
+        settings: settings of this process.
+        timeout_s: maximum time in seconds that a stream waits for a rank.
 
     Raises:
-        ConfigError: on all ranks, the user has asked for something that these ranks cannot do.
-        TransportError: on all ranks, streams could not be opened.
+        ConfigError: the settings ask for something that these ranks do not support. Raised on all ranks.
+        TransportError: streams could not be opened. Raised on all ranks.
         CommError: the job has failed.
     """
     control = control_of(ranks, settings)
@@ -63,24 +63,24 @@ def open_lanes(ranks: Communicator, *, settings: Settings, timeout_s: float) -> 
 
 
 FLOWS = 8
-"""About so many connections out of a rank carry shards untuned: clouds cap each of them far below the link's rate."""
+"""Approximate default number of connections of a rank for shards. Clouds limit the rate of each connection."""
 
 
 def untuned_streams(lanes: ShardLanes, settings: Settings) -> int:
-    """Connections to each rank that one has connections to, as they are used untuned."""
+    """Return the default number of connections to each peer."""
     return min(settings.streams or -(-FLOWS // lanes.peers), lanes.most_streams)
 
 
 def open_shards(control: ControlPlane, *, settings: Settings, timeout: Timeout) -> ShardLanes:
-    """Collective, from one thread of each rank: lanes of gathers and scatters, untuned.
+    """Open untuned lanes for all-gathers and reduce-scatters. Collective, from one thread per rank.
 
     Args:
-        control: two ranks or more; nothing else may use it until the lanes are closed.
-        settings: of this process.
-        timeout: how long gathers and scatters wait for other ranks.
+        control: control plane of at least two ranks. It belongs to the lanes until they are closed.
+        settings: settings of this process.
+        timeout: maximum time that an operation waits for a rank.
 
     Raises:
-        TransportError: on all ranks, connections could not be opened.
+        TransportError: connections could not be opened. Raised on all ranks.
         CommError: the job has failed.
     """
     lanes = open_shard_lanes(control, timeout=timeout, kind=settings.transport)
@@ -89,8 +89,8 @@ def open_shards(control: ControlPlane, *, settings: Settings, timeout: Timeout) 
 
 
 def control_of(ranks: Communicator, settings: Settings) -> ControlPlane:
-    """Collective: what these ranks agree by, with the nodes that the settings pretend."""
+    """Open a control plane over `ranks`, with the simulated nodes of the settings. Collective."""
     raise_descriptor_limit()
-    # Nodes that are pretended, to try hierarchies, may not fit these ranks.
+    # Simulated nodes are ignored if their size does not divide the number of these ranks.
     pretended = settings.local_size if ranks.size % (settings.local_size or 1) == 0 else None
     return ControlPlane(ranks, local_size=pretended, interface=settings.gloo_interface)

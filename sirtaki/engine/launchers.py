@@ -231,9 +231,9 @@ def check_world_size(size: int, environ: Mapping[str, str] = os.environ) -> None
     Raises:
         ConfigError: the launcher set more ranks than `size`. The message contains a remedy.
     """
-    told = {name: environ.get(name, "") for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")}
+    sizes = {name: environ.get(name, "") for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")}
     step = step_place(environ)
-    for name, expected in told.items():
+    for name, expected in sizes.items():
         if expected.isdecimal() and int(expected) > size:
             raise ConfigError(
                 f"{name}={expected}, but MPI's world has {size} ranks: this {'srun' if step else 'mpiexec'} does not "
@@ -241,7 +241,7 @@ def check_world_size(size: int, environ: Mapping[str, str] = os.environ) -> None
                 f"{_SRUN_REMEDY if step else _REMEDY.format(size=expected) + ', which finds the right mpiexec'}, "
                 "or see `sirtaki doctor`"
             )
-    if any(told.values()) or size > 1:
+    if any(sizes.values()) or size > 1:
         return
     # No MPI launcher started this process. The job step of a batch script or an interactive shell has one task.
     if step is not None:

@@ -23,14 +23,14 @@ class Dismissed(CommError):
 class Generation:
     """One membership of an elastic job, as this process connects to it. It ends when its members change.
 
-    Ranks of one host are adjacent. Under this constraint, members that hold the job's state come first, in their
-    previous order; so rank 0 holds the state unless all members are new. If any member is new, all members must
+    Ranks of one host are adjacent. Under this constraint, members that hold the job's state precede new ones, in their
+    previous order. So rank 0 holds the state unless all members are new. If any member is new, all members must
     synchronise, even if the previous generation reported no added rank.
 
     Attributes:
         membership: its ranks, and the generation's number, which ascends from 1.
         rank: rank of this process.
-        listeners: sockets at which this process accepts connections of other ranks.
+        listeners: sockets at which this process accepts connections of its peers.
         why_in_vain: returns why a member will not connect, "" if all may. Non-blocking.
     """
 
@@ -40,7 +40,7 @@ class Generation:
     why_in_vain: Callable[[], str] = field(default=lambda: "", repr=False)
 
     def connect(self, *, timeout_s: float, heartbeat_s: float | None) -> MeshCommunicator:
-        """Connect each member with each other one, see `connect_members`. Collective."""
+        """Connect all members pairwise, see `connect_members`. Collective."""
         return connect_members(
             self.membership,
             self.listeners,
@@ -67,7 +67,7 @@ class MembershipSource(Protocol):
         Args:
             after: number of the generation that this rank leaves. 0 if it has been in none.
             has_state: this rank has synchronised in some generation, so it holds the job's state. A rank without the
-                state must not become the rank whose state the others copy.
+                state must not become the rank whose state all members copy.
             timeout_s: maximum wait in seconds.
 
         Raises:
@@ -102,7 +102,7 @@ class MembershipSource(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """Credentials with which processes of a job authenticate to each other: the job's id and its secret."""
+    """Credentials for authentication between processes of a job: the job's id and its secret."""
 
     job: str
     secret: str = field(repr=False)

@@ -111,7 +111,7 @@ def find_mpiexec(library: MpiLibrary) -> Path:
     """Return the mpiexec of `library`: search folders near the library first, then PATH.
 
     Raises:
-        LaunchError: there is no mpiexec, or all belong to other libraries.
+        LaunchError: there is no mpiexec, or none belongs to this library.
     """
     others = []
     for candidate in _candidates(None if library.library is None else Path(library.library)):

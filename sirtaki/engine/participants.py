@@ -1,4 +1,4 @@
-"""Reducers of a job that are in use, `join()`, and detection of ranks that wait for each other."""
+"""Active reducers of a job, `join()`, and detection of deadlocks between ranks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class IterationCounter:
 
     @contextmanager
     def waits(self, stage: WaitStage) -> Iterator[None]:
-        """Mark this rank as waiting. The watchdog and the other ranks are informed of a long wait."""
+        """Mark this rank as waiting. A long wait is reported to the watchdog and to all ranks."""
         self.waiting = stage, time.monotonic()
         try:
             yield
@@ -92,7 +92,7 @@ class Tuning(Protocol):
 
 
 class ActiveReducer(Protocol):
-    """A reducer of gradients, which takes part in iterations with other ranks.
+    """A reducer of gradients that takes part in collective iterations.
 
     Attributes:
         key: id of the reducer, equal on all its ranks.
@@ -106,11 +106,11 @@ class ActiveReducer(Protocol):
 
     @property
     def failed_in(self) -> int | None:
-        """Number of the backward pass that raised in this iteration (`ActiveReducers.n_begun`). None if none raised."""
+        """Return the number of the backward pass that raised in this iteration (`n_begun`). None if none raised."""
 
     @property
     def given(self) -> int:
-        """Number of iterations to which this rank has contributed all its gradients."""
+        """Return the number of iterations to which this rank has contributed all its gradients."""
 
     @property
     def pending(self) -> bool:
@@ -118,14 +118,14 @@ class ActiveReducer(Protocol):
 
     @property
     def pipeline(self) -> GradientPipeline | None:
-        """Reduction of its dense gradients; None where nothing is reduced. Any thread."""
+        """Return the pipeline of its dense gradients. None if nothing is reduced. Thread-safe."""
 
     @property
     def tuning(self) -> Tuning | None:
-        """Tuning of its dense gradients; None where nothing is reduced. Any thread."""
+        """Return the tuning of its dense gradients. None if nothing is reduced. Thread-safe."""
 
     def contribute_zeros(self) -> None:
-        """Contribute zeros to an iteration that the other ranks have not begun to end. Called on ranks in `join()`."""
+        """Contribute zeros to an iteration that no training rank has begun to end. Called on ranks in `join()`."""
 
     def finish(self, *, joined: bool = False) -> None:
         """End an iteration. Collective.
@@ -183,15 +183,16 @@ class ActiveReducers:
         self._all = [weakref.ref(there) for there in self if there is not participant]
 
     def drop_failed(self, number: int) -> None:
-        """Drop the gradients of backward pass `number`, which raised. Collective; reducers in equal order on all ranks.
+        """Drop the gradients of backward pass `number`, which raised. Collective.
 
-        Gradients of other failed passes are kept: the other ranks may have dropped these reducers, or not retry yet.
+        Processes reducers in the order of their keys, which is equal on all ranks. Gradients of earlier failed passes
+        are kept, because a rank may have dropped their reducers, or retry them later.
 
         Args:
             number: number of the pass, see `ActiveReducer.failed_in`.
         """
         if sum(participant.failed_in == number for participant in self) > 1:
-            gc.collect()  # because other ranks may have collected reducers that this rank's script dropped, too
+            gc.collect()  # so that all ranks have collected the reducers that the script has dropped
         for participant in sorted(self, key=lambda participant: participant.key):
             if participant.failed_in == number:
                 participant.drop_failed()
@@ -221,7 +222,7 @@ class _Participation:
     Attributes:
         reached: progress of this rank.
         announced_to: ranks in `join()` that have received `reached`.
-        ended: the iteration has ended on the host. A device may still wait for a rank that has joined since.
+        ended: the iteration has ended on the host. A device may still wait for a rank that has called `join()` since.
     """
 
     key: Key
@@ -291,7 +292,7 @@ class JoinProtocol:
                 mine.ended = True
 
     def _forget_ended(self) -> None:
-        """Remove iterations that have ended on the device, too, because other ranks may drop the reducer."""
+        """Remove iterations that have also ended on the device, because joined ranks may drop their reducers."""
         busy = {participant.key for participant in self._participants if _is_busy(participant)}
         self._taking_part = [mine for mine in self._taking_part if not mine.ended or mine.key in busy]
 
@@ -317,13 +318,13 @@ class JoinProtocol:
     # ── a rank in `join()` ────────────────────────────────────────────────────────────────────────────────────────
 
     def join(self) -> int:
-        """Contribute zeros to the iterations of the other ranks until all ranks call `join()`. Collective.
+        """Contribute zeros to the iterations of training ranks until all ranks call `join()`. Collective.
 
         Returns:
             The rank that joined last.
 
         Raises:
-            CommError: the job failed, or this rank has dropped an optimizer that other ranks step.
+            CommError: the job failed, or this rank has dropped an optimizer that training ranks step.
         """
         engine = self._rank_sets[GLOBAL].engine
         assert engine is not None
@@ -347,7 +348,7 @@ class JoinProtocol:
                     joined |= {rank for rank, number in self._joined.items() if number >= self._round}
                 if substitute.poll(joined):
                     moved_s = time.monotonic()
-                    engine.pending.moved_s = time.monotonic()
+                    engine.pending.last_progress_s = time.monotonic()
         finally:
             substitute.close()
         substitute.wait()
@@ -385,7 +386,7 @@ class _Substitute:
         """Read announcements, and take part in iterations that all training ranks have reached.
 
         Args:
-            joined: ranks known to have joined.
+            joined: ranks that have called `join()`.
 
         Returns:
             True if an announcement was received.
@@ -474,7 +475,7 @@ class _Substitute:
 
 
 TELL_S = 0.05
-"""Seconds after which a wait is reported to other ranks, if this rank has gradients of an incomplete iteration."""
+"""Seconds after which a wait is reported to all ranks, if this rank has gradients of an incomplete iteration."""
 
 TELL_ANYWAY_S = 1.0
 """Seconds after which a wait is reported otherwise. `TELL_S` once this rank has been needed elsewhere."""
@@ -500,7 +501,7 @@ class _Blocked:
     """Report of one rank about its longest wait. Picklable.
 
     Attributes:
-        waits_for: operation or iteration in which the rank waits for other ranks.
+        waits_for: operation or iteration in which the rank waits.
         given: by reducer, the number of iterations to which the rank has contributed all its gradients.
     """
 
@@ -536,8 +537,8 @@ class BlockedRanks:
         """Return whether this rank must stop waiting for the current iteration of `participant` to be reduced.
 
         True if some rank waits for an operation or iteration that this rank has not begun, and the iteration cannot
-        complete: a waiting rank lacks gradients of it, or some rank has joined. A joined rank contributes zeros only
-        after all other ranks have reached the iteration.
+        complete: a waiting rank lacks some of its gradients, or a rank is in `join()`. A rank in `join()` contributes
+        zeros only after all training ranks have reached the iteration.
         """
         with self._lock:
             self._read()
@@ -547,7 +548,7 @@ class BlockedRanks:
         )
         if not (is_incomplete and any(self._is_missing(blocked.waits_for, participant) for blocked in others)):
             return False
-        self._tell_anyway_s = TELL_S  # because ranks of such a script will wait for each other again
+        self._tell_anyway_s = TELL_S  # because the script probably causes the same deadlock again
         return True
 
     def _read(self) -> None:
@@ -564,7 +565,7 @@ class BlockedRanks:
         ]
         if not waits:  # Reducers perform eager operations, too, so these waits count only if no reducer waits.
             waits = [
-                (awaited[1], _AwaitedOperation(number, awaited[0], engine.rounds.concluded))
+                (awaited[1], _AwaitedOperation(number, awaited[0], engine.rounds.completed))
                 for number, engine in self._rank_sets.engines()
                 if (awaited := engine.awaited) is not None
             ]
@@ -592,7 +593,7 @@ class BlockedRanks:
             engine = self._rank_sets[waited_for.process_set].engine
             return (
                 engine is not None
-                and engine.rounds.concluded == waited_for.concluded
+                and engine.rounds.completed == waited_for.concluded
                 and waited_for.name not in engine.pending
             )
         iteration, stage = waited_for.reached

@@ -54,9 +54,9 @@ def open_beside(settings: Settings, group: ProcessGroup) -> Communicator:
         return alone()
 
     def exchange(mine: Membership) -> list[Membership]:
-        told = [mine] * size
-        dist.all_gather_object(told, mine, group=group)
-        return told
+        by_rank = [mine] * size
+        dist.all_gather_object(by_rank, mine, group=group)
+        return by_rank
 
     return rendezvous(
         exchange,
@@ -82,7 +82,7 @@ def open_at_store(settings: Settings, store: Store, *, rank: int, size: int, tim
         store: store used by these ranks only.
         rank: rank of this process in the group.
         size: number of ranks in the group.
-        timeout_s: maximum wait for the other ranks, in seconds.
+        timeout_s: maximum time to wait until all ranks have connected, in seconds.
 
     Raises:
         CommError: a rank cannot be reached.

@@ -1,4 +1,4 @@
-"""The rows of one sparse gradient as a target of tuning: learn accesses, try plans, keep one, watch for a change."""
+"""Tune the reduction of one sparse gradient: learn accesses, try plans, keep one, and detect changed accesses."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ logger = logging.getLogger(__name__)
 
 
 class RowsTarget(TunableTarget[SparsePlan]):
-    """The plan of one parameter's rows.
+    """Choice of the plan for one parameter's rows.
 
     Attributes:
         name: name of the parameter.
         form: format of its rows.
-        decision: the plan, and what it follows from.
-        kept: the plan stays until accesses change; False while accesses are learned or plans are tried.
+        decision: the current plan, its candidates and their times.
+        kept: the plan stays until accesses change. False while accesses are learned or plans are tried.
         checks: the first candidate is the plan of an earlier job, and the second one is gathering.
         may_recall: the plan of an earlier job may be used.
-        looked_up: rows in this rank's gradients, in all iterations that are counted.
-        counts: accesses of the first iterations, or of those since accesses changed.
-        mean: `looked_up` in an iteration, mean over the ranks; None before the ranks have agreed.
-        told: the plan is in `summary`.
+        looked_up: rows in this rank's gradients, summed over the counted iterations.
+        counts: accesses in the first iterations, or since the last change of accesses.
+        mean: rows in a gradient, mean over iterations and ranks. None before the ranks have agreed on it.
+        summarised: `summary` describes the current decision.
         summary: summary of the newest decision.
     """
 
@@ -56,9 +56,9 @@ class RowsTarget(TunableTarget[SparsePlan]):
         Args:
             name: name of the parameter.
             form: format of its rows.
-            control: the ranks.
-            fixed: the only path that may be used; None = any.
-            tries: plans may be tried; else gathering, or the fixed path, is used as the model says.
+            control: control plane of the job.
+            fixed: path fixed by the user. None for any.
+            tries: plans may be tried. If False, the fixed path or gathering is used.
         """
         self.name, self.form, self.decision = name, form, SparseDecision()
         self._control, self._fixed, self._patience = control, fixed, LEAST_WATCHED
@@ -70,7 +70,7 @@ class RowsTarget(TunableTarget[SparsePlan]):
         self._spans_s: dict[SparsePlan, list[float]] = {}  # on rank 0
         self.looked_up, self.counts = 0, TouchCounts()
         self.mean: float | None = None
-        self.told = False
+        self.summarised = False
         self.summary: SparseSummary | None = None
         self.default = GATHER
         self.kept = not (fixed is SparsePath.HOT_COLD or (fixed is None and tries))
@@ -90,12 +90,12 @@ class RowsTarget(TunableTarget[SparsePlan]):
 
     @property
     def learning(self) -> bool:
-        """Accesses are being learned."""
+        """Return whether accesses are being learned."""
         return self._learning is not None
 
     @property
     def has_learned(self) -> bool:
-        """Accesses are known: `recall_plan` or `choose` must follow before the next iteration."""
+        """Return whether accesses are known. Call `recall_plan` or `choose` before the next iteration if so."""
         return self._learning is not None and self._left <= 0
 
     @property
@@ -110,16 +110,16 @@ class RowsTarget(TunableTarget[SparsePlan]):
         self._span_s = work.span_s
         by_rank = [indices.numpy() for indices in reduced.by_rank] if self._learning is not None else ()
         self.note_accesses(AccessSample(reduced.n_touched, reduced.n_hot, len(reduced.rows), by_rank))
-        if self.told and self._learning is not None:
-            self.looked_up, self.counts, self.mean, self.told = 0, TouchCounts(), None, False
+        if self.summarised and self._learning is not None:
+            self.looked_up, self.counts, self.mean, self.summarised = 0, TouchCounts(), None, False
         elif self.counts.n < LEARNING_ITERATIONS and reduced.n_touched:
-            self.counts.note_totals(reduced.n_touched, reduced.n_touched / ranks, len(reduced.rows))
+            self.counts.add_totals(reduced.n_touched, reduced.n_touched / ranks, len(reduced.rows))
 
     def note_accesses(self, seen: AccessSample) -> None:
-        """Learn from the accesses of an iteration, or compare them with those from which the plan follows."""
+        """Learn from the accesses of an iteration, or compare them with the accesses that the plan was chosen for."""
         if self._learning is not None:
             if seen.n_touched:  # an iteration without accesses teaches nothing
-                self._learning.note(seen.by_rank, seen.union)
+                self._learning.add(seen.by_rank, seen.union)
                 self._left -= 1
         elif self.kept and self._watch is not None and self._watch.changed(seen):
             self._patience *= 2
@@ -185,7 +185,7 @@ class RowsTarget(TunableTarget[SparsePlan]):
         session.record(spans_s)
 
     def keep(self) -> None:
-        """Keep what runs. If gathering has beaten the plan of an earlier job, choose by the model next. Collective."""
+        """Keep the current plan. If gathering beat a plan of an earlier job, let the model choose next. Collective."""
         decision = self.decision
         measured = [statistics.median(self._spans_s.get(plan, [float("nan")])) for plan in decision.candidates]
         decision.measured_s = self._control.broadcast(measured)
@@ -200,6 +200,6 @@ class RowsTarget(TunableTarget[SparsePlan]):
         plans = self.decision.candidates
         if self.kept:
             others = ", ".join(plan.describe() for plan in plans if plan != self.plan)
-            logger.info("sparse gradients of %s go by %s; tried: %s", self.name, self.plan.describe(), others)
+            logger.info("sparse gradients of %s are reduced by %s; tried: %s", self.name, self.plan.describe(), others)
         else:
             logger.info("gathering rows of %s is clearly faster than %s", self.name, plans[0].describe())

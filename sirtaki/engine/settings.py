@@ -1,8 +1,8 @@
-"""What a user may set from outside: environment variables → one frozen `Settings`.
+"""Read the settings of a process from environment variables into one frozen `Settings`.
 
-The only module that reads settings from the environment, so that whoever looks for a switch looks here (what launchers
-write there, such as a rank's place, are facts and no settings). Sirtaki's own names win over Horovod's. An invalid
-value is refused at once; a Horovod variable that has no meaning here is accepted with a note.
+Only this module reads settings from the environment. Variables that launchers set, such as a rank, are no settings.
+Sirtaki's variables override Horovod's. An invalid value is an error. A Horovod variable without an equivalent is
+accepted with a note.
 """
 
 import difflib
@@ -23,20 +23,20 @@ from sirtaki.errors import ConfigError
 from sirtaki.machine import parse_address
 from sirtaki.measures import SMALLEST_UNIT_BYTES
 
-# ruff: noqa: RUF009  # what `_set_by` makes is a field
+# ruff: noqa: RUF009  # because `_set_by` returns a dataclass field
 
 REGISTRY_OFF = "off"
 TIMELINE_DYNAMIC = "DYNAMIC"
 
 
 NEVER_S = 7 * 24 * 3600.0
-"""What "no time limit" means to libraries that need a number."""
+"""Seconds to pass as "no time limit" to libraries that require a number."""
 
 TRANSPORT_GRACE_S = 60.0
 
 
 class Overlap(Enum):
-    """Whether communication is hidden behind the next forward pass, too."""
+    """Mode of overlapping communication with the next forward pass."""
 
     OFF = "0"
     ON = "1"
@@ -73,7 +73,7 @@ def _seconds_or_never(text: str) -> float | None:
 
 
 def _size(text: str) -> int:
-    """`262144`, `256 KiB`, `1.5MiB` → bytes."""
+    """Parse `262144`, `256 KiB` or `1.5MiB` into bytes."""
     number, scale = text.lower(), 1
     for suffix, factor in (("kib", 1024), ("mib", 1024**2), ("gib", 1024**3)):
         if number.endswith(suffix):
@@ -85,17 +85,17 @@ def _size(text: str) -> int:
 
 
 def _fusion_threshold(text: str) -> int:
-    """Horovod's 0 means "do not fuse"; the smallest unit comes nearest."""
+    # Horovod's 0 means "do not fuse". The smallest unit size is nearest to that.
     return _integer(0)(text) or SMALLEST_UNIT_BYTES
 
 
 def _compressors(text: str) -> tuple[str, ...]:
-    """`int8, PowerSGD` → `("int8", "powersgd:4")`."""
+    """Parse `int8, PowerSGD` into `("int8", "powersgd:4")`."""
     return tuple(sorted({compressor_name(name) for name in text.split(",") if name.strip()}))
 
 
 def _port(text: str) -> tuple[str, int]:
-    """`9400` is loopback's; `0.0.0.0:9400`."""
+    """Parse `0.0.0.0:9400`, or `9400` for a port of loopback."""
     if ":" in text:
         return parse_address(text)
     return "127.0.0.1", _integer(1)(text)
@@ -114,13 +114,13 @@ _LEVELS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRequest:
-    """What is to be recorded of a job; its text is that of `SIRTAKI_PROFILE`: `FOLDER?iterations=20&operators=0`.
+    """Request to record a job, as in `SIRTAKI_PROFILE`: `FOLDER?iterations=20&operators=0`.
 
     Attributes:
-        folder: where to.
-        iterations: how many are recorded.
-        operators: record operators, too; without them gradients and units only, which costs less.
-        edges: of operators also what they read, for Chakra traces; one more iteration takes longer.
+        folder: output folder.
+        iterations: number of iterations to record.
+        operators: record operators, too. Without them, only gradients and units are recorded, at a lower cost.
+        edges: record the inputs of operators, too, for Chakra traces. One more iteration becomes slower.
     """
 
     folder: str
@@ -133,7 +133,7 @@ class ProfileRequest:
 
     @classmethod
     def parse(cls, text: str) -> "ProfileRequest":
-        """What such a text asks for; ValueError if it is none."""
+        """Parse the value of `SIRTAKI_PROFILE`. Raise ValueError if it is invalid."""
         folder, _, options = text.partition("?")
         given = dict(parse_qsl(options, strict_parsing=True))
         readers = {"iterations": _integer(1), "operators": _one_of(_FLAGS), "edges": _one_of(_FLAGS)}
@@ -143,7 +143,7 @@ class ProfileRequest:
 
 
 _Kind = tuple[Callable[[str], Any], str]
-"""A parser and what it accepts."""
+"""A parser, and a description of the values that it accepts."""
 
 _FLAG: _Kind = _one_of(_FLAGS), "1 or 0 (true, false, yes, no, on, off)"
 _NOT_FLAG: _Kind = _one_of({text: not value for text, value in _FLAGS.items()}), _FLAG[1]
@@ -171,59 +171,63 @@ def _member_or_auto(kind: type[Enum], accepts: str) -> _Kind:
 
 
 def _set_by(default: Any, *, shown: bool = True, **variables: _Kind) -> Any:  # Any: as `dataclasses.field` has it
-    """A field that these variables set; of several that are set the last one wins, so Sirtaki's own comes last."""
+    """Make a field that any of `variables` sets. The last one that is set wins, so Sirtaki's own must be last."""
     return field(default=default, repr=shown, metadata={"variables": variables})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """All settings of one process; None = not set, so free to be tuned or chosen; of a time limit: never.
+    """All settings of one process. None means "not set": the value is tuned or chosen. A time limit of None never ends.
 
     Attributes:
-        tune: search for a better setting in the first iterations; off = the untuned default runs, but for what other
-            settings fix.
-        warmup_iterations: training iterations in which other settings may be tried.
-        plan: file that `sirtaki optimize` has written, or its folder: the warm-up tries that plan first; without tuning
-            it is what runs. Rank 0's holds for all.
-        unit_bytes: fixes the size of a unit, which is one all-reduce (DDP's bucket, Horovod's fusion buffer).
-        streams: fixes how many all-reduces run at the same time, each over a communicator of its own.
-        transport: fixes what carries the units.
-        algorithm: fixes flat or hierarchical reduction.
-        lossy: compressors that the tuner may try, and keeps where they are proved faster; rank 0's hold for all.
-        sparse: the way of rows of sparse gradients; unless fixed, the fastest is found; rank 0's holds for all.
-        local_size: pretend that this many consecutive ranks share a node, to try hierarchies on one machine.
-        gloo_interface: network interface, or several with commas, that Gloo connects through.
-        control: what carries messages between ranks other than gradients; unless fixed, what suits the launcher.
-        secret: of the job, which ranks that connect without MPI prove to know; launchers set it, else rank 0 makes one.
-        heartbeat_s: seconds of silence after which a rank of a job without MPI, or a host of one over MPI, is given up.
-        start_timeout_s: seconds for which ranks wait for each other at the start, in a job without MPI.
-        elastic_timeout_s: seconds for which a rank of an elastic job waits for enough others.
-        checkpoint_dir: folder for checkpoints of `hvd.elastic` states, from which the same command goes on; all hosts
-            should see it. Unless set, there are none.
-        checkpoint_s: seconds between two checkpoints at least.
-        stall_check: watch for ranks that do not come.
-        stall_warning_s: seconds after which missing ranks are named in a warning.
-        stall_shutdown_s: seconds after which missing ranks are an error. Unless set, a job whose ranks are those of a
-            process group of PyTorch's, as `attach()` makes it, takes the group's present timeout, as a function.
-        trial_log: file for one machine-readable line a trial.
-        metrics: port, or address and port, at which local rank 0 answers Prometheus; the next rank's is one higher.
-        registry: where results are remembered: a database URL, a file, or "off"; unless set, in the user's cache.
-        unused_as_none: gradients that no rank has are None (PyTorch's rule) instead of zeros (Horovod's).
-        overlap_forward: distributed optimizers update parameters in the next forward pass, each before it is read;
-            "check" = and every read is verified.
-        attach: DDP models over the backend "sirtaki" are attached after their first step; off = the backend carries
-            DDP's own buckets.
-        flight_entries: entries that PyTorch's flight recorder keeps. If set, it has one for each large tensor over the
-            backend "sirtaki", too.
-        fsdp_memory: bytes that tuned sharded training may use above the peak of the untuned one.
-        check_nan: name the rank, parameter and iteration that first bring a NaN or an infinity.
-        timeline: file for a Chrome trace; "DYNAMIC" = none yet, but `start_timeline` may open one.
+        tune: search for a faster setting in the first iterations. Off: the default runs, with the values
+            that the remaining settings fix.
+        warmup_iterations: number of training iterations in which settings may be tried.
+        plan: plan file of `sirtaki optimize`, or its folder. The warm-up tries the plan first. Without tuning, the plan
+            runs. Rank 0's value applies to all ranks.
+        unit_bytes: fixed size of a unit. A unit is one all-reduce (DDP's bucket, Horovod's fusion buffer).
+        streams: fixed number of concurrent all-reduces. Each stream has its own communicator.
+        transport: fixed transport of the units.
+        algorithm: fixed algorithm, flat or hierarchical.
+        lossy: compressors that the tuner may try. It keeps them only if they are proved faster. Rank 0's value applies
+            to all ranks.
+        sparse: fixed algorithm for the rows of sparse gradients. Rank 0's value applies to all ranks.
+        local_size: number of consecutive ranks per simulated node, to try hierarchical reduction on one machine.
+        gloo_interface: network interface for Gloo's connections, or several, comma-separated.
+        control: fixed backend of the control plane, which sends all messages except gradients.
+        secret: secret of the job, with which ranks that connect without MPI authenticate. Launchers set it. Otherwise
+            rank 0 generates one.
+        heartbeat_s: seconds without a message after which a rank counts as dead (over MPI: a host).
+        start_timeout_s: seconds that ranks wait for each other at the start, in jobs without MPI.
+        elastic_timeout_s: seconds that a rank of an elastic job waits for the minimum number of ranks.
+        checkpoint_dir: folder for checkpoints of `hvd.elastic` states. The same command resumes from it. All hosts
+            should share it. Without it, no checkpoints are written.
+        checkpoint_s: minimum seconds between two checkpoints.
+        stall_check: detect missing ranks.
+        stall_warning_s: seconds after which a warning names missing ranks.
+        stall_shutdown_s: seconds after which missing ranks are an error. If it is not set, a job that `attach()` makes
+            from a PyTorch process group uses the group's current timeout, as a function.
+        trial_log: file for one JSON line per trial.
+        metrics: port, or address and port, of the Prometheus endpoint of local rank 0. The next local rank uses the
+            next port.
+        registry: store of results: a database URL, a file, or "off". Default: a file in the user's cache.
+        unused_as_none: a gradient that no rank has becomes None (as in PyTorch) instead of zeros (as in Horovod).
+        overlap_forward: distributed optimizers update each parameter in the next forward pass, before it is read.
+            "check" also verifies every read.
+        attach: attach DDP models over the backend "sirtaki" after their first step. Off: the backend reduces DDP's own
+            buckets.
+        flight_entries: capacity of PyTorch's flight recorder. If set, the recorder also has an entry for each large
+            tensor over the backend "sirtaki".
+        fsdp_memory: bytes that tuned sharded training may use above the untuned peak.
+        check_nan: report the rank, parameter and iteration of the first NaN or infinity.
+        timeline: file for a Chrome trace. "DYNAMIC": no trace until `start_timeline` opens one.
         timeline_mark_cycles: mark the negotiation rounds in the trace.
-        profile: folder into which a few iterations after the warm-up are recorded, and how; rank 0's holds for all.
+        profile: folder and options for recording a few iterations after the warm-up. Rank 0's value applies to all
+            ranks.
         log_level: level of the `sirtaki` logger, as in `logging`.
-        log_time: log lines begin with the time.
-        notes: one line for each of Horovod's variables that was accepted but has no effect here.
-        warnings: one line for each variable that earlier releases had, with what takes its place.
+        log_time: begin log lines with the time.
+        notes: one line for each Horovod variable that is set but has no effect.
+        warnings: one line for each removed variable that is set, with its replacement.
     """
 
     tune: bool = _set_by(True, HOROVOD_AUTOTUNE=_FLAG, SIRTAKI_TUNE=_FLAG)
@@ -237,7 +241,7 @@ class Settings:
     )
     lossy: tuple[str, ...] = _set_by((), SIRTAKI_LOSSY=(_compressors, f"a list with commas of {COMPRESSORS}"))
     sparse: SparsePath | None = _set_by(
-        None, SIRTAKI_SPARSE=_member_or_auto(SparsePath, f"auto (the fastest is found out), {_member(SparsePath)[1]}")
+        None, SIRTAKI_SPARSE=_member_or_auto(SparsePath, f"auto (the fastest one), {_member(SparsePath)[1]}")
     )
     local_size: int | None = _set_by(None, SIRTAKI_LOCAL_SIZE=_COUNT)
     gloo_interface: str | None = _set_by(
@@ -280,31 +284,34 @@ class Settings:
 
     @property
     def tunes(self) -> bool:
-        """The job may try settings."""
+        """Return whether the job may try settings."""
         return self.tune and self.warmup_iterations > 0
 
     @property
     def missing_ranks_limit_s(self) -> float | None:
-        """Seconds after which missing ranks are an error; None = never."""
+        """Return the seconds after which missing ranks are an error. None for no limit."""
         limit = self.stall_shutdown_s if self.stall_check else None
         return limit() if callable(limit) else limit
 
     @property
     def transport_timeout_s(self) -> float:
-        """How long transports wait: longer than the watchdog, which can say who is missing, whose limit may grow."""
+        """Return the seconds that transports wait: longer than the watchdog, which reports the missing ranks.
+
+        There is no limit if the watchdog's is a function, because its value may grow.
+        """
         limit_s = None if callable(self.stall_shutdown_s) else self.missing_ranks_limit_s
         return limit_s + TRANSPORT_GRACE_S if limit_s else NEVER_S
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None, **instead: Any) -> "Settings":
-        """The settings in `environ` (default: this process's); an empty value counts as not set.
+        """Return the settings in `environ`. An empty value counts as not set.
 
         Args:
-            environ: see above.
-            instead: what holds where nothing is set, by field (Any: the types of the fields).
+            environ: environment variables. None for those of this process.
+            instead: defaults that replace the class's, by field name (Any: the types of the fields).
 
         Raises:
-            ConfigError: a value is invalid, or a `SIRTAKI_…` variable does not exist.
+            ConfigError: a value is invalid, or a variable `SIRTAKI_…` does not exist.
         """
         environ = os.environ if environ is None else environ
         present = {name: value.strip() for name, value in environ.items() if value.strip()}
@@ -322,8 +329,8 @@ class Variable:
     """An environment variable that sets one field of `Settings`.
 
     Attributes:
-        parse: its text → the field's value, ValueError if it is invalid.
-        accepts: what `parse` takes, for messages and documents.
+        parse: converts the variable's text to the field's value. Raises ValueError if it is invalid.
+        accepts: description of valid values, for messages and documents.
     """
 
     name: str
@@ -332,10 +339,10 @@ class Variable:
     accepts: str
 
     def read(self, text: str) -> Any:  # Any: as `parse`
-        """The field's value.
+        """Convert the variable's text to the field's value.
 
         Raises:
-            ConfigError: naming the variable, what was found and what is accepted.
+            ConfigError: the text is invalid. The message contains the variable, the text and the valid values.
         """
         try:
             return self.parse(text)
@@ -349,9 +356,9 @@ VARIABLES: tuple[Variable, ...] = tuple(
     for name, (parse, accepts) in each.metadata.get("variables", {}).items()
 )
 
-# Horovod's variables that a script may set without harm, and why nothing follows from them.
+# Horovod's variables without an effect, and the reason.
 WITHOUT_EFFECT: Mapping[str, str] = {
-    "HOROVOD_CYCLE_TIME": "units leave as soon as they are ready, there is no cycle",
+    "HOROVOD_CYCLE_TIME": "units are launched as soon as they are ready, there is no cycle",
     "HOROVOD_CACHE_CAPACITY": "the schedule replaces the response cache",
     "HOROVOD_HIERARCHICAL_ALLGATHER": "an all-gather has one algorithm",
     "HOROVOD_TORUS_ALLREDUCE": "use SIRTAKI_ALGORITHM",
@@ -367,7 +374,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "HOROVOD_DYNAMIC_PROCESS_SETS": "process sets may always be added and removed after init()",
 }
 
-# What earlier releases read, and what takes its place.
+# Variables of earlier releases, and their replacements.
 REMOVED: Mapping[str, str] = {
     "SIRTAKI_RETUNE": "SIRTAKI_PLAN with SIRTAKI_TUNE=0 keeps one setting",
     "SIRTAKI_AGGREGATOR": "ranks sum hot rows themselves, which was faster in every job that was measured",
@@ -386,13 +393,13 @@ REMOVED: Mapping[str, str] = {
 
 
 def variables_set() -> dict[str, str]:
-    """Those of our variables that are set, as they are, but for what only the job's own processes may know."""
+    """Return the variables that are set, with their text. The secret is left out."""
     names = (variable.name for variable in VARIABLES if variable.field != "secret")
     return {name: os.environ[name] for name in names if os.environ.get(name, "").strip()}
 
 
 def _refuse_unknown(present: Mapping[str, str]) -> None:
-    """A misspelt switch must not be overlooked; names below `SIRTAKI_TEST_` are the tests' own."""
+    """Raise an error for misspelt variables. Tests may set any `SIRTAKI_TEST_…`."""
     ours = [variable.name for variable in VARIABLES if variable.name.startswith("SIRTAKI_")]
     for name in present:
         if (

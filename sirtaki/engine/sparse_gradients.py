@@ -1,8 +1,7 @@
-"""Sparse gradients of one optimizer: the rows of all ranks are added up, each parameter's by its `SparsePlan`.
+"""Reduce the sparse gradients of one optimizer: sum the rows of all ranks, by the `SparsePlan` of each parameter.
 
-Which algorithm is fastest for a parameter is found out from the first iterations, from probes and from the registry.
-
-Rows go past the flat buffers, once the ranks have agreed on which parameters have them (`KnownSparse`).
+The fastest algorithm for a parameter is chosen from the accesses of the first iterations, from probes and from the
+registry. Sparse gradients bypass the flat buffers, once all ranks agree which parameters are sparse.
 """
 
 from __future__ import annotations
@@ -52,51 +51,49 @@ logger = logging.getLogger(__name__)
 # ── probes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 PAIR_BYTES = 256 * 1024
-"""What goes from each rank to each other in a large exchange; a large all-reduce carries as much for all of them."""
+"""Bytes that each rank sends to each peer in a large exchange. A large all-reduce has this size times the ranks."""
 
 SMALL_BYTES = 64
 OTHER_STREAMS = (8, 2, 1)
-"""Tried after those in use, which the budget always covers."""
+"""Numbers of streams to try after the current one, which is always tried."""
 
 REPEATS = 3
 BUDGET_S = 1.0
-"""After so long no more streams are tried."""
+"""Seconds after which no further number of streams is tried."""
 
 ADDED_ROWS, ADDED_WIDTH = 8192, 64
 CLEARLY = 0.9
-"""Another number of streams is used only where it takes at most so much of the time."""
+"""A different number of streams is used only if its time is below this share of the usual one's."""
 
 
 class Times(NamedTuple):
-    """What a small and a large collective take."""
+    """Durations of a small and of a large collective."""
 
     small_s: float
     large_s: float
 
     def rate(self, n_bytes: float) -> float:
-        """Bytes a second beyond the start."""
+        """Return bytes per second, without the start-up time. `n_bytes`: size of the large collective."""
         return n_bytes / max(self.large_s - self.small_s, 1e-7)
 
 
 def measure(control: ControlPlane, lanes: SparseLanes, *, streams: int | None) -> CollectiveCosts:
-    """Collective, with nothing under way: probes, and has the lanes use the numbers of streams that were fastest.
+    """Time collectives, and make the lanes use the fastest numbers of streams. Collective. The lanes must be idle.
 
     Args:
-        control: the ranks.
-        lanes: between them.
-        streams: the only number that may be used; None = any.
+        control: control plane of the job.
+        lanes: connections for sparse gradients.
+        streams: fixed number of streams. None for any.
     """
 
     def timed(act: Callable[[int], None]) -> Times:
-        """Collective: of the slowest rank, each at its best."""
-
         def once(size: int) -> float:
             control.barrier()
             begin_s = time.perf_counter()
             act(size)
             return time.perf_counter() - begin_s
 
-        act(PAIR_BYTES)  # memory that is touched for the first time, and windows that open
+        act(PAIR_BYTES)  # untimed, because it touches new memory and grows congestion windows
         times = [min(once(size) for _ in range(REPEATS)) for size in (SMALL_BYTES, PAIR_BYTES)]
         return Times(*control.maximum(np.array(times)).tolist())
 
@@ -141,7 +138,7 @@ def measure(control: ControlPlane, lanes: SparseLanes, *, streams: int | None) -
 
 
 def fastest(times: Mapping[int, Times], *, usual: int) -> int:
-    """The usual number of streams unless another is clearly faster: one probe in a noisy moment proves little."""
+    """Return the fastest number of streams, or `usual` if none is clearly faster, because single probes are noisy."""
     best = min(times, key=lambda count: times[count].large_s)
     return usual if usual in times and times[best].large_s >= CLEARLY * times[usual].large_s else best
 
@@ -149,20 +146,20 @@ def fastest(times: Mapping[int, Times], *, usual: int) -> int:
 # ── the registry ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 OF_ROWS = ("streams", "transport")
-"""Knobs that hold for rows, too, where the user has fixed them."""
+"""Knobs that also apply to sparse gradients if the user has fixed them."""
 
 
 def skew_of(counts: TouchCounts) -> Skew:
-    """How skewed touches are that were counted.
+    """Return the skew of the counted accesses.
 
     Raises:
-        RegistryError: there are none.
+        RegistryError: no access was counted.
     """
     return Skew(touched=counts.touched, union=counts.union, curve=curve_points(counts))
 
 
 def plan_of(record: RowsRecord, counts: TouchCounts) -> SparsePlan:
-    """Return a stored algorithm for these rows, with as many hot rows as then."""
+    """Return the stored algorithm as a plan for these rows, with the stored number of hot rows."""
     is_hot = record.path is SparsePath.HOT_COLD
     return SparsePlan(
         path=record.path,
@@ -172,13 +169,19 @@ def plan_of(record: RowsRecord, counts: TouchCounts) -> SparsePlan:
     )
 
 
-# ── rows on their way ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── reduction ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 HOST_KINDS = (TransportKind.SHARED_MEMORY, TransportKind.GLOO, TransportKind.MPI)
 
 
 class _Running(NamedTuple):
-    """One gradient on its way; `version`: of the one that the backward pass gave, None if something was put in."""
+    """A gradient being reduced.
+
+    Attributes:
+        work: the reduction.
+        gradient: gradient as given by autograd.
+        version: its version counter when it became ready. None if it replaces a missing gradient.
+    """
 
     work: SparseWork
     gradient: torch.Tensor
@@ -186,19 +189,20 @@ class _Running(NamedTuple):
 
 
 class SparseReductions:
-    """The sparse gradients of one optimizer on one rank, which is one of several.
+    """Reduces the sparse gradients of one optimizer between several ranks.
 
-    Each parameter's plan follows from what all ranks see alike, and changes between iterations only.
+    Plans are equal on all ranks, because they follow from values that all ranks share. They change between iterations
+    only.
     """
 
     def __init__(self, control: ControlPlane, settings: Settings, reduction: Reduction, *, prefix: str = "") -> None:
-        """Collective: opens lanes.
+        """Open the lanes. Collective.
 
         Args:
-            control: the ranks that take part.
-            settings: of the job.
-            reduction: what is done to every gradient.
-            prefix: of operations' names in recordings.
+            control: control plane of the participating ranks.
+            settings: settings of the job.
+            reduction: scale factors of every gradient.
+            prefix: prefix of operation names in recordings.
         """
         self._control, self._settings = control, settings
         self._factor = reduction.prescale * reduction.postscale
@@ -213,7 +217,7 @@ class SparseReductions:
         self._complete = self._warned = self._closed = False
         self._fixed: SparsePath | None
         self._tries: bool
-        self._streams: int | None  # the only number that may be used; None = any
+        self._streams: int | None  # fixed number of streams, None for any
         self._fixed, self._tries, kind, self._streams = control.broadcast(
             (
                 settings.sparse,
@@ -223,15 +227,15 @@ class SparseReductions:
             )
         )
         if kind is TransportKind.SHARED_MEMORY and not control.one_node:
-            kind = None  # which is for within the nodes
+            kind = None  # shared memory does not connect nodes
         streams = self._streams or DEFAULT_STREAMS
         lanes = SparseLanes(control, timeout_s=settings.transport_timeout_s, kind=kind, streams=streams)
         self._log = TrialLogWriter(settings.trial_log if self._tries and control.rank == 0 else None)
         self._worker = SparseWorker(lanes, control.failures, prefix=prefix)
 
     def watch(self, params: Mapping[str, torch.Tensor]) -> None:
-        """Between iterations, on all ranks: from now on, sparse gradients of these parameters are reduced, by name."""
-        self._params, self._order = params, list(params)[::-1]  # as the backward pass brings them about
+        """Reduce sparse gradients of these parameters, by name, from now on. Call on all ranks, between iterations."""
+        self._params, self._order = params, list(params)[::-1]  # the usual order of the backward pass
         for name, param in params.items():
             form = RowFormat(param.shape[0], param[:1].numel(), param.dtype)
             if name not in self._targets or self._targets[name].form != form:
@@ -252,25 +256,28 @@ class SparseReductions:
 
     @property
     def summaries(self) -> list[SparseSummary]:
-        """How the gradients travel whose way is decided, in the order in which they leave; the same on all ranks."""
+        """Return the decisions until now, in the order in which gradients are launched. Equal on all ranks."""
         return [summary for name in self._order if (summary := self._targets[name].summary) is not None]
 
     # ── an iteration ─────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def pending(self) -> bool:
-        """A sparse gradient of this iteration has come."""
+        """Return whether a sparse gradient of this iteration is being reduced."""
         return bool(self._running)
 
     @property
     def missing(self) -> set[str]:
-        """Parameters whose gradients have not come in this iteration."""
+        """Return the names of parameters whose gradients are not ready in this iteration."""
         return self._params.keys() - self._running.keys()
 
     def start(self, name: str, gradient: torch.Tensor, version: int | None) -> None:
-        """The gradient of a parameter is complete, and leaves.
+        """Start to reduce the complete gradient of parameter `name`.
 
-        `version`: when it came; None = no backward pass gave it.
+        Args:
+            name: name of the parameter.
+            gradient: the gradient, sparse or dense.
+            version: its version counter when it became ready. None if it replaces a missing gradient.
         """
         given, one = gradient.detach(), self._targets[name]
         if not given.is_sparse or given.sparse_dim() != 1:
@@ -278,13 +285,17 @@ class SparseReductions:
         if one.counts.n < LEARNING_ITERATIONS:
             one.looked_up += given._nnz()
         rows = coalesced(given.cpu())
-        form = replace(one.form, dtype=rows.values.dtype)  # which may have changed since
+        form = replace(one.form, dtype=rows.values.dtype)  # because the parameter's dtype may have changed
         work = SparseWork(name, rows, form, one.plan)
         self._worker.submit(work)
         self._running[name] = _Running(work, gradient, version)
 
-    def put_in_missing(self, *, joined: bool) -> None:
-        """Stands in for gradients that did not come: what is in `.grad` counts as it is, nothing counts as no rows."""
+    def fill_missing(self, *, joined: bool) -> None:
+        """Start to reduce the missing gradients: `.grad` as it is, or no rows if it is None.
+
+        Args:
+            joined: ignore `.grad`, because this rank has called `join()`.
+        """
         if not self._complete:
             self._warn_of_lost_edits()
         for name in sorted(self.missing):
@@ -299,7 +310,7 @@ class SparseReductions:
             self.start(name, gradient, None)
 
     def _warn_of_lost_edits(self) -> None:
-        """Of gradients that were replaced or written after they came, though they are not reduced yet."""
+        """Warn once if user code replaced or modified a gradient while it was being reduced."""
         for name, running in self._running.items():
             gradient = self._params[name].grad
             if running.version is None or gradient is None or self._warned:
@@ -313,9 +324,12 @@ class SparseReductions:
                 )
 
     def reduce(self, interrupted: Interrupted | None) -> bool:
-        """Blocks until all that was started is in `.grad`, coalesced; False if it was interrupted.
+        """Wait for all gradients of this iteration, and assign them to `.grad`, coalesced.
 
-        A `.grad` that came and was set to None since stays None.
+        A `.grad` that user code has set to None in the meantime stays None.
+
+        Returns:
+            Whether all are assigned. False if `interrupted` ended the wait.
         """
         if self._complete:
             return True
@@ -346,7 +360,10 @@ class SparseReductions:
     # ── between iterations ───────────────────────────────────────────────────────────────────────────────────────
 
     def end_iteration(self) -> None:
-        """Collective where a way of rows is decided: all is reduced, and nothing has come of the next iteration."""
+        """Record the iteration, and choose plans if accesses are known. Collective in iterations that choose.
+
+        Call after `reduce`, before the first gradient of the next iteration.
+        """
         running, self._running, self._complete = self._running, {}, False
         if not running:
             return
@@ -361,16 +378,16 @@ class SparseReductions:
                 self._remember(one)
         if learned := [one for one in watched.values() if one.has_learned]:
             self._choose(learned)
-        self._tell(watched)
+        self._summarise(watched)
         self._worker.lanes.grow()
         changed = [one for name, one in watched.items() if one.plan != before[name]]
         if any(not self._controller.tries(one) for one in changed):
             fingerprints = " ".join(plan.fingerprint() for plan in self.plans.values())
-            self._control.require_equal(fingerprints, "the way of sparse gradients")
+            self._control.require_equal(fingerprints, "the algorithm of sparse gradients")
         self._worker.begin(self._order)
 
     def _choose(self, learned: Sequence[RowsTarget]) -> None:
-        """Begin with the plans of earlier jobs, else with those that probes predict to be fastest. Collective."""
+        """Begin with the plans of earlier jobs, otherwise with those that probes predict to be fastest. Collective."""
         recalled = self._recalled({one.name: (one.form, one.learned) for one in learned if one.may_recall})
         tried = [one for one in learned if one.name in recalled and one.recall_plan(recalled[one.name])]
         if others := [one for one in learned if one.name not in recalled]:
@@ -381,7 +398,7 @@ class SparseReductions:
                     continue
                 self._remember(one)
                 if self._control.rank == 0:
-                    logger.info("sparse gradients of %s go by %s", one.name, one.plan.describe())
+                    logger.info("sparse gradients of %s are reduced by %s", one.name, one.plan.describe())
         self._controller.begin(*tried, recalls=False)
 
     def _recalled(self, learned: Mapping[str, tuple[RowFormat, TouchCounts]]) -> dict[str, SparsePlan]:
@@ -394,7 +411,7 @@ class SparseReductions:
         def find(name: str, form: RowFormat, counts: TouchCounts) -> SparsePlan | None:
             def accept(record: RowsRecord) -> SparsePlan:
                 plan = plan_of(record, counts)
-                what = "rows of %s are accessed like those of %s in an earlier job, which went by %s"
+                what = "accesses to %s are skewed like those to %s in an earlier job, which used %s"
                 logger.info(what, name, record.name, plan.describe())
                 return plan
 
@@ -440,22 +457,22 @@ class SparseReductions:
             fixed={name: value for name, value in fixed_knobs(self._settings).items() if name in OF_ROWS},
         )
 
-    def _tell(self, watched: Mapping[str, RowsTarget]) -> None:
-        """Collective once a parameter's first iterations are over, which all ranks see alike."""
+    def _summarise(self, watched: Mapping[str, RowsTarget]) -> None:
+        """Log decided plans. Collective in the iteration that completes the first ones of a parameter, on all ranks."""
         if due := [one for one in watched.values() if one.mean is None and one.counts.n == LEARNING_ITERATIONS]:
             totals = self._control.total(np.array([float(one.looked_up) for one in due])).tolist()
             for one, total in zip(due, totals, strict=True):
                 one.mean = total / (LEARNING_ITERATIONS * self._control.size)
         for name, one in watched.items():
-            if one.mean is not None and one.kept and not one.told:
-                one.told = True
+            if one.mean is not None and one.kept and not one.summarised:
+                one.summarised = True
                 one.summary = summarise(
                     one.decision, one.form, name=name, ranks=self._control.size, looked_up=one.mean, counts=one.counts
                 )
                 self._log.sparse(one.summary, iteration=self._iterations)
 
     def close(self) -> None:
-        """Not collective: ends all threads. Idempotent."""
+        """End all threads. Not collective. Idempotent."""
         if self._closed:
             return
         self._closed = True

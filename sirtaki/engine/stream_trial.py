@@ -1,8 +1,8 @@
-"""Whether NCCL streams overlap here, and what they gain: what `sirtaki doctor` runs on all GPUs of a machine.
+"""Measure whether NCCL streams overlap, and the gain. `sirtaki doctor` runs this on all GPUs of a machine.
 
     sirtakirun -np 8 python -m sirtaki.engine.stream_trial
 
-prints one JSON object from rank 0. Each rank takes the GPU of its local rank.
+prints one JSON object from rank 0. Each rank uses the GPU of its local rank.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ ROUNDS = 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamTrial:
-    """The same units on one and on two streams.
+    """Times of equal units on one and on two streams.
 
     Attributes:
-        transport: what carried them.
-        max_streams: so many are possible here.
-        one_s: seconds on one stream, median, on the slowest rank.
-        two_s: on two streams; None where two are not possible.
+        transport: name of the transport.
+        max_streams: maximum number of streams on this machine.
+        one_s: median seconds on one stream, on the slowest rank.
+        two_s: median seconds on two streams, on the slowest rank. None if two streams are not possible.
     """
 
     transport: str
@@ -44,18 +44,18 @@ class StreamTrial:
     two_s: float | None
 
     def describe(self) -> str:
-        """The result in words."""
+        """Return the result as a sentence."""
         if self.transport != TransportKind.NCCL.value:
-            return "gradients travel through host memory: NCCL does not join these GPUs"
+            return "gradients go through host memory, because NCCL does not connect these GPUs"
         if self.two_s is None:
             return "one NCCL stream only"
         what = "overlap" if self.one_s > 1.03 * self.two_s else "do not overlap, or one fills the link"
         gain = faster(self.one_s, self.two_s)
-        return f"two NCCL streams {what}: {UNITS} × {UNIT_BYTES // MIB} MiB travel {gain} than on one"
+        return f"two NCCL streams {what}: {UNITS} × {UNIT_BYTES // MIB} MiB are reduced {gain} than on one"
 
 
 def try_streams(control: ControlPlane, router: Router) -> StreamTrial:
-    """Collective: times the default route of `router` with one stream and with two, alternating."""
+    """Time the default route of `router` with one and with two streams, alternating. Collective."""
     transport, _ = router.routes[0]
     limit = router.max_streams()
     numel = UNIT_BYTES // 4
@@ -73,7 +73,7 @@ def try_streams(control: ControlPlane, router: Router) -> StreamTrial:
             router.wait_for(router.all_reduce_plan(buffer, plan, scale=0.0))
             end = router.device.record_event(timed=True)
             router.device.wait_for(end)
-            if round_number:  # the first one opens connections
+            if round_number:  # the first round is not counted, because it opens connections
                 times_s[streams].append(router.device.elapsed_s(begin, end))
     slowest = {
         streams: float(control.maximum(np.array([statistics.median(taken)]))[0]) for streams, taken in times_s.items()
@@ -82,7 +82,7 @@ def try_streams(control: ControlPlane, router: Router) -> StreamTrial:
 
 
 def main() -> None:
-    """Collective: the trial on this job's GPUs."""
+    """Run the trial on the GPUs of this job, and print the result. Collective."""
     job.init()
     current = job.current()
     if torch.cuda.is_available():

@@ -1,1 +1,1 @@
-"""Sirtaki inside other programs' jobs (Lightning, Ray), and other programs' scripts as Sirtaki's (translate)."""
+"""Sirtaki inside jobs of Lightning and Ray, and translation of plain PyTorch scripts (`translate`)."""

@@ -77,7 +77,7 @@ def is_installed() -> bool:
 def install() -> None:
     """Make `import horovod.…` import Sirtaki in this process. Idempotent."""
     if not is_installed():
-        # First, because other finders would load modules of `horovod.torch` a second time from `sirtaki.torch`'s path.
+        # First, because later finders would load modules of `horovod.torch` a second time from `sirtaki.torch`'s path.
         sys.meta_path.insert(0, HorovodFinder())
 
 

@@ -95,8 +95,8 @@ def run(
                 results.append(pickle.loads((Path(folder) / f"result.{rank}").read_bytes()))
             except OSError as err:
                 raise LaunchError(
-                    f"there is no result of rank {rank} in {folder}; with ranks on other hosts set TMPDIR to a folder "
-                    "that all of them share"
+                    f"rank {rank} has written no result to {folder}; if ranks run on several hosts, set TMPDIR to a "
+                    "folder that all hosts share"
                 ) from err
         return results
 

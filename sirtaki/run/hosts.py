@@ -192,7 +192,7 @@ def remedy(line: str, *, host: str, python: str) -> str:
 
 
 def why_not(text: str, *, host: str, python: str) -> str:
-    """Return why a login failed and a remedy, from its standard error. "" if nothing is known."""
+    """Return why a login failed and a remedy, from its standard error. "" if the cause is unknown."""
     for line in reversed(text.splitlines()):
         if found := remedy(line, host=host, python=python):
             return f"{line.strip().rstrip('.')}: {found}"

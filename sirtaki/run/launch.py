@@ -39,7 +39,7 @@ _OUTER_JOB = (
     "TORCHELASTIC_",
 )
 OUTER_RANK = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME")
-"""Variables of a rank with prefix `HOROVOD_`, which an outer job may have left."""
+"""Variables of a rank with prefix `HOROVOD_`, which the launcher may have inherited from an outer job."""
 RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
 """Rendezvous address of an unchanged DDP script's `init_process_group()`."""
 

@@ -93,7 +93,7 @@ _ELSEWHERE = {
     "--nproc-per-node": "-np", "--nproc_per_node": "-np", "--nproc": "-np", "--n": "-np", "--nnodes": "-H",
     "--host": "-H", "--env": "-x",
 }  # fmt: skip
-"""Names of these options in other launchers."""
+"""Options of torchrun and mpiexec, with the corresponding options of sirtakirun."""
 
 
 class RankSetting(NamedTuple):
@@ -338,7 +338,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if options.jsrun:
         parser.error("--jsrun: LSF's jsrun is not supported; give the hosts with -H or --hostfile")
     if options.hosts and options.hostfile:
-        parser.error("-H and --hostfile exclude each other")
+        parser.error("-H and --hostfile cannot be used together")
     if options.host_discovery_script and (options.hosts or options.hostfile):
         parser.error("--host-discovery-script excludes -H and --hostfile")
     for flag in (

@@ -80,7 +80,7 @@ class Console:
             return
         try:
             descriptor = self._stream.fileno()
-        except OSError:  # not a file: a notebook's stream or a test's
+        except OSError:  # because the stream of a notebook or a test has no descriptor
             self._stream.write(data.decode(errors="replace"))
             self._stream.flush()
             return
@@ -154,7 +154,7 @@ class NoticeFilter:
     """Parses mpiexec's own messages, and removes those that the launcher prints in its own words."""
 
     def __init__(self, on_ending: Callable[[Ending], None], on_unreached: Callable[[str], None]) -> None:
-        """`on_ending`: called with a failed rank. `on_unreached`: called with a host whose daemon did not start."""
+        """Report a failed rank to `on_ending`, and a host whose daemon did not start to `on_unreached`."""
         self._on_ending, self._on_unreached = on_ending, on_unreached
         self._box: list[bytes] = []
 

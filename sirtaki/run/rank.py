@@ -1,7 +1,7 @@
 """Run a user's script as one rank: `python -c RUN_RANK [--as-horovod] script.py …`, started by the launcher.
 
-A plain `mpiexec python script.py` hangs if one rank raises: its interpreter waits for the other ranks in MPI_Finalize,
-and they wait for a message of it. Here, a failed rank reports to the launcher and exits without MPI_Finalize.
+A plain `mpiexec python script.py` hangs if one rank raises: its interpreter waits in MPI_Finalize for all ranks, which
+wait for a message from it. Here, a failed rank reports to the launcher and exits without MPI_Finalize.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def main() -> None:
     try:
         run_python(command)
     except BaseException as err:
-        if os.getpid() != pid:  # a process forked by the script is not the rank
+        if os.getpid() != pid:  # because a process forked by the script is not the rank
             raise
         _fail(err)
     if os.getpid() == pid:
@@ -97,7 +97,7 @@ def _fail(err: BaseException) -> None:
 
 
 def _hint(err: BaseException) -> str:
-    """Return a remedy for the error. "" if none is known."""
+    """Return a remedy for the error. "" if there is none."""
     if isinstance(err, ModuleNotFoundError) and str(err.name).partition(".")[0] == "horovod":
         return "; with --as-horovod `import horovod` imports Sirtaki"
     return ""
@@ -161,7 +161,7 @@ def _exit_code(stop: SystemExit) -> int:
 
 
 def _end(exit_code: int, *, reason: str) -> NoReturn:
-    """Report the failure to the launcher, which prints it and ends the other ranks. Then exit."""
+    """Report the failure to the launcher, which prints it and ends all ranks. Exit afterwards."""
     _send(RankEvent.FAILED, exit_code, reason)
     _leave(exit_code)
 
@@ -205,4 +205,4 @@ def _send(event: RankEvent, exit_code: int = 0, reason: str = "") -> None:
     )  # fmt: skip
     with contextlib.suppress(Exception):  # the script may have replaced the stream
         sys.stderr.flush()
-    os.write(2, message.encode().encode())  # one write, so that output of other threads is not mixed in
+    os.write(2, message.encode().encode())  # one write, so that output of concurrent threads is not mixed in

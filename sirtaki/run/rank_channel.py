@@ -111,8 +111,8 @@ def mark_unfinished_lines() -> None:
         setattr(sys, f"__{name}__", marked)
 
 
-def answer_termination(tell: Callable[[str], None]) -> None:
-    """Handle SIGTERM: call `tell` with a description of what this rank does, then end the process.
+def answer_termination(report: Callable[[str], None]) -> None:
+    """Handle SIGTERM: call `report` with a description of what this rank does, then end the process.
 
     Only Python code can be interrupted. A rank that hangs in C code is killed later without a message. Scripts may
     install their own handler. Forked children have no handler.
@@ -122,7 +122,7 @@ def answer_termination(tell: Callable[[str], None]) -> None:
         del frame
         signal.signal(number, signal.SIG_DFL)
         remove_segments(mapped_segments("self"))
-        tell(doing())
+        report(doing())
         os.kill(os.getpid(), number)
 
     handle_signal(signal.SIGTERM, on_terminate)

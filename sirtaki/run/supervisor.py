@@ -341,15 +341,15 @@ class _Start:
 
 
 @contextlib.contextmanager
-def handling_signals(hear: Callable[[int], None]) -> Iterator[None]:
-    """Call `hear` for Ctrl-C, SIGTERM and SIGHUP. Does nothing outside the main thread, where Python allows no
+def handling_signals(on_signal: Callable[[int], None]) -> Iterator[None]:
+    """Call `on_signal` for Ctrl-C, SIGTERM and SIGHUP. Does nothing outside the main thread, where Python allows no
     handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    previous = {number: signal.signal(number, lambda number, _: hear(number)) for number in numbers}
+    previous = {number: signal.signal(number, lambda number, _: on_signal(number)) for number in numbers}
     try:
         yield
     finally:

@@ -254,7 +254,7 @@ class AveragingOptimizer(Distributed):
         """As the wrapped optimizer's; where gradients lose something on their way, with what this rank owes."""
         state: dict[str, Any] = super().state_dict()
         reduction = self._recipe.options.reduction
-        loses = reduction.compression is not None or reduction.feedback.owed
+        loses = reduction.compression is not None or reduction.feedback.residuals
         return state | {OWED: reduction.feedback.state_dict()} if loses else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

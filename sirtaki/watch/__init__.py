@@ -1,4 +1,4 @@
-"""What a job tells those who watch it: iterations, trials, decisions, generations. `docs/how-to/watch.md`."""
+"""Events of a job for watchers: iterations, trials, decisions, generations. See `docs/how-to/watch.md`."""
 
 from .watchers import Decision, GenerationBegun, IterationEnded, TensorBoard, TrialEnded, Watcher, add, remove
 

@@ -34,7 +34,7 @@ class TotalsCollector(Collector):
         totals = self._totals
         exposed = totals.exposed_s / totals.step_s if totals.step_s > 0.0 else 0.0
         counters, gauges = CounterMetricFamily, GaugeMetricFamily
-        for kind, name, meaning, value in (
+        for kind, name, description, value in (
             (counters, "iterations", "Training iterations that have ended.", totals.iterations),
             (counters, "step_seconds", "Time of whole steps.", totals.step_s),
             (counters, "communication_seconds", "First ready gradient to last reduced.", totals.communication_s),
@@ -46,13 +46,14 @@ class TotalsCollector(Collector):
             (gauges, "generation", "Generation of an elastic job; 0 where ranks stay.", totals.generation_number),
             (gauges, "ranks", "Ranks of the job.", self._size),
         ):
-            metric = kind(f"sirtaki_{name}", meaning, labels=["rank"])
+            metric = kind(f"sirtaki_{name}", description, labels=["rank"])
             metric.add_metric([self._rank], value)
             yield metric
 
 
 CONNECTIONS, TIMEOUT_S = 16, 5.0
-"""Connections served at the same time (one more, and the oldest is closed), and how long one may send nothing."""
+"""Largest number of open connections (one more closes the oldest), and seconds without data after which one is closed.
+"""
 
 
 class _Handler(WSGIRequestHandler):
@@ -63,24 +64,24 @@ class _Handler(WSGIRequestHandler):
 
 
 class _MetricsHttpServer(ThreadingWSGIServer):
-    """`prometheus_client`'s server with a limit, so that strangers take neither threads nor descriptors."""
+    """`prometheus_client`'s server with a connection limit, so that clients cannot exhaust threads or descriptors."""
 
-    request_queue_size = 128  # connections that wait for `accept`; beyond that a client waits for a second
+    request_queue_size = 128  # connections waiting for `accept`; further clients retry after a second
 
     def __init__(self, *args: Any) -> None:
         self._lock = free_in_forked_children(threading.Lock())
-        self._open: dict[Any, None] = {}  # sockets, the oldest first
+        self._open: dict[Any, None] = {}  # sockets, oldest first
         super().__init__(*args)
         in_forked_children(self, _MetricsHttpServer.close_in_child)
 
     def server_bind(self) -> None:
-        """Bind without asking a name server for this host's name, which may take long."""
+        """Bind without a name server lookup of this host's name, which may take long."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
         self.setup_environ()
 
     def close_in_child(self) -> None:
-        """Close the sockets in a forked process, which would keep the port and never answer."""
+        """Close the sockets in a forked child, because it would hold the port without answering."""
         for connection in (self.socket, *self._open):
             connection.close()
 
@@ -91,7 +92,7 @@ class _MetricsHttpServer(ThreadingWSGIServer):
                 oldest = next(iter(self._open))
                 del self._open[oldest]
                 with contextlib.suppress(OSError):
-                    oldest.shutdown(socket.SHUT_RDWR)  # its thread reads the end, and closes it
+                    oldest.shutdown(socket.SHUT_RDWR)  # so that its thread reads the end of the stream and closes it
             self._open[request] = None
         super().process_request(request, client_address)
 
@@ -102,15 +103,15 @@ class _MetricsHttpServer(ThreadingWSGIServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log at debug level that a client has hung up or sent nonsense."""
+        """Log at debug level that a client disconnected or sent an invalid request."""
         logger.debug("a request for metrics failed", exc_info=True)
 
 
 class MetricsServer:
-    """Answers GET /metrics, in threads of its own."""
+    """HTTP server that answers GET /metrics in its own threads."""
 
     def __init__(self, totals: Totals, *, host: str, port: int, rank: int, size: int) -> None:
-        """Begin to listen.
+        """Start to listen.
 
         Raises:
             OSError: the port cannot be opened.

@@ -1,4 +1,4 @@
-"""Who watches a job, from within and from outside, what they are told, and totals of it."""
+"""Watchers of a job: their events, totals of the events, and the socket through which `sirtaki top` finds jobs."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ from sirtaki.machine import at_exit, forget_at_exit, in_forked_children
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationEnded:
-    """A training iteration of one optimizer has ended on this rank.
+    """End of a training iteration of one optimizer on this rank.
 
     Attributes:
-        number: of the iteration, from 1.
-        step_s: since the one before ended; not a number for the first, and after a trial that changed something.
-        communication_s: from the first gradient that was ready to the last one that was reduced; on GPUs, of the
-            iteration before.
-        exposed_s: what of that the backward pass did not hide.
-        n_bytes: of the gradients as they travel.
-        tuning: the setting that ran was a trial's.
+        number: number of the iteration, from 1.
+        step_s: seconds since the end of the previous iteration. NaN for the first, and after a trial that changed a
+            setting.
+        communication_s: seconds from the first ready gradient to the last reduced one. On GPUs, of the previous
+            iteration.
+        exposed_s: part of `communication_s` that the backward pass did not hide.
+        n_bytes: size of the gradients as sent.
+        tuning: True if the setting was part of a trial.
     """
 
     number: int
@@ -46,15 +47,15 @@ class IterationEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialEnded:
-    """The tuner has tried a setting; rank 0 is told.
+    """End of a trial of the tuner. Sent on rank 0.
 
     Attributes:
-        iteration: at which it ended.
-        arm: who proposed it.
-        setting: in words.
-        knobs: as in the trial log.
-        communication_s: the shortest measured; infinite if it could not be run.
-        best_s: of the best setting so far.
+        iteration: iteration in which the trial ended.
+        arm: search technique that proposed the setting.
+        setting: the setting in words.
+        knobs: the setting as in the trial log.
+        communication_s: shortest measured communication time. Infinite if the setting could not run.
+        best_s: shortest communication time of all trials.
     """
 
     iteration: int
@@ -67,17 +68,17 @@ class TrialEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """The tuner has decided what runs from now on; rank 0 is told.
+    """The tuner's choice of a setting. Sent on rank 0.
 
     Attributes:
-        iteration: after which.
-        arm: who proposed it.
-        setting: in words.
-        knobs: as in the trial log.
-        default_s: communication time of the untuned default; not a number if it was not measured.
-        best_s: of what was decided for.
-        n_trials: that were run.
-        retune: it is the end of a re-tune.
+        iteration: last iteration before the setting takes effect.
+        arm: search technique that proposed the setting.
+        setting: the setting in words.
+        knobs: the setting as in the trial log.
+        default_s: communication time of the untuned default. NaN if it was not measured.
+        best_s: communication time of the chosen setting.
+        n_trials: number of trials.
+        retune: True if it ends a re-tune.
     """
 
     iteration: int
@@ -92,12 +93,12 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationBegun:
-    """The ranks of the job are together, for the first time or anew.
+    """Start of a generation: all ranks of the job are connected.
 
     Attributes:
-        number: of the generation, from 1; 0 where ranks stay.
-        rank: this process's.
-        size: how many there are.
+        number: number of the generation, from 1. 0 = the ranks of this job never change.
+        rank: rank of this process.
+        size: number of ranks.
     """
 
     number: int
@@ -106,97 +107,102 @@ class GenerationBegun:
 
 
 class Watcher:
-    """Base class of watchers; each method does nothing by itself.
+    """Base class of watchers. Each method does nothing by default.
 
-    Methods are called in the thread that trains, so they should be quick. A watcher that raises is removed, and the log
-    says so.
+    The training thread calls the methods, so they must be fast. A watcher that raises is removed with a warning.
     """
 
     def iteration(self, event: IterationEnded) -> None:
-        """A training iteration has ended."""
+        """Handle the end of a training iteration."""
 
     def trial(self, event: TrialEnded) -> None:
-        """A setting was tried; on rank 0."""
+        """Handle the end of a trial. Called on rank 0."""
 
     def decision(self, event: Decision) -> None:
-        """It is decided what runs; on rank 0."""
+        """Handle the tuner's choice of a setting. Called on rank 0."""
 
     def generation(self, event: GenerationBegun) -> None:
-        """The ranks are together."""
+        """Handle the start of a generation."""
 
     def close(self) -> None:
-        """The job, or the script, has ended; nothing more is told."""
+        """Handle the end of the job or of the script. Last call."""
 
 
 logger = logging.getLogger(__name__)
 
 watching: list[Watcher] = []
-"""All watchers of this process; only to be read."""
+"""All watchers of this process. Read-only for other modules."""
 
 _generation: GenerationBegun | None = None
 
 
 def add(watcher: Watcher) -> None:
-    """Tells the watcher of everything in this process from now on until the job ends; also before `hvd.init()`."""
+    """Send all further events of this process to `watcher` until the job ends. May be called before `hvd.init()`."""
     if not watching:
         at_exit(partial(end, for_good=True))  # for scripts that do not call `shutdown()`; a second call is harmless
     watching.append(watcher)
-    if (begun := _generation) is not None:
-        tell_all(lambda watcher: watcher.generation(begun), [watcher])
+    if (generation := _generation) is not None:
+        notify(lambda watcher: watcher.generation(generation), [watcher])
 
 
 def remove(watcher: Watcher) -> None:
-    """Tells the watcher nothing more. Harmless if it was not there."""
+    """Stop sending events to `watcher`. Does nothing if it was not added."""
     if watcher in watching:
         watching.remove(watcher)
 
 
-def tell_all(
-    say: Callable[[Watcher], None], watchers: Sequence[Watcher] | None = None, *, iteration: int | None = None
+def notify(
+    call: Callable[[Watcher], None], watchers: Sequence[Watcher] | None = None, *, iteration: int | None = None
 ) -> None:
-    """Calls `say` with each of the watchers, None = all, and removes one that raises; the log names the `iteration`."""
+    """Call `call` with each watcher, and remove a watcher that raises.
+
+    Args:
+        call: sends an event to a watcher.
+        watchers: watchers to notify. None = all.
+        iteration: number of the iteration, for the warning. None = unknown.
+    """
     for watcher in tuple(watching if watchers is None else watchers):
         try:
-            say(watcher)
+            call(watcher)
         except Exception as err:
             remove(watcher)
             when = "" if iteration is None else f" in iteration {iteration}"
-            words = "%s has failed%s and watches no more: %s"
-            logger.warning(words, type(watcher).__name__, when, in_a_line(err))
-            logger.debug("where it failed", exc_info=True)
+            text = "watcher %s raised%s and was removed: %s"
+            logger.warning(text, type(watcher).__name__, when, in_a_line(err))
+            logger.debug("traceback of the watcher", exc_info=True)
 
 
 def begin(event: GenerationBegun) -> None:
-    """Tells all watchers, and those that come later, that the ranks are together."""
+    """Notify all watchers, and watchers added later, of the start of a generation."""
     global _generation
     _generation = event
-    tell_all(lambda watcher: watcher.generation(event))
+    notify(lambda watcher: watcher.generation(event))
 
 
 def end(*, for_good: bool) -> None:
-    """Forgets that the ranks were together; `for_good`: the job has ended, and all watchers are closed."""
+    """Forget the current generation. If the job has ended `for_good`, close and remove all watchers."""
     global _generation
     _generation = None
     if for_good:
-        tell_all(lambda watcher: watcher.close())
+        notify(lambda watcher: watcher.close())
         watching.clear()
 
 
 RECENT = 50
-"""Iterations whose times are shown as what they take now."""
+"""Number of iterations over which `Totals.recent_means` averages."""
 
 
 class Totals(Watcher):
-    """Adds up what the job does; any thread may read.
+    """Totals of a job's events. Any thread may read them.
 
     Attributes:
-        iterations: that have ended, of all optimizers.
-        step_s, communication_s, exposed_s: seconds in all.
-        n_bytes: of gradients in all.
-        trials, decisions: counts.
-        generation_number: 0 at first.
-        setting: what was decided for, in words; empty before.
-        gain: how many times faster communication became by the last decision; not a number before.
+        iterations: number of iterations of all optimizers.
+        step_s, communication_s, exposed_s: total seconds.
+        n_bytes: total size of gradients as sent.
+        trials, decisions: number of trials and decisions.
+        generation_number: number of the current generation. 0 before the first.
+        setting: setting chosen last, in words. "" = none.
+        gain: speedup of communication by the last decision. NaN before the first.
     """
 
     def __init__(self) -> None:
@@ -206,7 +212,7 @@ class Totals(Watcher):
         self._recent: deque[IterationEnded] = deque(maxlen=RECENT)
 
     def iteration(self, event: IterationEnded) -> None:
-        """Adds up the iteration's times, and keeps it among the last ones."""
+        """Add the iteration's times and bytes."""
         self.iterations += 1
         self.step_s += 0.0 if math.isnan(event.step_s) else event.step_s
         self.communication_s += 0.0 if math.isnan(event.communication_s) else event.communication_s
@@ -215,46 +221,46 @@ class Totals(Watcher):
         self._recent.append(event)
 
     def trial(self, event: TrialEnded) -> None:
-        """Counts the trial."""
+        """Count a trial."""
         self.trials += 1
 
     def decision(self, event: Decision) -> None:
-        """Counts the decision, and keeps the setting and what it gains."""
+        """Count a decision, and store its setting and gain."""
         self.decisions += 1
         self.setting = event.setting
         self.gain = event.default_s / event.best_s if event.best_s > 0.0 else math.nan
 
     def generation(self, event: GenerationBegun) -> None:
-        """Keeps the generation's number."""
+        """Store the number of the generation."""
         self.generation_number = event.number
 
-    def now(self) -> dict[str, float]:
-        """What the last iterations took on average, in seconds; what is not known is left out."""
+    def recent_means(self) -> dict[str, float]:
+        """Return the mean times of recent iterations, in seconds. Times without any measurement are omitted."""
         recent = list(self._recent)
         means = {}
         for name in ("step_s", "communication_s", "exposed_s"):
-            known = [value for event in recent if not math.isnan(value := getattr(event, name))]
-            if known:
-                means[name] = sum(known) / len(known)
+            values = [value for event in recent if not math.isnan(value := getattr(event, name))]
+            if values:
+                means[name] = sum(values) / len(values)
         return means
 
 
-# ── iterations, trials and decisions as TensorBoard shows them ────────────────────────────────────────────────────────
+# ── TensorBoard ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class TensorBoard(Watcher):
-    """Writes what happens to a `SummaryWriter`, PyTorch's if none is given."""
+    """Writes events to a `SummaryWriter`."""
 
     def __init__(self, log_dir: str | None = None, *, writer: Any = None, every: int = 1) -> None:
-        """Opens PyTorch's writer if none is given; to be made on rank 0, as a rule.
+        """Open PyTorch's `SummaryWriter`, unless a writer is given. Usually on rank 0 only.
 
         Args:
-            log_dir: folder of PyTorch's writer; None = its own choice.
-            writer: has `add_scalar(tag, value, step)` and `add_text(tag, text, step)`; None = PyTorch's is made.
-            every: iterations between two that are written.
+            log_dir: folder of PyTorch's writer. None = its default.
+            writer: object with `add_scalar(tag, value, step)` and `add_text(tag, text, step)`. None = PyTorch's writer.
+            every: iterations between two written ones.
 
         Raises:
-            ConfigError: PyTorch's writer is wanted, and TensorBoard is not installed.
+            ConfigError: no writer is given, and TensorBoard is not installed.
         """
         self._own = writer is None
         if writer is None:
@@ -266,27 +272,27 @@ class TensorBoard(Watcher):
         self._writer, self._every = writer, every
 
     def iteration(self, event: IterationEnded) -> None:
-        """Writes what the iteration took, if it is one of every so many."""
+        """Write the iteration's times, if its number is a multiple of `every`."""
         if event.number % self._every == 0:
             for name in ("step_s", "communication_s", "exposed_s"):
                 self._scalar(name, getattr(event, name), event.number)
 
     def trial(self, event: TrialEnded) -> None:
-        """Writes what the trial took, and the best one so far."""
+        """Write the communication time of the trial and the best one."""
         self._scalar("trial/communication_s", event.communication_s, event.iteration)
         self._scalar("trial/best_s", event.best_s, event.iteration)
 
     def decision(self, event: Decision) -> None:
-        """Writes which setting runs, with its time."""
+        """Write the chosen setting and its communication time."""
         self._scalar("decision/communication_s", event.best_s, event.iteration)
         self._writer.add_text("sirtaki/setting", f"{event.setting} (proposed by {event.arm})", event.iteration)
 
     def generation(self, event: GenerationBegun) -> None:
-        """Writes how many ranks are together."""
+        """Write the number of ranks."""
         self._scalar("ranks", event.size, event.number)
 
     def close(self) -> None:
-        """Closes PyTorch's writer; one that was given is its owner's."""
+        """Close PyTorch's writer. A given writer stays open."""
         if self._own:
             self._writer.close()
 
@@ -295,20 +301,20 @@ class TensorBoard(Watcher):
             self._writer.add_scalar(f"sirtaki/{name}", value, step)
 
 
-# ── how jobs of this machine are found by `sirtaki top`: a socket of each in the user's run folder ────────────────────
+# ── discovery of jobs on this machine for `sirtaki top`: one socket per job in the user's run folder ──────────────────
 
-# The system refuses connections to what a killed process has left. Only who asks connects: a job that nobody looks at
-# pays for a thread that sleeps.
+# Connections to the socket file of a killed process are refused, so `running_jobs` can remove it. A job answers only on
+# request: without requests, its thread sleeps.
 
 ANSWER_S = 1.0
-"""How long a job that is asked may take to answer."""
+"""Seconds in which a job must answer a request."""
 
 Answer = dict[str, Any]
-"""What a job says of itself, as JSON."""
+"""State of a job, as JSON."""
 
 
 def run_folder() -> Path:
-    """The folder with the sockets of this user's jobs."""
+    """Return the folder with the sockets of this user's jobs."""
     given = os.environ.get("XDG_RUNTIME_DIR", "")
     if given and os.access(given, os.W_OK):
         return Path(given) / "sirtaki"
@@ -316,25 +322,27 @@ def run_folder() -> Path:
 
 
 class JobBeacon:
-    """A socket that answers with what a job says of itself."""
+    """A socket at which this process answers requests with the state of its job."""
 
     def __init__(self, answer: Callable[[], Answer], *, folder: Path | None = None) -> None:
-        """Begins to listen.
+        """Start to listen.
 
         Args:
-            answer: says it; called in another thread.
-            folder: of the socket; None = the run folder.
+            answer: returns the state. Called in the socket's thread.
+            folder: folder of the socket. None = `run_folder()`.
 
         Raises:
-            OSError: no socket can be made there.
+            OSError: the socket cannot be created.
         """
         folder = run_folder() if folder is None else folder
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.stat().st_uid != os.getuid():
-            raise PermissionError(f"{folder} is another user's")
+            raise PermissionError(f"{folder} belongs to another user: remove it, or set XDG_RUNTIME_DIR")
         self._answer, self._pid = answer, os.getpid()
         self._path = folder / f"{self._pid}.{secrets.token_hex(4)}"
-        hidden = folder / f".{self._path.name}"  # until it listens: `look` would remove what refuses
+        hidden = (
+            folder / f".{self._path.name}"
+        )  # hidden until it listens, because `running_jobs` removes refusing sockets
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.bind(str(hidden))
@@ -343,7 +351,7 @@ class JobBeacon:
         except OSError:
             self._socket.close()
             raise
-        in_forked_children(self, lambda presence: presence._socket.close())  # they would keep it open, and never answer
+        in_forked_children(self, lambda presence: presence._socket.close())  # a child would keep it open unanswered
         self._thread = threading.Thread(target=self._serve, name="sirtaki-presence", daemon=True)
         self._thread.start()
         at_exit(self.close)
@@ -351,20 +359,20 @@ class JobBeacon:
     def _serve(self) -> None:
         while True:
             try:
-                asking, _ = self._socket.accept()
+                connection, _ = self._socket.accept()
             except OSError:
                 return
-            with asking, contextlib.suppress(OSError):
-                asking.settimeout(ANSWER_S)
+            with connection, contextlib.suppress(OSError):
+                connection.settimeout(ANSWER_S)
                 try:
-                    said = json.dumps(self._answer())
-                except Exception:  # the job is at its end, or just beginning
-                    logger.debug("nothing could be told", exc_info=True)
+                    answer = json.dumps(self._answer())
+                except Exception:  # the job is starting or ending
+                    logger.debug("no answer to a request for the job's state", exc_info=True)
                     continue
-                asking.sendall(said.encode())
+                connection.sendall(answer.encode())
 
     def close(self) -> None:
-        """Removes the socket; does nothing in a child that was forked."""
+        """Remove the socket. Does nothing in a forked child."""
         forget_at_exit(self.close)
         if os.getpid() != self._pid:
             return
@@ -376,8 +384,8 @@ class JobBeacon:
         self._thread.join(ANSWER_S)
 
 
-def look(folder: Path | None = None) -> Iterator[Answer]:
-    """Yields what each job of this user on this machine says of itself; removes what dead ones have left."""
+def running_jobs(folder: Path | None = None) -> Iterator[Answer]:
+    """Yield the state of each job of this user on this machine. Removes sockets of killed processes."""
     folder = run_folder() if folder is None else folder
     if not folder.is_dir():
         return
@@ -390,13 +398,13 @@ def look(folder: Path | None = None) -> Iterator[Answer]:
 
 
 def _ask(path: Path) -> Answer:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
-        asking.settimeout(ANSWER_S)
-        asking.connect(str(path))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(ANSWER_S)
+        connection.connect(str(path))
         parts = []
-        while part := asking.recv(65536):
+        while part := connection.recv(65536):
             parts.append(part)
-    said = json.loads(b"".join(parts))
-    if not isinstance(said, dict):
-        raise ValueError(said)
-    return said
+    answer = json.loads(b"".join(parts))
+    if not isinstance(answer, dict):
+        raise ValueError(answer)
+    return answer

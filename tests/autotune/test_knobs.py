@@ -111,13 +111,13 @@ def test_knobs_survive_json_and_can_be_keys(knobs: Knobs) -> None:
         {"cuts": [["1", 0, None]]},
     ],
 )
-def test_what_is_no_knobs_is_refused(broken: dict[str, Any]) -> None:
+def test_invalid_knobs_are_rejected(broken: dict[str, Any]) -> None:
     good = Knobs(unit_bytes=MIB, streams=1, transport=TransportKind.GLOO).to_json()
     with pytest.raises(PlanError):
         Knobs.from_json({**good, **broken})
 
 
-def test_units_are_compressed_by_what_is_chosen_for_their_class() -> None:
+def test_units_are_compressed_by_the_codec_of_their_size_class() -> None:
     layout = GradientLayout(sizes=(30_000, 400, 600, 20_000), names=("w", "b", "n", "e"), embeddings=("e",))
     cut = tuple(Cut(stop=stop) for stop in (30_000, 31_000, 51_000))
     lossy = Lossy(large="int8", embeddings="topk:0.01")
@@ -141,7 +141,7 @@ def test_nccl_reduces_units_in_the_way_that_is_chosen_for_their_size() -> None:
     assert [unit.nccl for unit in knobs.but(nccl=NcclWays(small=small)).to_plan(layout).units][:2] == [None, None]
 
 
-def test_what_nccl_may_be_told_is_told_nobody_else() -> None:
+def test_nccl_settings_apply_to_nccl_only() -> None:
     told = NcclWays(large=NcclWay.RING_SIMPLE)
     knobs = Knobs(unit_bytes=MIB, streams=1, transport=TransportKind.NCCL, nccl=told)
     space = KnobSpace(routes=(knobs.route, GLOO), nccl=(told, NcclWays(small=NcclWay.RING_LL)))
@@ -153,13 +153,13 @@ def test_what_nccl_may_be_told_is_told_nobody_else() -> None:
     assert replace(space, unit_bytes=(MIB, MIB), streams=(1,), routes=(knobs.route,)).has_choices
 
 
-def test_settings_of_before_nccl_could_be_told_are_as_they_were() -> None:
+def test_settings_without_nccl_knobs_are_unchanged() -> None:
     knobs = Knobs(unit_bytes=MIB, streams=1, transport=TransportKind.NCCL)
     assert "nccl" not in knobs.to_json()
     assert knobs.but(nccl=NcclWays()) == Knobs.from_json(knobs.to_json()) == knobs
     (unit,) = knobs.to_plan(GradientLayout(sizes=(4,))).to_json()["units"]
     assert "nccl" not in unit
-    with pytest.raises(PlanError, match="not knobs"):
+    with pytest.raises(PlanError, match="not valid knobs"):
         Knobs.from_json({**knobs.to_json(), "nccl": {"large": "ring/ll256"}})
 
 
@@ -209,7 +209,7 @@ SPACE = KnobSpace(
         {"algorithm": Algorithm.HIERARCHICAL},
     ],
 )
-def test_a_space_holds_what_every_knob_permits_and_nothing_else(outside: dict[str, Any]) -> None:
+def test_a_space_contains_exactly_the_permitted_values_of_every_knob(outside: dict[str, Any]) -> None:
     inside = {"unit_bytes": 2 * MIB, "streams": 2, "transport": TransportKind.GLOO}
     assert Knobs(**inside) in SPACE
     assert Knobs(**{**inside, **outside}) not in SPACE
@@ -333,7 +333,7 @@ def test_a_trial_survives_json(trial: Trial) -> None:
         {"knobs": None},
     ],
 )
-def test_what_is_no_trial_is_refused(broken: dict[str, Any]) -> None:
+def test_an_invalid_trial_is_rejected(broken: dict[str, Any]) -> None:
     good = Trial(arm="grid", knobs=KNOBS, iterations=2, span_s=0.1).to_json()
     with pytest.raises(TuningError, match="trial"):
         Trial.from_json({**good, **broken})

@@ -62,7 +62,7 @@ def test_the_interval_leaves_out_no_gain_exactly_where_scipys_test_rejects_it(n_
 
 
 @pytest.mark.parametrize("n_pairs", [6, 12, 24])
-def test_the_interval_holds_the_true_lead_as_often_as_it_says_whatever_the_noise(n_pairs: int) -> None:
+def test_the_interval_contains_the_true_lead_as_often_as_promised_under_any_noise(n_pairs: int) -> None:
     rng = np.random.default_rng(0)
     missed = np.zeros(2)
     for _ in range(2000):
@@ -103,12 +103,12 @@ def test_one_surprising_measurement_decides_nothing(surprise: float, place: int)
     assert found.gain.times == pytest.approx(math.exp(0.05), abs=0.003)
 
 
-def test_what_is_slower_in_each_of_a_few_pairs_is_given_up() -> None:
+def test_a_candidate_that_is_slower_in_each_of_a_few_pairs_is_given_up() -> None:
     pairs = compared([-0.05 + luck for luck in LUCK])
     assert (pairs.verdict, pairs.n_pairs) == (Verdict.SLOWER, GUESS_PAIRS)
 
 
-def test_what_gains_too_little_is_given_up_and_not_called_slower() -> None:
+def test_a_candidate_that_gains_too_little_is_given_up_and_not_called_slower() -> None:
     pairs = compared([0.005 + luck for luck in LUCK], least_gain=0.01)
     assert (pairs.verdict, pairs.n_pairs) == (Verdict.NOT_PROVED, GUESS_PAIRS)
 
@@ -120,13 +120,13 @@ def test_a_gain_that_an_earlier_job_has_proved_needs_fewer_pairs() -> None:
     assert pairs.pooled.high - pairs.pooled.low < earlier.high - earlier.low
     slower = compared([-0.05 + luck for luck in LUCK], looks=(FEWEST_PAIRS_KNOWN,), earlier=earlier)
     assert slower.verdict is Verdict.SLOWER
-    with pytest.raises(TuningError, match="from 6 on, not at"):
+    with pytest.raises(TuningError, match="each at least 6, found"):
         PairedComparison(looks=(FEWEST_PAIRS_KNOWN,), earlier=Gain(times=1.05, low=0.99, high=1.1))
 
 
 @pytest.mark.parametrize("looks", [(), (5,), (12, 12), (12, 6), (6, 12, 24)])
 def test_looks_that_prove_luck_are_refused(looks: tuple[int, ...]) -> None:
-    with pytest.raises(TuningError, match="one or two ascending numbers of pairs from 6 on"):
+    with pytest.raises(TuningError, match="one or two ascending numbers of pairs, each at least 6"):
         PairedComparison(looks=looks)
 
 
@@ -136,7 +136,7 @@ def test_a_host_that_others_use_and_a_baseline_that_drifts_are_doubts() -> None:
         rough.add(math.exp(lead), 1.0)
     assert rough.gain.low > 1.0
     assert rough.verdict is Verdict.NOT_PROVED
-    assert "others seem to use the host" in rough.doubt
+    assert "other jobs seem to use the host" in rough.doubt
     drifting = PairedComparison(looks=(FEWEST_PAIRS,), noise_before=0.02)
     for number, luck in enumerate(LUCK[:FEWEST_PAIRS]):
         drifting.add(math.exp(0.1 * number + 0.05 + luck), math.exp(0.1 * number))

@@ -55,12 +55,12 @@ def test_it_climbs_to_the_fastest_setting_within_its_budget() -> None:
     assert steps <= 200
 
 
-def test_where_nothing_helps_the_default_stays_whatever_the_noise() -> None:
+def test_where_nothing_helps_the_default_stays_under_any_noise() -> None:
     kept = [played(lambda knobs: 1.0, noise=0.05, seed=seed, budget=100)[0].result.knobs for seed in range(40)]
     assert sum(knobs != DEFAULT for knobs in kept) <= 2
 
 
-def test_a_search_and_its_last_proof_take_no_more_steps_than_is_said() -> None:
+def test_a_search_and_its_last_proof_take_at_most_the_stated_number_of_steps() -> None:
     spent = []
     for seed in range(60):
         session, steps = played(lambda knobs: 1.0 - 0.1 * len(knobs.kept), noise=0.02, seed=seed, budget=100)
@@ -101,7 +101,7 @@ def test_a_second_scatter_at_the_same_time_takes_the_memory_of_a_module() -> Non
 
 
 @pytest.mark.parametrize("helps", [True, False])
-def test_what_an_earlier_job_has_found_is_tried_first_and_dropped_if_it_is_wrong(helps: bool) -> None:
+def test_an_earlier_jobs_setting_is_tried_first_and_dropped_if_it_is_wrong(helps: bool) -> None:
     found = ShardKnobs(streams=8, ahead=2)
     session, steps = played(lambda knobs: 0.8 if (knobs == found) is helps else 1.0, first=found)
     assert (session.result.knobs == found) is helps
@@ -116,7 +116,7 @@ def test_where_an_earlier_job_has_found_nothing_faster_no_search_begins() -> Non
 def test_nothing_found_while_steps_scatter_is_no_answer() -> None:
     quiet, busy = (played(lambda knobs: 1.0, noise=noise, budget=100)[0] for noise in (0.01, 0.3))
     assert not quiet.result.doubt
-    assert "others seem to use the host" in busy.result.doubt
+    assert "other jobs seem to use the host" in busy.result.doubt
     assert not played(lambda knobs: 0.5 if knobs.kept else 1.0)[0].result.doubt, "a proved gain leaves none"
 
 
@@ -131,7 +131,7 @@ def test_with_too_small_a_budget_nothing_is_tried(budget: int) -> None:
     assert session.result.knobs == DEFAULT
 
 
-def test_modules_are_joined_up_to_so_many_bytes_and_never_with_what_travels_otherwise() -> None:
+def test_modules_are_coalesced_up_to_a_limit_and_only_with_modules_of_the_same_kind() -> None:
     space = replace(SPACE, whole_bytes=(60, 30, 20, 10, 100, 10, 10, 10, 10), joinable=(1, 2, 3, 4, 5, 6, 8))
     assert space.joining(60) == (2, 3, 6, 8)
     assert ShardKnobs(streams=1, joined=(2, 3, 6, 8)).buckets(9) == [
@@ -193,7 +193,7 @@ def drawn(rng: np.random.Generator, modules: int, *, node_ranks: int = 0) -> tup
     return step, space
 
 
-def test_a_steps_length_follows_from_what_waits_for_what() -> None:
+def test_the_length_of_a_step_follows_from_its_dependencies() -> None:
     link = ShardLink(latency_s=0.0, gathered={1: 100.0})
     step = ShardedStep(
         forward_s=(0.5, 0.5),
@@ -215,7 +215,7 @@ def test_a_steps_length_follows_from_what_waits_for_what() -> None:
 
 
 @pytest.mark.parametrize("node_ranks", [0, 2])
-def test_what_is_expected_to_be_fastest_is_nearly_the_best_of_all_settings(node_ranks: int) -> None:
+def test_the_setting_predicted_to_be_fastest_is_nearly_the_best_of_all(node_ranks: int) -> None:
     rng, behind, modes = np.random.default_rng(7), [], 3 if node_ranks else 2
     for _ in range(12):
         step, space = drawn(rng, 5, node_ranks=node_ranks)
@@ -235,7 +235,7 @@ def test_what_is_expected_to_be_fastest_is_nearly_the_best_of_all_settings(node_
     assert max(behind) < 0.03
 
 
-def test_joined_modules_are_expected_to_save_what_their_messages_take() -> None:
+def test_coalesced_modules_are_expected_to_save_the_cost_of_their_messages() -> None:
     link = ShardLink(latency_s=0.0, gathered={1: 100.0}, message_s=0.1)
     step = ShardedStep(
         forward_s=(0.5, 0.5),
@@ -286,7 +286,7 @@ def test_modules_are_joined_nearly_as_well_as_in_the_best_of_all_ways() -> None:
     assert max(behind) < 0.15
 
 
-def test_a_search_that_knows_the_step_needs_few_steps_and_drops_what_was_wrong() -> None:
+def test_a_search_with_a_model_of_the_step_needs_few_steps_and_drops_wrong_settings() -> None:
     rng = np.random.default_rng(11)
     for _ in range(5):
         step, space = drawn(rng, 9)

@@ -15,11 +15,11 @@ from sirtaki.autotune.sparse import (
     VolumeModel,
     coverage,
     dense_bytes,
+    elbow,
     horovod_bytes,
-    knee,
+    saturation_size,
     summarise,
     traffic,
-    until_little_is_gained,
 )
 from sirtaki.comm.sparse.plan import GATHER, SparsePath, SparsePlan
 from sirtaki.comm.sparse.worker import RowFormat
@@ -35,8 +35,8 @@ RANKS = 4
 
 def test_counts_are_exact() -> None:
     counts = TouchCounts()
-    counts.note([np.array([0, 2]), np.array([2, 5])], 3)
-    counts.note([np.array([2]), np.array([], dtype=np.int64)], 1)
+    counts.add([np.array([0, 2]), np.array([2, 5])], 3)
+    counts.add([np.array([2]), np.array([], dtype=np.int64)], 1)
     assert (counts.rows.tolist(), counts.counts.tolist()) == ([0, 2, 5], [1, 3, 1])
     assert counts.of([1, 2, 5, 9]).tolist() == [0, 3, 1, 0]
     assert TouchCounts().of([0, 7]).tolist() == [0, 0]
@@ -45,16 +45,16 @@ def test_counts_are_exact() -> None:
 
 
 def test_the_knee_is_farthest_above_the_chord() -> None:
-    assert knee(coverage(np.array([50, 40, 4, 3, 2, 1]))) == 2
-    assert knee(coverage(np.ones(8, dtype=np.int32))) == 0  # all are alike
-    assert knee(np.array([])) == 0
+    assert elbow(coverage(np.array([50, 40, 4, 3, 2, 1]))) == 2
+    assert elbow(coverage(np.ones(8, dtype=np.int32))) == 0  # all are alike
+    assert elbow(np.array([])) == 0
 
 
 def test_the_hot_set_grows_until_a_step_gains_little() -> None:
     curve = coverage(np.array([400, 300, 200, *[1] * 100]))
-    assert until_little_is_gained(curve, step=1, least=0.01) == 3
-    assert until_little_is_gained(curve, step=1000, least=0.01) == len(curve)
-    assert until_little_is_gained(np.array([])) == 0
+    assert saturation_size(curve, step=1, least=0.01) == 3
+    assert saturation_size(curve, step=1000, least=0.01) == len(curve)
+    assert saturation_size(np.array([])) == 0
 
 
 # ── bytes and rows of a reduction, against what is counted by hand ────────────────────────────────────────────────────
@@ -66,7 +66,7 @@ def by_hand() -> TouchCounts:
     """Rows 0 to 9 by all ranks in both iterations, and ten rows that a rank has for itself."""
     found = TouchCounts()
     for _ in range(2):
-        found.note([np.r_[0:10, 100 + 10 * rank : 110 + 10 * rank] for rank in range(RANKS)], 50)
+        found.add([np.r_[0:10, 100 + 10 * rank : 110 + 10 * rank] for rank in range(RANKS)], 50)
     return found
 
 
@@ -109,7 +109,7 @@ def test_dense_costs_all_rows_and_a_little_more_than_without_flags() -> None:
 
 def test_totals_alone_are_enough_for_ways_without_hot_rows() -> None:
     totals = TouchCounts()
-    totals.note_totals(80, 20, 50)
+    totals.add_totals(80, 20, 50)
     for path in (SparsePath.GATHER, SparsePath.OWNER, SparsePath.BLOCKS, SparsePath.DENSE):
         assert traffic(SparsePlan(path=path), FORM, RANKS, totals) == of(SparsePlan(path=path))
 
@@ -121,7 +121,7 @@ def model(chances: np.ndarray, *, width: int = 64, ranks: int = RANKS) -> Volume
     drawn, counts = np.random.default_rng(3), TouchCounts()
     for _ in range(8):
         by_rank = [np.flatnonzero(drawn.random(len(chances)) < chances) for _ in range(ranks)]
-        counts.note(by_rank, len(np.unique(np.concatenate(by_rank))))
+        counts.add(by_rank, len(np.unique(np.concatenate(by_rank))))
     shape = RowFormat(len(chances), width, torch.float32)
     return VolumeModel(shape, ranks, counts, PACE)
 
@@ -131,7 +131,7 @@ def zipf_chances(rows: int, looked_up: int, exponent: float) -> np.ndarray:
     return 1.0 - np.exp(-looked_up * share / share.sum())
 
 
-def test_dense_costs_the_same_whoever_touches_what() -> None:
+def test_dense_costs_the_same_for_all_access_patterns() -> None:
     few, many = model(np.full(10_000, 0.001)), model(np.full(10_000, 0.9))
     plan = SparsePlan(path=SparsePath.DENSE)
     assert few.seconds(plan) == pytest.approx(1e-4 + 10_000 * 65 * 4 / (1e8 / 1.5), rel=0.02)
@@ -179,7 +179,7 @@ def test_blocks_are_larger_where_neighbours_are_touched_together() -> None:
     assert alone.block_rows == 1
 
 
-def test_what_would_not_fit_is_not_tried_dense() -> None:
+def test_dense_is_not_tried_if_it_does_not_fit_into_memory() -> None:
     huge = VolumeModel(RowFormat(1 << 30, 64, torch.float32), RANKS, model(np.full(100, 0.5)).counts, PACE)
     assert huge.best_of(SparsePath.DENSE) is None
     assert SparsePath.DENSE not in {plan.path for plan in huge.ranked()}
@@ -192,13 +192,13 @@ def of_two() -> TouchCounts:
     """Rows 0 to 9 by both ranks, and rows of their own, thirty each."""
     found = TouchCounts()
     for _ in range(3):
-        found.note([np.r_[0:10, 100:130], np.r_[0:10, 200:230]], 70)
+        found.add([np.r_[0:10, 100:130], np.r_[0:10, 200:230]], 70)
     return found
 
 
 def told(decision: SparseDecision) -> SparseSummary:
     totals = TouchCounts()
-    totals.note_totals(60, 30, 55)
+    totals.add_totals(60, 30, 55)
     return summarise(decision, FORM, name="table", ranks=2, looked_up=55.0, counts=totals)
 
 
@@ -212,7 +212,7 @@ def tried() -> SparseDecision:
     )
 
 
-def test_it_says_what_was_touched_and_which_part_of_it_hot_rows_are() -> None:
+def test_the_summary_reports_touched_rows_and_the_share_of_frequent_rows() -> None:
     found = told(tried())
     assert (found.density, found.touched, found.popular_rows) == (0.07, 80, 10)
     assert found.popular_share == pytest.approx(20 / 80)
@@ -227,7 +227,7 @@ def test_ways_have_their_times_and_bytes_and_the_chosen_ones_are_compared() -> N
     ]
     assert found.n_bytes == pytest.approx(10 * 36 + 30 * 36)  # a ring of two brings a tensor once
     assert (found.dense_bytes, found.horovod_bytes) == (32_000, 55 * 40)
-    assert "7.00% of rows in an iteration, 10 of them are 25% of touches; by hot_cold (10 hot rows" in found.describe()
+    assert "7.00% of rows in an iteration, 10 of them get 25% of accesses; by hot_cold (10 hot rows" in found.describe()
 
 
 def test_without_hot_rows_the_popular_ones_are_those_before_the_knee() -> None:
@@ -236,7 +236,7 @@ def test_without_hot_rows_the_popular_ones_are_those_before_the_knee() -> None:
     assert told(decision).popular_rows == 10
 
 
-def test_a_fixed_way_is_told_without_a_curve() -> None:
+def test_a_fixed_algorithm_is_reported_without_a_curve() -> None:
     found = told(FIXED)
     assert (found.plan, found.curve, found.popular_share) == ("owner", (), 0.0)
     assert (found.density, len(found.ways), found.ways[0].measured_s) == (0.055, 1, None)
@@ -253,6 +253,6 @@ def test_it_can_be_written_down_and_read_again() -> None:
     "wrong",
     [{"n_rows": 0}, {"union": -1}, {"plan": "by air"}, {"ways": [1]}, {"curve": [[1]]}, {"dense_bytes": float("nan")}],
 )
-def test_what_is_wrong_with_a_log_is_refused(wrong: dict[str, object]) -> None:
+def test_an_invalid_log_of_accesses_is_rejected(wrong: dict[str, object]) -> None:
     with pytest.raises((KeyError, TypeError, ValueError)):
         SparseSummary.from_json({**told(tried()).to_json(), **wrong})

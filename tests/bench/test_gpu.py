@@ -25,7 +25,7 @@ import sys, time
 from pathlib import Path
 from types import SimpleNamespace
 sys.path.insert(0, "tests")
-from bench.gpu.runner import Part, Runner
+from bench.gpu.runner import BenchPart, Runner
 
 def run(run):
     with run.check("first"):
@@ -34,7 +34,7 @@ def run(run):
 
 sys.modules["bench.gpu.parts.played"] = SimpleNamespace(run=run)
 runner = Runner(Path(sys.argv[1]), dry=True, slack=1.0)
-runner.run(Part(name="played", limit_s={limit_s}, ranks={ranks}))
+runner.run(BenchPart(name="played", limit_s={limit_s}, ranks={ranks}))
 """
 
 
@@ -69,7 +69,7 @@ def played(tmp_path: Path, body: str, ranks: int = 1, limit_s: float = 90.0) -> 
     ],
     ids=["hangs", "is-skipped", "raises", "passes"],
 )
-def test_what_a_part_has_checked_is_kept_however_it_ends(tmp_path: Path, body: str, status: str) -> None:
+def test_the_finished_checks_of_a_part_are_kept_however_it_ends(tmp_path: Path, body: str, status: str) -> None:
     line = played(tmp_path, body, limit_s=12.0 if status == "timed out" else 90.0)
     assert line["status"] == status
     assert line["checks"][0]["check"] == "first"
@@ -129,7 +129,7 @@ def test_the_whole_script_runs_without_a_gpu(tmp_path: Path) -> None:
 # ── what is installed on the machine ─────────────────────────────────────────────────────────────────────────────────
 
 
-def test_wheels_and_what_is_assumed_are_all_that_sirtaki_needs() -> None:
+def test_wheels_and_assumed_packages_meet_all_requirements_of_sirtaki() -> None:
     versions = {each.name: next(iter(each.specifier)).version for each in wheels()}
     present = {each.name for each in assumed()}
     lacking = [need for need in needs(own_metadata(), "3.12") if not satisfied(need, versions, present)]
@@ -139,7 +139,7 @@ def test_wheels_and_what_is_assumed_are_all_that_sirtaki_needs() -> None:
     assert not satisfied(Requirement("setuptools>=200"), versions, present)
 
 
-def test_what_an_image_lacks_is_named() -> None:
+def test_packages_that_an_image_lacks_are_named() -> None:
     lacking = missing([Requirement("torch>=2.4"), Requirement("torch>=99"), Requirement("no-such-package")])
     assert [str(each) for each in lacking] == ["torch>=99", "no-such-package"]
 

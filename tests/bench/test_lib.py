@@ -55,7 +55,7 @@ def flow_bits_per_s(lab: NetLab) -> float:
 
 
 @pytest.mark.parametrize(("user", "tools", "reason"), [(1000, "/usr/bin/x", "need root"), (0, None, "not installed")])
-def test_a_machine_that_cannot_emulate_a_cluster_says_why(monkeypatch, user, tools, reason):
+def test_a_machine_that_cannot_emulate_a_cluster_reports_the_reason(monkeypatch, user, tools, reason):
     monkeypatch.setattr(os, "geteuid", lambda: user)
     monkeypatch.setattr("shutil.which", lambda tool: tools)
     assert reason in (why_unavailable() or "")
@@ -285,7 +285,7 @@ def test_resnet_152_takes_as_long_as_the_asc_wfbp_paper_measured():
     assert workload("resnet152").backward_s == pytest.approx(0.182, rel=0.1)
 
 
-def test_no_step_is_shorter_than_what_its_link_and_its_order_of_gradients_allow() -> None:
+def test_no_step_is_shorter_than_its_link_and_its_order_of_gradients_allow() -> None:
     layout = GradientLayout(sizes=(10, 30, 60), names=("last", "middle", "first"))
     net = Workload(name="net", layout=layout, compute_shares=(0.5, 0.3, 0.2), backward_s=1.0)
     # A third of 0.3 s is the forward pass; the last layer's gradient comes 0.1 s later, and then all must be sent.

@@ -52,7 +52,7 @@ def test_a_table_is_the_same_when_it_is_read_again() -> None:
 
 @EVERY_JOB
 @pytest.mark.parametrize("seed", range(3))
-def test_what_the_table_says_is_fastest_is_kept(name: str, seed: int) -> None:
+def test_the_fastest_setting_of_the_table_is_kept(name: str, seed: int) -> None:
     landscape = only_nccl(job(modelled(2), name))
     result = tune(landscape, noise=0.02, seed=seed)
     fastest = min(in_every_way(landscape), key=landscape.span_s)
@@ -63,12 +63,12 @@ def test_what_the_table_says_is_fastest_is_kept(name: str, seed: int) -> None:
 
 
 @EVERY_JOB
-def test_where_nccl_decides_right_probes_leave_nothing_to_tell_it(name: str) -> None:
+def test_where_nccl_decides_right_probes_leave_no_settings_to_try(name: str) -> None:
     assert job(modelled(1), name).space.nccl == ()
 
 
 @EVERY_JOB
-def test_where_nccl_decides_right_the_default_stays_whatever_is_tried(name: str) -> None:
+def test_where_nccl_decides_right_the_default_stays_after_all_trials(name: str) -> None:
     """But for chance: an equal setting is called faster in at most 3 % of comparisons."""
     landscape = only_nccl(job(modelled(1), name))
     landscape.space = replace(landscape.space, nccl=ALL_WAYS)

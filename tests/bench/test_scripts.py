@@ -31,7 +31,7 @@ NO_BENCHMARKS = ("demo", "gpu_wheels", "tuning_picture")
 
 
 @pytest.mark.parametrize("script", sorted(path.stem for path in BENCH.glob("*.py") if path.stem not in NO_BENCHMARKS))
-def test_every_benchmark_says_what_it_takes(
+def test_the_help_of_every_benchmark_lists_its_flags(
     script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", [script, "--help"])
@@ -55,7 +55,7 @@ def test_parts_have_to_gain_where_links_are_slow_and_to_cost_next_to_nothing_els
     assert (early.met, advised.met) == (met, True)
 
 
-def test_a_choice_for_memory_must_fit_and_be_the_fastest_of_what_fits() -> None:
+def test_a_remedy_for_memory_must_fit_and_be_the_fastest_that_fits() -> None:
     budget = THERE + 4 * (LEFT + OUTPUT) - LEFT
     fittings = [fit(memories.recording(), Baseline.of(memories.job()), budget_bytes=budget)]
     chosen, other = list(ways_of(fittings))[1:]
@@ -72,7 +72,7 @@ def test_a_choice_for_memory_must_fit_and_be_the_fastest_of_what_fits() -> None:
     assert not judged(1.0, 2.0, chosen=2 * budget)
 
 
-def test_a_wrong_clock_is_anothers_unless_nobody_knows() -> None:
+def test_a_wrong_clock_belongs_to_another_host_unless_hosts_are_equal() -> None:
     true = recordings.recording()
     told = with_wrong_clock(true, by_s=0.05, drift=0.0)
     assert told.ranks[1].iterations[0].begin_s == pytest.approx(true.ranks[1].iterations[0].begin_s + 0.05)

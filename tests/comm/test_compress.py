@@ -20,7 +20,7 @@ FINEST = {torch.int8: 1 / 254, torch.float8_e4m3fn: 1 / 16}
 
 @pytest.mark.parametrize("codec", CODECS)
 @given(count=st.integers(0, 700), seed=st.integers(0, 99), decades=st.integers(-30, 30))
-def test_numbers_come_out_close_to_what_they_were(codec: Blockwise, count: int, seed: int, decades: int) -> None:
+def test_decoded_numbers_are_close_to_the_originals(codec: Blockwise, count: int, seed: int, decades: int) -> None:
     values = torch.randn(count, generator=torch.Generator().manual_seed(seed)) * 10.0**decades
     packed = codec.pack(values)
     assert packed.dtype is torch.uint8
@@ -34,7 +34,7 @@ def test_numbers_come_out_close_to_what_they_were(codec: Blockwise, count: int, 
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_what_is_not_finite_stays_so_and_spoils_its_block_only(codec: Blockwise, value: float) -> None:
+def test_non_finite_numbers_stay_non_finite_and_affect_only_their_block(codec: Blockwise, value: float) -> None:
     values = torch.ones(3 * codec.block)
     values[codec.block + 1] = value
     back = codec.unpack(codec.pack(values), values.numel())
@@ -53,18 +53,18 @@ def test_an_object_with_the_two_methods_is_a_codec() -> None:
     assert not isinstance(object(), Codec)
 
 
-def test_what_is_owed_goes_on_where_it_fits() -> None:
+def test_residuals_are_kept_where_they_fit() -> None:
     before, now = Feedback(), Feedback()
-    before.owed |= {"kept": torch.ones(3), "other shape": torch.ones(2), "gone": torch.ones(1)}
+    before.residuals |= {"kept": torch.ones(3), "other shape": torch.ones(2), "gone": torch.ones(1)}
     before.factors["kept[0:]"] = torch.ones(2, 1)
-    now.owed |= {"kept": torch.zeros(3), "other shape": torch.full((4,), 5.0), "new": torch.full((2,), 5.0)}
-    lying = now.owed["kept"]  # in a flat buffer, which is written in place
+    now.residuals |= {"kept": torch.zeros(3), "other shape": torch.full((4,), 5.0), "new": torch.full((2,), 5.0)}
+    lying = now.residuals["kept"]  # in a flat buffer, which is written in place
     now.load_state_dict(before.state_dict())
-    before.owed["kept"].zero_()
+    before.residuals["kept"].zero_()
     assert torch.equal(lying, torch.ones(3))
-    assert not now.owed["other shape"].any()
-    assert not now.owed["new"].any()
-    assert torch.equal(now.owed["gone"], torch.ones(1))
+    assert not now.residuals["other shape"].any()
+    assert not now.residuals["new"].any()
+    assert torch.equal(now.residuals["gone"], torch.ones(1))
     assert torch.equal(now.factors["kept[0:]"], torch.ones(2, 1))
 
 
@@ -75,7 +75,7 @@ def test_parts_and_ranks_out_of_range_are_refused(wrong: object) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_rounded_numbers_are_within_half_a_digit_and_what_is_too_large_is_the_largest(dtype: torch.dtype) -> None:
+def test_rounded_numbers_are_within_half_a_digit_and_too_large_ones_saturate(dtype: torch.dtype) -> None:
     codec, largest = Rounded(dtype), torch.finfo(dtype).max
     values = torch.tensor([1.2345678, -3e-3, 7e4, -3e38, math.inf, -math.inf, math.nan])
     packed = codec.pack(values)
@@ -100,6 +100,6 @@ def test_compressors_are_known_by_one_name_each() -> None:
 
 
 @pytest.mark.parametrize("text", ["int4", "", "int8:2", "topk:0", "topk:nan", "topk:", "topk:1.5", "powersgd:0.5"])
-def test_what_is_no_compressor_is_refused_with_those_that_there_are(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no compressor; there are fp16, bf16, int8, fp8"):
+def test_an_unknown_codec_is_rejected_with_the_known_ones(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not a compressor; compressors are fp16, bf16, int8, fp8"):
         compressor_name(text)

@@ -11,7 +11,7 @@ from fakes.cuda import FakeCuda
 from sirtaki.comm.device import HOST, POOL_STREAMS, CudaDevice, Device, copy_
 
 
-def test_what_is_launched_has_been_done_also_beside_and_on_other_streams() -> None:
+def test_launched_operations_are_done_also_beside_and_on_other_streams() -> None:
     device, done = Device(), list[int]()
     device.launch(done.append, 1)
     with device.beside():
@@ -52,7 +52,7 @@ def cuda() -> Iterator[FakeCuda]:
         yield made
 
 
-def test_packing_follows_what_was_launched_and_has_no_order_to_what_comes_later(cuda: FakeCuda) -> None:
+def test_packing_follows_launched_operations_and_is_unordered_with_later_ones(cuda: FakeCuda) -> None:
     device = CudaDevice(0)
     flat, gradient = torch.zeros(4, device="cuda"), torch.ones(4, device="cuda")
     with device.beside():
@@ -93,7 +93,7 @@ def test_memory_is_kept_until_it_has_been_read(kept: bool, cuda: FakeCuda) -> No
     assert bool(cuda.races) is not kept
 
 
-def test_what_is_kept_is_freed_once_it_has_been_read(cuda: FakeCuda) -> None:
+def test_kept_tensors_are_freed_once_they_have_been_read(cuda: FakeCuda) -> None:
     device = CudaDevice(0)
     gradients = [torch.ones(4, device="cuda") for _ in range(2)]
     alive = [weakref.ref(gradient) for gradient in gradients]
@@ -107,7 +107,7 @@ def test_what_is_kept_is_freed_once_it_has_been_read(cuda: FakeCuda) -> None:
     assert all(one() is None for one in alive)
 
 
-def test_copies_of_what_packing_overwrites_are_made_on_the_users_stream(cuda: FakeCuda) -> None:
+def test_copies_of_tensors_that_packing_overwrites_run_on_the_users_stream(cuda: FakeCuda) -> None:
     device = CudaDevice(0)
     flat = torch.zeros(4, device="cuda")
     with device.beside():
@@ -121,7 +121,7 @@ def test_copies_of_what_packing_overwrites_are_made_on_the_users_stream(cuda: Fa
     assert not cuda.races
 
 
-def test_only_timed_events_tell_seconds(cuda: FakeCuda) -> None:
+def test_only_timed_events_measure_seconds(cuda: FakeCuda) -> None:
     device = CudaDevice(0)
     begin = device.record_event(timed=True)
     torch.ones(4, device="cuda").add_(1.0)
@@ -151,7 +151,7 @@ def test_memory_is_page_locked_as_long_as_its_tensor_lives(cuda: FakeCuda) -> No
     assert len(cuda.blocking) == 1
 
 
-def test_streams_are_handed_out_once_as_long_as_there_are_others(cuda: FakeCuda) -> None:
+def test_streams_are_reused_only_if_no_other_is_left(cuda: FakeCuda) -> None:
     device = CudaDevice(0)
     own = {device.make_stream().cuda_stream for _ in range(POOL_STREAMS - 1)}
     assert len(own) == POOL_STREAMS - 1

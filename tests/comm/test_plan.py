@@ -143,7 +143,7 @@ def test_reordering_moves_sizes_and_names_together_and_can_be_undone(
 
 @pytest.mark.parametrize("order", [(), (0, 1), (0, 1, 1), (0, 1, 3), (0, 1, 2, 2)])
 def test_an_order_must_name_each_gradient_once(order: tuple[int, ...]) -> None:
-    with pytest.raises(PlanError, match="name each of them once"):
+    with pytest.raises(PlanError, match="contain each index once"):
         GradientLayout(sizes=(1, 2, 3)).reordered(order)
 
 
@@ -156,7 +156,7 @@ def test_impossible_layouts_are_refused() -> None:
         GradientLayout(sizes=(1, 2), names=("a",))
 
 
-def test_a_range_is_told_by_the_names_of_its_gradients() -> None:
+def test_a_range_is_described_by_the_names_of_its_gradients() -> None:
     layout = GradientLayout(sizes=(10, 0, 5, 3), names=("a", "b", "c", "d"))
     assert layout.describe(0, 4) == "a"
     assert layout.describe(0, 18) == "a … d (4)"

@@ -82,7 +82,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Make:
             return Transport(route, max_streams=most, threads=threads.get(route, ()), descriptors=stream_descriptors)
 
         monkeypatch.setattr(Router, "_possible", lambda self: routes)
-        monkeypatch.setattr(Router, "_make", transport)
+        monkeypatch.setattr(Router, "_create", transport)
         control: Any = SimpleNamespace(
             rank=0,
             size=2,
@@ -143,7 +143,7 @@ def test_units_go_straight_only_where_packets_between_more_than_two_ranks_take_l
     assert isinstance(router.transports[GLOO, FLAT], DirectTransport) is direct
 
 
-def test_routes_that_cannot_be_made_are_left_out_and_told_by_rank_0(
+def test_routes_that_cannot_be_created_are_left_out_and_logged_by_rank_0(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -223,14 +223,14 @@ def test_streams_that_could_not_be_opened_are_an_error_and_half_of_them_are_not_
     assert len(gloo.opened) == 2
 
 
-def test_what_all_ranks_cannot_have_together_is_not_begun(make: Make) -> None:
+def test_resources_that_some_rank_lacks_are_not_opened(make: Make) -> None:
     router = make(stream_descriptors=5)
     asked: list[str] = []
 
     def agree(problem: str) -> None:
         asked.append(problem)
         if len(asked) == 2:
-            raise TransportError("rank 1: 10 more descriptors cannot be had")
+            raise TransportError("rank 1: 10 more descriptors cannot be opened")
 
     router._control.agree_on_success = agree  # type: ignore[method-assign]
     for streams in (2, 1, 2):  # after the first there is nothing more to have
@@ -266,7 +266,7 @@ def test_a_wait_ends_with_the_last_work_or_when_it_is_interrupted(make: Make) ->
     assert router.wait_for([])
 
 
-def test_who_has_left_is_to_blame_for_a_connection_that_broke(make: Make) -> None:
+def test_a_rank_that_has_left_is_blamed_for_a_broken_connection(make: Make) -> None:
     router = make()
     router._control.failures.report(PeerLostError("rank 1 has ended"))
     with pytest.raises(PeerLostError, match="rank 1 has ended"):
@@ -341,7 +341,7 @@ def test_where_memory_cannot_be_shared_everything_goes_without(
         buffer = router.allocate(4, torch.float32)
     assert buffer.mirror is not None
     assert buffer.mirror.peers == ()
-    assert "no memory files here; MPI or Gloo carry gradients within the nodes, too" in caplog.text
+    assert "no memory files here; gradients within nodes are sent over MPI or Gloo, too" in caplog.text
     assert tried == [1, 16][: fails_at + 1]
     # What was made to go over shared memory is made anew.
     assert staged.closed == fails_at
@@ -378,8 +378,7 @@ def job(
         **{
             "store": lambda: ("the store", "10.0.0.1"),
             "next_prefix": lambda: "sirtaki/7",
-            "duplicate": lambda: None,
-            "duplicate_cross": lambda: None,
+            "duplicate": lambda **_: None,
             **more,
         },
     )
@@ -452,7 +451,7 @@ def test_where_the_store_cannot_be_reached_gloo_is_left_out() -> None:
 def test_all_nccl_transports_use_one_pool_and_nothing_is_opened_before_it_is_wanted() -> None:
     opener = LoneOpener()
     made = job(NODES, nccl=opener, device=Streams())
-    flat, tree = (made._make((TransportKind.NCCL, algorithm)) for algorithm in Algorithm)
+    flat, tree = (made._create((TransportKind.NCCL, algorithm)) for algorithm in Algorithm)
     assert type(flat) is NcclTransport
     assert type(tree) is NcclHierarchicalTransport
     assert opener.opened == []

@@ -63,7 +63,7 @@ LEVELS = [*((size, kind, None) for size in (2, 3, 4) for kind in KINDS), (4, Tra
     ),
     streams=st.integers(1, 4),
 )
-def test_operations_under_way_at_the_same_time_give_what_one_process_gives(
+def test_concurrent_operations_equal_one_process(
     size: int,
     kind: TransportKind,
     local_size: int | None,
@@ -103,7 +103,7 @@ def test_operations_under_way_at_the_same_time_give_what_one_process_gives(
     with_lanes(size, kind, act, local_size=local_size)
 
 
-def test_what_a_rank_has_gathered_is_its_own_until_it_lets_go_of_it_however_many_gathers_follow() -> None:
+def test_a_gathered_tensor_belongs_to_its_rank_until_it_is_released() -> None:
     def act(lanes: ShardLanes, rank: int) -> None:
         lanes.reserve(shard_bytes=800, whole_bytes=800)
 
@@ -175,7 +175,7 @@ def test_packed_shards_come_close_and_are_the_same_on_all_ranks(
     assert all(torch.equal(gathered[0], each) for each in gathered.values())
 
 
-def test_what_cannot_be_packed_travels_as_it_is_and_what_is_not_finite_stays_so() -> None:
+def test_unpackable_tensors_are_sent_unchanged_and_non_finite_values_stay_so() -> None:
     def act(lanes: ShardLanes, rank: int) -> None:
         whole, part = torch.zeros(4000), torch.zeros(2000)
         mine = torch.full((2000,), 1.0)
@@ -201,7 +201,9 @@ def test_what_cannot_be_packed_travels_as_it_is_and_what_is_not_finite_stays_so(
     ("kind", "error"), [(TransportKind.GLOO, StallError), (TransportKind.SHARED_MEMORY, MismatchError)]
 )
 @pytest.mark.parametrize("other", ["size", "label of a gather", "label of a scatter", "operation"])
-def test_ranks_that_submit_something_else_are_told_so(kind: TransportKind, error: type[CommError], other: str) -> None:
+def test_ranks_that_submit_different_operations_get_an_error(
+    kind: TransportKind, error: type[CommError], other: str
+) -> None:
     def act(lanes: ShardLanes, rank: int) -> None:
         numel, label = 100 + rank * (other == "size"), rank * other.startswith("label")
         lanes.reserve(shard_bytes=4000, whole_bytes=8000)
@@ -220,7 +222,7 @@ def test_ranks_that_submit_something_else_are_told_so(kind: TransportKind, error
     ("kind", "error"), [(TransportKind.GLOO, StallError), (TransportKind.SHARED_MEMORY, MismatchError)]
 )
 @pytest.mark.parametrize("scatters", [False, True])
-def test_ranks_that_join_other_tensors_of_the_same_sizes_are_told_so(
+def test_ranks_that_coalesce_different_tensors_of_equal_sizes_get_an_error(
     kind: TransportKind, error: type[CommError], scatters: bool
 ) -> None:
     def act(lanes: ShardLanes, rank: int) -> None:
@@ -238,7 +240,7 @@ def test_ranks_that_join_other_tensors_of_the_same_sizes_are_told_so(
 
 
 @pytest.mark.lengthy
-def test_no_thread_is_left_waiting_when_lanes_are_closed_whose_job_has_failed() -> None:
+def test_no_thread_keeps_waiting_when_lanes_of_a_failed_job_are_closed() -> None:
     before = set(threading.enumerate())
 
     def act(lanes: ShardLanes, rank: int) -> None:
@@ -252,7 +254,7 @@ def test_no_thread_is_left_waiting_when_lanes_are_closed_whose_job_has_failed() 
 
 @pytest.mark.lengthy
 @pytest.mark.parametrize(("size", "kind", "local_size"), LEVELS)
-def test_who_waits_for_a_rank_that_is_gone_is_told(size: int, kind: TransportKind, local_size: int | None) -> None:
+def test_waiting_for_a_rank_that_has_exited_is_an_error(size: int, kind: TransportKind, local_size: int | None) -> None:
     def act(lanes: ShardLanes, rank: int) -> None:
         if rank == 1:
             raise CommError("gone")

@@ -120,7 +120,7 @@ def _nobody() -> None:
     recorder.stop()
 
 
-def test_nobody_records_until_somebody_does() -> None:
+def test_nothing_is_recorded_without_a_recorder() -> None:
     mine = Ends()
     assert recorder.current is None
     assert not recorder.times_wanted()

@@ -85,7 +85,7 @@ def reduction(tensor: torch.Tensor, target: torch.Tensor | None = None, **option
     slots=st.integers(0, 3),
     streams=st.integers(1, 3),
 )
-def test_each_element_is_reduced_once_whatever_the_slots_and_streams(
+def test_each_element_is_reduced_once_with_any_slots_and_streams(
     numels: list[int], dtypes: list[torch.dtype], slots: int, streams: int
 ) -> None:
     pipeline, router, _ = build(slots=slots, streams=streams)
@@ -131,7 +131,7 @@ def test_a_part_of_the_result_may_be_all_that_is_wanted(slots: int) -> None:
     assert torch.equal(source, torch.arange(100.0))
 
 
-def test_what_follows_is_done_before_anybody_hears_of_the_end() -> None:
+def test_callbacks_run_before_any_waiter_returns() -> None:
     pipeline, _, _ = build()
     told: list[str] = []
     each = reduction(torch.ones(3), then=lambda: told.append("then"))
@@ -150,7 +150,7 @@ def test_an_empty_tensor_is_done_at_once() -> None:
     assert not router.units
 
 
-def test_who_waits_for_a_time_may_come_back() -> None:
+def test_a_timed_wait_can_be_repeated() -> None:
     pipeline, router, _ = build(slots=1)
     router.moving.clear()
     each = reduction(torch.ones(20))
@@ -161,7 +161,7 @@ def test_who_waits_for_a_time_may_come_back() -> None:
     assert torch.equal(each.target, torch.full((20,), 2.0))
 
 
-def test_whoever_drives_ends_what_others_wait_for() -> None:
+def test_draining_completes_all_pending_reductions() -> None:
     pipeline, _, _ = build(slots=1)
     reductions = [reduction(torch.ones(50)) for _ in range(3)]
     for each in reductions:
@@ -170,7 +170,7 @@ def test_whoever_drives_ends_what_others_wait_for() -> None:
     assert all(each.ended.done() for each in reductions)
 
 
-def test_a_rank_that_does_not_come_is_told_after_the_time_limit() -> None:
+def test_a_rank_that_does_not_take_part_is_reported_after_the_time_limit() -> None:
     pipeline, router, _ = build()
     router.moving.clear()
     each = reduction(torch.ones(20), timeout_s=0.05)
@@ -197,7 +197,7 @@ def test_a_failure_ends_all_that_is_under_way_and_all_that_comes(where: str) -> 
         pipeline.submit(reduction(torch.ones(3)))
 
 
-def test_what_a_rank_did_before_it_left_counts() -> None:
+def test_operations_of_a_rank_before_it_left_count() -> None:
     pipeline, router, failures = build()
     router.moving.clear()
     each = reduction(torch.ones(20))
@@ -208,7 +208,7 @@ def test_what_a_rank_did_before_it_left_counts() -> None:
     assert torch.equal(each.target, torch.full((20,), 2.0))
 
 
-def test_a_result_that_cannot_be_put_away_is_told() -> None:
+def test_a_result_that_cannot_be_stored_is_reported() -> None:
     pipeline, _, _ = build()
 
     def fail() -> None:
@@ -221,7 +221,7 @@ def test_a_result_that_cannot_be_put_away_is_told() -> None:
 
 
 @pytest.mark.parametrize("slots", [0, 1])
-def test_what_cannot_be_sent_fails_with_all_that_is_under_way(slots: int) -> None:
+def test_an_unsendable_unit_fails_with_all_units_in_flight(slots: int) -> None:
     pipeline, router, _ = build(slots=slots)
     first, second = reduction(torch.ones(40)), reduction(torch.ones(40))
     pipeline.submit(first)

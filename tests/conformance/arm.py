@@ -1,4 +1,4 @@
-"""What every arm must do, whatever it does: plain checks, each given a way to make a fresh arm.
+"""Checks of the contract that every arm must meet. Each check gets a function that creates a fresh arm.
 
 Use: `@pytest.mark.parametrize("check", ARM_CHECKS)` and call `check(make)`.
 """
@@ -39,7 +39,7 @@ PLANNED = Knobs(
 
 
 def span_of(knobs: Knobs) -> float:
-    """A smooth landscape with its optimum inside every space above."""
+    """Return the time of a setting on a smooth landscape, whose optimum is in every space above."""
     octaves_off = math.log2(knobs.unit_bytes / (4 * MIB))
     streams_off = math.log2(knobs.streams / 3)
     routes = list(TransportKind).index(knobs.transport)
@@ -60,7 +60,7 @@ def trial_of(proposal: Proposal, span_s: float | None = None, *, was_best: bool 
 
 
 def converse(arm: Arm, turns: int) -> list[Proposal]:
-    """Asks and tells for some turns; what the arm proposed."""
+    """Ask the arm and tell it results for some turns. Return its proposals."""
     proposals: list[Proposal] = []
     best = math.inf
     for _ in range(turns):

@@ -1,4 +1,4 @@
-"""Models under DistributedDataParallel with `attach`, and the same ones in one process that sees all ranks' batches."""
+"""Train DistributedDataParallel models with `attach`, and compare with one process that gets all ranks' batches."""
 
 import copy
 from collections.abc import Callable
@@ -15,7 +15,7 @@ STEPS = 8
 SMALL_BUCKETS_MB = 0.001
 
 Loss = Callable[[nn.Module, int, int], torch.Tensor]
-"""(model, rank, step) → what that rank minimises."""
+"""Function (model, rank, step) that returns the rank's loss."""
 
 
 def batch(rank: int, step: int, *shape: int) -> torch.Tensor:
@@ -37,7 +37,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def attached(model: nn.Module, **options: object) -> DistributedDataParallel:
-    """Collective."""
+    """Wrap a model in DDP and attach. Collective."""
     wrapped = DistributedDataParallel(model, **{"bucket_cap_mb": SMALL_BUCKETS_MB, **options})
     ddp.attach(wrapped)
     return wrapped
@@ -64,7 +64,7 @@ def trains_alike(
     steps: int = STEPS,
     **options: object,
 ) -> None:
-    """Collective: `model` under DDP on all ranks, and a copy of it alone; compares the parameters after each step."""
+    """Train `model` under DDP on all ranks and a copy in one process. Compare them after each step. Collective."""
     alone = copy.deepcopy(model)
     wrapped, reference, optimizer = attached(model, **options), sgd(alone), sgd(model)
     for step in range(steps):
@@ -83,7 +83,7 @@ def trains_alike(
 
 
 class Branches(nn.Module):
-    """Uses a branch that depends on the rank and step, and never one of them."""
+    """A model that uses a branch that depends on rank and step. One branch is never used."""
 
     def __init__(self) -> None:
         super().__init__()

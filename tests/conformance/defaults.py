@@ -1,4 +1,4 @@
-"""Defaults of the process, for a while."""
+"""Temporary defaults of the process."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Losses that ask for gradients themselves: `torch.autograd.grad` through what a model returns is no backward pass."""
+"""Losses that compute gradients by `torch.autograd.grad` through the model's output, which is no backward pass."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 Batch = Callable[..., torch.Tensor]
-"""(rank, step, *shape) → inputs in float64."""
+"""Function (rank, step, *shape) that returns inputs in float64."""
 
 
 def _inputs(batch: Batch, rank: int, step: int) -> torch.Tensor:
@@ -14,7 +14,7 @@ def _inputs(batch: Batch, rank: int, step: int) -> torch.Tensor:
 
 
 def penalty(batch: Batch, model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    """As WGAN-GP: the gradient at mixed inputs is to have the norm 1."""
+    """Gradient penalty of WGAN-GP: the gradient at mixed inputs should have norm 1."""
     real, fake = batch(rank, step, 5, 6), batch(rank, 100 + step, 5, 6)
     mixed = (0.3 * real + 0.7 * fake).requires_grad_()
     (slope,) = torch.autograd.grad(model(mixed).sum(), mixed, create_graph=True)
@@ -22,7 +22,7 @@ def penalty(batch: Batch, model: nn.Module, rank: int, step: int) -> torch.Tenso
 
 
 def lazy_penalty(batch: Batch, model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    """As R1, in every other step, through the very output that the loss is of."""
+    """Penalty of R1 in every other step, through the same output as the loss."""
     inputs = _inputs(batch, rank, step)
     output = model(inputs)
     if step % 2:
@@ -32,14 +32,14 @@ def lazy_penalty(batch: Batch, model: nn.Module, rank: int, step: int) -> torch.
 
 
 def forces(batch: Batch, model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    """The loss is of the gradient only: the last bias has none."""
+    """Loss of the gradient only. The last bias has no gradient."""
     inputs = _inputs(batch, rank, step)
     (slope,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
     return (slope + inputs.detach()).square().mean()
 
 
 def adaptive_weights(batch: Batch, model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    """Two losses are weighted by the norms of their gradients at the last layer, which differ between ranks."""
+    """Two losses weighted by the norms of their gradients at the last layer. The norms differ between ranks."""
     output, last = model(batch(rank, step, 5, 6)), list(model.parameters())[-2]
     losses = output[:, 0].square().mean(), output[:, 1:].abs().mean()
     norms = [torch.autograd.grad(loss, last, retain_graph=True)[0].norm().item() for loss in losses]
@@ -47,7 +47,7 @@ def adaptive_weights(batch: Batch, model: nn.Module, rank: int, step: int) -> to
 
 
 def logged(batch: Batch, model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    """Gradients are looked at before the backward pass, on all ranks."""
+    """Loss with gradients that all ranks compute before the backward pass, for logging."""
     inputs = _inputs(batch, rank, step)
     loss = model(inputs).square().mean()
     torch.autograd.grad(loss, [inputs, *model.parameters()], retain_graph=True)
@@ -55,17 +55,17 @@ def logged(batch: Batch, model: nn.Module, rank: int, step: int) -> torch.Tensor
 
 
 def logged_on_one(batch: Batch, model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    """The same on one rank alone."""
+    """Loss with gradients that only one rank computes, for logging."""
     return (logged if rank == 1 else plain)(batch, model, rank, step)
 
 
 def plain(batch: Batch, model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    """No gradient is asked for."""
+    """Loss without gradients of its own."""
     return model(batch(rank, step, 5, 6)).square().mean()
 
 
 def chosen_inputs(batch: Batch, model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    """Between forward and backward, a pass adds to the inputs' `.grad` only."""
+    """Loss with a pass between forward and backward that adds to the inputs' `.grad` only."""
     inputs = _inputs(batch, rank, step)
     loss = model(inputs).square().mean()
     loss.backward(inputs=[inputs], retain_graph=True)

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for models' graphs, and a graph with its nodes numbered anew."""
+"""Hypothesis strategies of model graphs, and renumbered graphs."""
 
 import random
 from collections.abc import Iterable
@@ -18,14 +18,14 @@ NODES = st.builds(
 
 @st.composite
 def graphs(draw: st.DrawFn, *, max_nodes: int = 7) -> ModelGraph:
-    """Any graph without a cycle."""
+    """Draw any acyclic graph."""
     nodes = draw(st.lists(NODES, max_size=max_nodes))
     pairs = [(a, b) for b in range(len(nodes)) for a in range(b)]
     return model_graph(nodes, draw(st.lists(st.sampled_from(pairs), unique=True)) if pairs else [])
 
 
 def renumbered(graph: ModelGraph, seed: int) -> ModelGraph:
-    """The same graph with its nodes in another order."""
+    """Return the graph with its nodes in another order."""
     order = list(range(len(graph)))
     random.Random(seed).shuffle(order)
     place = {old: new for new, old in enumerate(order)}
@@ -34,5 +34,5 @@ def renumbered(graph: ModelGraph, seed: int) -> ModelGraph:
 
 
 def chain_graph(sizes: Iterable[int]) -> ModelGraph:
-    """A model whose parameters are vectors of these sizes, one after the other."""
+    """Return the graph of a model whose parameters are vectors of these sizes, in sequence."""
     return shapes_graph([(size,) for size in sizes])

@@ -1,6 +1,6 @@
-"""What reductions on a device with streams must do, written once.
+"""Checks of reductions on a device with streams.
 
-`tests/ranks/streams.py` runs it on threads that play streams, `bench.gpu` on a GPU.
+`tests/ranks/streams.py` runs them on threads as streams, `bench.gpu` on a GPU.
 """
 
 from __future__ import annotations
@@ -31,39 +31,39 @@ GoesOn = Callable[[], bool]
 
 
 def always() -> bool:
-    """Goes on, whatever the time."""
+    """Return True, so that a check is not limited in time."""
     return True
 
 
 @dataclass(frozen=True, eq=False)
 class Streams:
-    """The ranks, and the device on which they reduce.
+    """The ranks of a job, and the device on which they reduce.
 
     Attributes:
-        control: the ranks.
-        device: with streams.
-        opener: makes communicators; None = units are staged through the host's memory.
-        reused: gives a tensor whose memory is used again as soon as it is freed, as that on a GPU is anyway.
+        control: control plane of the ranks.
+        device: a device with streams.
+        opener: opens communicators; None = units are staged through host memory.
+        reused: makes a tensor's memory be reused as soon as it is freed, as on a GPU.
     """
 
     control: ControlPlane
-    device: Any  # a Device, or what plays one
+    device: Any  # a Device, or a fake one
     opener: Opener | None
     reused: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
 
     def router(self) -> Router:
-        """A router of its own. Collective."""
+        """Create a router. Collective."""
         return Router(self.control, timeout_s=30.0, device=self.device, nccl=self.opener)
 
 
 def gradient(param: torch.Tensor, index: int, iteration: int, of_rank: int) -> torch.Tensor:
-    """What a rank contributes: every rank can compute every other's."""
+    """Return a rank's gradient. Every rank can compute its peers' gradients."""
     generator = torch.Generator().manual_seed(iteration * 10_000 + index * 100 + of_rank)
     return torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param.dtype)
 
 
 class Training:
-    """One model with its synchroniser, and the plain mean that its gradients should be."""
+    """A model with its synchroniser, and the expected mean of its gradients."""
 
     def __init__(self, streams: Streams, name: str, dtypes: list[torch.dtype]) -> None:
         self.streams, self.router = streams, streams.router()
@@ -102,7 +102,7 @@ class Training:
         return {index for index in range(len(self.params)) if shared.random() < 0.1}
 
     def backward(self) -> None:
-        """Gradients appear on the default stream, late, and their memory is used again once they are let go."""
+        """Write gradients late on the default stream. Their memory is reused once it is freed."""
         for param in self.params:
             param.grad = None
         for index in self.order:
@@ -110,11 +110,11 @@ class Training:
                 param = self.params[index]
                 param.grad = self.streams.reused(torch.full_like(param, 1e9))
                 values = gradient(param, index, self.sync.iteration + self.salt, self.rank)
-                self.device.launch(param.grad.data.copy_, values)  # as CUDA: the version is counted when it is called
+                self.device.launch(param.grad.data.copy_, values)  # like CUDA, which counts the version at the call
                 self.sync.ready(index, param.grad, param.grad._version)
 
     def step(self) -> None:
-        """Reduces, and checks what the default stream finds in the gradients afterwards."""
+        """Reduce the gradients, and check them on the default stream afterwards."""
         iteration = self.sync.iteration
         absent = [self.absent(other) for other in range(self.size)]
         report = self.sync.finish()
@@ -124,7 +124,7 @@ class Training:
         for copy, grad in zip(found, grads, strict=True):
             assert grad is not None
             self.device.launch(copy.copy_, grad)
-        if iteration % 3 == 0:  # otherwise the host runs ahead, and what is there is looked at later
+        if iteration % 3 == 0:  # in further iterations the host runs ahead, and values are checked later
             self.device.synchronise()
         self.check(iteration, found, absent)
 
@@ -146,7 +146,7 @@ class Training:
 
 
 def conform(streams: Streams) -> list[str]:
-    """The conformance suite over every route, whose names are returned. Collective."""
+    """Run the conformance suite over every route. Return the routes' names. Collective."""
     router = streams.router()
     for route in router.routes:
         check_route(streams.control, router, route)
@@ -156,7 +156,7 @@ def conform(streams: Streams) -> list[str]:
 
 
 def train(streams: Streams, iterations: int, goes_on: GoesOn = always) -> int:
-    """Gradients equal the mean under changing plans and orders; returns the iterations. Collective."""
+    """Check that gradients equal the mean under changing plans and orders. Return the iterations. Collective."""
     done = 0
     for dtypes in ([torch.float32] * len(SHAPES), MIXED):
         training = Training(streams, "a", dtypes)
@@ -181,7 +181,7 @@ def train(streams: Streams, iterations: int, goes_on: GoesOn = always) -> int:
 
 
 def train_two(streams: Streams, iterations: int, goes_on: GoesOn = always) -> int:
-    """Two optimizers whose gradients come in one backward pass, mixed in another way on each rank. Collective."""
+    """Train two optimizers whose gradients mix in one backward pass, differently on each rank. Collective."""
     first, second = (Training(streams, name, [torch.float32] * len(SHAPES)) for name in "ab")
     done = 0
     while done < iterations and goes_on():
@@ -198,7 +198,7 @@ def train_two(streams: Streams, iterations: int, goes_on: GoesOn = always) -> in
 
 
 def ways(streams: Streams) -> dict[str, str]:
-    """Whatever NCCL is told, sums are right; what it refuses it refuses on all ranks; the environment is as before."""
+    """Check sums with NCCL's algorithms. All ranks must reject the same ones. The environment stays unchanged."""
     control, router, before = streams.control, streams.router(), dict(os.environ)
     became = {}
     for way in router.nccl_ways():
@@ -222,7 +222,7 @@ def ways(streams: Streams) -> dict[str, str]:
 
 
 def gain(streams: Streams) -> None:
-    """One stream is compared with two. Collective."""
+    """Compare one stream with two. Collective."""
     router = streams.router()
     trial = try_streams(streams.control, router)
     assert trial.two_s is not None

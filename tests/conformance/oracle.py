@@ -1,4 +1,4 @@
-"""The best plan of a small layout by trying them all: what planners and searches are measured against."""
+"""The best plan of a small layout by exhaustive search, to evaluate planners and searches."""
 
 from itertools import product
 
@@ -7,13 +7,13 @@ from sirtaki.autotune.model.simulator import Simulator
 
 
 def all_group_ends(n_gradients):
-    """Every way to divide gradients into groups of consecutive ones, as the ends of the groups."""
+    """Yield every division of gradients into groups of consecutive ones, as the ends of the groups."""
     for inner in product((False, True), repeat=n_gradients - 1):
         yield [*(i + 1 for i, cut in enumerate(inner) if cut), n_gradients]
 
 
 def all_stream_choices(n_units, streams):
-    """Every assignment of units to streams, up to the streams' names."""
+    """Yield every assignment of units to streams, up to permutations of the streams."""
 
     def extend(chosen, used):
         if len(chosen) == n_units:
@@ -26,7 +26,7 @@ def all_stream_choices(n_units, streams):
 
 
 def best_span_s(model, route, *, streams):
-    """Shortest span over all plans whose units end where gradients end."""
+    """Return the shortest span of all plans whose units end where gradients end."""
     simulator: Simulator = model.simulator(route)
     offsets = model.layout.offsets
     best = float("inf")

@@ -1,4 +1,4 @@
-"""Training whose updates are put off must equal training where `step()` waits; written once for its programs."""
+"""Checks that training with deferred updates equals training where `step()` waits."""
 
 import copy
 import os
@@ -13,9 +13,9 @@ import sirtaki.torch as hvd
 from sirtaki.torch.overlap import PutOffUpdates
 
 Loss = Callable[[nn.Module, int], torch.Tensor]
-"""(model, number of the step) → what this rank minimises."""
+"""Function (model, step) that returns this rank's loss."""
 After = Callable[[nn.Module, torch.optim.Optimizer, int], None]
-"""What the script does after a step."""
+"""Action of the script after a step."""
 
 STEPS = int(os.environ.get("SIRTAKI_TEST_STEPS", "24"))
 CHECKED_EVERY = 8
@@ -23,7 +23,7 @@ CHECKED_EVERY = 8
 
 @contextmanager
 def counted_put_off() -> Iterator[list[bool]]:
-    """Whether each step inside was put off."""
+    """Yield a list that gets, for each step in the body, whether its update was deferred."""
     was, results = PutOffUpdates.step, []
 
     def step(self: PutOffUpdates) -> bool:
@@ -72,7 +72,7 @@ def assert_same(
     puts_off: bool = True,
     **options: Any,
 ) -> torch.optim.Optimizer:
-    """Collective: trains two copies, with and without; looks at them now and then only, since a look waits."""
+    """Train copies with and without deferred updates. Compare only now and then, because reads wait. Collective."""
     trained = []
     with counted_put_off() as results:
         for overlaps in (False, True):
@@ -104,7 +104,7 @@ def assert_same(
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """To the bit on hosts; what three ranks and more add up depends, in its last bits, on where units are cut."""
+    """Return whether tensors are equal: bit-identical for two ranks, otherwise up to the rounding by other units."""
     if (hvd.size() <= 2 and one.device.type == "cpu") or not one.is_floating_point():
         return torch.equal(one, other)
     return torch.allclose(one, other, rtol=1e-8, atol=1e-10, equal_nan=True)

@@ -1,4 +1,4 @@
-"""Five models, and what each is trained on: with and without updates that are put off, they must become equal."""
+"""Five models with their losses, to compare training with and without deferred updates."""
 
 from typing import Any
 
@@ -78,7 +78,7 @@ class Experts(nn.Module):
 
     def forward(self, inputs: torch.Tensor, number: int) -> torch.Tensor:
         hidden = torch.relu(self.first(inputs))
-        chosen = self.experts[(number + hvd.rank()) % 4]  # the last one never
+        chosen = self.experts[(number + hvd.rank()) % 4]  # the last expert is never used
         return self.last(chosen(hidden))
 
 
@@ -91,7 +91,7 @@ def experts_of_which_some_are_unused() -> None:
 
 
 class Signs(torch.optim.Optimizer):
-    """One of the user's own."""
+    """A user's own optimizer."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})

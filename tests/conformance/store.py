@@ -1,4 +1,4 @@
-"""What every registry store must do, whatever database is behind it."""
+"""Checks of the contract that every registry store must meet, for every database."""
 
 import copy
 import logging
@@ -48,7 +48,7 @@ TRIAL = Trial(arm="grid", knobs=KNOBS, iterations=2, span_s=math.inf, status=Tri
 
 
 def run_sql(path: Path, *statements: str) -> list[Any]:
-    """What the last one finds."""
+    """Run SQL statements, and return the rows of the last one."""
     connection = sqlite3.connect(path)
     for statement in statements:
         found = connection.execute(statement).fetchall()
@@ -62,13 +62,13 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def places_in(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The path of every value in a JSON document."""
+    """Return the path of every value in a JSON document."""
     items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
     return [path, *(place for key, value in items for place in places_in(value, (*path, key)))]
 
 
 def changed_in(data: Any, path: tuple[Any, ...], value: Any) -> Any:
-    """A copy with another value at the path."""
+    """Return a copy of the document with another value at the path."""
     if not path:
         return value
     data = copy.deepcopy(data)
@@ -90,7 +90,7 @@ def make_entry(
     created_s: float = 1.7e9,
     streams: int = 4,
 ) -> JobRecord:
-    """An entry with every field filled."""
+    """Return an entry with every field filled."""
     model = model or chain_graph([100, 20, 3])
     topology = Topology.from_ranks([f"host{rank // 2}" for rank in range(ranks)])
     return JobRecord(
@@ -156,7 +156,8 @@ def a_worse_entry_does_not_replace_a_better_one(store: Store) -> None:
 def what_a_job_has_disproved_gives_way_to_a_worse_one(store: Store) -> None:
     claimed, found = make_entry(best_span_s=0.2), make_entry(best_span_s=0.9, created_s=1.7e9 + 1, streams=8)
     assert store.put(claimed)
-    assert not store.put(found, disproved=make_entry(best_span_s=0.3))  # another job has kept something else meanwhile
+    # Meanwhile another job has stored another setting.
+    assert not store.put(found, disproved=make_entry(best_span_s=0.3))
     assert store.put(found, disproved=claimed)
     assert store.get(JobRecord, claimed.key) == found
 
@@ -171,7 +172,7 @@ def lists_newest_first(store: Store) -> None:
 
 
 def an_ambiguous_or_unknown_id_is_refused(store: Store) -> None:
-    for number in range(17):  # two of them share the first of 16 digits
+    for number in range(17):  # two of them have the same first 16 digits
         store.put(make_entry(model=chain_graph([number + 1])))
     ids = sorted(summary.id for summary in store.summaries())
     shared = next(a[0] for a, b in pairwise(ids) if a[0] == b[0])
@@ -239,7 +240,7 @@ def refuses_what_it_could_not_read_again(store: Store) -> None:
 
 
 def make_way(*, ranks: int = 4, created_s: float = 1.7e9) -> RowsRecord:
-    """A way of rows with every field filled."""
+    """Return a record of a sparse algorithm with every field filled."""
     key = RowsKey(
         topology="ab" * 32,
         ranks=ranks,
@@ -263,7 +264,7 @@ def make_way(*, ranks: int = 4, created_s: float = 1.7e9) -> RowsRecord:
 
 
 def make_shard_way(*, ranks: int = 4, created_s: float = 1.7e9) -> ShardsRecord:
-    """A setting of sharded training with every field filled."""
+    """Return a record of a sharded training's setting with every field filled."""
     key = ShardsKey(
         topology="ab" * 32,
         ranks=ranks,

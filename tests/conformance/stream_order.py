@@ -1,4 +1,4 @@
-"""Reductions of gradients that are written on any streams of a fake GPU, whose order is checked."""
+"""Reductions of gradients that are written on any streams of a fake GPU, which checks their order."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ ITERATIONS = 7
 
 
 class Training:
-    """A model of one rank on a fake GPU, whose gradients may be written on any stream."""
+    """A model of one rank on a fake GPU. Its gradients may be written on any stream."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Training:
         control: ControlPlane | None = None,
         algorithm: Algorithm = Algorithm.FLAT,
     ) -> None:
-        """Collective over the ranks of `control`; None = this process is the only rank."""
+        """Create the model. Collective over the ranks of `control`; None = this process is the only rank."""
         self.cuda, self.device = cuda, cuda_device(cuda.index)
         self.control = control or ControlPlane(alone())
         nccl = None
@@ -69,7 +69,7 @@ class Training:
         in_order: bool = True,
         values: float = 0.0,
     ) -> None:
-        """A backward pass as autograd's: leaf streams wait for the caller's, which waits for them at the end."""
+        """Run an iteration. As in autograd, leaf streams wait for the caller's stream, which waits for them at last."""
         cuda, main = self.cuda, self.cuda.current_stream()
         for param in self.params:
             param.grad = None
@@ -86,7 +86,7 @@ class Training:
                 if not in_order or absent:
                     self.sync.ready(index, param.grad, param.grad._version)
                     continue
-                # As GradientHooks's hook: gradients are noted, and told where a unit may be complete.
+                # Like the hook of GradientHooks: mark gradients ready, and launch where a unit may be complete.
                 at_once = self.sync.begin_pass() if at_once is None else at_once
                 self.device.notice_stream()
                 come.append(param)
@@ -106,7 +106,7 @@ class Training:
             for param in self.params:
                 if param.grad is not None:
                     param.data.add_(param.grad)  # the update
-        torch.ones(100, device="cuda")  # beside the update, perhaps where gradients were
+        torch.ones(100, device="cuda")  # in parallel with the update, perhaps in memory of freed gradients
         main.wait_stream(step_on)
         cuda.next_iteration()
 

@@ -1,4 +1,4 @@
-"""Training on several ranks must equal training in one process; written once for all programs for ranks."""
+"""Checks that training on several ranks equals training in one process, for programs in tests/ranks."""
 
 import copy
 import inspect
@@ -14,10 +14,10 @@ import torch
 import sirtaki.torch as hvd
 
 Loss = Callable[[torch.nn.Module, int, int], torch.Tensor]
-"""(model, rank, iteration) → what that rank minimises in that iteration."""
+"""Function (model, rank, iteration) that returns the rank's loss."""
 
 Step = Callable[[torch.optim.Optimizer, Callable[[], torch.Tensor]], None]
-"""(optimizer, loss) → one training step in a user's manner."""
+"""Function (optimizer, loss) that runs one training step in a user's style."""
 
 MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
 
@@ -33,13 +33,13 @@ def plain_step(optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor
 
 
 def batch(rank: int, iteration: int, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """This rank's share of the joined batch: every rank can compute every other's."""
+    """Return this rank's share of the joined batch. Every rank can compute its peers' shares."""
     generator = torch.Generator().manual_seed(7919 * iteration + rank)
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def joined(loss: Loss, model: torch.nn.Module, iteration: int, *, op: int = hvd.Average) -> torch.Tensor:
-    """The loss of the joined batch in one process."""
+    """Return the loss of the joined batch in one process."""
     total = sum((loss(model, rank, iteration) for rank in range(hvd.size())), torch.zeros(()))
     return total / hvd.size() if op == hvd.Average else total
 
@@ -54,7 +54,7 @@ def assert_same_training(
     tolerance: float = 1e-12,
     **options: Any,
 ) -> torch.optim.Optimizer:
-    """Collective: trains `model` on all ranks and a copy of it alone, and compares the parameters after each step.
+    """Train `model` on all ranks, and a copy in one process, and compare the parameters after each step. Collective.
 
     Returns:
         The distributed optimizer.
@@ -81,7 +81,7 @@ def assert_same_parameters(model: torch.nn.Module, alone: torch.nn.Module, toler
 
 
 def assert_equal_on_all_ranks(model: torch.nn.Module) -> None:
-    """Collective."""
+    """Check that parameters are equal on all ranks. Collective."""
     for name, param in model.named_parameters():
         root = hvd.broadcast(param.detach(), 0, name=f"compared.{name}")
         assert torch.equal(root, param), f"{name} differs between ranks"
@@ -93,12 +93,12 @@ def raises(kind: type[Exception], words: str, act: Callable[[], Any]) -> None:
 
 
 def main(cases: Sequence[Callable[..., None]]) -> None:
-    """Collective: plays the cases that the command line names, or all; each rank says which it has passed.
+    """Run the cases that the command line names, or all. Each rank prints the cases that it has passed. Collective.
 
-    Cases that have parameters `rank` and `size` are given them.
+    Cases with parameters `rank` and `size` get their values.
     """
     warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", r"`torch\.cpu\.amp\.autocast", FutureWarning)  # PyTorch 2.4, of itself
+    warnings.filterwarnings("ignore", r"`torch\.cpu\.amp\.autocast", FutureWarning)  # PyTorch 2.4 warns of its own code
     hvd.init()
     chosen = [case for case in cases if case.__name__ in sys.argv] or cases
     for case in chosen:

@@ -1,4 +1,4 @@
-"""What every transport must do, written once; run by `tests/ranks/transports.py` on every rank of a job."""
+"""Checks of the contract that every transport must meet. `tests/ranks/transports.py` runs them on every rank."""
 
 import itertools
 import random
@@ -18,7 +18,7 @@ TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 4e-2, torch.float32: 1e-6, tor
 
 
 def values(rank: int, numel: int, dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
-    """What `rank` contributes: every rank can compute every other's."""
+    """Return the values of `rank`. Every rank can compute its peers' values."""
     generator = torch.Generator().manual_seed(1000 * salt + rank)
     if dtype.is_floating_point:
         return torch.rand(numel, generator=generator, dtype=torch.float64).add_(0.5).to(dtype)
@@ -26,7 +26,7 @@ def values(rank: int, numel: int, dtype: torch.dtype, salt: int = 0) -> torch.Te
 
 
 def expected(size: int, numel: int, dtype: torch.dtype, op: ReduceOp, scale: float, salt: int = 0) -> torch.Tensor:
-    """The plain reduction in float64 (int64 for integers)."""
+    """Return the expected reduction in float64 (int64 for integers)."""
     wide = torch.float64 if dtype.is_floating_point else torch.int64
     parts = torch.stack([values(rank, numel, dtype, salt).to(wide) for rank in range(size)])
     result = {
@@ -75,7 +75,7 @@ def touches_nothing_outside_the_range(control: ControlPlane, router: Router, rou
 
 
 def reduces_twenty_five_megabytes(control: ControlPlane, router: Router, route: Route) -> None:
-    period = 4093  # a prime, so that no part stands where another one should without being seen
+    period = 4093  # a prime, so that a misplaced part is detected
     repetitions = 25 * 1024 * 1024 // 4 // period
     numel = period * repetitions
     buffer = router.allocate(numel, torch.float32)
@@ -87,7 +87,7 @@ def reduces_twenty_five_megabytes(control: ControlPlane, router: Router, route: 
 
 
 def keeps_many_units_on_many_streams_apart(control: ControlPlane, router: Router, route: Route) -> None:
-    """Units of random sizes on random streams, waited for in an order that differs between ranks."""
+    """Check units of random sizes on random streams, awaited in an order that differs between ranks."""
     streams = min(4, router.max_streams())
     for repetition in range(5):
         shared = random.Random(repetition)
@@ -106,7 +106,7 @@ def keeps_many_units_on_many_streams_apart(control: ControlPlane, router: Router
 
 
 def does_first_what_units_need(control: ControlPlane, router: Router, route: Route) -> None:
-    """Elements are written just before their units, in the streams' threads where these have some."""
+    """Write elements just before their units are reduced, in the streams' threads if there are any."""
     streams, numel = min(4, router.max_streams()), 60_000
     for repetition in range(20):
         shared, mine = random.Random(repetition), random.Random(control.rank)
@@ -144,11 +144,11 @@ def goes_on_with_fewer_streams_and_with_more_again(control: ControlPlane, router
 
 
 def check_route(control: ControlPlane, router: Router, route: Route) -> None:
-    """Collective: the whole suite over one route."""
+    """Run the whole suite over one route. Collective."""
     router.open_plan(plan_on(min(4, router.max_streams()), route))
     reduces_every_dtype_size_and_operation(control, router, route)
     touches_nothing_outside_the_range(control, router, route)
-    if isinstance(router.device, Device | CudaDevice):  # threads that play streams need not carry as much
+    if isinstance(router.device, Device | CudaDevice):  # fake devices with threads as streams get fewer units
         reduces_twenty_five_megabytes(control, router, route)
     goes_on_with_fewer_streams_and_with_more_again(control, router, route)
     keeps_many_units_on_many_streams_apart(control, router, route)

@@ -1,8 +1,8 @@
-"""What every target of tuning must do when `TuningController` runs it, whatever its settings are.
+"""Checks of the contract that every tuning target must meet when `TuningController` runs it.
 
 Use: `@pytest.mark.parametrize("check", TUNABLE_CHECKS)` and call `check(make)`. `make` gets the control plane of a rank
-and returns a fresh target with at least two settings to choose from. Times are simulated: a target under test runs in
-a `Played`, which measures what the check prescribes and passes all else on. The ranks are threads of this process. For
+and returns a fresh target with two or more settings. Times are simulated: the target runs in a `Played`, which returns
+the times that a check determines and forwards all further calls. The ranks are threads of this process. For
 a target whose ranks must be processes, each of two processes calls `check(make, run)`; see `RunRanks`.
 """
 
@@ -21,7 +21,7 @@ from sirtaki.engine.tuning.controller import TuningController
 from sirtaki.errors import PlanError
 
 MakeTarget = Callable[[ControlPlane], Any]
-"""Makes a target that is ready for a search. Collective."""
+"""Function that creates a target that is ready for a search. Collective."""
 
 RunRanks = Callable[[int, Callable[[ControlPlane], Any]], list[Any]]
 """Runs a function on this number of ranks, each with its control plane. Returns the results of all ranks."""
@@ -30,12 +30,12 @@ MOST_ITERATIONS = 1000
 
 
 class Played:
-    """A target on a clock of its own.
+    """A target with simulated times.
 
     Attributes:
-        ran: settings that have been applied, in order.
-        kept: `keep` has been called.
-        reported: the result has been reported, on rank 0.
+        ran: applied settings, in order.
+        kept: whether `keep` was called.
+        reported: whether rank 0 has reported the result.
         measured: settings whose measurement has ended, in order.
     """
 
@@ -86,7 +86,10 @@ def search(
     *,
     broken: Callable[[Any, Any], bool] = lambda setting, default: False,
 ) -> tuple[Played, TuningController]:
-    """A whole search. `seconds`: what an iteration takes, by setting, default and rank; `broken`: cannot be run."""
+    """Run a whole search.
+
+    `seconds`: duration of an iteration by setting, default and rank. `broken`: settings that cannot be applied.
+    """
     target = make(control)
     default = target.default
     played = Played(
@@ -100,7 +103,7 @@ def search(
         agrees = controller.agrees
         before = len(played.measured)
         controller.iteration_ended()
-        assert agrees or len(played.measured) == before  # what needs the other ranks has been announced
+        assert agrees or len(played.measured) == before  # the target has announced that it needs its peers
     assert not controller.tries(played), "the search does not end"
     return played, controller
 
@@ -138,7 +141,7 @@ def ranks_that_measure_different_times_run_the_same_settings(make: MakeTarget, r
 
 
 def one_settings_time_is_the_slowest_or_the_last_ranks(make: MakeTarget, run: RunRanks = on_planes) -> None:
-    """On one rank, any setting but the default is fast, on the other one slow."""
+    """On one rank every setting except the default is fast, on the other rank slow."""
 
     def on_rank(control: ControlPlane) -> tuple[bool, bool]:
         def seconds(setting: Any, default: Any, rank: int) -> float:
@@ -178,7 +181,7 @@ def an_iteration_that_shows_nothing_on_one_rank_counts_on_none(make: MakeTarget,
             return (10.0 if number % 2 else 1.0) if setting == default else 1.0
 
         played, _ = search(make, control, seconds)
-        assert played.ran[-1] == played.default  # which would be slow if those counted
+        assert played.ran[-1] == played.default  # it would be slow if these iterations counted
 
     run(2, on_rank)
 
@@ -209,7 +212,7 @@ def a_fault_on_rank_0_ends_tuning_and_not_training(make: MakeTarget, run: RunRan
 
 
 class _quiet:
-    """Expected warnings are not shown."""
+    """Suppress expected warnings."""
 
     def __enter__(self) -> None:
         logging.disable(logging.WARNING)

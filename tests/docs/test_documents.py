@@ -53,7 +53,7 @@ def names_after(page: str, package: str) -> list[str]:
 # ── tables ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_tables_say_what_the_code_says() -> None:
+def test_the_tables_match_the_code() -> None:
     outdated = [name for name, _, _ in script("tables").outdated()]
     assert not outdated, "run `python docs/tables.py`"
 
@@ -113,7 +113,7 @@ def test_the_api_page_holds_every_public_name_once() -> None:
     assert names_after("reference/api.md", "sirtaki.analysis") == sirtaki.analysis.__all__
 
 
-def test_the_page_on_arms_holds_what_can_be_imported_for_them() -> None:
+def test_the_page_on_arms_lists_everything_that_can_be_imported_for_them() -> None:
     assert sorted(names_after("reference/arms.md", "sirtaki.autotune")) == sorted(sirtaki.autotune.__all__)
 
 
@@ -275,7 +275,7 @@ def test_the_architecture_names_rooms_that_exist() -> None:
     assert [room for room in sorted(rooms) if not (ROOT / room).exists()] == []
 
 
-def test_of_every_result_that_missed_a_target_it_is_said_why() -> None:
+def test_every_missed_target_has_a_reason() -> None:
     text = (DOCS / "explanation" / "targets.md").read_text()
     missed = {row.split("|")[1].strip() for row in text.splitlines() if "| **missed** |" in row}
     said = set(re.findall(r"\*\*(\w+)\*\*[,:]", text[text.index("## Why") :]))

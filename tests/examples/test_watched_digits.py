@@ -30,7 +30,7 @@ def tell(watcher: watch.Watcher) -> None:
     watcher.close()
 
 
-def test_weights_and_biases_is_told(shown: dict[str, Any]) -> None:
+def test_weights_and_biases_gets_the_jobs_values(shown: dict[str, Any]) -> None:
     logged: list[dict[str, float]] = []
     run = SimpleNamespace(log=logged.append, summary={}, finish=lambda: logged.append({}))
     tell(shown["WandbWatcher"](run))
@@ -38,7 +38,7 @@ def test_weights_and_biases_is_told(shown: dict[str, Any]) -> None:
     assert run.summary == {"sirtaki/setting": "gloo flat"}
 
 
-def test_mlflow_is_told(shown: dict[str, Any]) -> None:
+def test_mlflow_gets_the_jobs_values(shown: dict[str, Any]) -> None:
     told: list[tuple[object, ...]] = []
     mlflow = SimpleNamespace(
         log_metric=lambda name, value, step: told.append((name, value, step)),

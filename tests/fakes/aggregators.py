@@ -1,4 +1,4 @@
-"""Aggregators, ranks and bad networks for tests: in this process, or in processes that can be killed."""
+"""Aggregators, ranks and lossy networks for tests, in threads of this process or in processes that can be killed."""
 
 import contextlib
 import multiprocessing as mp
@@ -24,7 +24,7 @@ FORK = mp.get_context("fork")
 
 @contextmanager
 def serving(*, batches: bool = True, **options: Any) -> Iterator[tuple[str, Aggregator]]:
-    """An aggregator in a thread: its address and itself."""
+    """Run an aggregator in a thread. Yields its address and the aggregator."""
     wire = Wire.bound("127.0.0.1", 0, batches=batches)
     aggregator = Aggregator(wire, **options)
     address = f"127.0.0.1:{wire.address[1]}"
@@ -39,7 +39,7 @@ def serving(*, batches: bool = True, **options: Any) -> Iterator[tuple[str, Aggr
 
 @contextmanager
 def process(*words: str, port: int = 0) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
-    """`sirtaki aggregator` as a process: its address and itself."""
+    """Run `sirtaki aggregator` as a process. Yields its address and the process."""
     command = [sys.executable, "-m", "sirtaki.cli", "aggregator", "--port", str(port), *words]
     started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
@@ -53,7 +53,7 @@ def process(*words: str, port: int = 0) -> Iterator[tuple[str, "subprocess.Popen
 
 
 def on_ranks(ranks: int, act: Callable[[int], Any], *, timeout_s: float = 100.0) -> list[Any]:
-    """What `act(rank)` returns on each rank, each in a thread; an exception is returned, not raised."""
+    """Call `act(rank)` in one thread per rank. Return the results by rank; an exception is returned, not raised."""
     results: list[Any] = [None] * ranks
 
     def run(rank: int) -> None:
@@ -72,7 +72,7 @@ def on_ranks(ranks: int, act: Callable[[int], Any], *, timeout_s: float = 100.0)
 
 
 def on_processes(ranks: int, act: Callable[[int], Any], *, timeout_s: float) -> list[Any]:
-    """As `on_ranks`, in forked processes; results are pickled."""
+    """Call `act(rank)` in one forked process per rank. Return the pickled results by rank, or exceptions."""
     results = FORK.SimpleQueue()
 
     def run(rank: int) -> None:
@@ -99,12 +99,12 @@ def on_processes(ranks: int, act: Callable[[int], Any], *, timeout_s: float) -> 
 
 
 def values_of(rank: int, step: int, rows: int, width: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """What a rank gives in a step."""
+    """Return the rows that a rank contributes in a step."""
     return np.random.default_rng([rank, step]).standard_normal((rows, width)).astype(np.float32)
 
 
 def check_sums(sums: Sequence[np.ndarray[Any, Any]], step: int) -> None:
-    """They are the same on all ranks, and the float64 sum but for rounding to float32."""
+    """Assert that the sums are equal on all ranks, and equal to the float64 sum rounded to float32."""
     rows, width = sums[0].shape
     given = [values_of(rank, step, rows, width).astype(np.float64) for rank in range(len(sums))]
     for each in sums[1:]:
@@ -114,19 +114,19 @@ def check_sums(sums: Sequence[np.ndarray[Any, Any]], step: int) -> None:
 
 
 def client_of(addresses: Sequence[str], rank: int, ranks: int, layout: HeatLayout, **options: Any) -> AggregatorClient:
-    """A client that is less patient than in a real job."""
+    """Return a client with shorter timeouts than in a real job."""
     given = {"job": "job", "lost_s": 1.0, "stall_s": 60.0, **options}
     return AggregatorClient(addresses, rank=rank, ranks=ranks, layout=layout, **given)
 
 
 @dataclass(frozen=True)
 class Weather:
-    """What a bad network does to a packet.
+    """Faults that a bad network adds to packets.
 
     Attributes:
-        loss: probability that it is lost.
-        twice: that it comes twice.
-        late: that up to 200 others overtake it.
+        loss: probability that a packet is lost.
+        twice: probability that a packet is delivered twice.
+        late: probability that a packet is delayed until up to 200 later packets have passed it.
     """
 
     loss: float = 0.01
@@ -136,7 +136,7 @@ class Weather:
 
 @contextmanager
 def bad_network(to: str, weather: Weather = Weather(), seed: int = 0) -> Iterator[tuple[str, Callable[[], int]]]:
-    """A process between ranks and an aggregator: its address, and how many packets it has had."""
+    """Run a lossy relay between ranks and an aggregator, as a process. Yields its address and a packet counter."""
     host, port = to.split(":")
     listener = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     listener.bind(("127.0.0.1", 0))

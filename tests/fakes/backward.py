@@ -1,17 +1,17 @@
-"""A backward pass that goes wrong."""
+"""An autograd function whose backward pass raises."""
 
 import torch
 
 
 class Raises(torch.autograd.Function):
-    """Goes through its own backward pass with a ValueError, "half-way"."""
+    """Identity whose backward pass raises `ValueError("half-way")`."""
 
     @staticmethod
     def forward(ctx: object, tensor: torch.Tensor) -> torch.Tensor:
-        """The same values."""
+        """Return the input."""
         return tensor.clone()
 
     @staticmethod
     def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-        """See above."""
+        """Raise `ValueError`."""
         raise ValueError("half-way")

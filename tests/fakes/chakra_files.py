@@ -1,6 +1,6 @@
-"""Chakra traces read by the bytes, without protobuf, and walked: what our writer and its schema are held to.
+"""Read Chakra traces from their bytes, without protobuf, and replay them, to test the writer and its schema.
 
-Numbers of fields are those of https://github.com/mlcommons/chakra, schema/protobuf/et_def.proto.
+Field numbers are those of https://github.com/mlcommons/chakra, schema/protobuf/et_def.proto.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 COMP_NODE, COMM_COLL_NODE = 4, 7
 NUMBERS = {7: int, 9: int, 11: int, 13: int, 27: bool}
-"""Of an attribute: what a number in that field is."""
+"""Type of an attribute's value, by field number."""
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class ReadNode:
 
 
 def read(path: Path) -> tuple[str, list[ReadNode]]:
-    """The version, and the nodes."""
+    """Return the version and the nodes of a trace."""
     content = path.read_bytes()
     place, messages = 0, []
     while place < len(content):
@@ -97,7 +97,7 @@ def _packed(content: bytes) -> Iterator[int]:
 
 
 def walk(ranks: Sequence[Sequence[ReadNode]]) -> dict[tuple[int, int], int]:
-    """When each node of each rank ends, by lengths and `data_deps` alone; a collective waits for all its ranks."""
+    """Return the end of each node of each rank, by durations and `data_deps` only. A collective waits for its ranks."""
     nodes = {(rank, node.number): node for rank, mine in enumerate(ranks) for node in mine}
     assert len(nodes) == sum(map(len, ranks)), "a number is there twice"
     members: dict[int, list[int]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Jobs whose models were compiled as a whole: all gradients come at the end of one operator."""
+"""Models of jobs that were compiled as a whole, so that all gradients are ready at the end of one operator."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from sirtaki.autotune.model.replayer import Activity, Phase
 from sirtaki.measures import LinkModel
 
 BLOCKS = 4
-WEIGHT, BIAS = 400_000, 100_000  # elements: 2 MB a block
+WEIGHT, BIAS = 400_000, 100_000  # elements: 2 MB per block
 
 
 def compiled_job(
     link: LinkModel, *, backward_s: float = 0.4, graphs: int = 1, out_of_place: bool = False, ranks: int = 4
 ) -> JobModel:
-    """Four blocks with a bias and a weight each, and flags that are sent with the last unit.
+    """Return a job of `BLOCKS` blocks with a weight and a bias each, and control flags in the last unit.
 
     Args:
-        link: between the ranks.
-        backward_s: of all compiled operators together.
-        graphs: how many of them there are.
-        out_of_place: the first block's weight comes first, as autograd's queue may have it.
-        ranks: how many.
+        link: link between the ranks.
+        backward_s: duration of all compiled operators together.
+        graphs: number of compiled operators in the backward pass.
+        out_of_place: whether the first block's weight is ready first, which autograd's queue may cause.
+        ranks: number of ranks.
     """
     sizes = [*[BIAS, WEIGHT] * BLOCKS, 1]
     names = [f"blocks.{block}.{kind}" for block in reversed(range(BLOCKS)) for kind in ("bias", "weight")]
@@ -46,7 +46,7 @@ def compiled_job(
         pieces: list[ThreadInterval] = []
         for piece in program:
             if any(index == len(names) for _, index in piece.ready):
-                continue  # flags are no gradient
+                continue  # the control flags have no gradient
             if any(index % (len(names) // graphs) == 0 for _, index in piece.ready):
                 pieces.append(
                     ThreadInterval(

@@ -66,7 +66,7 @@ UNCHECKED = {"detach", "is_pinned", "empty", "empty_like", "empty_strided", "new
 
 
 class Place(Enum):
-    """Where a block of memory is."""
+    """Location of a block of memory."""
 
     GPU = "GPU"
     PINNED = "pinned memory"
@@ -97,21 +97,21 @@ class Block:
 
 
 class FakeCuda:
-    """See the module.
+    """A fake `torch.cuda` that checks the order of streams, see the module.
 
     Attributes:
-        index: of the GPU; others exist, and must stay unused.
-        races, blocking, problems: what was found, each with the lines of Sirtaki that led to it.
+        index: index of the GPU. Further GPUs exist and must stay unused.
+        races, blocking, problems: findings, each with the lines of Sirtaki that caused it.
         steady: report calls that block the host.
-        iteration: number of the training iteration; `next_iteration` counts it.
-        initialized: what `torch.cuda.is_initialized()` returns.
-        register_status: what `cudaHostRegister` returns.
-        capturing: the thread that captures a CUDA graph in the default mode.
-        refuse_nccl: with this message NCCL refuses to make communicators, on the ranks in `refusing_ranks`.
+        iteration: number of the training iteration, counted by `next_iteration`.
+        initialized: return value of `torch.cuda.is_initialized()`.
+        register_status: return value of `cudaHostRegister`.
+        capturing: thread that captures a CUDA graph in the default mode.
+        refuse_nccl: message with which NCCL refuses to create communicators on the ranks in `refusing_ranks`.
     """
 
     def __init__(self, *, index: int = 0, release: str = "2.11.0") -> None:
-        """Args: `release`: of PyTorch, whose NCCL groups are imitated."""
+        """Imitate the NCCL groups of PyTorch's version `release`."""
         self.index, self.release = index, release
         self.races: list[str] = []
         self.blocking: list[str] = []
@@ -142,7 +142,7 @@ class FakeCuda:
         return self._clocks.setdefault(actor, {})
 
     def now(self, actor: Any) -> Clock:
-        """What is ordered before anything that the actor does next."""
+        """Return the clock of everything that is ordered before the actor's next operation."""
         with self.lock:
             return dict(self._clock(actor))
 
@@ -156,13 +156,13 @@ class FakeCuda:
         return actor == access.actor or self._clock(actor).get(access.actor, 0) >= access.moment
 
     def next_iteration(self) -> None:
-        """A training iteration is over."""
+        """Mark the end of a training iteration."""
         self.iteration += 1
 
     # ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def block_of(self, tensor: torch.Tensor) -> Block:
-        """The memory of a tensor; what was not allocated here is pageable memory of the host."""
+        """Return the block of a tensor's memory. Memory that was not allocated here is pageable host memory."""
         storage = tensor.untyped_storage()
         low, high = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
         with self.lock:
@@ -175,12 +175,12 @@ class FakeCuda:
         first = bisect.bisect_left(self._lows, block.low)
         last = first
         while last < len(self._lows) and self._lows[last] < block.high:
-            last += 1  # memory that was returned without a word, such as a mapping's
+            last += 1  # the owner, such as a mapping, has freed this memory
         self._blocks[first:last], self._lows[first:last] = [block], [block.low]
         return block
 
     def allocated(self, tensor: torch.Tensor, place: Place) -> None:
-        """An operation has returned a tensor in memory of its own."""
+        """Register the new memory of a tensor that an operation has returned."""
         storage = tensor.untyped_storage()
         if not storage.nbytes():
             return
@@ -203,7 +203,7 @@ class FakeCuda:
                 del self._blocks[place], self._lows[place]
 
     def _reuse(self, stream: Any) -> None:
-        """Memory that has returned to a stream's pool is used again: what was pending there must be over."""
+        """Report work on other streams that is still pending in memory that returns to a stream's pool."""
         for access in self._returned.pop(stream, ()):
             if not (self.is_ordered(stream, access) or self.is_ordered(HOST, access)):
                 verb = "write" if access.writes else "read"
@@ -219,11 +219,11 @@ class FakeCuda:
         return tensor.data_ptr(), tensor.data_ptr() + extent * tensor.element_size()
 
     def access(self, actor: Any, what: str, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
-        """An operation of a stream or of the host: compares it with all that may be pending."""
+        """Check an operation of a stream or of the host against all pending operations on the same bytes."""
         with self.lock:
             self._moment += 1
             if actor != HOST:
-                self.order_after(actor, self._clock(HOST))  # what the host did before the launch
+                self.order_after(actor, self._clock(HOST))  # include the host's operations before the launch
                 if self.last_error:
                     self._report(self.problems, f"the launch of {what} fails with CUDA's error {self.last_error}")
                 self._uses_device()
@@ -258,7 +258,7 @@ class FakeCuda:
             where.append(report)
 
     def host_waits(self, what: str) -> None:
-        """The host waits for all that the GPU has to do."""
+        """Order the host after all work of the GPU."""
         if self.steady:
             self._report(self.blocking, what)
         with self.lock:
@@ -269,7 +269,7 @@ class FakeCuda:
 
     @property
     def current(self) -> Any:
-        """Raw handle of this thread's current stream."""
+        """Return the raw handle of this thread's current stream."""
         return self.current_stream().cuda_stream
 
     def current_stream(self, device: Any = None) -> Stream:
@@ -278,7 +278,7 @@ class FakeCuda:
 
     @contextlib.contextmanager
     def on(self, stream: Stream | None) -> Iterator[None]:
-        """`torch.cuda.stream`."""
+        """Stand in for `torch.cuda.stream`."""
         if stream is None:
             yield
             return
@@ -291,7 +291,7 @@ class FakeCuda:
 
     @contextlib.contextmanager
     def observed(self) -> Iterator[None]:
-        """See this thread's operations."""
+        """Check this thread's operations in the body."""
         if getattr(self._thread, "observed", False):
             yield
             return
@@ -312,7 +312,7 @@ class FakeCuda:
         return observed_run
 
     def make_stream(self, device: Any = None, priority: int = 0, **_: Any) -> Stream:
-        """A stream of PyTorch's pool, which has 32 of each priority and hands them out in turn."""
+        """Return a stream of PyTorch's pool, which has 32 streams per priority and uses them in turn."""
         kind = min(0, max(-1, priority))
         number = self._next_stream[kind]
         self._next_stream[kind] = (number + 1) % product.POOL_STREAMS
@@ -339,14 +339,14 @@ class FakeCuda:
             self._thread.device = before
 
     def _uses_device(self) -> None:
-        """A call of CUDA makes a context on the thread's current device."""
+        """Record that a CUDA call creates a context on the thread's current device."""
         self.contexts.add(self.current_device())
         if self.current_device() != self.index:
             name = threading.current_thread().name
             self._report(self.problems, f"thread {name} makes a context on GPU {self.current_device()}")
 
     def polls(self, what: str) -> None:
-        """A call that is forbidden while another thread captures a graph in the default mode."""
+        """Report a call that is forbidden while another thread captures a graph in the default mode."""
         self._uses_device()
         thread_local = getattr(self._thread, "capture_mode", 0) != 0
         if self.capturing is not None and self.capturing is not threading.current_thread() and not thread_local:
@@ -378,7 +378,7 @@ class FakeCuda:
         return 0
 
     def runtime(self, name: str, *args: Any, real: Any, **options: Any) -> Any:
-        """`ctypes.CDLL`."""
+        """Stand in for `ctypes.CDLL`."""
         if not str(name).startswith("libcudart"):
             return real(name, *args, **options)
 
@@ -449,7 +449,7 @@ class FakeCuda:
             patch.object(dist, "is_nccl_available", lambda: True),
             patch.object(dist, "ProcessGroupNCCL", self.nccl.group_class(), create=True),
             patch.object(threading.Thread, "run", self._observe(threading.Thread.run)),
-            patch.object(modes, "_disable_current_modes", contextlib.nullcontext),  # the checker is no script's mode
+            patch.object(modes, "_disable_current_modes", contextlib.nullcontext),  # keeps the checker's mode
             patch.object(ctypes, "CDLL", functools.partial(self.runtime, real=real_library)),
             patch.object(torch.Tensor, "device", property(place), create=True),
             patch.object(torch.Tensor, "is_cuda", property(lambda tensor: place(tensor).type == "cuda"), create=True),
@@ -470,7 +470,7 @@ class FakeCuda:
         self._stack.close()
 
     def check(self) -> None:
-        """Fails where anything was found."""
+        """Fail if there are findings."""
         assert not self.races, "\n".join(self.races)
         assert not self.blocking, "\n".join(self.blocking)
         assert not self.problems, "\n".join(self.problems)
@@ -478,7 +478,7 @@ class FakeCuda:
 
 @dataclass(frozen=True)
 class Stream:
-    """`torch.cuda.Stream`; equal to others of the same handle."""
+    """Stand-in for `torch.cuda.Stream`. Streams with the same handle are equal."""
 
     cuda_stream: int
     cuda: FakeCuda = field(compare=False, repr=False)
@@ -506,7 +506,7 @@ class Stream:
 
 
 class Event:
-    """`torch.cuda.Event`."""
+    """Stand-in for `torch.cuda.Event`."""
 
     def __init__(self, cuda: FakeCuda, *, timed: bool) -> None:
         self._cuda, self._timed = cuda, timed
@@ -542,7 +542,7 @@ class Event:
 
 
 def real_device(tensor: torch.Tensor) -> torch.device:
-    """What PyTorch's C++ knows; "meta" for a FakeTensor."""
+    """Return the device that PyTorch's C++ code sees; "meta" for a FakeTensor."""
     if isinstance(tensor, FakeTensor):
         return torch.device("meta")
     device: torch.device = torch._C.TensorBase.device.__get__(tensor)  # type: ignore[attr-defined]
@@ -572,13 +572,13 @@ METHODS = ["new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_
 
 
 class _Names:
-    """Lets scripts say "cuda", and sees calls that never reach the dispatcher on the CPU."""
+    """Function mode that accepts the device "cuda", and observes calls that do not reach the dispatcher on the CPU."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         self._cuda = cuda
 
     def changes(self) -> list[Any]:
-        """What is put in the place of PyTorch's functions."""
+        """Return the patches that replace PyTorch's functions."""
         tensor = torch.Tensor
         return [
             *(patch.object(torch, name, self._making(getattr(torch, name))) for name in FACTORIES),
@@ -641,7 +641,7 @@ class _Names:
 
 
 class _Operations(TorchDispatchMode):
-    """Assigns the bytes that each operation reads and writes to the current stream, or to the host."""
+    """Dispatch mode that assigns each operation's reads and writes to the current stream, or to the host."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         super().__init__()
@@ -658,7 +658,7 @@ class _Operations(TorchDispatchMode):
             info = argument.alias_info
             (writes if info is not None and info.is_write else reads).extend(_tensors(given))
         if any(is_traceable_wrapper_subclass(tensor) for tensor in (*reads, *writes)):
-            return NotImplemented  # it asks for operations on its parts
+            return NotImplemented  # a DTensor repeats the operation on its local parts
         if any(real_device(tensor).type != "cpu" for tensor in (*reads, *writes)):  # such as a FakeTensor
             return func(*args, **kwargs)
         inputs = [tensor for tensor in (*reads, *writes) if tensor.numel()]
@@ -692,9 +692,9 @@ class _Operations(TorchDispatchMode):
 
 
 class OnStream(torch.autograd.Function):
-    """Has the rest of the backward pass run on another stream, as autograd does where the forward pass did.
+    """Run the rest of the backward pass on another stream, as autograd does if the forward pass ran there.
 
-    At the end of the pass the caller's stream waits for that stream, before callbacks run.
+    At the end of the pass, the caller's stream waits for this stream before callbacks run.
     """
 
     @staticmethod
@@ -711,7 +711,7 @@ class OnStream(torch.autograd.Function):
 
     @staticmethod
     def ends_with_pass(loss: torch.Tensor, cuda: FakeCuda) -> torch.Tensor:
-        """Call it with the loss."""
+        """Order the caller's stream after the pass's stream at the end of the loss's backward pass. Return the loss."""
 
         def end(caller: Stream, _: torch.Tensor) -> None:
             def join() -> None:
@@ -728,10 +728,10 @@ class OnStream(torch.autograd.Function):
 
 
 class FakeNccl:
-    """What NCCL keeps for one process.
+    """State of NCCL in one process.
 
     Attributes:
-        launches: (communicator, what, raw stream), in order.
+        launches: launched collectives in order: (communicator, operation, raw stream).
     """
 
     def __init__(self, cuda: FakeCuda) -> None:
@@ -743,9 +743,9 @@ class FakeNccl:
         self._pending: dict[int, Access] = {}
 
     def launch(self, group: int, what: str, reads: list[torch.Tensor], writes: list[torch.Tensor], stream: Any) -> None:
-        """One collective, on a stream."""
+        """Launch a collective on a stream."""
         cuda = self.cuda
-        if self.parameters is None:  # read at the first launch, and never again
+        if self.parameters is None:  # NCCL reads its parameters at the first launch only
             self.parameters = dict(os.environ)
         if not self._issuing.acquire(blocking=False):
             cuda._report(cuda.problems, "two threads use NCCL at once")
@@ -767,7 +767,7 @@ class FakeNccl:
             self._issuing.release()
 
     def group_class(self) -> type:
-        """`ProcessGroupNCCL` with the attributes that the release has."""
+        """Return `ProcessGroupNCCL` with the attributes of the release."""
         table = RELEASES[self.cuda.release]
         allowed = set(table["ProcessGroupNCCL"])
         config = type("NCCLConfig", (), {"__slots__": table["ProcessGroupNCCL.NCCLConfig"]})
@@ -796,7 +796,7 @@ def _missing(name: str) -> Callable[..., Any]:
 
 
 class _Group:
-    """The methods of `ProcessGroupNCCL`; `group_class` leaves out what a release lacks."""
+    """All methods of `ProcessGroupNCCL`. `group_class` removes those that a release lacks."""
 
     INNER = frozenset({"_start", "_reduce"})
     nccl: FakeNccl
@@ -879,7 +879,7 @@ class _Group:
 
 
 class _Work:
-    """`ProcessGroupNCCL`'s work."""
+    """Stand-in for `ProcessGroupNCCL`'s work object."""
 
     def __init__(self, cuda: FakeCuda, clock: Clock) -> None:
         self._cuda, self._clock = cuda, clock

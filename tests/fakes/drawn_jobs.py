@@ -1,4 +1,4 @@
-"""Job models as they may come: other numbers of gradients, links that one stream fills or does not, ranks that lag."""
+"""Random job models: numbers of gradients, links that one stream fills or does not fill, and stragglers."""
 
 from __future__ import annotations
 

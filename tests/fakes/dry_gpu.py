@@ -1,7 +1,7 @@
-"""What plays the GPU in a dry run of `bench.gpu`: `FakeCuda`, which checks the order of streams.
+"""The replacement of the GPU in a dry run of `bench.gpu`: `FakeCuda`, which checks the order of streams.
 
 Sirtaki's code is the same as on a GPU, down to `torch.cuda` and PyTorch's `ProcessGroupNCCL`. Operations run at once,
-in host memory. A check of a part fails where `FakeCuda` has found a race, a call that blocks the host, or a misuse.
+in host memory. A check of a part fails if `FakeCuda` has found a race, a call that blocks the host, or a misuse.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from fakes.cuda import Place as Memory
 from bench.gpu.place import Kernel, Place
 
 EXPECTED = re.compile(
-    r"^allreduce_ on the host "  # DDP over Gloo reads the memory that plays a GPU's
+    r"^allreduce_ on the host "  # DDP over Gloo reads the host memory that stands in for the GPU's
     r"|a buffer is not aligned to 16 bytes"  # the conformance suite reduces any range
     r"|^\w+ on the host reads what copy_ on stream \d+ writes: .* \(test\)$"  # `.cpu()` of a scalar waits for the GPU
-    r"|^numpy on the host "  # makes an array of memory, and does not read it
+    r"|^numpy on the host "  # NumPy wraps memory in an array without reading it
 )
-"""What `FakeCuda` finds and is no fault of Sirtaki's."""
+"""Findings of `FakeCuda` that are not faults of Sirtaki."""
 
 COMMUNICATOR_BYTES = 30 << 20
 MEMORY_BYTES = 80 << 30
 
 
 class DryPlace(Place):
-    """See `Place`."""
+    """A `Place` on `FakeCuda`."""
 
     dry = True
     backend = "gloo"
 
     def __init__(self, logs: Path) -> None:
         self.cuda = FakeCuda()
-        self.cuda.__enter__()  # until the process ends
+        self.cuda.__enter__()  # stays open until the process ends
         self._log_groups()
         super().__init__(logs)
         torch.cuda.mem_get_info = lambda device=None: (MEMORY_BYTES - self._communicators(), MEMORY_BYTES)
         from sirtaki.engine.tuning import plans
 
-        plans.MATRIX, plans.UNIT_BYTES = 64, (1 << 14, 1 << 16)  # there is no GPU to fill
+        plans.MATRIX, plans.UNIT_BYTES = 64, (1 << 14, 1 << 16)  # small sizes, because there is no GPU to fill
 
     def _log_groups(self) -> None:
-        """Remember how NCCL would reduce in each group, and write its log."""
+        """Record the algorithm that NCCL would use in each group, and write its log."""
         played, launch = torch.distributed.ProcessGroupNCCL, self.cuda.nccl.launch
         begin = played.__init__
         self._told: list[tuple[str, str, int]] = []
@@ -79,7 +79,7 @@ class DryPlace(Place):
         def reduced(group: Any, tensor: torch.Tensor, op: Any) -> None:
             try:
                 reduce(group, tensor, op)
-            except RuntimeError as err:  # another rank is gone, for which a kernel of NCCL's would wait
+            except RuntimeError as err:  # the other rank has exited; on a GPU, NCCL's kernel would wait
                 print(f"Gloo, which plays NCCL: {err}", flush=True)
                 threading.Event().wait()
 
@@ -129,7 +129,7 @@ class DryPlace(Place):
         return self._communicators()
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
-        """Only what is there at the end, as nobody counts the host's tensors."""
+        """Return the bytes in use after `work`, because peaks of host memory are not counted."""
         work()
         gc.collect()
         return self.allocated_bytes()

@@ -1,4 +1,4 @@
-"""What gradients need of a router where nothing travels."""
+"""A router that sends nothing, and flat buffers on it, for tests of `comm.gradients`."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -13,11 +13,11 @@ from sirtaki.comm.transports.contract import NOTHING_TO_DO, FlatBuffer, Work
 
 
 class LonelyRouter:
-    """Allocates on the host, opens any plan, and reduces at once among ranks that all have the same.
+    """Router that allocates host memory, accepts every plan, and sums at once as if all ranks had equal values.
 
     Attributes:
-        opened: plans.
-        reduced: what was asked for: (start, stop, the other arguments).
+        opened: plans that were opened, in order.
+        reduced: arguments of the all-reduces: (start, stop, further arguments).
     """
 
     def __init__(self, device: Device | None = None, *, ranks: int = 1) -> None:
@@ -45,7 +45,7 @@ class LonelyRouter:
 
 
 def make_buffers(params: Sequence[torch.nn.Parameter], order: Sequence[int] | None = None) -> FlatBuffers:
-    """Flat buffers of these parameters with two flags, full of what was there before."""
+    """Return flat buffers of the parameters with two flags. Their memory is not zero initially."""
     return FlatBuffers(
         range(len(params)) if order is None else order,
         params,
@@ -57,7 +57,7 @@ def make_buffers(params: Sequence[torch.nn.Parameter], order: Sequence[int] | No
 
 
 def plan_of(numel: int, *cuts: int, streams: int = 1) -> CommPlan:
-    """Units between the cuts that lie within so many elements, on the streams in turn."""
+    """Return a plan with units between the cuts below `numel`, assigned to the streams in turn."""
     bounds = [0, *(cut for cut in cuts if cut < numel), numel]
     units = tuple(
         Unit(start=start, stop=stop, stream=number % streams)
@@ -68,7 +68,7 @@ def plan_of(numel: int, *cuts: int, streams: int = 1) -> CommPlan:
 
 
 def parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
-    """One of each shape, with a gradient of its own of ascending values."""
+    """Return one parameter per shape, each with a gradient of ascending values."""
     found = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
     for number, param in enumerate(found):
         param.grad = (torch.arange(param.numel()) + 100 * number).to(dtype).view(param.shape)

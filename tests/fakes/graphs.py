@@ -1,4 +1,4 @@
-"""Graphs for the replayer: made by hand, drawn, and played by brute force in small steps of time."""
+"""Graphs for the replayer: made by hand, random, and simulated by brute force in small time steps."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ def graph(
 
 
 def longest_path_s(one: ReplayGraph, *, alone: bool = True) -> float:
-    """What no order of events can beat: the longest chain of edges, every node with its servers to itself."""
+    """Return a lower bound of any schedule: the longest path of edges, with every server available to every node."""
     end_s: list[float] = []
     before: dict[int, list[tuple[int, float]]] = {}
     for first, second, gap_s in one.edges:
         before.setdefault(second, []).append((first, gap_s))
-    for place, each in enumerate(one.nodes):  # edges of drawn graphs lead forwards
+    for place, each in enumerate(one.nodes):  # edges of random graphs lead forwards
         ready_s = max((end_s[first] + gap_s for first, gap_s in before.get(place, [])), default=0.0)
         end_s.append(ready_s + (each.alone_s if alone else each.fixed_s))
     return max(end_s)
 
 
 def brute_force(one: ReplayGraph, dt_s: float) -> list[float]:
-    """When each node ends, in steps of `dt_s`; wrong by a few of them for each node on a path."""
+    """Return the end of each node, simulated in steps of `dt_s`. The error is a few steps per node on a path."""
     count = len(one.nodes)
     end_s = [-1.0] * count
     left_fixed_s = [each.fixed_s for each in one.nodes]
@@ -101,12 +101,12 @@ def brute_force(one: ReplayGraph, dt_s: float) -> list[float]:
 
 @st.composite
 def drawn_graphs(draw: st.DrawFn, *, chained: bool = False, shared: bool = True, slowed: bool = False) -> ReplayGraph:
-    """Up to twelve nodes on up to four lanes; edges lead forwards.
+    """Draw a graph of up to twelve nodes on up to four lanes, with edges that lead forwards.
 
     Args:
-        chained: each lane's nodes wait for each other, so their order is fixed.
-        shared: two servers take part.
-        slowed: nodes also put load on a server that does not serve them, or are relieved when another one ends.
+        chained: each lane's nodes depend on each other, so that their order is fixed.
+        shared: add two shared servers.
+        slowed: nodes also put load on servers that do not serve them, or lose it when another node ends.
     """
     durations = st.integers(0, 12).map(lambda count: count / 4)
     servers = (

@@ -1,4 +1,4 @@
-"""Communicators of one rank, on the host: they remember what became of them."""
+"""Communicators of one rank, on the host. They record how they are used."""
 
 import torch
 
@@ -8,7 +8,7 @@ from sirtaki.comm.transports.contract import ReduceOp
 
 
 class LoneGroup:
-    """See `Group`. Multiplies on the way only if it is told to."""
+    """A `Group` of one rank. It supports scaling within an all-reduce if `multiplies` is true."""
 
     def __init__(self, *, multiplies: bool) -> None:
         self._multiplies = multiplies
@@ -36,7 +36,7 @@ class LoneGroup:
 
 
 class LoneOpener:
-    """See `Opener`; each communicator takes `taken_bytes` of a memory of 1000."""
+    """An `Opener` whose communicators take `taken_bytes` of a memory of 1000 bytes each."""
 
     max_streams, threads, ways = 8, (512, 1024, 2048), tuple(NcclWay)
 

@@ -1,4 +1,4 @@
-"""Jobs whose ranks are threads of this process: what `hvd.something()` needs of one."""
+"""Jobs whose ranks are threads of this process, for tests of `hvd` functions."""
 
 import itertools
 import threading
@@ -19,12 +19,12 @@ class _Watchdog:
     def watch(self, *who: object) -> None:
         pass
 
-    def forget(self, *who: object) -> None:
+    def unwatch(self, *who: object) -> None:
         pass
 
 
 def on_jobs(size: int, act: Callable[[int], Any]) -> list[Any]:
-    """What `act` returns on each of so many ranks, for which `job.current()` is that rank's own."""
+    """Call `act(rank)` in one thread per rank, where `job.current()` is this rank's job. Return the results by rank."""
     here = threading.local()
 
     def run(control: ControlPlane) -> Any:

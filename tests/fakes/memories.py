@@ -1,4 +1,4 @@
-"""A step's memory made by hand: a chain of blocks, each of which leaves something for its backward pass."""
+"""Memory of a training step, made by hand: a chain of blocks that save activations for the backward pass."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def modules(blocks: int, *, kind: str = "Block") -> tuple[Module, ...]:
 
 
 def chain(blocks: int = 4, *, batch: int = 8) -> StepMemory:
-    """Block n goes forward in second n, and backward in second `2 * blocks - n`.
+    """Return the memory of a chain. Block n runs forward in second n, and backward in second `2 * blocks - n`.
 
-    Its forward pass takes TEMPORARY for a while, leaves LEFT and returns OUTPUT, which the next block needs for its
-    backward pass. Its backward pass gives LEFT back at its end and makes GRADIENT, which is added, and copied later.
+    The forward pass allocates TEMPORARY briefly, saves LEFT and returns OUTPUT, which the next block's backward pass
+    needs. The backward pass frees LEFT at its end and allocates GRADIENT, which is accumulated, and copied later.
     """
     there = [Allocation(0, PARAMETERS, Holds.PARAMETERS), Allocation(0, FLAT, Holds.FLAT_BUFFERS)]
     end_s = 2.0 * blocks + 2
@@ -35,7 +35,8 @@ def chain(blocks: int = 4, *, batch: int = 8) -> StepMemory:
     calls = [ModuleCall(0, -1, 0.0, float(blocks), blocks + 1.0, end_s - 1)]
     for number in range(blocks):
         back_s = 2.0 * blocks - number
-        until_s = back_s - 0.05 if number < blocks - 1 else back_s + 0.01  # the next block's backward pass, or its own
+        # The next block's backward pass needs the output; the last block's output lives until its own.
+        until_s = back_s - 0.05 if number < blocks - 1 else back_s + 0.01
         call = number + 1
         found += [
             _made(TEMPORARY, Holds.OTHER, Phase.FORWARD, number + 0.2, number + 0.3, call),
@@ -67,14 +68,14 @@ def _made(n_bytes: int, holds: Holds, phase: Phase, begin_s: float, end_s: float
 
 
 def recording(blocks: int = 4, *, kind: str = "Block", batch: int = 8) -> Recording:
-    """Two ranks; only the first one's memory is known."""
+    """Return a recording of two ranks. It has the memory of rank 0 only."""
     found = recordings.recording()
     first = replace(found.ranks[0], modules=modules(blocks, kind=kind), memory=chain(blocks, batch=batch))
     return replace(found, ranks={**found.ranks, 0: first})
 
 
 def recorded_job(blocks: int = 4, *, of: Sequence[int] = (0,), kind: str = "Block") -> Recording:
-    """A recording of `job`, with the memory of these ranks."""
+    """Return a recording of `job`, with the memory of the ranks `of`."""
     found = record(job(blocks))
     ranks = dict(found.ranks)
     for number in of:
@@ -89,7 +90,7 @@ def recorded_job(blocks: int = 4, *, of: Sequence[int] = (0,), kind: str = "Bloc
 
 
 def job(blocks: int = 4, *, forward_s: float = 0.1, backward_s: float = 0.2, gap_s: float = 0.0) -> JobModel:
-    """Two ranks, each alike: every block takes so long forward, with a gap behind it, and backward."""
+    """Return a job of two equal ranks, whose blocks have the given times and a gap after the forward pass."""
     plain = made_job(durations_s={0: (backward_s,) * blocks, 1: (backward_s,) * blocks}, sizes=(10,) * blocks,
                      plan=plan_of((10,) * blocks, (blocks,)))  # fmt: skip
     (each,) = plain.iterations

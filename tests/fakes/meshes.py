@@ -1,4 +1,4 @@
-"""Meshes whose ranks all live in this process."""
+"""Meshes whose ranks are all in this process."""
 
 import socket
 import time
@@ -12,7 +12,7 @@ from sirtaki.errors import CommError
 
 
 def connected(size: int, *, heartbeat_s: float | None = None) -> list[Links]:
-    """The links of all ranks."""
+    """Return the links of all ranks of a connected mesh."""
     sockets: list[dict[int, socket.socket]] = [{} for _ in range(size)]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         for low in range(size):
@@ -23,7 +23,7 @@ def connected(size: int, *, heartbeat_s: float | None = None) -> list[Links]:
 
 
 def at_once(act: Callable[..., Any], *of_each: Iterable[Any]) -> list[Any]:
-    """What `act` returns, called for each in a thread of its own; once all have ended, what one of them raises."""
+    """Call `act` in one thread per tuple of arguments. Return the results, or raise one exception at the end."""
     arguments = list(zip(*of_each, strict=True))
     with ThreadPoolExecutor(len(arguments) or 1) as threads:
         ended = [threads.submit(act, *each) for each in arguments]
@@ -31,12 +31,12 @@ def at_once(act: Callable[..., Any], *of_each: Iterable[Any]) -> list[Any]:
 
 
 def on_all(links: Sequence[Links], act: Callable[[MeshCommunicator], Any]) -> list[Any]:
-    """What `act` returns on each rank, each in a thread of its own; raises what one of them raises."""
+    """Call `act` on each rank in its own thread. Return the results by rank, or raise an exception of a rank."""
     return at_once(lambda own: act(MeshCommunicator(own)), links)
 
 
 def among(size: int, act: Callable[[MeshCommunicator], Any]) -> list[Any]:
-    """What `act` returns on each of so many ranks; where one raises, the waits of the others end."""
+    """Connect `size` ranks and call `act` on each. Return the results. An exception on a rank ends all waits."""
     links = connected(size)
     raised: list[BaseException] = []
 
@@ -52,13 +52,13 @@ def among(size: int, act: Callable[[MeshCommunicator], Any]) -> list[Any]:
     try:
         return on_all(links, guarded)
     except BaseException:
-        raise raised[0] from None  # the others' are of its making
+        raise raised[0] from None  # the remaining exceptions are consequences of the first
     finally:
         close(links)
 
 
 def on_planes(size: int, act: Callable[[ControlPlane], Any], *, local_size: int | None = None) -> list[Any]:
-    """What `act` returns with the control plane of each of so many ranks, on nodes of `local_size`."""
+    """Call `act` with the control plane of each rank, on nodes of `local_size` ranks. Return the results by rank."""
 
     def run(comm: MeshCommunicator) -> Any:
         control = ControlPlane(comm, local_size=local_size)
@@ -70,12 +70,12 @@ def on_planes(size: int, act: Callable[[ControlPlane], Any], *, local_size: int 
 
 
 def close(links: Sequence[Links]) -> None:
-    """Of all ranks, which must happen at the same time."""
+    """Close the links of all ranks at the same time, because closing waits for the peers."""
     at_once(Links.close, links)
 
 
 def until(condition: Callable[[], bool], *, timeout_s: float = 20.0) -> None:
-    """Returns once it is true."""
+    """Wait until the condition is true."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "it does not come true"

@@ -1,4 +1,4 @@
-"""Plots of a page, as Plotly is given them."""
+"""Plots of an HTML page, as the page passes them to Plotly."""
 
 import json
 import re
@@ -10,7 +10,7 @@ class Figure(NamedTuple):
     layout: dict[str, Any]
 
     def texts(self) -> list[str]:
-        """What is shown under the pointer."""
+        """Return the texts that are shown under the pointer."""
         return [text for trace in self.traces for text in trace.get("hovertext", ())]
 
 

@@ -1,4 +1,4 @@
-"""Jobs made by hand, and recordings of what they do when they are replayed: what comes back must be the same."""
+"""Job models made by hand, and recordings of their simulated runs. A model derived from a recording must be equal."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ GLOO: Route = (TransportKind.GLOO, Algorithm.FLAT)
 
 
 def plan_of(sizes: Sequence[int], cuts: Sequence[int], streams: int = 1) -> CommPlan:
-    """Units that end behind so many gradients, on the streams in turn."""
+    """Return a plan whose units end after the given numbers of gradients, on the streams in turn."""
     offsets = GradientLayout(sizes=tuple(sizes)).offsets
     starts = (0, *cuts[:-1])
     units = tuple(
@@ -73,19 +73,20 @@ def made_job(
     busy: float = 1.0,
     iterations: int = 1,
 ) -> JobModel:
-    """Each rank loads data, goes forward, computes gradients one behind the other, and updates.
+    """Return a job in which each rank loads data, runs forward and backward, and updates.
 
     Args:
-        durations_s: of each rank's gradients.
-        sizes: of gradients, elements.
-        plan: that all ranks use.
-        link: between hosts; without one all ranks are on one host.
-        seconds_per_byte: of a processor, for units on one host.
-        forward_s, data_s, update_s, copy_s: of the other things in a step; a copy comes before each unit.
-        hosts: of each rank.
-        capacity: processors of each host.
+        durations_s: duration of each gradient's backward computation, by rank.
+        sizes: elements of each gradient.
+        plan: plan of all ranks.
+        link: link between hosts; None = all ranks are on one host.
+        seconds_per_byte: processor time per byte of a unit on one host.
+        forward_s, data_s: duration of the forward pass and of data loading, by rank.
+        update_s, copy_s: duration of the update, and of the copy before each unit.
+        hosts: host of each rank.
+        capacity: processors per host.
         busy: see `JobOperation`.
-        iterations: all alike.
+        iterations: number of equal iterations.
     """
     ranks = tuple(durations_s)
     hosts = hosts or {rank: rank if link is not None else 0 for rank in ranks}
@@ -160,7 +161,7 @@ def _program(
 def record(
     job: JobModel, *, offsets_s: Mapping[int, float] | None = None, detail: Detail = Detail.OPERATORS
 ) -> Recording:
-    """What the profiler would have seen of it; rank r's clock shows `offsets_s[r]` less than the job's."""
+    """Return the recording that the profiler would make of a job. Rank r's clock is `offsets_s[r]` behind the job's."""
     played = replay(global_graph(job))
     nodes, numbers = played.graph.nodes, list(range(len(job.iterations)))
     units = {
@@ -245,12 +246,12 @@ def record(
 
 
 def without(recording: Recording, rank: int) -> Recording:
-    """The same, of which one rank has left nothing."""
+    """Return the recording without one rank."""
     return replace(recording, ranks={number: one for number, one in recording.ranks.items() if number != rank})
 
 
 def written(folder: Path, recording: Recording) -> Path:
-    """The folder, with the recording in it."""
+    """Write a recording to a folder, and return the folder."""
     write_job(folder, recording.job)
     for rank in recording.ranks.values():
         write_rank(folder, rank)

@@ -1,4 +1,4 @@
-"""Recordings made by hand: a step takes 100 ms, every rank's clock is right, and two units are barriers."""
+"""Recordings made by hand. A step takes 100 ms, all clocks are right, and two units act as barriers."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def unit(iteration: int, number: int, issue_s: float, done_s: float) -> Recorded
 
 
 def iteration(number: int, *, late_s: float = 0.0) -> RecordedIteration:
-    """The rank is so much later than others with its second gradient; none is through before all are there."""
+    """Return an iteration whose second gradient is `late_s` late. Units end when all ranks' gradients are ready."""
     begin_s = 1000.0 + number * STEP_S
     phases = ((Phase.DATA, 0.0, 0.005), (Phase.FORWARD, 0.005, 0.03), (Phase.BACKWARD, 0.03, 0.08))
     return RecordedIteration(
@@ -114,7 +114,7 @@ def rank(number: int, *, n_iterations: int = 3, model: str = "m", late_s: float 
 
 
 def recording(n_ranks: int = 2, *, ranks_per_host: int = 2, n_iterations: int = 3) -> Recording:
-    """All ranks alike, but for the last one, which is 10 ms late."""
+    """Return a recording of equal ranks, except for the last one, which is 10 ms late."""
     ranks = {
         number: rank(number, n_iterations=n_iterations, late_s=0.01 if number == n_ranks - 1 else 0.0)
         for number in range(n_ranks)
@@ -126,7 +126,7 @@ MOMENTS = ("begin_s", "end_s", "ready_s", "issue_s", "agreed_s", "done_s")
 
 
 def shifted(recorded: RankRecording, *, by_s: float, drift: float = 0.0) -> RankRecording:
-    """What the rank records if its clock shows `by_s` more than it should at the first iteration, and gains `drift`."""
+    """Return a rank's recording with a clock that is `by_s` ahead in the first iteration, and gains `drift`."""
     first_s = recorded.iterations[0].begin_s
 
     def moved(one: Any) -> Any:
@@ -142,7 +142,7 @@ def shifted(recorded: RankRecording, *, by_s: float, drift: float = 0.0) -> Rank
 
 
 def with_ranks(recording: Recording, change: Callable[[RankRecording], RankRecording], *ranks: int) -> Recording:
-    """The recording with a change of what these ranks have recorded; of all where none is named."""
+    """Return the recording with a change to the given ranks, or to all ranks if none is given."""
     changed = {n: one if ranks and n not in ranks else change(one) for n, one in recording.ranks.items()}
     return replace(recording, ranks=changed)
 
@@ -150,5 +150,5 @@ def with_ranks(recording: Recording, change: Callable[[RankRecording], RankRecor
 def with_iterations(
     recording: Recording, change: Callable[[RecordedIteration], RecordedIteration], *ranks: int
 ) -> Recording:
-    """The same with a change of each iteration."""
+    """Return the recording of a rank with a change to each iteration."""
     return with_ranks(recording, lambda rank: replace(rank, iterations=tuple(map(change, rank.iterations))), *ranks)

@@ -1,4 +1,4 @@
-"""Short ways to replay jobs made by hand."""
+"""Shortcuts to replay small jobs made by hand."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def times(job: JobModel) -> MeanStepTimes:
 
 
 def over_a_link(*, link: LinkModel = LINK, streams: int = 2, **options: Any) -> JobModel:
-    """A small job whose ranks are on a host each; options are those of `small_job`."""
+    """Return a small job with one rank per host. `options` are those of `small_job`."""
     return small_job(link=link, streams=streams, **options)
 
 
 def on_one_host(*, seconds_per_byte: float = 2e-6, **options: Any) -> JobModel:
-    """The same on one host."""
+    """Return a small job on one host. `options` are those of `small_job`."""
     return small_job(seconds_per_byte=seconds_per_byte, **options)
 
 
@@ -46,15 +46,15 @@ def small_job(
     iterations: int = 2,
     **options: Any,
 ) -> JobModel:
-    """Four gradients.
+    """Return a job of four gradients.
 
     Args:
-        ranks: how many.
-        slow: how many times as long as others a rank takes for its backward pass.
-        durations_s: of each rank's gradients, instead of these two.
+        ranks: number of ranks.
+        slow: factor on the duration of a rank's backward pass, by rank.
+        durations_s: durations of each rank's gradients, instead of the default ones.
         cuts, streams: see `plan_of`.
-        iterations: how many.
-        options: of `made_job`.
+        iterations: number of iterations.
+        options: further arguments of `made_job`.
     """
     usual_s = {rank: [slow.get(rank, 1.0) * seconds for seconds in DURATIONS] for rank in range(ranks)}
     plan = plan_of(SIZES, cuts, streams=streams)

@@ -1,4 +1,4 @@
-"""Re-tunes at every opportunity: ranks find at random that reductions have changed, and agree now and then."""
+"""Re-tune as often as possible: each rank observes drift at random, and now and then all ranks agree."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from sirtaki.engine.tuning import knob_search, pipeline_target
 from sirtaki.engine.tuning.pipeline_target import PipelineTarget
 
 WARM_UP = {"SIRTAKI_WARMUP_ITERATIONS": "7"}
-"""Short, so that there is something after it."""
+"""A short warm-up, so that re-tuning begins early."""
 
 FINDINGS = (Drift.USUAL, Drift.SLOWER, Drift.SLOWER, Drift.SLOWER, Drift.SLOWER, Drift.FASTER)
 
 
 class RestlessWatch(DriftWatch):
-    """Finds what the dice say."""
+    """A `DriftWatch` that reports drift at random."""
 
     dice = random.Random()
 
@@ -30,14 +30,14 @@ class RestlessWatch(DriftWatch):
 
 
 def begin(rank: int) -> None:
-    """From now on in this process."""
+    """Replace the drift watch of this process. `rank` seeds it."""
     RestlessWatch.dice.seed(rank)
-    knob_search.RETUNE_ITERATIONS = 16
+    knob_search.RETUNE_SEARCH_ITERATIONS = 6
     pipeline_target.DriftWatch = RestlessWatch  # type: ignore[misc]
 
 
 def count(began: list[int]) -> None:
-    """Notes the iteration of each re-tune of this process."""
+    """Append the iteration of each re-tuning of this process to `began`."""
     retune = PipelineTarget._retune
 
     def noting(self: PipelineTarget, drift: DriftWatch) -> None:

@@ -1,7 +1,7 @@
 """A device with streams, and communicators on it, without a GPU.
 
-Streams are threads that do what they are given late, each at its own random pace, so an order that nobody asked for
-shows as a wrong result. Communicators reduce over MPI, and note in which order and by whom they were used.
+A stream is a thread that runs its work late, at a random pace, so that a missing order shows as a wrong result.
+Communicators reduce over MPI, and record the order of their use and the calling threads.
 """
 
 import queue
@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class FakeEvent:
 
 
 class FakeStream:
-    """Does what it is given in order, some time later."""
+    """A stream that runs its work in order, some time later."""
 
     def __init__(self, seed: int) -> None:
         self._tasks: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
@@ -56,19 +57,19 @@ class FakeStream:
             try:
                 with torch.no_grad():
                     task()
-            except BaseException as err:  # whatever it is, the test must hear of it
+            except BaseException as err:  # any exception, because the test must see it
                 self.problems.append(err)
 
 
 def aliases(value: Any) -> Any:
-    """The same memory, but nothing that keeps the caller's tensor objects alive: as a kernel's pointers."""
+    """Return tensors on the same memory, without references to the caller's tensors, like a kernel's pointers."""
     if isinstance(value, torch.Tensor):
         return value.detach()
     return [aliases(item) for item in value] if isinstance(value, list) else value
 
 
 class FakeDevice:
-    """See `sirtaki.comm.device.Device`."""
+    """A device with threads as streams, see `sirtaki.comm.device.Device`."""
 
     torch_device = torch.device("cpu")
     streams = True
@@ -89,7 +90,7 @@ class FakeDevice:
         return stream
 
     def launch(self, function: Callable[..., object], *args: object) -> None:
-        if isinstance(getattr(function, "__self__", None), torch.Tensor):  # its object must not be kept, either
+        if isinstance(getattr(function, "__self__", None), torch.Tensor):  # keep no reference to this tensor, either
             function, args = getattr(torch.Tensor, function.__name__), (function.__self__, *args)
         pointers = [aliases(arg) for arg in args]
         self.current.put(lambda: function(*pointers))
@@ -172,14 +173,14 @@ class FakeDevice:
                 raise stream.problems[0]
 
     def reuse_when_freed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """As a caching allocator: once the tensor is let go, the default stream puts something else there."""
+        """Overwrite the tensor's memory on the default stream once it is freed, as a caching allocator may."""
         memory = tensor.detach()
         weakref.finalize(tensor, lambda: self._default.put(lambda: memory.fill_(float("nan")))).atexit = False
         return tensor
 
 
 class FakeGroup:
-    """See `Group`; over an MPI communicator."""
+    """A `Group` over an MPI communicator."""
 
     def __init__(self, opener: "FakeOpener", key: CommunicatorKey, comm: Any) -> None:
         self._opener, self._key, self._comm = opener, key, comm
@@ -192,7 +193,7 @@ class FakeGroup:
         assert opener.issuing.acquire(blocking=False), "two threads use NCCL at once"
         try:
             opener.issued.append(f"{self._key} {what}")
-            time.sleep(0)  # where another thread could come in between
+            time.sleep(0)  # lets another thread run in between
             opener.device.launch(function, *args)
         finally:
             opener.issuing.release()
@@ -237,7 +238,7 @@ class FakeGroup:
 
 
 class FakeOpener:
-    """See `Opener`; each communicator takes a byte of a memory of 1000."""
+    """An `Opener` whose communicators take one byte each of a memory of 1000 bytes."""
 
     threads = (512, 1024)
     ways = tuple(NcclWay)
@@ -254,7 +255,7 @@ class FakeOpener:
         control = self._control
         comm = {
             Scope.ALL: control.duplicate,
-            Scope.ACROSS: control.duplicate_cross,
+            Scope.ACROSS: partial(control.duplicate, cross=True),
             Scope.NODE: control.node.duplicate,
         }[key.scope]()
         self.opened.append(key)

@@ -1,4 +1,4 @@
-"""Records of a tuned job, as its trial log holds them."""
+"""Records of a tuned job, as in its trial log."""
 
 from sirtaki.autotune.knobs import KIB, Knobs
 from sirtaki.autotune.model.planning import PlanningModel

@@ -1,4 +1,4 @@
-"""Targets of tuning without a pipeline: time passes as a test says."""
+"""Tuning targets without a pipeline. The test determines all times."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sirtaki.errors import PlanError
 
 
 class OneRank:
-    """The control plane of a rank that is alone."""
+    """The control plane of a job with one rank."""
 
     rank, size = 0, 1
 
@@ -36,14 +36,14 @@ class OneRank:
 
 
 class KnobJob(TunableTarget[Knobs]):
-    """A job on one rank whose knobs are tuned, on a clock of its own.
+    """A tuning target on one rank with simulated times.
 
     Attributes:
-        search: the part under test.
-        assignments: what has run, with the measurements of each.
+        search_of_knobs: the search under test.
+        assignments: finished assignments, each with its measurements.
         running: knobs of the current iteration.
-        iterations_run: number of iterations until now.
-        broken: knobs that cannot be run.
+        iterations_run: number of finished iterations.
+        broken: knobs that cannot be applied.
     """
 
     def __init__(
@@ -76,12 +76,17 @@ class KnobJob(TunableTarget[Knobs]):
         self.search_of_knobs.stays = knobs
 
     def begin(self, *, recalls: bool = True) -> None:
-        """Begins a search."""
+        """Begin a search."""
         self.kept = False
         self.controller.begin(self, recalls=recalls)
 
     def run(self, times: Callable[[Knobs], tuple[float, float]], *, at_most: int = 10_000) -> int:
-        """Iterations until something is kept; `times`: communication and backward pass with some knobs, in seconds."""
+        """Run iterations until a setting is kept. Return their number.
+
+        Args:
+            times: function from knobs to seconds of communication and of the backward pass.
+            at_most: maximum number of iterations.
+        """
         self._times, begun = times, self.iterations_run
         while self.controller.tries(self) and self.iterations_run - begun < at_most:
             self.iterations_run += 1

@@ -1,4 +1,4 @@
-"""A warm-up session's job without ranks: made-up times, and a log of what ran."""
+"""A warm-up session without ranks: made-up times, and a log of all assignments."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,12 +21,12 @@ OUTSIDE = Knobs(unit_bytes=4 * MIB, streams=4, transport=TransportKind.MPI)
 
 
 def landscape(knobs: Knobs) -> float:
-    """Seconds; least at BEST, 2.3 times that at DEFAULT."""
+    """Return the communication time of a setting in seconds: shortest at BEST, and 2.3 times as long at DEFAULT."""
     return 0.1 * (1.0 + 0.1 * math.log2(knobs.unit_bytes / (4 * MIB)) ** 2 + 0.1 * math.log2(knobs.streams / 4) ** 2)
 
 
 class Job:
-    """Runs a session to its end (or for some records) as the training loop does, and keeps a log."""
+    """Runs a session to its end, or for some records, like the training loop, and logs all assignments."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Job:
 
 
 class ListArm:
-    """Proposes given knobs in turn, whatever it is told, and remembers that."""
+    """An arm that proposes given knobs in turn, independent of results, and records the results."""
 
     name = "list"
 
@@ -89,7 +89,7 @@ class ListArm:
 
 
 class Believer(ListArm):
-    """Its surrogate believes in one setting."""
+    """An arm whose surrogate predicts that one setting is the fastest."""
 
     def __init__(self, favourite: Knobs, *proposals: Knobs) -> None:
         super().__init__(*proposals)
@@ -100,7 +100,7 @@ class Believer(ListArm):
 
 
 class Sure(ListArm):
-    """Expects a given share to be left to gain."""
+    """An arm that predicts a fixed remaining improvement."""
 
     def __init__(self, expected: float, *proposals: Knobs) -> None:
         super().__init__(*proposals)
@@ -122,7 +122,7 @@ def session(arm: Arm | None = None, **options: object) -> TuningSession:
 
 
 def remembered(knobs: Knobs, *, times: float = 1.0, proved: bool = True) -> Remembered:
-    """An earlier job's setting, of the landscape or of one that is so many times as slow."""
+    """Return the setting of an earlier job whose times were `times` as long as those of `landscape`."""
     best_s, default_s = times * landscape(knobs), times * landscape(DEFAULT)
     ratio = default_s / best_s
     gain = Gain(times=ratio, low=0.99 * ratio, high=1.01 * ratio) if proved and ratio > 1.0 else None

@@ -1,4 +1,4 @@
-"""Print what PyTorch's NCCL process group offers in the installed release: one entry of `nccl_attributes.json`.
+"""Print the attributes of PyTorch's NCCL process group in the installed release, as an entry of `nccl_attributes.json`.
 
     python tests/formats/nccl_attributes.py
 
@@ -26,7 +26,7 @@ CALLS = (
 
 
 def public_names(cls: type) -> list[str]:
-    """Names of a class and its bases, without Python's own and pybind11's."""
+    """Return the names of a class and its bases, without Python's own and pybind11's."""
     return [
         name
         for name in sorted(dir(cls))
@@ -35,13 +35,13 @@ def public_names(cls: type) -> list[str]:
 
 
 def signatures(cls: type, name: str) -> list[str]:
-    """The overloads of a method as pybind11 documents them, without addresses of default values."""
+    """Return the overloads of a method as pybind11 documents them, without addresses of default values."""
     lines = (getattr(cls, name).__doc__ or "").splitlines()
     return [line.strip().partition(" object at 0x")[0] for line in lines if "->" in line]
 
 
 def entry() -> dict[str, Any]:
-    """Classes by name, each with its attributes; None where this release has no such class."""
+    """Return the classes by name, each with its attributes; None if the release lacks a class."""
     group = dist.ProcessGroupNCCL
     options = group.Options()
     config = type(options.config) if hasattr(options, "config") else None

@@ -1,6 +1,6 @@
-"""Files that earlier releases wrote are read: registries, exports, trial logs, plans, recordings, checkpoints.
+"""Files of earlier releases can be read: registries, exports, trial logs, plans, recordings, checkpoints.
 
-`written_by_0.1` was made by version 0.1.0 in one job of two ranks; the files are never made anew.
+Version 0.1.0 wrote `written_by_0.1` in one job of two ranks. These files are never written again.
 """
 
 import json
@@ -37,11 +37,13 @@ train(state)
 
 @pytest.fixture(params=WRITTEN, ids=lambda folder: folder.name)
 def written(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A copy, since a file that is opened may be brought up to date."""
+    """Return a copy of the files, because opening a file may migrate it."""
     return Path(shutil.copytree(request.param, tmp_path / "written"))
 
 
-def test_a_registry_is_read_and_what_it_remembers_travels(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_registry_of_an_earlier_release_is_read_exported_and_imported(
+    written: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["registry", "--registry", str(written / "registry.sqlite"), "list"]) == 0
     assert "Sequential" in capsys.readouterr().out
     assert main(["registry", "--registry", str(written / "new.sqlite"), "import", str(written / "registry.json")]) == 0

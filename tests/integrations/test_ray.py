@@ -63,7 +63,7 @@ def executor(cluster: Any) -> Iterator[RayExecutor]:
     made.shutdown()
 
 
-def test_ranks_know_their_places_and_give_back_what_the_function_returns(executor: RayExecutor) -> None:
+def test_ranks_get_their_places_and_return_the_functions_results(executor: RayExecutor) -> None:
     heard: list[Any] = []
     found = executor.run(ray_functions.who_am_i, ["a"], {"b": 1}, callbacks=[heard.append])
     assert [each["place"] for each in found] == [(0, 2, 0, 2, 0, 1), (1, 2, 1, 2, 0, 1)]
@@ -111,7 +111,7 @@ def test_a_killed_actor_ends_the_call_and_a_new_start_helps(executor: RayExecuto
     executor.shutdown()
 
 
-def test_what_contradicts_itself_or_has_no_room_is_told(cluster: Any) -> None:
+def test_contradictory_options_and_too_few_resources_are_reported(cluster: Any) -> None:
     with pytest.raises(ConfigError, match="either num_workers or num_hosts"):
         RayExecutor(num_workers=2, num_hosts=2)
     with pytest.raises(ConfigError, match="min_workers=2, num_workers=1"):

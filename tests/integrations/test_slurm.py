@@ -83,7 +83,7 @@ def test_jobs_of_an_array_run_at_once_with_uneven_numbers_of_ranks(cluster: Slur
         ("sirtakirun.sh", ("scancel", "--batch", "--signal=USR1")),
     ],
 )
-def test_a_job_that_is_told_to_go_goes_on_from_its_last_commit(
+def test_a_job_that_gets_a_signal_resumes_from_its_last_commit(
     cluster: SlurmCluster, tmp_path: Path, script: str, words: tuple[str, ...]
 ) -> None:
     job = submit(cluster, tmp_path, script)
@@ -104,7 +104,7 @@ def test_a_job_that_is_told_to_go_goes_on_from_its_last_commit(
 
 
 @pytest.mark.parametrize("script", ["train.sh", "sirtakirun.sh", "mpi.sh"])
-def test_what_is_cancelled_in_its_warm_up_leaves_nothing_and_stays_away(
+def test_a_job_cancelled_in_its_warm_up_leaves_nothing_and_is_not_requeued(
     cluster: SlurmCluster, tmp_path: Path, script: str
 ) -> None:
     if script == "mpi.sh":
@@ -173,7 +173,7 @@ def test_sirtakirun_takes_hosts_and_slots_of_the_allocation(cluster: SlurmCluste
     assert_trained(job.stdout)
 
 
-def test_sirtakirun_says_that_srun_has_started_too_many_of_it(cluster: SlurmCluster) -> None:
+def test_sirtakirun_reports_that_srun_has_started_several_of_it(cluster: SlurmCluster) -> None:
     job = in_allocation(cluster, "srun", "--ntasks=2", "sirtakirun", "python", str(DIGITS))
     assert job.returncode == 2
     assert "srun started sirtakirun 2 times; start it once, without srun" in job.stderr

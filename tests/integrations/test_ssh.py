@@ -190,7 +190,7 @@ def _is_a_stranger(hosts: SshHosts) -> None:
         (_is_a_stranger, r"Host key verification failed: log in once manually, `ssh sirtaki-n1`"),
     ],
 )
-def test_a_host_that_lets_nobody_in(
+def test_a_host_that_refuses_logins(
     jobs: Jobs, options: Sequence[str], fault: Callable[[SshHosts], None], says: str
 ) -> None:
     fault(jobs.hosts)

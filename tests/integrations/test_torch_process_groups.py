@@ -14,7 +14,7 @@ GLOO_BY_NAME = {"test_get_backend", "test_monitored_barrier_gloo", "test_monitor
 @pytest.mark.integration
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_what_gloo_passes_of_pytorchs_tests_the_backend_passes(ranks: int, tmp_path: Path) -> None:
+def test_the_backend_passes_the_tests_of_pytorch_that_gloo_passes(ranks: int, tmp_path: Path) -> None:
     pytest.importorskip("expecttest", reason="PyTorch's tests need it")
     job = subprocess.run(
         [sys.executable, Path(__file__).with_name("torch_process_groups.py")],

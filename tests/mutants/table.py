@@ -1,14 +1,14 @@
-"""Lines of Sirtaki that are made wrong on purpose, and the tests that notice."""
+"""Deliberate errors in lines of Sirtaki, and the tests that must detect them."""
 
 from typing import NamedTuple
 
 
 class Mutant(NamedTuple):
-    """What is made wrong: text that is there once, what stands there instead, and who notices.
+    """One deliberate error: a text that occurs once, its replacement, and the tests that must fail.
 
     Attributes:
-        file: below `sirtaki/`.
-        tests: below `tests/`; a part of tests' names may follow, as for `pytest -k`.
+        file: path below `sirtaki/`.
+        tests: path below `tests/`, optionally followed by a part of test names, as for `pytest -k`.
     """
 
     what: str
@@ -35,7 +35,7 @@ TRAINING = "sirtaki/torch/test_optimizer.py"
 
 
 def wrong_in(file: str, tests: str, lines: dict[str, tuple[str, str]]) -> list[Mutant]:
-    """Mutants of one file that the same tests notice, by what is made wrong: the right text and the wrong one."""
+    """Return mutants of one file that the same tests detect. `lines`: right text and wrong text by description."""
     return [Mutant(what, file, *line, tests) for what, line in lines.items()]
 
 
@@ -57,7 +57,7 @@ MUTANTS = (
                 "            if self._latest_stream is not None:",
                 "            if self._latest_stream:",
             ),
-            "the default stream is wrapped as an external one": ("if raw == 0:  # which", "if raw is None:  # which"),
+            "the default stream is wrapped as an external one": ("if raw == 0:", "if raw is None:"),
             "memory returns before the default stream waits for packing": (
                 "            self._noticed.add(raw)",
                 "            self._noticed |= {raw} - {0}",
@@ -115,10 +115,10 @@ MUTANTS = (
         STREAM_ORDER,
         {
             "threads that copy do not prepare for the GPU": ("worker.put(device.enter_thread)", "pass"),
-            "the way back is not awaited": ("        self._device.order_after(self.back)\n", ""),
+            "the way back is not awaited": ("        self._device.order_after(self.copied)\n", ""),
             "a copy out does not wait for packing": (
-                "            device.order_after(packed)\n            device.launch(copy_, away, here)",
-                "            device.launch(copy_, away, here)",
+                "            device.order_after(packed)\n            device.launch(copy_, on_host, on_gpu)",
+                "            device.launch(copy_, on_host, on_gpu)",
             ),
         },
     ),
@@ -448,17 +448,20 @@ MUTANTS = (
             ),
             "what comes for a communicator that was freed is kept": ("        self._freed.add(context)\n", ""),
             "a leave that is taken for a loss": (
-                "self._connections[source].said_bye = True",
-                "self._connections[source].said_bye = False",
+                "self._connections[source].received_bye = True",
+                "self._connections[source].received_bye = False",
             ),
             "a short silence that is never forgiven": (
                 "            self._silent_beats = 0\n            return",
                 "            return",
             ),
-            "a rank that ends without a word": ("        self._tell(self.rank, reason, FAULT if fault else 0)\n", ""),
+            "a rank that ends without a word": (
+                "        self._send_lost(self.rank, reason, FAULT if fault else 0)\n",
+                "",
+            ),
             "a rank that gives up and wakes nobody": (
-                "connection.stop_sending()  # which wakes",
-                "pass  # which wakes",
+                "connection.stop_sending()  # wakes",
+                "pass  # wakes",
             ),
             "a fault that is told as a leave": (
                 "kind = PeerFaultError if header.tag == FAULT else PeerLostError",
@@ -487,7 +490,7 @@ MUTANTS = (
         HANDSHAKE,
         f"{MEETING} the_slow_and_the_many",
         {
-            "who does not prove itself in time holds its place": ("            self.door.drop_late()\n", ""),
+            "who does not prove itself in time holds its place": ("            self.handshakes.drop_expired()\n", ""),
         },
     ),
     # ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────

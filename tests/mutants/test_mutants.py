@@ -1,6 +1,6 @@
-"""Lines that were made wrong on purpose are each caught by the tests that are said to hold them.
+"""Each deliberate error in the product is detected by the tests that the table names.
 
-The repository is copied, one line in the copy is replaced, and one test of the copy must fail.
+The repository is copied, one line of the copy is replaced, and a test of the copy must fail.
 """
 
 import os
@@ -18,7 +18,7 @@ WHERE = "import sirtaki, sys; sys.exit(not sirtaki.__file__.startswith(sys.argv[
 
 
 def copy_of_repository(path: Path) -> dict[str, str]:
-    """Copies what git knows; the environment in which a process imports Sirtaki from there, whatever its folder."""
+    """Copy the files that git tracks. Return an environment in which Python imports Sirtaki from the copy."""
     known = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     for name in subprocess.run(known, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines():
         if (ROOT / name).exists():
@@ -42,7 +42,7 @@ def test_the_table_is_of_lines_that_are_there_once(mutant: Mutant) -> None:
     assert (ROOT / "tests" / mutant.tests.partition(" ")[0]).is_file()
 
 
-def test_the_table_says_nothing_twice() -> None:
+def test_the_table_has_no_duplicates() -> None:
     assert max(Counter(mutant.what for mutant in MUTANTS).values()) == 1
 
 

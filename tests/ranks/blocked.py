@@ -1,7 +1,7 @@
-"""Ranks that do different things between two steps: who waits for gradients goes on where it is needed elsewhere.
+"""Ranks that act differently between steps. A rank that waits for gradients continues where peers need it elsewhere.
 
-The first rank has no gradient for one of two parameters, so its backward pass does not wait for the others, while
-theirs would wait for it. Started by test_blocked.py.
+The first rank lacks the gradient of one of two parameters. So its backward pass does not wait, while its peers' would
+wait for it. Started by test_blocked.py.
 """
 
 import time
@@ -26,7 +26,7 @@ class Trained:
     optimizer: torch.optim.Optimizer
 
     def backward(self, *, lacks: bool = False) -> float:
-        """A backward pass with gradients of this rank's own; returns how long it took, in seconds."""
+        """Run a backward pass with this rank's own gradients. Return its duration in seconds."""
         begin_s = time.monotonic()
         ((hvd.rank() + 1) ** 2 * (self.one if lacks else self.one + self.other)).backward()
         return time.monotonic() - begin_s
@@ -37,7 +37,7 @@ class Trained:
 
 
 def mean_of(ranks: range) -> float:
-    """Over all ranks, of the gradients of these."""
+    """Return the mean over all ranks, to which only the given ranks contribute gradients."""
     return sum((rank + 1) ** 2 for rank in ranks) / hvd.size()
 
 
@@ -47,7 +47,7 @@ def make() -> Trained:
 
 
 def end(*everything: Trained, lacking: int = 1) -> None:
-    """Steps, and looks at what the last one has reduced, of which `lacking` ranks had one gradient only."""
+    """Step all optimizers, and check the last one's gradients, of which `lacking` ranks had only one."""
     for trained in everything:
         trained.optimizer.step()
         assert trained.reduced
@@ -64,7 +64,7 @@ def goes_on(trained: Trained) -> None:
 
 def a_rank_that_lacks_a_gradient_waits_in_an_operation() -> None:
     trained = make()
-    for _ in range(4):  # profiled iterations, and scheduled ones
+    for _ in range(4):  # profiled iterations, then scheduled ones
         if hvd.rank() == 0:
             trained.backward(lacks=True)
         else:
@@ -96,7 +96,8 @@ def a_rank_waits_in_another_optimizers_step() -> None:
         if hvd.rank() == 0:
             second.backward(lacks=True)
         else:
-            assert second.backward() < SOON_S  # while profiling it goes on; later, the first step needs nobody any more
+            # The training thread continues; after profiling, the first step waits for no rank.
+            assert second.backward() < SOON_S
         end(first, second)
 
 
@@ -114,7 +115,8 @@ def two_ranks_wait_at_the_ends_of_different_backward_passes() -> None:
     both = (make(), make())
     for _ in range(2):
         turn = hvd.rank() % 2
-        assert both[turn].backward() < SOON_S  # one of them goes on, and then the other one has what it waits for
+        # One of the backward passes continues, and then the other one can complete.
+        assert both[turn].backward() < SOON_S
         both[1 - turn].backward()
         end(*both, lacking=0)
 

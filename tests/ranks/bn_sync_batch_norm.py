@@ -73,7 +73,7 @@ def every_option() -> None:
 
 
 def large_means_lose_no_digits() -> None:
-    """A difference of sums of squares would leave nothing of a variance of one beside a mean of ten thousand."""
+    """Check the variance of values with a mean of ten thousand, which a difference of sums of squares would lose."""
     module = hvd.SyncBatchNorm(1)
     output = module(1e4 + batch(hvd.rank(), 0, 64, 1, dtype=torch.float32))
     whole = torch.cat([1e4 + batch(rank, 0, 64, 1, dtype=torch.float32) for rank in range(hvd.size())]).double()

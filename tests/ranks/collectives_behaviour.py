@@ -63,7 +63,7 @@ def the_gradient_of_an_all_to_all_goes_back(rank: int, size: int) -> None:
     assert splits.tolist() == [2] * size
     (received * (rank + 1)).sum().backward()
     back = torch.arange(1.0, size + 1).repeat_interleave(2)
-    same(x.grad, torch.cat([back, torch.zeros(1)])[:, None].expand(-1, 2))  # the last row went nowhere
+    same(x.grad, torch.cat([back, torch.zeros(1)])[:, None].expand(-1, 2))  # the last row was not sent
 
 
 def the_gradient_of_a_reduce_scatter_is_gathered(rank: int, size: int) -> None:
@@ -103,7 +103,7 @@ def a_compressed_tensor_comes_back_in_its_dtype(rank: int, size: int) -> None:
 def what_overflows_is_infinite_without_a_warning(rank: int, size: int) -> None:
     largest = torch.full((3,), torch.finfo(torch.float32).max)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # in the thread that computes them, too
+        warnings.simplefilter("error")  # in the thread that computes gradients, too
         total = hvd.allreduce(largest, op=hvd.Sum)
         nothing = hvd.allreduce(torch.full((3,), torch.inf if rank else -torch.inf), op=hvd.Sum)
     assert bool(total.isinf().all()) is (size > 1)
@@ -146,7 +146,7 @@ def adasum_follows_the_paper(rank: int, size: int) -> None:
     apart = torch.zeros(size)
     apart[rank] = 1.0
     same(hvd.allreduce(apart, op=hvd.Adasum), torch.ones(size))  # at right angles: the sum
-    both = hvd.grouped_allreduce([torch.full((2,), 3.0), apart], op=hvd.Adasum)  # each by itself
+    both = hvd.grouped_allreduce([torch.full((2,), 3.0), apart], op=hvd.Adasum)  # each tensor separately
     same(both[0], torch.full((2,), 3.0))
     same(both[1], torch.ones(size))
 
@@ -187,7 +187,7 @@ def large_tensors_are_reduced_right_though_they_travel_otherwise(rank: int, size
     hvd.barrier()
     if size > 2:
         hvd.remove_process_set(sets)
-    if rank == 0:  # the others have joined, and take part with zeros
+    if rank == 0:  # the remaining ranks have joined, and take part with zeros
         same(hvd.allreduce(torch.ones(many), op=hvd.Sum), torch.ones(many))
     hvd.join()
 
@@ -211,7 +211,7 @@ def small_tensors_of_any_kind_are_reduced_right_again_and_again(rank: int, size:
                 same(hvd.allreduce(each, op=hvd.Sum, name=name), sum_)
         assert bool(hvd.allreduce(torch.tensor(rank == turn % size), op=hvd.Max, name="bool"))
         x = torch.full((5,), 1.0 + turn, requires_grad=turn == 1)
-        factor += 1.0  # it counts as it is now, and so does whether a gradient is wanted
+        factor += 1.0  # the value at the time of the call counts, and so does `requires_grad`
         y = hvd.allreduce(x, op=hvd.Sum, name="scaled", prescale_factor=factor)
         same(y, torch.full((5,), size * (1.0 + turn) * (2.0 + turn)))
         assert y.requires_grad is (turn == 1)
@@ -244,7 +244,7 @@ def poll_tells_when_it_is_done(rank: int, size: int) -> None:
         pass
     assert first.eq(sum(range(size))).all()
     assert second.eq(size - 1).all()
-    first.zero_()  # it is the script's again
+    first.zero_()  # the script may overwrite it again
     assert not hvd.synchronize(reduced).any()
     assert hvd.synchronize(sent) is second
 
@@ -304,7 +304,7 @@ def a_process_set_has_a_life(rank: int, size: int) -> None:
         fails(ValueError, "not in", lambda: hvd.broadcast(torch.ones(1), 0, process_set=evens))
         fails(ValueError, "not in", lambda: hvd.barrier(process_set=evens))
     assert hvd.allreduce(torch.tensor(1), op=hvd.Sum).item() == size
-    if evens.included():  # a set's unnamed operations do not disturb those of all ranks
+    if evens.included():  # unnamed operations of a set do not change the counter of all ranks
         hvd.allreduce(torch.ones(1), process_set=evens)
     assert hvd.allreduce(torch.tensor(1), op=hvd.Sum).item() == size
     assert hvd.remove_process_set(evens) is True
@@ -349,7 +349,7 @@ def joined_ranks_take_part_with_zeros(rank: int, size: int) -> None:
             both = hvd.grouped_allreduce([tensor, tensor.int()], op=hvd.Sum)
             assert both[1].tolist() == [present] * 3
         assert hvd.join() == size - 1
-        # The numbers of unnamed operations are in step again.
+        # The counters of unnamed operations are equal again.
         for _ in range(3):
             assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
 
@@ -365,7 +365,7 @@ def other_operations_fail_while_somebody_has_joined(rank: int, size: int) -> Non
             lambda: hvd.alltoall(torch.ones(size), name="n"),
             lambda: hvd.barrier(),
         ):
-            # Once rank 0 is sure to have joined; before that the operation waits for it.
+            # Rank 0 has certainly joined by then; before, the operation waits for it.
             fails(hvd.HorovodInternalError, "is not supported with Join at this time", call)
     hvd.join()
     assert hvd.broadcast(torch.tensor(float(rank)), size - 1, name="n").item() == size - 1
@@ -394,7 +394,7 @@ def what_is_first_called_in_inference_mode_works_in_it_and_outside(rank: int, si
     total = float(sum(range(1, size + 1)))
     for inside in (True, False, True):
         with torch.inference_mode(inside):
-            for numel in (3, 300_000):  # that travel along, and over streams
+            for numel in (3, 300_000):  # sent with the negotiation, and over streams
                 x = torch.full((numel,), 1.0 + rank)
                 same(hvd.allreduce(x, op=hvd.Sum), torch.full((numel,), total))
                 same(hvd.synchronize(hvd.allreduce_async(x, op=hvd.Sum)), torch.full((numel,), total))

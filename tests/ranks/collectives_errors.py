@@ -1,4 +1,7 @@
-"""Every way to disagree: each is an error on every rank, and the job goes on. Started by test_collectives.py."""
+"""Disagreements between ranks. Each raises an error on every rank, and the job continues.
+
+Started by test_collectives.py.
+"""
 
 import traceback
 from collections.abc import Callable
@@ -14,7 +17,7 @@ odd = rank == last  # the rank that differs
 
 
 def fails(kind: type[Exception], words: str, call: Callable[[], object]) -> None:
-    """`call` raises `kind` with `words`, on this rank; afterwards all ranks can still work together."""
+    """Check that `call` raises `kind` with `words` on this rank, and that all ranks can communicate afterwards."""
     try:
         call()
     except kind as err:
@@ -25,7 +28,7 @@ def fails(kind: type[Exception], words: str, call: Callable[[], object]) -> None
 
 
 def mismatch(words: str, call: Callable[[], object]) -> None:
-    """All ranks call, and all get the same error."""
+    """Check that `call` raises the same error on all ranks."""
     fails(hvd.HorovodInternalError, words, call)
 
 
@@ -45,7 +48,8 @@ if size > 1:
     mismatch("Mismatched ALLTOALL tensor shapes", lambda: hvd.alltoall(torch.ones(size, 1 + odd)))
     mismatch("Mismatched REDUCESCATTER tensor shapes", lambda: hvd.reducescatter(torch.ones(size, 1 + odd)))
     mismatch("Mismatched data types", lambda: hvd.grouped_allreduce([ones] * (2 + odd)))
-    # The kind of operation and the unnamed ones' counter go into the name, as in Horovod: only given names can clash.
+    # The kind of operation and the counter of unnamed ones are part of the name, as in Horovod. Only given names clash.
+
     handles = [
         hvd.allreduce_async(ones, name="fine", op=hvd.Sum),
         hvd.allreduce_async(torch.ones(2 + odd), name="not fine"),
@@ -55,7 +59,7 @@ if size > 1:
     mismatch("[2]", lambda: hvd.synchronize(handles[1]))
     assert hvd.synchronize(handles[0])[0] == size
 
-# A rank that finds out by itself what is wrong raises what Horovod would; the others hear of it.
+# A rank that detects an error itself raises what Horovod would raise. Its peers get a message.
 for kind, words, good, bad in (
     (IndexError, "first dimension", lambda: hvd.allgather(ones), lambda: hvd.allgather(torch.tensor(1.0))),
     (ValueError, "root_rank", lambda: hvd.broadcast(ones, 0), lambda: hvd.broadcast(ones, size)),
@@ -91,9 +95,9 @@ for kind, words, good, bad in (
         fails(kind, words, bad)
     else:
         mismatch(f"Rank {last} cannot take part", good)
-    fails(kind, words, bad)  # and when all are wrong
+    fails(kind, words, bad)  # and if all ranks are wrong
 
-# A name that is in flight already: found without the others. The last rank submits it only once that is tried.
+# A name that is in flight already is detected locally. The last rank submits it only after that attempt.
 if size > 1:
     if odd:
         hvd.allreduce(ones, name="gate")
@@ -110,7 +114,7 @@ if size > 1:
         hvd.allreduce(ones, name="gate")
     assert hvd.synchronize(handle)[0] == size
 
-# Some ranks fail before the last one has submitted anything; it owes as many operations as have failed.
+# Some ranks fail before the last one has submitted anything. It must then take part in as many failed operations.
 if size > 2:
     for _attempt in range(3):
         if not odd:

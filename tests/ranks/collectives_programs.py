@@ -1,4 +1,4 @@
-"""Random programs of mixed operations, submitted in another order on each rank. Started by test_collectives.py.
+"""Random programs of various operations, submitted in a different order on each rank. Started by test_collectives.py.
 
 Arguments: number of programs.
 """
@@ -16,7 +16,7 @@ Check = Callable[[object], bool]
 
 
 def operation(kind: str, name: str, shape: tuple[int, ...], rank: int, size: int, root: int) -> tuple[Start, Check]:
-    """Starts one operation on this rank's tensor, and what its result must be."""
+    """Return a function that starts an operation on this rank's tensor, and a function that checks its result."""
     mine = torch.full(shape, float(rank + 1))
     total = float(sum(range(1, size + 1)))
     match kind:
@@ -62,7 +62,7 @@ def main(programs: int) -> None:
         operations = []
         for number in range(shared.randrange(1, 16)):
             shape = tuple(shared.randrange(0, 5) for _ in range(shared.randrange(0, 3)))
-            # Half of the names come again in later programs, where they may mean something else.
+            # Half of the names occur again in later programs, with other operations.
             name = f"again.{number}" if shared.random() < 0.5 else f"once.{program}.{number}"
             kind = shared.choice(KINDS)
             operations.append((kind, *operation(kind, name, shape, rank, size, shared.randrange(size))))

@@ -1,6 +1,6 @@
-"""Runs every collective on drawn tensors and compares the results with NumPy. Started by test_collectives.py.
+"""Run every collective on random tensors and compare the results with NumPy. Started by test_collectives.py.
 
-All ranks draw the same cases, and every rank can compute every other's tensors. Arguments: number of cases.
+All ranks draw the same cases, and every rank can compute its peers' tensors. Arguments: number of cases.
 """
 
 import sys
@@ -46,14 +46,14 @@ class Case:
     seed: int
 
     def rows(self, rank: int, shape: tuple[int, ...]) -> int:
-        """Ragged kinds: how many rows a rank has."""
+        """Return the number of rows of a rank, which differs between ranks for ragged operations."""
         return (shape[0] + 3 * rank + self.seed) % 5
 
     def splits(self, rank: int) -> list[int]:
         return [(rank + 2 * other + self.seed) % 3 for other in range(len(self.members))]
 
     def values(self, rank: int) -> list[np.ndarray]:
-        """What the member of this number contributes, in a dtype that NumPy knows."""
+        """Return the tensors that a member contributes, in a dtype that NumPy supports."""
         rng = np.random.default_rng([self.seed, rank])
         arrays = []
         for shape in self.shapes:
@@ -113,7 +113,7 @@ def cases(draw: st.DrawFn, subsets: list[tuple[int, ...]]) -> Case:
 
 
 def hvd_dtypes(op: int) -> tuple[torch.dtype, ...]:
-    """What each reduction takes, said once more and independently."""
+    """Return the dtypes that a reduction accepts, written independently of the product."""
     numbers = (*INTEGERS, *FLOATS)
     return {
         hvd.Min: (*numbers, torch.bool),
@@ -123,7 +123,7 @@ def hvd_dtypes(op: int) -> tuple[torch.dtype, ...]:
 
 
 def expected(case: Case, me: int) -> list[np.ndarray]:
-    """By member number `me`, after the definition of each collective."""
+    """Return the results of member `me`, by the definition of each collective."""
     count = len(case.members)
     everybody = [case.values(rank) for rank in range(count)]
     results = []
@@ -164,7 +164,7 @@ def scale(array: np.ndarray, factor: float) -> np.ndarray:
 
 
 def run(case: Case, tensors: list[torch.Tensor], process_set: hvd.ProcessSet) -> list[torch.Tensor]:
-    """The collective in the case's form."""
+    """Run the collective in the case's variant."""
     options: dict[str, object] = {"process_set": process_set}
     if case.kind in ("allreduce", "reducescatter"):
         options |= {"op": case.op, "prescale_factor": case.factors[0], "postscale_factor": case.factors[1]}

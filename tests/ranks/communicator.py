@@ -1,6 +1,6 @@
-"""What every communicator must do, over MPI and over a mesh. Started by test_communicators.py.
+"""Check every operation of communicators over MPI and over a mesh. Started by test_communicators.py.
 
-All ranks draw the same numbers, and every rank can compute every other's.
+All ranks draw the same numbers, and every rank can compute its peers' values.
 """
 
 import os
@@ -19,7 +19,7 @@ from sirtaki.engine.ranks import open_ranks
 from sirtaki.engine.settings import Settings
 
 LENGTHS = (0, 1, 7, 1000, 20_000, 300_000)
-"""Elements: empty, short and long messages, one and several frames, each with its own algorithm."""
+"""Numbers of elements: empty, short and long messages, one and several frames, each with its own algorithm."""
 
 DTYPES = (np.uint8, np.int32, np.int64, np.float32, np.float64, np.complex64)
 REDUCED = {
@@ -32,7 +32,7 @@ REDUCED = {
 
 
 def values(rank: int, length: int, dtype: type = np.float64) -> np.ndarray:
-    """What that rank contributes: whole numbers that every order of reduction sums exactly."""
+    """Return a rank's values: whole numbers, whose sums are exact in every order."""
     return np.random.default_rng([rank, length]).integers(1, 3, length).astype(dtype)
 
 
@@ -73,7 +73,7 @@ def equal_and_ragged_arrays_are_gathered() -> None:
         gathered = np.empty((world.size, length))
         wait(world, world.all_gather(values(world.rank, length), gathered))
         assert np.array_equal(gathered, [values(rank, length) for rank in range(world.size)])
-        counts = [(length * rank) // 2 for rank in range(world.size)]  # rank 0 has none
+        counts = [(length * rank) // 2 for rank in range(world.size)]  # rank 0 contributes nothing
         ragged = np.empty(sum(counts), dtype=np.uint8)
         wait(world, world.all_gather(values(world.rank, counts[world.rank], np.uint8), ragged, counts))
         assert np.array_equal(ragged, np.concatenate([values(r, n, np.uint8) for r, n in enumerate(counts)]))
@@ -85,7 +85,7 @@ def every_rank_gives_every_other_its_part() -> None:
     wait(world, world.all_to_all(sent, received))
     assert received.tolist() == [10 * rank + world.rank for rank in range(world.size)]
     for length in LENGTHS:
-        give = [length * ((world.rank + other) % 3) for other in range(world.size)]  # symmetric, some are none
+        give = [length * ((world.rank + other) % 3) for other in range(world.size)]  # symmetric; some counts are zero
         outgoing = np.full(sum(give), world.rank, dtype=np.uint8)
         incoming = np.empty_like(outgoing)
         wait(world, world.all_to_all(outgoing, incoming, (give, give)))
@@ -174,7 +174,7 @@ def threads_use_duplicates_at_the_same_time() -> None:
 def subsets_are_numbered_in_the_order_given_and_others_know_nothing() -> None:
     size = world.size
     for ranks in (list(range(size)), list(range(size))[::-1], list(range(0, size, 2)), [size - 1]):
-        for _ in range(2):  # the same once more is another one
+        for _ in range(2):  # the same operation again must not be confused with the first one
             if world.rank not in ranks:
                 continue
             comm = world.subset(ranks)

@@ -1,7 +1,7 @@
-"""Models, losses, whole steps and backward passes that `torch.compile` compiles. Started by test_compiled.py.
+"""Models, losses, whole steps and backward passes compiled by `torch.compile`. Started by test_compiled.py.
 
-Each case trains in each way that Sirtaki is used, against one process, and looks at what Dynamo has compiled: nothing
-of Sirtaki, and nothing that Sirtaki calls.
+Each case trains with each of Sirtaki's interfaces and compares with one process. It also checks that Dynamo has
+compiled neither Sirtaki nor functions that Sirtaki calls.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ OURS = Path(sirtaki.__file__).parent
 TORCH = Path(torch.__file__).parent
 STANDARD = Path(contextlib.__file__).parent
 INLINED = {"call": OURS / "uncompiled.py"}
-"""What is made to be inlined: hooks on modules, which do nothing then."""
+"""Files that Dynamo may inline: hooks on modules, which do nothing in a compiled graph."""
 
 INLINED_IN_BACKWARD = INLINED | {"hook": OURS / "engine" / "reducing" / "gradient_hooks.py"}
 
@@ -91,7 +91,7 @@ ALL_WAYS: Ways = {**WAYS, "fsdp": _sharded} if TorchVersion(torch.__version__) >
 
 
 class Compiled:
-    """What Dynamo has compiled since this was made: frames, also those that it could not, and what it has inlined."""
+    """Frames that Dynamo has compiled, failed to compile, or inlined since this object was created."""
 
     def __init__(self) -> None:
         torch._dynamo.reset()
@@ -118,7 +118,7 @@ class Compiled:
 
     @staticmethod
     def _is_expected(file: Path) -> bool:
-        """This program, PyTorch, graphs of compiled autograd, or what the standard library does for PyTorch."""
+        """Return whether Dynamo may compile a file: this program, PyTorch, compiled autograd, or helpers of PyTorch."""
         near = {TORCH, STANDARD} & set(file.parents) and ("site-packages" not in file.parts or TORCH in file.parents)
         return file == Path(__file__) or str(file).startswith("<") or bool(near)
 
@@ -132,9 +132,12 @@ def _trains_alike(
     steps: bool = True,
     backward: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> None:
-    """`make` gives what computes gradients of a batch, and makes the step unless `steps`; the model is made ready by
-    `prepare` before it is wrapped."""
-    warnings.simplefilter("ignore")  # PyTorch's own, where it compiles
+    """Train a compiled model with each interface, and compare with one process.
+
+    `make` returns the function that computes gradients of a batch; with `steps` it also steps. `prepare` changes the
+    model before it is wrapped.
+    """
+    warnings.simplefilter("ignore")  # because PyTorch warns when it compiles
     for way, wrap in ways.items():
         compiled, model, alone = Compiled(), network(), network()
         prepare(model, compiled)
@@ -180,7 +183,7 @@ def a_step_with_its_backward_pass() -> None:
 
 
 def a_backward_pass() -> None:
-    """By compiled autograd, which calls nothing when a pass ends; PyTorch has DDP refuse it."""
+    """Train by compiled autograd, which runs no callback at the end of a pass. PyTorch rejects it with DDP."""
 
     def make(model: nn.Module, _: torch.optim.Optimizer, compiled: Compiled) -> Train:
         nonlocal backend
@@ -279,6 +282,6 @@ MORE = cases(globals())
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    ddp.attach(DistributedDataParallel(network()))  # the job begins here
+    ddp.attach(DistributedDataParallel(network()))  # the first attach initialises the job
     main([*CASES, *MORE])
     dist.destroy_process_group()

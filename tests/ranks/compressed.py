@@ -1,5 +1,7 @@
-"""Compressed gradients: what is applied over steps, and what is owed, is the sum of the gradients. Started by
-test_compressed.py."""
+"""Compressed gradients: the applied gradients and the residual add up to all gradients.
+
+Started by test_compressed.py.
+"""
 
 import copy
 import math
@@ -19,7 +21,7 @@ from sirtaki.torch import ddp
 
 
 class Halves:
-    """A user's own codec: its numbers as float16."""
+    """A user's codec that sends float16."""
 
     def pack(self, values: torch.Tensor) -> torch.Tensor:
         return values.half().view(torch.uint8)
@@ -38,7 +40,7 @@ SCHEMES: dict[str, Any] = {
 
 
 class Given(nn.Module):
-    """Its gradients are what `batch` gives."""
+    """A module whose gradients are the values of `batch`."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -47,7 +49,7 @@ class Given(nn.Module):
         self.turned = nn.Parameter(torch.zeros(60, 40, dtype=dtype).t())
 
     def gradient(self, place: int, rank: int, step: int) -> torch.Tensor:
-        """Of different sizes, and some rows always large."""
+        """Return gradients of different sizes, with some rows that are always large."""
         shape = list(self.parameters())[place].shape
         values = batch(rank, 100 * step + place, *(shape or (1,))).view(shape)
         return values * 10.0 ** (place % 3 - 1) + (rank + 1 if place == 1 else 0)
@@ -108,7 +110,7 @@ def one_step_is_off_by_what_is_stated() -> None:
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(), SCHEMES[name]
         )
-        for step in range(3):  # in the first ones the order is profiled, uncompressed
+        for step in range(3):  # the first iterations are profiled and uncompressed
             optimizer.zero_grad()
             with torch.no_grad():
                 for param in model.parameters():
@@ -156,7 +158,7 @@ def numbers_that_are_not_finite_are_seen_by_all_and_forgotten() -> None:
 
 def a_state_that_is_loaded_owes_the_same() -> None:
     for name, scheme in SCHEMES.items():
-        if name == "powersgd":  # its factors are those of units, which may be others
+        if name == "powersgd":  # because its factors belong to units, which may change
             continue
 
         def make(scheme: Any = scheme) -> tuple[Given, torch.optim.Optimizer]:
@@ -174,7 +176,7 @@ def a_state_that_is_loaded_owes_the_same() -> None:
         train(model, optimizer, range(6))
         kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
         other, again = make()
-        train(other, again, range(3))  # beyond the profiled one, and it owes something else
+        train(other, again, range(3))  # after the profiled iterations, with another residual
         other.load_state_dict(kept[0])
         again.load_state_dict(kept[1])
         train(model, optimizer, range(6, 10))
@@ -190,7 +192,8 @@ def a_state_that_is_loaded_owes_the_same() -> None:
 
 def all_dtypes_train() -> None:
     for name, scheme in SCHEMES.items():
-        rough = name in ("topk", "powersgd")  # what they leave out comes so late that only short steps do not overshoot
+        # Their residuals are applied so late that only small steps do not overshoot.
+        rough = name in ("topk", "powersgd")
         for dtype in (torch.float64,) if rough else (torch.float16, torch.bfloat16, torch.float64, torch.complex64):
             torch.manual_seed(0)
             weight = nn.Parameter(torch.randn(60, 50).to(dtype))
@@ -244,7 +247,7 @@ def sets_of_ranks_sparse_rows_and_joined_ranks_go_along() -> None:
 
 def gradients_of_ddp_are_compressed_too() -> None:
     rank, size = hvd.rank(), hvd.size()
-    if size == 1:  # where nothing is attached
+    if size == 1:  # because nothing is attached
         return
     store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False) if rank == 0 else None
     port = hvd.broadcast_object(store.port if store else None)
@@ -263,7 +266,7 @@ def gradients_of_ddp_are_compressed_too() -> None:
         applied += model.module.weight.grad
         if step == 7:
             lost = float((applied - truth).norm() / truth.norm())
-            assert 0.0 < lost < 0.01, lost  # of eight steps only the last one's is owed
+            assert 0.0 < lost < 0.01, lost  # after eight steps, only the last residual is missing
     assert_equal_on_all_ranks(model)
     dist.destroy_process_group()
 

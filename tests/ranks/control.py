@@ -1,4 +1,4 @@
-"""What the ranks agree on over the control plane. Started by test_control.py."""
+"""Agreements of the ranks over the control plane. Started by test_control.py."""
 
 import sys
 from unittest import mock
@@ -45,7 +45,7 @@ assert len(set(prefixes)) == 3
 assert control.all_gather(prefixes) == [prefixes] * size
 control.barrier()
 
-# Messages beside the collectives: nobody waits for them, each reader gets its own, and those of one rank in order.
+# Messages beside collectives: no rank waits for them, each reader gets its own, and a rank's messages stay in order.
 courier = MessageBoard(control.duplicate())
 assert courier.receive(Tag.JOINED) == []
 control.barrier()
@@ -65,14 +65,14 @@ assert control.hosts == [0] * size
 control.barrier()
 control.close()
 
-# Two hosts of one name are two.
+# Two hosts with the same name are two hosts.
 with mock.patch.object(plane, "host_identity", return_value=("localhost", f"boot {rank % 2}")):
     apart = ControlPlane(open_ranks(Settings.from_environ()))
 assert apart.hosts == [other % 2 for other in range(size)]
 assert len(set(apart.host_names)) == 1
 apart.close()
 
-# A node size that does not divide the ranks is refused by all of them.
+# All ranks reject a node size that does not divide the number of ranks.
 if size > 1:
     with pytest.raises(ConfigError, match="SIRTAKI_LOCAL_SIZE"):
         ControlPlane(open_ranks(Settings.from_environ()), local_size=size + 1)

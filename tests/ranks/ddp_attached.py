@@ -1,7 +1,7 @@
-"""Models of DistributedDataParallel that Sirtaki reduces, against one process in float64. Started by test_ddp.py.
+"""DistributedDataParallel models that Sirtaki reduces, compared with one process in float64. Started by test_ddp.py.
 
-Without MPI, and with a process group that knows nothing of Sirtaki: `attach()` makes the job. Each case trains on every
-rank, and compares each step with a model that sees all ranks' batches.
+There is no MPI, and the process group is not Sirtaki's. `attach()` initialises the job. Each case trains on every rank,
+and compares each step with a model that gets all ranks' batches.
 """
 
 import copy
@@ -43,7 +43,7 @@ from sirtaki.torch import ddp
 def gradients_alike(
     model: nn.Module, wrapped: nn.Module, alone: nn.Module, loss: Loss, step: int, **close: float
 ) -> None:
-    """One backward pass of all ranks gives what one process gives that sees their batches."""
+    """Compare one backward pass of all ranks with one process that gets all batches."""
     for one in (model, alone):
         one.zero_grad()
     loss(wrapped, dist.get_rank(), step).backward()
@@ -82,7 +82,7 @@ def ddps_logging_data_has_the_times_of_sirtakis_steps() -> None:
 
 
 def gradients_may_be_asked_for_through_the_output() -> None:
-    """By `torch.autograd.grad`, which is no backward pass: what it passes is reduced by the pass that follows."""
+    """`torch.autograd.grad` is no backward pass. The next pass reduces the gradients that it returned."""
     for loss in LOSSES:
         trains_alike(dense_model(), partial(loss, batch), find_unused_parameters=True)
         trains_alike(dense_model(), partial(loss, batch), passes=2, steps=3)
@@ -90,7 +90,7 @@ def gradients_may_be_asked_for_through_the_output() -> None:
 
 
 def parameters_may_differ_where_a_pass_is_not_synchronised() -> None:
-    """Sharpness-aware minimisation, whose first pass moves each rank's parameters by its own gradients; no warning."""
+    """In sharpness-aware minimisation, the first pass moves each rank's parameters by local gradients. No warning."""
     said: list[logging.LogRecord] = []
     listener = logging.Handler(logging.WARNING)
     listener.emit = said.append  # type: ignore[method-assign]
@@ -162,7 +162,7 @@ def two_models_may_be_trained_in_turns() -> None:
 
 
 def beside_ddp(make: Callable[[], nn.Module], loss: Loss, *, by_all: bool, **options: object) -> None:
-    """Collective: ranks with unequal numbers of batches; those that have joined give zeros."""
+    """Train ranks with unequal numbers of batches. Ranks that have joined contribute zeros. Collective."""
     model, peer = make(), make()
     sides = [(attached(model, **options), sgd(model)), (DistributedDataParallel(peer, **options), sgd(peer))]
     for wrapped, optimizer in sides:
@@ -183,7 +183,7 @@ def those_that_have_joined_may_not_count() -> None:
 
 
 def batches_may_be_unequal_and_parameters_unused() -> None:
-    """Beside one process: DDP by itself takes for used what was used before a rank joined."""
+    """Compare with one process, because DDP itself treats a parameter as used if it was used before a rank joined."""
     model = Branches().double()
     alone = copy.deepcopy(model)
     wrapped, optimizer, reference = attached(model, find_unused_parameters=True), sgd(model), sgd(alone)
@@ -211,7 +211,7 @@ class Output:
 
 
 class SharedInCheckpoints(nn.Module):
-    """Two passes within the pass bring gradients of the same parameters."""
+    """A model whose backward pass runs two passes within it that compute gradients of the same parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ def a_rank_may_use_no_parameter_at_all() -> None:
 
 
 def only_the_pass_that_a_forward_has_asked_for_is_synchronised() -> None:
-    """Forwards without a pass, several before one, and a second pass over one: as DDP by itself."""
+    """As in DDP itself: forward passes without a backward pass, several before one, and a second pass over one."""
     results = []
     for model in (dense_model(), dense_model()):
         wrapped = attached(model) if not results else DistributedDataParallel(model)
@@ -283,7 +283,7 @@ def only_the_pass_that_a_forward_has_asked_for_is_synchronised() -> None:
             both = dense_loss(wrapped, dist.get_rank(), step) + dense_loss(wrapped, dist.get_rank(), 20 + step)
             both.backward(retain_graph=True)
             both.backward()
-            for param in model.parameters():  # they differ between ranks now, by what the second pass added
+            for param in model.parameters():  # parameters now differ between ranks by the second pass's gradients
                 dist.all_reduce(param.grad)
             optimizer.step()
         results.append(model)
@@ -366,6 +366,6 @@ CASES = cases(globals())
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    attached(dense_model())  # the job begins here
+    attached(dense_model())  # the first attach initialises the job
     main(CASES)
     dist.destroy_process_group()

@@ -1,7 +1,7 @@
-"""Defaults of the process and modes of the script while ranks train. Started by test_defaults.py.
+"""Training under defaults of the process and modes of the script. Started by test_defaults.py.
 
-Each case plays under each default and mode: training must equal one process in float64, and operations must give what
-they give without. The script's own tensors name their device and dtype, as those of a loader of large models do.
+Each case runs under each default and mode. Training must equal one process in float64, and operations must return the
+same as without. The script's own tensors name their device and dtype, as in loaders of large models.
 """
 
 import copy
@@ -58,7 +58,7 @@ PACKAGE = f"{Path(sirtaki.__file__).parent}/"
 
 
 class Seeing(TorchFunctionMode):
-    """Counts the functions of PyTorch that Sirtaki's code calls."""
+    """Counts the PyTorch functions that Sirtaki calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ EVERYWHERE = {**DEFAULTS, **AUTOCAST, **NO_GRADIENTS}
 
 
 def each(contexts: dict[str, Context]) -> Iterator[str]:
-    """Within each of the contexts; an error says within which."""
+    """Enter each of the contexts in turn. An error contains the context's name."""
     for name, make in contexts.items():
         try:
             with make():
@@ -130,7 +130,7 @@ def trains_alike(
         torch.stack(losses).mean().backward()
         reference.step()
         reference.zero_grad()
-        with torch.device("cpu"):  # else a default device would be that of what is compared
+        with torch.device("cpu"):  # otherwise the compared tensors would be on the default device
             for found, wanted in zip(model.parameters(), alone.parameters(), strict=True):
                 assert plain(found).device.type == "cpu"
                 torch.testing.assert_close(plain(found), wanted.detach(), rtol=1e-9, atol=1e-9)
@@ -158,7 +158,7 @@ def a_distributed_optimizer_trains() -> None:
 
 
 class Products(nn.Module):
-    """A model in float32 of operations that autocast leaves alone."""
+    """A float32 model of operations that autocast does not change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Products(nn.Module):
 
 
 def compressed_gradients_are_as_precise_as_ever() -> None:
-    """What is owed, and what is made of it, is kept in float32, whatever the default."""
+    """Residuals and decompressed gradients are in float32 under every default dtype."""
     for compression in (hvd.Compression.int8, hvd.Compression.powersgd(2), hvd.Compression.topk(0.3)):
         found = list[tuple[str, list[torch.Tensor]]]()
         for name in each({"none": nullcontext, **DEFAULTS, **AUTOCAST}):

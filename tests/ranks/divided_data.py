@@ -1,4 +1,7 @@
-"""What translated scripts use, on several ranks: together they see what one process would. Started by test_ranks.py."""
+"""Helpers of translated scripts on several ranks, which together process the data of one process.
+
+Started by test_ranks.py.
+"""
 
 import itertools
 import random
@@ -12,7 +15,7 @@ import sirtaki.torch as hvd
 from sirtaki.errors import ConfigError, MismatchError
 from sirtaki.torch import ranks
 
-BATCH = 12  # which 2, 3 and 4 divide
+BATCH = 12  # divisible by 2, 3 and 4
 
 
 class Counting(IterableDataset):
@@ -24,7 +27,7 @@ class Counting(IterableDataset):
 
 
 def batches_of_all(loader: DataLoader) -> list[list[int]]:
-    """Collective: each batch of one pass, the parts of all ranks together, sorted."""
+    """Return each batch of a pass: the sorted indices of all ranks together. Collective."""
     mine = [batch.tolist() for batch in loader]
     everyones = hvd.allgather_object(mine)
     return [sorted(itertools.chain(*parts)) for parts in zip(*everyones, strict=True)]
@@ -39,7 +42,7 @@ def ranks_together_see_the_batches_of_one_process() -> None:
     for epoch in range(2):
         torch.manual_seed(epoch)
         wanted = [sorted(batch.tolist()) for batch in shuffled(5 * BATCH)]
-        torch.manual_seed(epoch + 100 * (hvd.rank() != 0))  # only rank 0 has that seed
+        torch.manual_seed(epoch + 100 * (hvd.rank() != 0))  # only rank 0 has this seed
         loader = ranks.divided(shuffled(5 * BATCH))
         loader.sampler.set_epoch(epoch)
         assert batches_of_all(loader) == wanted
@@ -127,7 +130,7 @@ def numbers_of_all_ranks_are_put_together() -> None:
     tensor = ranks.total(mine)
     assert tensor.item() == sum(everyone)
     tensor.backward()
-    assert mine.grad == size  # what all ranks computed from it
+    assert mine.grad == size  # computed by all ranks from the same tensor
     assert abs(ranks.average(torch.tensor(me)).item() - sum(everyone) / size) < 1e-6
     assert ranks.agreed(me) == 0
 
@@ -135,7 +138,7 @@ def numbers_of_all_ranks_are_put_together() -> None:
 def only_rank_0_prints() -> None:
     said: list[float] = []
     say = ranks.on_root(said.append)
-    say(ranks.average(1.0))  # all ranks evaluate it
+    say(ranks.average(1.0))  # every rank evaluates it
     assert said == ([1.0] if hvd.rank() == 0 else [])
     writer = ranks.on_root(random.Random)(0)
     writer.random()

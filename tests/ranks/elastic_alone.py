@@ -1,4 +1,4 @@
-"""What one rank alone shows of elastic jobs: its generations have one member. Started by test_generations.py."""
+"""Elastic features on one rank: every generation has one member. Started by test_generations.py."""
 
 import os
 import random
@@ -19,7 +19,7 @@ from sirtaki.torch.exceptions import HostsUpdatedInterrupt
 
 
 class Lone:
-    """A membership of this process alone."""
+    """A membership with this process as the only member."""
 
     changes = Change(0)
     dismissed = False
@@ -176,7 +176,7 @@ def a_process_set_that_does_not_fit_says_so_when_it_is_used() -> None:
         if not inside:
             inside.append(pair)
             raise hvd.HorovodInternalError("as if a rank were lost")
-        with pytest.raises(ValueError, match="does not fit"):  # at once, in training
+        with pytest.raises(ValueError, match="does not fit"):  # raised during training
             hvd.DistributedOptimizer(torch.optim.SGD([torch.ones(1)], lr=0.1), process_set=pair)
 
     play(train)
@@ -224,7 +224,7 @@ def an_optimizer_goes_on_or_says_why_it_cannot() -> None:
         if not inside:
             inside.append(hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1)))
             raise hvd.HorovodInternalError("as if a rank were lost")
-        assert model.weight.grad is None  # of an iteration that was undone
+        assert model.weight.grad is None  # it belonged to an iteration that was undone
         for optimizer in (outside, *inside):
             optimizer.zero_grad()
             model(torch.ones(1, 2)).sum().backward()

@@ -1,4 +1,4 @@
-"""Trains with checkpoints, and may be killed. Started by test_checkpoints.py: STEPS FAULT STEP."""
+"""Train with checkpoints, and possibly be killed. Started by test_checkpoints.py: STEPS FAULT STEP."""
 
 import os
 import random
@@ -27,7 +27,7 @@ if fault == "another script":
 @hvd.elastic.run
 def train(state: hvd.elastic.TorchState) -> None:
     print(f"begins at {state.step} {state.words[-1]} {state.sampler.processed_num}", flush=True)
-    for batch in range(steps - state.step):  # of what the epoch has left
+    for batch in range(steps - state.step):  # the remaining batches of the epoch
         generator = torch.Generator().manual_seed(100 * state.step + hvd.rank())
         optimizer.zero_grad()
         model(torch.randn(4, 5, generator=generator, dtype=torch.float64)).square().mean().backward()
@@ -39,7 +39,7 @@ def train(state: hvd.elastic.TorchState) -> None:
         if fault == "terminate" and state.step == at:
             os.kill(os.getpid(), signal.SIGTERM)
         state.commit()
-        time.sleep(0.02)  # the thread that writes
+        time.sleep(0.02)  # gives the writing thread time
         if fault == "kill" and state.step == at:
             hvd.barrier()
             os.kill(os.getpid(), signal.SIGKILL)

@@ -25,7 +25,7 @@ WAITS: list[Callable[[torch.optim.Optimizer], Any]] = [
     lambda _: hvd.broadcast(torch.ones(MANY), 0),
     lambda optimizer: optimizer.step(),
 ]
-"""In each of them one rank less waits for the one that is lost."""
+"""Calls in which all remaining ranks wait for the lost one."""
 
 
 def waits() -> None:
@@ -86,7 +86,7 @@ def sets() -> None:
 
 
 def beginning() -> None:
-    """A rank is lost before the others communicate; and a script that does not know `elastic.run` trains, too."""
+    """A rank is lost before the first communication. A script without `elastic.run` trains, too."""
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
     if there.number == 1:
@@ -102,8 +102,8 @@ def beginning() -> None:
 
 
 def less_often() -> None:
-    """Ranks are lost and come between two synchronisations, with a fragment on its way."""
-    torch.manual_seed(there.number)  # who comes takes the others' state, whatever its own
+    """Ranks are lost and added between two synchronisations, while a fragment is in flight."""
+    torch.manual_seed(there.number)  # a new rank takes over its peers' state, independent of its own seed
     model = torch.nn.Linear(4, 3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     diloco = hvd.DiLoCo(model, optimizer, sync_every=6, fragments=2, delay=2, blend=0.5)
@@ -122,7 +122,7 @@ def less_often() -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
                 log("step", step=state.step, size=hvd.size())
                 state.commit()
-                while state.step == 16 and hvd.size() < 3:  # until the next one has come
+                while state.step == 16 and hvd.size() < 3:  # until the new rank has joined
                     time.sleep(0.01)
                     state.commit()
 
@@ -135,7 +135,7 @@ def less_often() -> None:
 
 
 def compressed() -> None:
-    """A rank is lost, and another comes, while gradients lose something on their way."""
+    """A rank is lost and another one added while gradients are compressed."""
     torch.manual_seed(there.number)
     model = torch.nn.Linear(60, 50)
     sgd = torch.optim.SGD(model.parameters(), lr=0.2)
@@ -154,7 +154,7 @@ def compressed() -> None:
             owed = optimizer.state_dict()["sirtaki_compression"]["owed"]["weight"]
             state.commit()
             log("step", step=state.step, size=hvd.size(), owed=owed.norm().item())
-            while state.step == 16 and hvd.size() < 3:  # until the next one has come
+            while state.step == 16 and hvd.size() < 3:  # until the new rank has joined
                 time.sleep(0.01)
                 state.commit()
 
@@ -164,7 +164,7 @@ def compressed() -> None:
 
 
 class Told(watch.Watcher):
-    """Writes down what the tuner does on this rank."""
+    """Writes the tuner's events on this rank to a file."""
 
     def trial(self, event: watch.TrialEnded) -> None:
         log("trial", size=hvd.size(), setting=event.setting)
@@ -174,11 +174,11 @@ class Told(watch.Watcher):
 
 
 SIZES = [3, 2, 3, 4, 3]
-"""Of the world of `tuned`, one after the other: the second one since a rank is killed, the last since one leaves."""
+"""World sizes of `tuned`: initially, after a rank was killed, after one was added, and so on; the last rank left."""
 
 
 def tuned() -> None:
-    """The world shrinks and grows, each time after its warm-up, and remembers."""
+    """The world shrinks and grows, each time after its warm-up, and finds its settings again."""
     watch.add(Told())
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(100, 600), torch.nn.Linear(600, 60))

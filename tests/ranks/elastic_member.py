@@ -1,7 +1,7 @@
-"""A training script for ranks that come and go, which says all that it does, and fails where it is told to.
+"""A training script for ranks that are lost and added. It logs its events, and runs faults at given points.
 
-Started by test_generations.py: `elastic_member.py FOLDER PLAN`, where PLAN is JSON (see `Plan`). Each line of a log in
-FOLDER is what happened in a process: `{"what": …, "s": time.monotonic(), …}`.
+Started by test_generations.py: `elastic_member.py FOLDER PLAN`, where PLAN is JSON (see `Plan`). A line of a log in
+FOLDER is an event of a process: `{"what": …, "s": time.monotonic(), …}`.
 """
 
 import gc
@@ -26,19 +26,19 @@ from sirtaki.engine.membership import Membership
 
 @dataclass
 class Plan:
-    """How long to train, and what goes wrong.
+    """Duration of the training, and faults.
 
     Attributes:
-        iterations: of the whole job.
-        until_told: the job ends when there is a file beside the log that is called `end`.
-        commit_every: iterations.
-        samples: of an epoch.
-        batch: samples a rank.
-        pause_s: in each iteration.
-        inside: the optimizer is made by the function that is repeated.
-        width: of the model's layers.
-        counts: it logs what it has taken of the process, which takes a while.
-        faults: `[worker, iteration, phase, action]`: at that phase of that iteration, once.
+        iterations: iterations of the whole job.
+        until_told: end the job when there is a file `end` beside the log.
+        commit_every: iterations between commits.
+        samples: samples per epoch.
+        batch: samples per rank and iteration.
+        pause_s: pause in each iteration.
+        inside: whether the function that is repeated creates the optimizer.
+        width: width of the model's layers.
+        counts: whether to log the resources of the process, which takes a while.
+        faults: `[worker, iteration, phase, action]`: once, at this phase of this iteration.
     """
 
     iterations: int = 12
@@ -55,16 +55,16 @@ class Plan:
 
 
 HOSTS = "SIRTAKI_TEST_HOSTS"
-"""The file in which `elastic_jobs.ElasticJob` has the hosts of its job, one for each worker."""
+"""Environment variable: the file in which `elastic_jobs.ElasticJob` lists the hosts of its job, one per worker."""
 
 
 class Worker:
     """This process in an `ElasticJob`.
 
     Attributes:
-        number: that of its host; who replaces another one has the next that is free.
-        membership: as its agent keeps it.
-        log: what it says that it does.
+        number: number of the worker's host. A replacement gets the next free number.
+        membership: the membership that its agent maintains.
+        log: log of events.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -85,7 +85,7 @@ class Worker:
         return True
 
     def change_hosts(self, change: Callable[[list[str]], list[str]]) -> None:
-        """Changes the lines in which hosts are told, and waits until the job knows."""
+        """Change the lines of the hosts file, and wait until the job has noticed."""
         hosts = Path(os.environ[HOSTS])
         hosts.with_suffix(".new").write_text("".join(f"{line}\n" for line in change(hosts.read_text().splitlines())))
         hosts.with_suffix(".new").rename(hosts)
@@ -93,16 +93,16 @@ class Worker:
             time.sleep(0.01)
 
     def add(self) -> None:
-        """Has another rank started."""
+        """Start another rank."""
         self.change_hosts(lambda lines: [*lines, f"w{len(lines)}:1"])
 
     def leave(self) -> None:
-        """Has this one dismissed."""
+        """Dismiss this rank."""
         self.change_hosts(lambda lines: [line for line in lines if line != f"w{self.number}:1"])
 
 
 class Log:
-    """Lines that outlive the process."""
+    """Lines in a file that survive the process."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -124,7 +124,7 @@ def make_model(width: int) -> torch.nn.Module:
 
 
 def data(indices: list[int]) -> torch.Tensor:
-    """`(n, 8)`: a row for each sample."""
+    """Return the data of samples, `(n, 8)`."""
     rows = [torch.randn(8, generator=torch.Generator().manual_seed(index)) for index in indices]
     return torch.stack(rows)
 
@@ -134,7 +134,7 @@ def loss_of(model: torch.nn.Module, indices: list[int]) -> torch.Tensor:
 
 
 def taken_of_the_process() -> dict[str, int]:
-    """Descriptors, threads, mappings, and pages in memory."""
+    """Return the numbers of descriptors, threads, mappings, and resident pages."""
     gc.collect()
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
@@ -145,7 +145,7 @@ def taken_of_the_process() -> dict[str, int]:
 
 
 class Touchy:
-    """A value of the state that acts when it is copied or pickled."""
+    """A value of the state that runs a fault when it is copied or pickled."""
 
     def __init__(self, act: Callable[[str], None]) -> None:
         self.act = act
@@ -179,7 +179,7 @@ class Faults:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def stop(self) -> None:
-        """For a second."""
+        """Stop this process for a second."""
         pid = os.getpid()
         if os.fork() == 0:
             time.sleep(1.0)
@@ -204,7 +204,7 @@ class Faults:
 
 
 def watch(there: Membership, faults: Faults) -> None:
-    """Says when a generation ends and the next one begins, and has faults there."""
+    """Log the end of each generation and the begin of the next one, and run faults at these points."""
     answered, opened, gave_up = there.join, job.Job.__init__, job.Job.give_up
 
     def give_up(self: job.Job, reason: str) -> None:
@@ -308,7 +308,7 @@ def main() -> None:
 
 
 def play(there: Membership, number: int, log: Log) -> None:
-    """Trains by the command line."""
+    """Train as the command line specifies."""
     global faults
     faults = Faults(number, Plan(**json.loads(sys.argv[2])), log)
     watch(there, faults)
@@ -320,7 +320,7 @@ if __name__ == "__main__":
     if HOSTS in os.environ:
         worker = Worker(folder)
         play(worker.membership, worker.number, worker.log)
-    else:  # of a job with hosts of several slots, in which processes name the workers
+    else:  # in a job with several slots per host, processes number the workers
         client = generations.open_agent(interface=None)
         assert client is not None
         generations.register(lambda: client)

@@ -1,6 +1,6 @@
-"""Trains embeddings with sparse gradients on ranks that come and go: `… FOLDER PLAN`, PLAN as JSON, see `Plan`.
+"""Train embeddings with sparse gradients while ranks are lost and added: `… FOLDER PLAN`, PLAN as JSON, see `Plan`.
 
-Started by test_elastic_rows.py, which plays the same in one process, given who took part in which iteration.
+Started by test_elastic_rows.py, which repeats the training in one process, given the members in each iteration.
 """
 
 import json
@@ -23,17 +23,17 @@ from sirtaki.engine.reducing.sharing import reducers_of
 
 ROWS, WIDTH, LOOKED_UP = 60, 4, 12
 NTH = 3
-"""Events happen in this iteration of a stage."""
+"""Iteration of a stage in which events happen."""
 
 
 @dataclass
 class Plan:
-    """How long to train, and what happens.
+    """Duration of the training, and events.
 
     Attributes:
-        iterations: of the whole job.
-        events: `[generation, worker, stage, phase, action]`: once, where the choice of ways has got to that stage.
-        with_set: another model is trained by ranks 0 and 1 only, who are a process set.
+        iterations: iterations of the whole job.
+        events: `[generation, worker, stage, phase, action]`: once, at this stage of the choice of algorithms.
+        with_set: whether ranks 0 and 1, as a process set, train another model, too.
     """
 
     iterations: int
@@ -42,14 +42,14 @@ class Plan:
 
 
 def looked_up(rank: int, iteration: int, salt: int) -> torch.Tensor:
-    """Low rows more often, some several times; now and then none."""
+    """Return the looked-up rows: low ones more often, some several times, and sometimes none."""
     generator = torch.Generator().manual_seed(1000 * iteration + 10 * rank + salt)
     count = 0 if (iteration + rank + salt) % 5 == 4 else LOOKED_UP
     return (torch.rand(count, generator=generator) ** 3 * ROWS).long()
 
 
 class Model(nn.Module):
-    """Two embeddings before a dense layer."""
+    """Two embeddings and a dense layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Model(nn.Module):
         self.to(torch.float64)
 
     def loss(self, rank: int, iteration: int) -> torch.Tensor:
-        """What that rank minimises in that iteration."""
+        """Return the loss of a rank in an iteration."""
         total = torch.ones(WIDTH, dtype=self.head.weight.dtype)
         for salt, table in enumerate(self.tables):
             rows = looked_up(rank, iteration, salt)
@@ -68,24 +68,24 @@ class Model(nn.Module):
         return (self.head(total) - 1.0).square().mean()
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Of the rows, which updates those that there are and no others, and of the rest."""
+        """Return the rows' optimizer, which updates only rows with gradients, and the optimizer of the dense layer."""
         rows = torch.optim.SparseAdam(list(self.tables.parameters()), lr=0.02, eps=1e-2)
         return [rows, torch.optim.SGD(self.head.parameters(), lr=0.05, momentum=0.9)]
 
 
 class Events:
-    """What is to happen on this worker."""
+    """Events of this worker."""
 
     def __init__(self, worker: int, events: Iterable[Sequence[Any]]) -> None:
         self._due = [list(event) for event in events if event[1] == worker]
         self._seen: Counter[tuple[int, str]] = Counter()
 
     def count(self) -> None:
-        """An iteration begins."""
+        """Count an iteration of the current stage."""
         self._seen[generation_now(), stage()] += 1
 
     def strike(self, phase: str) -> None:
-        """What is due happens."""
+        """Run the events that are due in a phase."""
         now = generation_now(), stage()
         for event in list(self._due):
             generation, _, wanted, when, action = event
@@ -105,19 +105,19 @@ def generation_now() -> int:
 
 
 def reductions() -> list[sparse_gradients.SparseReductions]:
-    """Of this rank's optimizers, those that reduce rows."""
+    """Return the sparse reductions of this rank's optimizers."""
     found = [reducer.sparse.rows for reducer in reducers_of(job.current())]
     return [rows for rows in found if rows is not None and rows.targets]
 
 
 def stage() -> str:
-    """How far the choice of the first parameter's way has got."""
+    """Return the stage of the choice of the first parameter's algorithm."""
     targets = (target for sparse in reductions() for target in sparse.targets.values())
     return next(("learn" if one.learning else "keep" if one.kept else "try" for one in targets), "")
 
 
 def ways() -> list[str]:
-    """By which rows go."""
+    """Return the algorithms of all parameters."""
     return [plan.path.value for sparse in reductions() for plan in sparse.plans.values()]
 
 

@@ -1,4 +1,4 @@
-"""A script for elastic training, on ranks that stay: commits, a disagreement, restoring. Started by test_elastic.py."""
+"""An elastic training script on ranks that stay: commits, a disagreement, restoring. Started by test_elastic.py."""
 
 import torch
 
@@ -8,7 +8,7 @@ from sirtaki.errors import CommError
 hvd.init()
 rank, size = hvd.rank(), hvd.size()
 
-# The sampler deals out everything once, as evenly as possible, and after a reset only what is left.
+# The sampler deals every index once, as evenly as possible. After a reset it deals only the remaining ones.
 sampler = hvd.elastic.ElasticSampler(range(23), shuffle=True, seed=3)
 dealt = hvd.allgather_object(list(sampler))
 assert set().union(*dealt) == set(range(23))
@@ -21,7 +21,7 @@ assert not sampler.processed_indices
 assert sampler.processed_num == 0
 assert size > 6 or list(sampler) != dealt[rank]
 
-# State is rank 0's after sync, and the last commit's after restore; processed indices are put together.
+# After sync, all ranks have rank 0's state. After restore, they have the last commit. Processed indices are merged.
 torch.manual_seed(rank)
 model = torch.nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (rank + 1), momentum=0.9)
@@ -45,7 +45,7 @@ state.restore()
 assert (state.batch, state.history) == (7, [0])
 assert torch.equal(model.weight, committed)
 
-# A disagreement that all ranks survive: training is repeated from the last commit.
+# After a disagreement, all ranks repeat the training from the last commit.
 calls, resets = [], []
 state.register_reset_callbacks([lambda: resets.append(len(calls))])
 
@@ -66,7 +66,7 @@ assert calls == ([7, 8] if size > 1 else [7])
 assert resets == ([1] if size > 1 else [])
 
 
-# A lost rank is not survived: the error reaches the script.
+# A lost rank raises an error in the script.
 @hvd.elastic.run
 def lose(state: hvd.elastic.TorchState) -> None:
     raise CommError("a rank is lost")

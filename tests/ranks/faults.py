@@ -1,4 +1,4 @@
-"""Trains until one rank does something wrong. Started by test_faults.py."""
+"""Train until one rank makes an error. Started by test_faults.py."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from sirtaki.comm.transports.shared_memory import SharedMemoryTransport
 
 
 class Fault(Enum):
-    """What the failing rank does in the tenth iteration."""
+    """Error of the failing rank in the tenth iteration."""
 
     NONE = "none"
     RAISE = "raise"
@@ -29,7 +29,7 @@ class Fault(Enum):
     FORK = "fork"
     TRANSPORT = "transport"
     TRANSPORT_THREAD = "transport_thread"
-    MISMATCH = "mismatch"  # of all ranks, at the beginning
+    MISMATCH = "mismatch"  # on all ranks, at the start
 
 
 def broken(*_: object, **__: object) -> NoReturn:
@@ -56,7 +56,7 @@ def commit(fault: Fault) -> None:
             SharedMemoryTransport.all_reduce = GlooTransport.all_reduce = broken  # type: ignore[method-assign]
         case Fault.TRANSPORT_THREAD:
             shared_memory.reduce_share = broken
-        case Fault.FORK:  # which is none
+        case Fault.FORK:  # forking is not an error
             if (child := os.fork()) == 0:
                 sys.exit(4)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4

@@ -1,4 +1,4 @@
-"""Children that a rank forks in mid-training, as data loaders and writers of checkpoints do, take no part in the job.
+"""Children that a rank forks during training, as data loaders and checkpoint writers do, take no part in the job.
 
 Started by test_forked_children.py.
 """
@@ -23,13 +23,13 @@ from sirtaki.errors import CommError, NotInitializedError
 from sirtaki.torch import ddp, fsdp
 
 LIMIT_S = 20.0
-"""A child that has not ended by then hangs."""
+"""Time limit of a child in seconds."""
 
 RATE = 0.5
 
 
 def _in_child(act: Callable[[], object]) -> None:
-    """Have a child call `act`, which must not raise, and leave by `sys.exit`."""
+    """Call `act` in a forked child that leaves by `sys.exit`. Fail if `act` raises."""
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
@@ -69,7 +69,7 @@ def _loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 class Alone:
-    """What training of all ranks' batches in one process gives."""
+    """Training of all ranks' batches in one process."""
 
     def __init__(self, size: int) -> None:
         self.model, self._size = _model(), size
@@ -90,7 +90,7 @@ class Alone:
 def a_child_knows_its_rank_and_can_neither_communicate_nor_begin_anew(rank: int, size: int) -> None:
     def act() -> None:
         assert (hvd.rank(), hvd.size()) == (rank, size)
-        hvd.init()  # which does nothing in a rank either
+        hvd.init()  # does nothing in an initialised rank, either
         for name in ("allreduce", "allgather"):
             _raises(CommError, "forked", lambda name=name: getattr(hvd, name)(torch.ones(2), name="in a child"))
         _raises(CommError, "forked", lambda: hvd.broadcast_object({}, 0))
@@ -115,7 +115,7 @@ def what_a_child_does_to_models_and_gradients_reaches_no_rank(rank: int, size: i
             param.grad = None
         _loss(model, rank, 77).backward()
         for param, gradient in zip(model.parameters(), own, strict=True):
-            torch.testing.assert_close(param.grad, gradient)  # of this process alone
+            torch.testing.assert_close(param.grad, gradient)  # unaffected, because the child has a copy
         _raises(NotInitializedError, "forked", optimizer.step)
 
     for step in range(6):
@@ -145,7 +145,7 @@ def a_child_sees_updates_that_were_put_off(rank: int, size: int) -> None:
 
 def workers_of_multiprocessing_and_data_loaders_end_well(rank: int, size: int) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of threads and forks
+        warnings.simplefilter("ignore")  # because Python warns of forks with threads
         process = multiprocessing.get_context("fork").Process(target=hvd.rank)
         process.start()
         process.join(LIMIT_S)
@@ -171,12 +171,12 @@ def models_under_fully_shard_train_on(rank: int, size: int) -> None:
     for step in range(6):
         optimizer.zero_grad()
         loss = _loss(model, rank, step)
-        if step == 2:  # while layers are gathered
+        if step == 2:  # while layers are being gathered
             _in_child(lambda: None)
         loss.backward()
         if step == 4:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # PyTorch's, of a second error
+                warnings.simplefilter("ignore")  # because PyTorch warns of a second error
                 _in_child(lambda: _raises(CommError, "forked", lambda: _loss(model, rank, 0)))
         optimizer.step()
         alone.step(step)

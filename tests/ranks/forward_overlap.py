@@ -1,4 +1,4 @@
-"""Training whose updates are put off into the next forward pass equals training where `step()` waits, bit by bit."""
+"""Training with updates deferred into the next forward pass is bit-identical to training where `step()` waits."""
 
 import copy
 import gc
@@ -45,7 +45,7 @@ def averages_copies_and_vectors() -> None:
     kept: dict[int, list[Any]] = {}
 
     def after(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-        params = kept.setdefault(id(model), list(model.parameters()))  # as an EMA holds them
+        params = kept.setdefault(id(model), list(model.parameters()))  # as an average of weights holds them
         mean = kept.setdefault(-id(model), [torch.zeros_like(param) for param in params])
         if number % 5 == 1:
             torch._foreach_lerp_(mean, params, 0.1)
@@ -142,7 +142,7 @@ def reads_past_python_are_waited_for() -> None:
     class Aliased(Perceptron):
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             if not hasattr(self, "alias"):
-                self.alias = [self.layers[0].weight.data]  # the same memory
+                self.alias = [self.layers[0].weight.data]  # shares the parameter's memory
             penalty = self.alias[0].abs().sum()
             return super().forward(inputs) * (1 + penalty)
 
@@ -153,10 +153,10 @@ def reads_past_python_are_waited_for() -> None:
 
 
 def memory_that_parameters_share_is_never_stale() -> None:
-    """What reads it comes later than the iteration in which reads are learned, and before the parameters are read."""
+    """The memory is read after the iteration in which reads are learned, and before the parameters are read."""
 
     class Wide(Perceptron):
-        """Of several units."""
+        """A model of several units."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -170,7 +170,7 @@ def memory_that_parameters_share_is_never_stale() -> None:
                 for param, part in zip(own, self.flat[0].split([param.numel() for param in own]), strict=True):
                     param.data = part.view_as(param)
             self.count += 1
-            norm = self.flat[0].norm() if self.count > 12 else 0.0  # before any parameter is waited for
+            norm = self.flat[0].norm() if self.count > 12 else 0.0  # before a parameter's update is awaited
             return super().forward(inputs) * (1 + norm)
 
     class Sliced(Wide):
@@ -236,7 +236,7 @@ def optimizers_that_look_at_all_parameters_are_refused() -> None:
 
 
 def compiled_models_wait() -> None:
-    hvd.shutdown()  # with the hooks of all modules that optimizers of other cases may still have
+    hvd.shutdown()  # because modules may still have hooks of optimizers of earlier cases
     hvd.init()
     compiled = torch.compile(Perceptron(), backend="eager")
     compiled(torch.zeros(1, 8))
@@ -260,14 +260,14 @@ def a_dropped_optimizer_makes_its_updates_and_is_gone() -> None:
             optimizers.append(weakref.ref(optimizer))
             del optimizer
         torch.testing.assert_close(list(model.parameters()), list(alone.parameters()))
-        square(model, 9).backward()  # an iteration that was put off ends before
+        square(model, 9).backward()  # ends a deferred iteration first
         assert not any(optimizer() for optimizer in optimizers)
     finally:
         gc.enable()
 
 
 def the_end_comes_with_updates_put_off() -> None:
-    """Last, since it ends the job."""
+    """The last case, because it ends the job."""
     model = Perceptron()
     optimizer = hvd.DistributedOptimizer(adam(model.parameters()), model.named_parameters(), overlap_forward=True)
     for number in range(8):
@@ -285,9 +285,9 @@ def the_end_comes_with_updates_put_off() -> None:
 CASES = [*FIVE_MODELS, *cases(globals())]
 
 if __name__ == "__main__":
-    if os.environ.get("SIRTAKI_TEST_DOUBLE"):  # so that last bits are far from what a stale read would change
+    if os.environ.get("SIRTAKI_TEST_DOUBLE"):  # so that rounding is far smaller than the effect of a stale read
         torch.set_default_dtype(torch.float64)
     if device := os.environ.get("TEST_DEVICE"):
         torch.set_default_device(device)
-        os.environ["NCCL_HOSTID"] = os.environ["OMPI_COMM_WORLD_RANK"]  # ranks of a test may share a GPU
+        os.environ["NCCL_HOSTID"] = os.environ["OMPI_COMM_WORLD_RANK"]  # because ranks of a test may share a GPU
     main(CASES)

@@ -1,7 +1,7 @@
-"""Models under `fully_shard` whose shards Sirtaki carries, against one process. Started by test_fsdp.py.
+"""Models under `fully_shard` whose shards Sirtaki sends, compared with one process. Started by test_fsdp.py.
 
-Each case trains on every rank, and compares each step with a model that sees all ranks' batches; where PyTorch rounds
-on its way, with the same model sharded without Sirtaki.
+Each case trains on every rank, and compares each step with a model that gets all ranks' batches. Where PyTorch rounds
+shards, it compares with the same model sharded without Sirtaki.
 """
 
 import functools
@@ -41,10 +41,10 @@ from sirtaki.torch.fsdp import target
 
 STEPS = 5
 CARRIES = os.environ.get("SIRTAKI_TEST_CARRIES") != "0"
-"""Whether Sirtaki carries the shards of the cases' models; else PyTorch does, and Sirtaki sets when."""
+"""Whether Sirtaki sends the shards of the cases' models. Otherwise PyTorch sends them, and Sirtaki schedules."""
 
 JOINS = os.environ.get("SIRTAKI_TEST_JOINS") == "1"
-"""Whether modules are gathered, and scattered, together with others, with another setting in each step."""
+"""Whether modules are coalesced with others in gathers and scatters, differently in each step."""
 
 DEVICE = os.environ.get("TEST_DEVICE", "cpu")
 Make = Callable[[], nn.Module]
@@ -60,7 +60,7 @@ def batch(rank: int, step: int, *shape: int, dtype: torch.dtype = torch.float64)
 
 
 class Tower(nn.Module):
-    """Blocks of odd sizes between a layer of the root's own before and after them."""
+    """Blocks of odd sizes between two layers of the root."""
 
     def __init__(self, dtype: torch.dtype = torch.float64, blocks: int = 4) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 def sharded(model: nn.Module, *, mesh: DeviceMesh | None = None, attach: bool = True, **options: Any) -> nn.Module:
-    """Collective."""
+    """Shard a model and attach it. Collective."""
     mesh = mesh or init_device_mesh(DEVICE, (len(ranks()),))
     model.to(DEVICE)
     for block in model.blocks:
@@ -103,9 +103,9 @@ def sharded(model: nn.Module, *, mesh: DeviceMesh | None = None, attach: bool = 
 
 
 def joining(model: nn.Module) -> None:
-    """In each pass other modules of it travel as one."""
+    """Coalesce different modules in each pass."""
     found, draw = fsdp.attached(model), random.Random(5)
-    if found is None:  # shards of one rank, which Sirtaki takes for replicas: nothing is gathered
+    if found is None:  # shards of one rank count as replicas, so nothing is gathered
         return
 
     def choose(module: nn.Module, args: object) -> None:
@@ -133,7 +133,7 @@ def trains_alike(
     between: Callable[[], None] = lambda: None,
     to_none: bool = True,
 ) -> None:
-    """Compares parameters and gradients after each step with those of `alone`, which sees all ranks' batches."""
+    """Compare parameters and gradients after each step with those of `alone`, which gets all ranks' batches."""
     seen = sorted({of_rank(rank) for rank in ranks()})
     ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9) for each in (wrapped, alone))
     for step in range(steps):
@@ -162,7 +162,7 @@ def trains_alike(
 
 
 def as_sharded_by_pytorch(make: Make, wrap: Callable[..., nn.Module], *, tolerance: float = 0.0) -> None:
-    """Trains with Sirtaki and without, on the same batches."""
+    """Train with and without Sirtaki on the same batches, and compare."""
     models = [wrap(make(), attach=attach) for attach in (True, False)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in models]
     for step in range(STEPS):
@@ -263,7 +263,7 @@ def tensors_may_be_parallel_beside_shards() -> None:
     size = len(ranks())
     if size % 2:
         return
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # of a DTensor, as it is
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # because PyTorch warns of DTensors
     mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("data", "tensor"))
     model = Tower(torch.float32)
     for block in model.blocks:
@@ -286,7 +286,7 @@ def modules_may_be_evaluated_between_steps_and_used_in_another_order() -> None:
     for each in (model, alone):
         order = list(each.blocks)[::-1]
         each.forward = functools.partial(forward_in, each, order)
-    model.reshard()  # the root keeps its parameters after a forward pass without a backward pass
+    model.reshard()  # because the root stays gathered after a forward pass without a backward pass
     trains_alike(model, alone, between=evaluate, tolerance=1e-5)
     model.reshard()
     for each in (model, alone):
@@ -295,7 +295,7 @@ def modules_may_be_evaluated_between_steps_and_used_in_another_order() -> None:
 
 
 def keeping(model: nn.Module) -> nn.Module:
-    """From its second forward pass on its modules keep their parameters, within nodes where that can be."""
+    """Keep parameters gathered from the second forward pass on, within nodes if possible."""
     found = fsdp.attached(model)
     assert found is not None
 
@@ -311,7 +311,7 @@ def keeping(model: nn.Module) -> nn.Module:
 
 
 def sharded_with_memory(model: nn.Module, **options: Any) -> nn.Module:
-    """Collective."""
+    """Shard a model with memory for gathered parameters, and attach it. Collective."""
     os.environ["SIRTAKI_FSDP_MEMORY"] = "1GiB"
     try:
         return sharded(model, **options)
@@ -323,7 +323,7 @@ def parameters_that_are_kept_may_be_frozen_while_gradients_accumulate() -> None:
     def frozen() -> nn.Module:
         model = Tower()
         model.first.requires_grad_(False)
-        model.blocks[0].requires_grad_(False)  # FSDP gathers it for a backward pass that it has no part in
+        model.blocks[0].requires_grad_(False)  # FSDP gathers it in the backward pass, although it has no gradients
         return model
 
     trains_alike(keeping(sharded_with_memory(frozen())), frozen(), passes=2)
@@ -334,12 +334,12 @@ def parameters_that_are_kept_are_not_gathered_for_the_backward_pass() -> None:
     found = fsdp.attached(model)
     assert found is not None
     lanes = found.lanes(dist.group.WORLD)
-    if lanes is None or JOINS:  # PyTorch carries the shards
+    if lanes is None or JOINS:  # PyTorch sends the shards
         return
     gather, gathered = lanes.gather, []
     lanes.gather = lambda *args, **options: (gathered.append(0), gather(*args, **options))[1]  # type: ignore[method-assign]
     counts = []
-    for step in range(2):  # five modules, of which the root stays whole; then the network is measured
+    for step in range(2):  # five modules, of which the root stays gathered; afterwards the network is measured
         gathered.clear()
         loss(model, dist.get_rank(), step).backward()
         counts.append(len(gathered))
@@ -348,12 +348,12 @@ def parameters_that_are_kept_are_not_gathered_for_the_backward_pass() -> None:
 
 def modules_that_are_joined_travel_as_one() -> None:
     def messages(*, hooked: bool) -> tuple[int, int]:
-        """Gathers and scatters of a step in which three blocks are joined with the first one."""
+        """Return the numbers of gathers and scatters in a step that coalesces three blocks with the first one."""
         model = sharded(Tower(torch.float32))
         found = fsdp.attached(model)
         assert found is not None
         lanes = found.lanes(dist.group.WORLD)
-        loss(model, dist.get_rank(), 0).backward()  # in which the order of modules shows
+        loss(model, dist.get_rank(), 0).backward()  # shows the order of modules
         model.zero_grad()
         assert found.joinable == (1, 2, 3, 4)
         found.run(replace(found.knobs, joined=(2, 3, 4)))
@@ -367,14 +367,15 @@ def modules_that_are_joined_travel_as_one() -> None:
         return gather.call_count, scatter.call_count
 
     if CARRIES and not JOINS:
-        # The root and the blocks; for the backward pass the last block comes alone, as it is used at once.
+        # The root and the blocks. The last block is gathered separately in backward, because it is used at once.
+
         assert messages(hooked=False) == (2 + 2, 2)
-        # A gradient that is looked at earlier does not wait for those of other blocks.
+        # A gradient that is read early does not wait for gradients of other blocks.
         assert messages(hooked=True) == (2 + 2, 4)
 
 
 def with_joined(model: nn.Module, *joined: int) -> nn.Module:
-    """From its second forward pass on these places travel with those before them."""
+    """Coalesce the modules at these positions with their predecessors, from the second forward pass on."""
     found = fsdp.attached(model)
     assert found is not None
 
@@ -387,7 +388,7 @@ def with_joined(model: nn.Module, *joined: int) -> nn.Module:
 
 
 def joined_modules_may_be_frozen() -> None:
-    """Gradients of a bucket begin to be scattered with those of another module, if its first one has none."""
+    """The scatter of a bucket starts with another module's gradients if its first module has none."""
     for frozen, joined in itertools.product(range(4), ((2, 3, 4), (2,), (3, 4), (2, 4))):
 
         def partly_frozen(number: int = frozen) -> nn.Module:
@@ -427,7 +428,7 @@ def joined_modules_may_have_hooks_on_one_rank_alone() -> None:
 
 
 def joined_modules_may_have_nothing_on_some_ranks_that_nobody_sets_to_zero() -> None:
-    """The optimizer of each rank has those parameters of which the rank has something."""
+    """The optimizer of each rank has only parameters of which the rank has a shard."""
 
     class Small(nn.Module):
         def __init__(self) -> None:
@@ -478,13 +479,13 @@ def what_a_failed_backward_pass_has_scattered_is_there_before_an_update() -> Non
 
 
 def a_forward_pass_without_a_backward_pass_leaves_sharded_parameters() -> None:
-    """A loss that is only logged, while modules keep their parameters."""
+    """A forward pass for logging, while modules keep their parameters gathered."""
     model, alone = keeping(sharded_with_memory(Tower())), Tower()
     losses = []
 
     def log_a_loss() -> None:
         losses[:] = [loss(model, dist.get_rank(), 77)]
-        model.reshard()  # the root keeps its parameters, whoever carries them
+        model.reshard()  # because the root stays gathered
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
         norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.05) for each in (model, alone)]
         torch.testing.assert_close(*map(whole, norms))
@@ -576,7 +577,7 @@ def scatters_have_a_group_of_their_own_whatever_other_groups_ranks_are_in() -> N
     if CARRIES:
         return
     dist.new_group([0])
-    for _ in range(4):  # in the place of one that has ended, too
+    for _ in range(4):  # also in place of an ended search
         model = keeping(sharded_with_memory(Tower()))
         trains_alike(model, Tower())
         found = fsdp.attached(model)
@@ -586,7 +587,7 @@ def scatters_have_a_group_of_their_own_whatever_other_groups_ranks_are_in() -> N
 
 
 def settings_are_agreed_on_by_all_ranks_where_blocks_are_sharded_between_more_than_the_rest() -> None:
-    """The root's own layers are sharded between the ranks of each half, which see other settings to be fast."""
+    """The root's layers are sharded within each half of the ranks, and the halves measure different best settings."""
     if (size := len(ranks())) % 2 or size == 2:
         return
     mesh = init_device_mesh(DEVICE, (2, size // 2), mesh_dim_names=("replicate", "shard"))
@@ -684,7 +685,7 @@ def models_that_are_gone_hold_nobody_up() -> None:
         model = sharded(Tower(torch.float32, blocks=1))
         loss(model, dist.get_rank(), 0).backward()
         del model
-        if dist.get_rank() == 0:  # the others do it later, if at all
+        if dist.get_rank() == 0:  # the remaining ranks do it later, if at all
             gc.collect()
     assert time.monotonic() - begun_s < 5.0
 

@@ -1,4 +1,4 @@
-"""Saves a sharded model's training, or loads it and goes on. Started by test_fsdp.py."""
+"""Save the training state of a sharded model, or load it and continue. Started by test_fsdp.py."""
 
 import sys
 
@@ -13,7 +13,7 @@ BEFORE, AFTER = 3, 3
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    """Every rank has the same batch, so that their number makes no difference."""
+    """Train on equal batches on all ranks, so that their number makes no difference."""
     for step in steps:
         optimizer.zero_grad()
         loss(model, 0, step).backward()

@@ -1,4 +1,4 @@
-"""A rank that dies in the middle of sharded training, or ("caught") alone leaves a step out. By test_fsdp.py."""
+"""A rank that dies during sharded training, or ("caught") skips a step. Started by test_fsdp.py."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from torch import nn
 
 
 class Alike(Tower):
-    """Blocks of one size, and nothing else."""
+    """A tower of blocks of one size only."""
 
     def __init__(self) -> None:
         super().__init__(torch.float32)

@@ -1,4 +1,4 @@
-"""A rank that ends while the others search for a setting. Started by test_fsdp.py."""
+"""A rank that exits while its peers search for a setting. Started by test_fsdp.py."""
 
 import os
 import sys

@@ -1,7 +1,7 @@
-"""The peak of a rank's memory in a step with several settings of sharded training, against what is said of them.
+"""Peak memory of a rank in a step of sharded training with several settings, compared with predictions.
 
-Started by test_fsdp.py. The allocator gives memory back at once, so that what is resident is what is used. Over
-sockets: ranks that share memory see that of each other.
+Started by test_fsdp.py. The allocator returns memory at once, so that resident memory is used memory. Shards use
+sockets, because ranks with shared memory would see their peers' memory, too.
 """
 
 import ctypes
@@ -18,15 +18,15 @@ from sirtaki.torch import fsdp
 
 WIDTH, LAYERS = 724, 8
 SLACK = 1.0
-"""Of the largest module: what the allocator, Gloo and threads that are late make of it."""
+"""Tolerance in sizes of the largest module, for the allocator, Gloo, and late threads."""
 
 
 def peak_bytes(model: nn.Module) -> int:
-    """Collective: the most that was resident in one of several steps; the least, as threads may let go late."""
+    """Return the smallest peak of resident memory in several steps, as threads may free memory late. Collective."""
     peaks = []
     for _ in range(5):
         dist.barrier()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is that of what follows
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         model(torch.ones(2, WIDTH)).square().mean().backward()
         model.zero_grad()
         peaks.append(int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) << 10)

@@ -1,10 +1,10 @@
-"""A search over real steps of a sharded model, against one process. Started by test_fsdp.py.
+"""A search over real steps of a sharded model, compared with one process. Started by test_fsdp.py.
 
-The search's clock says that a step takes half as long where shards travel as a word says ("fast" "WORD"), or twice as
-long ("slow" "WORD"): which setting wins is known; "real" leaves the clock as it is. With a third word, "evaluated", the
-model and a part of it are evaluated between backward pass and update, and some passes fail; with "reordered" modules
-are used in another order from step 50 on; with "method" the model is called through a method of its own; with
-"prefetched" the script has said what to gather ahead. Rank 0 prints every setting that ran, in order.
+The search's clock is manipulated, so that the best setting is known: steps take half ("fast" "WORD") or twice as long
+("slow" "WORD") with settings whose description contains WORD. "real" does not change the clock. The third argument is
+optional. "evaluated": the model and a part of it are evaluated between backward pass and update, and some passes fail.
+"reordered": modules are used in another order from step 50 on. "method": the model is called through its own method.
+"prefetched": the script sets forward prefetching. Rank 0 prints all settings that ran, in order.
 """
 
 import functools
@@ -25,7 +25,7 @@ from sirtaki.torch.fsdp import target
 
 
 class Scoring(Tower):
-    """Is called through another method than `forward`, which FSDP is told of."""
+    """A tower that is called through a method other than `forward`, registered with FSDP."""
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         return self.score(inputs)
@@ -62,8 +62,8 @@ def main(which: str, word: str, what: str = "") -> None:
         with torch.no_grad():
             loss(model, 0, 99)
             model.blocks[1](torch.ones(2, 33, dtype=torch.float64, device=DEVICE))
-        model.reshard()  # the root keeps its parameters, whoever carries them
-        if hasattr(model, "reset_iter_state"):  # else FSDP cannot go on after that
+        model.reshard()  # because the root stays gathered
+        if hasattr(model, "reset_iter_state"):  # FSDP versions without it cannot continue
             fails = model.blocks[1].register_forward_pre_hook(fail)
             with suppress(ArithmeticError):
                 loss(model, 0, 98)
@@ -79,7 +79,7 @@ def main(which: str, word: str, what: str = "") -> None:
 
     steps_made: list[int] = []
 
-    steps = int(os.environ["SIRTAKI_WARMUP_ITERATIONS"]) + 25  # a proof that has begun is ended
+    steps = int(os.environ["SIRTAKI_WARMUP_ITERATIONS"]) + 25  # so that a started proof can end
     trains_alike(model, alone, steps=steps, tolerance=1e-11, before_update=evaluate, between=reorder)
     own = [each for each in dist.distributed_c10d._world.pg_map if each.group_desc == "fsdp_reduce_scatter"]
     assert len(own) == ("PyTorch" in seen[-1] and "2 streams" in seen[-1]), "a communicator that is not used stays"
@@ -95,7 +95,8 @@ def fail(module: nn.Module, args: object) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("NCCL_HOSTID", os.environ.get("OMPI_COMM_WORLD_RANK", ""))  # ranks of a test share a GPU
+    # Because ranks of a test share a GPU.
+    os.environ.setdefault("NCCL_HOSTID", os.environ.get("OMPI_COMM_WORLD_RANK", ""))
     dist.init_process_group("gloo" if DEVICE == "cpu" else f"cpu:gloo,{DEVICE}:nccl")
     main(*sys.argv[1:])
     dist.destroy_process_group()

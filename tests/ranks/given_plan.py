@@ -1,4 +1,4 @@
-"""Jobs that are given a plan. Started by test_given_plan.py."""
+"""Jobs with a given plan. Started by test_given_plan.py."""
 
 import contextlib
 import json
@@ -28,7 +28,7 @@ from sirtaki.torch.compile_backend import usual_part_bytes
 
 @contextlib.contextmanager
 def settings(**changes: Any) -> Iterator[None]:
-    """Of optimizers that are made meanwhile."""
+    """Change the settings of optimizers that are created in the body."""
     current = job.current()
     before = current.settings
     current.settings = replace(before, **changes)
@@ -40,7 +40,7 @@ def settings(**changes: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def common_folder() -> Iterator[Path]:
-    """Collective."""
+    """Yield a folder that all ranks share. Collective."""
     made = tempfile.mkdtemp() if hvd.rank() == 0 else ""
     folder = Path(hvd.broadcast_object(made, name="folder"))
     try:
@@ -57,7 +57,7 @@ def model_of(width: int = 300) -> nn.Module:
 
 
 def trained(steps: int, width: int = 300) -> list[torch.Tensor]:
-    """Collective: parameters after so many steps."""
+    """Train for some steps, and return the parameters. Collective."""
     model = model_of(width)
     optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
     generator = torch.Generator().manual_seed(hvd.rank())
@@ -69,7 +69,7 @@ def trained(steps: int, width: int = 300) -> list[torch.Tensor]:
 
 
 def optimized(folder: Path) -> dict[str, Any]:
-    """Collective: records a job, has a plan made, and gives its knobs."""
+    """Record a job, optimize its plan, and return the knobs. Collective."""
     with (
         settings(tune=False, unit_bytes=4 * 1024, streams=1, transport=TransportKind.SHARED_MEMORY),
         profile(folder, iterations=2),
@@ -79,7 +79,7 @@ def optimized(folder: Path) -> dict[str, Any]:
     if hvd.rank() == 0:
         assert sirtaki(["optimize", str(folder)]) == 0
         plan = json.loads((folder / "plan.json").read_text())
-        # Whatever was best: not the default, and over what the job is run with.
+        # Use any setting that differs from the default, on the job's transport.
         plan["knobs"] |= {"streams": 2, "cuts": None, "unit_bytes": 128 * 1024, "transport": "gloo"}
         (folder / "plan.json").write_text(json.dumps(plan))
     hvd.barrier()
@@ -89,7 +89,7 @@ def optimized(folder: Path) -> dict[str, Any]:
 def a_recorded_jobs_plan_runs_where_nothing_is_tuned() -> None:
     with common_folder() as folder:
         knobs = optimized(folder / "first")
-        # Rank 0's setting holds for all.
+        # Rank 0's setting applies to all ranks.
         path = str(folder / "first") if hvd.rank() == 0 else None
         with settings(tune=False, plan=path), profile(folder / "again", iterations=2):
             with_plan = trained(6)
@@ -123,7 +123,7 @@ def what_cannot_be_read_or_must_run_and_does_not_fit_is_an_error_on_all_ranks() 
         refused = pytest.raises(ConfigError, match="is for other gradients: 6 of")
         with settings(plan=str(folder / "first"), tune=False), refused:
             trained(3, width=200)
-        trained(2)  # and the ranks can go on
+        trained(2)  # and the ranks can continue
 
 
 def a_tuned_job_goes_on_without_a_plan_that_does_not_fit() -> None:

@@ -1,7 +1,7 @@
-"""What scripts do to gradients between `backward()` and `step()`, against one process in float64.
+"""Edits of gradients between `backward()` and `step()`, compared with one process in float64.
 
 Started by test_gradient_edits.py. Each case trains on every rank, with this rank's rows of a batch, and compares each
-step with a model that saw the whole batch.
+step with a model that gets the whole batch.
 """
 
 import copy
@@ -52,14 +52,14 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def own_rows() -> slice:
-    """This rank's rows of a batch."""
+    """Return this rank's rows of a batch."""
     return slice(4 * hvd.rank(), 4 * hvd.rank() + 4)
 
 
 def both_sides(
     *, unused: bool = False, make: Callable[[torch.nn.Module], torch.optim.Optimizer] = sgd
 ) -> tuple[torch.nn.Sequential, torch.optim.Optimizer, torch.nn.Sequential, torch.optim.Optimizer]:
-    """A model that all ranks train, with its optimizer, and an equal one that sees the whole batch."""
+    """Return a model that all ranks train, with its optimizer, and an equal model that gets the whole batch."""
     model = make_model(unused=unused)
     truth = copy.deepcopy(model)
     return model, hvd.DistributedOptimizer(make(model), named_parameters=model.named_parameters()), truth, make(truth)
@@ -83,7 +83,7 @@ def replace(model: torch.nn.Module, step: int) -> None:
 
 
 def gradients_that_are_kept_stay_what_they_were() -> None:
-    """As PCGrad and hand-made momentum keep them, over one iteration and over several; or others over their memory."""
+    """Scripts keep gradients for one iteration or several (PCGrad, manual momentum), or keep views of their memory."""
     ways = (
         lambda grad: grad,
         torch.Tensor.detach,
@@ -110,10 +110,10 @@ def gradients_that_are_kept_stay_what_they_were() -> None:
             for before, ours, theirs in kept:
                 for one, other in zip(ours, theirs, strict=True):
                     assert torch.allclose(one, other, rtol=1e-9, atol=1e-9), (before, step)
-            if len(kept) > 1:  # the last difference of gradients, added to this gradient
+            if len(kept) > 1:  # adds the last difference of gradients to this gradient
                 for side, place in ((model, 1), (truth, 2)):
                     for param, new, old in zip(side.parameters(), kept[-1][place], kept[-2][place], strict=True):
-                        param.grad = param.grad + 0.1 * (new - old)  # of the first row, where that was kept
+                        param.grad = param.grad + 0.1 * (new - old)  # of the first row, whose gradient was kept
             if len(kept) == 4:
                 del kept[0]
             if unused:
@@ -182,7 +182,7 @@ def a_write_beside_an_unused_parameter_is_an_error_that_says_what_to_write() -> 
     with pytest.raises(GradientError, match=r"gradient of 3\.bias.*spare.*skip_synchronize"):
         optimizer.step()
     optimizer.zero_grad()
-    for step in range(3):  # and the job goes on
+    for step in range(3):  # and the job continues
         optimizer.zero_grad()
         loss_of(model, inputs, wanted).backward()
         optimizer.synchronize()
@@ -193,7 +193,7 @@ def a_write_beside_an_unused_parameter_is_an_error_that_says_what_to_write() -> 
 
 def a_write_on_one_rank_is_an_error_on_all_of_them() -> None:
     model, optimizer, truth, reference = both_sides(unused=True)
-    for step in range(8):  # while the order is profiled, and after that
+    for step in range(8):  # while the order is profiled, and afterwards
         writer = step % hvd.size()
         inputs, wanted = batch(step)
         rows = own_rows()
@@ -215,11 +215,11 @@ def a_write_on_one_rank_is_an_error_on_all_of_them() -> None:
 
 
 def a_gradient_that_is_replaced_where_others_have_reduced_theirs_is_an_error_on_all_ranks() -> None:
-    """One rank misses a gradient, so what it replaces comes before the reduction, and after it on the others."""
+    """A rank without a gradient replaces `.grad` before the reduction. Its peers replace it afterwards."""
     if hvd.size() == 1:
         return
     model, optimizer, truth, reference = both_sides(unused=True)
-    for step in range(8):  # while the order is profiled, and after that
+    for step in range(8):  # while the order is profiled, and afterwards
         late = step % hvd.size()
         inputs, wanted = batch(step)
         rows = own_rows()

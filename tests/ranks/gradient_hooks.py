@@ -1,7 +1,7 @@
-"""Hooks that change local gradients before these are averaged, against the same hooks under plain DDP in float64.
+"""Hooks that change local gradients before averaging, compared with the same hooks under plain DDP in float64.
 
-Started by test_gradient_hooks.py. Each case trains one model in every way in which Sirtaki averages gradients, and a
-copy under DDP over Gloo, and compares their parameters after each step.
+Started by test_gradient_hooks.py. Each case trains a model with each of Sirtaki's interfaces, and a copy under DDP over
+Gloo, and compares their parameters after each step.
 """
 
 import copy
@@ -31,7 +31,7 @@ from sirtaki.torch import fsdp
 from sirtaki.torch.ddp import IdleReducer
 
 SHARDS: list[Callable[[nn.Module], object]] = []
-"""`fully_shard` and `replicate`; none with older versions of PyTorch."""
+"""`fully_shard` and `replicate`; empty with older versions of PyTorch."""
 
 with suppress(ImportError):
     from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -40,17 +40,17 @@ with suppress(ImportError):
     SHARDS += [fully_shard, replicate]
 
 Hook = Callable[[nn.Module], list[object]]
-"""Registers hooks, and returns their handles, and what is to be kept with them."""
+"""Function that registers hooks, and returns their handles and objects that must be kept."""
 
 Trained = tuple[nn.Module, torch.optim.Optimizer]
-"""What is called, and what updates its parameters."""
+"""The callable model, and the optimizer of its parameters."""
 
 CLIP = 0.01
 
 
 @functools.cache
 def backend() -> dist.ProcessGroup:
-    """Collective."""
+    """Return a process group over Gloo. Collective."""
     return dist.new_group(backend="sirtaki")
 
 
@@ -81,13 +81,13 @@ def trains_as_ddp(
     steps: range = range(STEPS),
     to_none: bool = True,
 ) -> None:
-    """Collective: compares all ways with DDP.
+    """Compare all interfaces with DDP. Collective.
 
     Args:
-        hook: what the hooks are.
-        early: whether they are registered before the model is wrapped.
-        make: the model.
-        steps: in which the hooks are there; of `STEPS`.
+        hook: registers the hooks.
+        early: whether hooks are registered before the model is wrapped.
+        make: creates the model.
+        steps: steps in which the hooks are registered, of `STEPS`.
         to_none: how gradients are zeroed.
     """
     for way in WAYS:
@@ -115,7 +115,7 @@ def trains_as_ddp(
 
 
 def of_each(hook: Callable[[torch.Tensor], None]) -> Hook:
-    """The same post-accumulate-grad hook of all parameters."""
+    """Register the same post-accumulate-grad hook on all parameters."""
     return lambda model: [param.register_post_accumulate_grad_hook(hook) for param in model.parameters()]
 
 
@@ -166,7 +166,7 @@ def hooks_may_be_on_parameters_that_are_thawed_while_a_model_is_trained() -> Non
             of_each(half)(alone)
         for each in (optimizer, reference):
             each.zero_grad()
-        loss = dense_loss(call, dist.get_rank(), step)  # whose graph is alive when the thawed ones get their hooks
+        loss = dense_loss(call, dist.get_rank(), step)  # its graph is alive when unfrozen parameters get their hooks
         loss.backward()
         optimizer.step()
         size = dist.get_world_size()
@@ -249,7 +249,7 @@ def a_gradient_that_a_hook_sets_to_none_counts_as_zeros() -> None:
 
 
 def a_gradient_that_comes_to_nothing_counts_as_zeros() -> None:
-    """Autograd leads to a bias, and has no gradient for it, as in a double backward."""
+    """Autograd reaches a bias and computes no gradient for it, as in a double backward."""
 
     class Nothing(torch.autograd.Function):
         @staticmethod
@@ -313,7 +313,7 @@ def an_optimizer_that_steps_in_hooks_is_refused() -> None:
 
 
 def hooks_stay_right_where_parameters_change_their_form() -> None:
-    """Where a parameter gets another dtype, the hook on its node is gone, and its gradient is averaged all the same."""
+    """When the dtype of a parameter changes, the hook on its node is lost, and its gradient is still averaged."""
     for before in (True, False):
         results = []
         for way in (by_attach, by_ddp):
@@ -395,7 +395,7 @@ def hooks_of_sharded_models_do_what_they_do_without_sirtaki() -> None:
 
 
 def hooks_on_the_copies_that_replicated_models_compute_with_count() -> None:
-    """FSDP2's `replicate()`: within the forward pass a module's parameter is the copy, whose gradient is reduced."""
+    """In a forward pass under FSDP2's `replicate()`, a module's parameter is the copy whose gradient is reduced."""
 
     class Watched(nn.Linear):
         late, hooked = False, False
@@ -434,11 +434,11 @@ def hooks_on_the_copies_that_replicated_models_compute_with_count() -> None:
 
 @functools.cache
 def start_rpc() -> None:
-    """Collective."""
+    """Initialise PyTorch's RPC. Collective."""
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # PyTorch's, of itself
+        warnings.simplefilter("ignore", UserWarning)  # because PyTorch warns of its own code
         rpc.init_rpc(
             f"rank{dist.get_rank()}",
             rank=dist.get_rank(),
@@ -466,7 +466,7 @@ def distributed_autograd_is_averaged_as_by_ddp() -> None:
             plain = copy.deepcopy(model)
             call, reference = wrap(model, **options), DistributedDataParallel(plain, **options)
             for step in range(6):
-                if step in (2, 3):  # by `.grad`, in between
+                if step in (2, 3):  # changes `.grad` between passes
                     for each, wrapped in ((model, call), (plain, reference)):
                         each.zero_grad()
                         dense_loss(wrapped, dist.get_rank(), step).backward()
@@ -515,7 +515,7 @@ CASES = cases(globals())
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    attached(dense_model())  # the job begins here
+    attached(dense_model())  # the first attach initialises the job
     main(CASES)
     if start_rpc.cache_info().currsize:
         rpc.shutdown()

@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches step drawn optimizers in drawn patterns, and join. Started by test_join.py.
+"""Ranks with different numbers of batches step random optimizers in random patterns, and join. Started by test_join.py.
 
 Each step is compared with training in one process, in which a rank without data contributes zeros.
 """
@@ -21,7 +21,7 @@ TOLERANCE = 1e-11
 
 
 class Words(nn.Module):
-    """An embedding with sparse gradients, of which a batch may touch nothing, before a dense layer."""
+    """An embedding with sparse gradients, which a batch may not touch, and a dense layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def frozen() -> nn.Module:
 
 @dataclass
 class Player:
-    """One optimizer, and the same in one process."""
+    """An optimizer, and an equal one in one process."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -103,7 +103,7 @@ def backward(model: nn.Module, what: int) -> torch.Tensor:
 
 
 def halve(player: Player, model: nn.Module) -> None:
-    """What is done to gradients after the backward pass is done to reduced ones."""
+    """Halve the reduced gradients after the backward pass."""
     if player.manner == "halved":
         for param in model.parameters():
             if param.grad is not None:
@@ -111,7 +111,7 @@ def halve(player: Player, model: nn.Module) -> None:
 
 
 def train(player: Player, what: int) -> None:
-    """This rank's side of one step."""
+    """Run one step on this rank."""
     optimizer = player.optimizer
     if player.manner == "closure":
         optimizer.step(lambda: backward(player.model, what))
@@ -129,7 +129,7 @@ def train(player: Player, what: int) -> None:
 
 
 def train_alone(player: Player, what: int, present: list[int]) -> None:
-    """The same step of all ranks in one process."""
+    """Run the same step of all ranks in one process."""
     player.reference.zero_grad()
     for number in range(player.passes):
         total = torch.stack([loss(player.alone, rank, what + number) for rank in present]).sum()
@@ -140,9 +140,9 @@ def train_alone(player: Player, what: int, present: list[int]) -> None:
 
 
 def draw_pattern(rng: random.Random, players: int) -> list[list[int]]:
-    """Which optimizers are stepped in each batch."""
+    """Draw the optimizers that are stepped in each batch."""
     if rng.random() < 0.4:
-        cycle = [[rng.randrange(players)] for _ in range(rng.randint(1, 4))]  # such as D G D D
+        cycle = [[rng.randrange(players)] for _ in range(rng.randint(1, 4))]  # for example D G D D
         return (cycle * LONGEST)[:LONGEST]
     return [[rng.randrange(players) for _ in range(rng.randint(0, 3))] for _ in range(LONGEST)]
 
@@ -172,7 +172,7 @@ def run_epoch(rng: random.Random, players: list[Player], epoch: int) -> None:
                     assert_same_parameters(player.model, player.alone, TOLERANCE, when)
     for player in players:
         if leaves_some and player.passes > 1 and rank in player.ranks:
-            backward(player.model, 7)  # of which nothing comes
+            backward(player.model, 7)  # without gradients of the optimizer
     last = hvd.join()
     assert hvd.allgather(torch.tensor([last])).eq(last).all(), when
     everybodys = [len(player.ranks) == hvd.size() and not player.frozen for player in players]

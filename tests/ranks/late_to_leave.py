@@ -1,4 +1,4 @@
-"""Rank 0 is stopped for a while when it has said that it leaves and the others have heard of it."""
+"""Stop rank 0 for a while after it has sent its last message and its peers have received it."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Says on which ranks `init()` has what a look-up in the registry takes loaded ahead."""
+"""Print the ranks on which `init()` preloads the modules of a registry look-up."""
 
 import sirtaki.torch as hvd
 from sirtaki.engine import job

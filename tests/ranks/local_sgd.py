@@ -1,4 +1,4 @@
-"""LocalSGD and DiLoCo on ranks do what a simulation of all ranks in one process does. Started by test_local_sgd.py."""
+"""LocalSGD and DiLoCo on ranks equal a simulation of all ranks in one process. Started by test_local_sgd.py."""
 
 import copy
 import time
@@ -34,9 +34,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: i
 
 
 class Simulation:
-    """All ranks in one process: models of their own, and merges as the papers have them, in float64.
+    """Simulation of all ranks in one process: one model per rank, and merges as in the papers, in float64.
 
-    `outer` makes the outer optimizer of a list of tensors; None = averages.
+    `outer` creates the outer optimizer of a list of tensors; None = averages.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ def any_optimizer_may_be_the_outer_one() -> None:
 
 
 class OfAllDtypes(nn.Module):
-    """Parameters of several dtypes, one of them empty and one a transposed view, and one that is not trained."""
+    """Parameters of several dtypes, including an empty one, a transposed view, and a frozen one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ def training_goes_on_from_a_saved_state() -> None:
         def made(kind: Any = kind) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
             model = make_model()
             optimizer = inner(model)
-            # Sent in step 6 and merged in step 9: a state of step 7 has the fragment sent anew after step 8.
+            # Sent in step 6 and merged in step 9. With a state of step 7, the fragment is sent again after step 8.
             return model, optimizer, kind(model, optimizer, EVERY, delay=0 if kind is hvd.LocalSGD else 3)
 
         def run(model: nn.Module, optimizer: torch.optim.Optimizer, context: Any, steps: range) -> Any:
@@ -283,7 +283,7 @@ def a_tuned_interval_is_the_same_everywhere_and_follows_the_network() -> None:
             said = hvd.allgather(torch.tensor([[context.sync_every, context.delay]]))
             assert (said == said[0]).all(), said
             assert 8 <= context.sync_every <= 500
-            if pause_s:  # a fragment of 1 MB takes few of these steps, where the machine is not busy
+            if pause_s:  # on an idle machine, a fragment of 1 MB takes few of these steps
                 assert context.sync_every <= max(40, before // 2), (context.sync_every, before)
             before = context.sync_every
     assert_equal_on_all_ranks(model)
@@ -351,7 +351,7 @@ def mistakes_are_told() -> None:
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
         raises(ConfigError, "create a new one", lambda: train(model, optimizer, hvd.rank(), 1))
         raise KeyError("the script's own")
-    # A block that has raised may be entered again, whatever was on its way.
+    # A block that has raised may be entered again, with fragments in flight.
     optimizer = inner(model)
     context = hvd.LocalSGD(model, optimizer, 4, delay=3)
     hvd.broadcast_parameters(model.state_dict(), 0)

@@ -1,11 +1,11 @@
-"""Trains while the tuner may compress gradients. Started by test_lossy.py.
+"""Train while the tuner may compress gradients. Started by test_lossy.py.
 
-    lossy.py slow | latency ITERATIONS    a link that takes its time for bytes, or for messages only
+    lossy.py slow | latency ITERATIONS    a link whose time depends on bytes, or on messages only
     lossy.py refused                      optimizers whose gradients the tuner may not compress
 
-The link is emulated: iterations take as long as what was sent would have been on its way, whatever else the machine
-does. Each step's gradients are compared over the ranks bit for bit, and what was applied and is still owed with the sum
-of the gradients.
+The link is emulated: an iteration counts as long as the link would take for its messages, independent of the machine.
+In each step, gradients are compared between ranks bit by bit, and the applied gradients plus residuals with the sum of
+the gradients.
 """
 
 import sys
@@ -53,7 +53,7 @@ def emulate() -> None:
 
 
 class Given(torch.nn.Module):
-    """Its gradients are what `batch` gives."""
+    """A module whose gradients are the values of `batch`."""
 
     def __init__(self) -> None:
         super().__init__()

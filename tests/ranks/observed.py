@@ -1,4 +1,4 @@
-"""A job that is watched, asked by Prometheus and seen by `sirtaki top`. Started by test_observed.py."""
+"""A job with watchers, scraped by Prometheus and shown by `sirtaki top`. Started by test_observed.py."""
 
 import math
 import os
@@ -10,7 +10,7 @@ from torch import nn
 
 import sirtaki.torch as hvd
 from sirtaki import watch
-from sirtaki.watch.watchers import look, watching
+from sirtaki.watch.watchers import running_jobs, watching
 
 
 class Seen(watch.Watcher):
@@ -34,7 +34,7 @@ class Seen(watch.Watcher):
 
 
 def train(steps: int) -> torch.optim.Optimizer:
-    """Collective."""
+    """Train for some steps, and return the optimizer. Collective."""
     model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 4))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
     for _ in range(steps):
@@ -45,7 +45,7 @@ def train(steps: int) -> torch.optim.Optimizer:
 
 
 def mine() -> dict:
-    return next(job for job in look() if job["pid"] == os.getpid())
+    return next(job for job in running_jobs() if job["pid"] == os.getpid())
 
 
 def iterations_trials_and_the_decision_are_told() -> None:

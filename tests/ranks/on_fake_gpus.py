@@ -1,6 +1,6 @@
-"""Training on GPUs that are none, whose streams are checked: see fakes/cuda.py. Started by test_on_fake_gpus.py.
+"""Training on fake GPUs that check the order of streams, see fakes/cuda.py. Started by test_on_fake_gpus.py.
 
-Each rank has a GPU of its own, and NCCL over Gloo. Each case trains as a user does and compares with one process.
+Each rank has a GPU, and NCCL reduces over Gloo. Each case trains as a user does and compares with one process.
 """
 
 import copy
@@ -27,11 +27,12 @@ from sirtaki.engine import job
 from sirtaki.engine.tuning import plans
 from sirtaki.torch import ddp, fsdp
 
-plans.MATRIX, plans.UNIT_BYTES = 64, (1 << 14, 1 << 16)  # there is no GPU to fill while contention is probed
+# Small sizes of the contention probe, because there is no GPU to fill.
+plans.MATRIX, plans.UNIT_BYTES = 64, (1 << 14, 1 << 16)
 CUDA = FakeCuda(index=1)
 STEPS, WARM_UP = 9, 5
 TUNED = os.environ.get("SIRTAKI_WARMUP_ITERATIONS") != "0"
-"""Settings are tried, and the host waits for the GPU where one takes the place of another."""
+"""Whether settings are tried. The host waits for the GPU when a setting replaces another one."""
 
 
 def model_of(*sizes: int) -> nn.Sequential:
@@ -49,7 +50,7 @@ def trains_as_in_one_process(
     wrapped: Callable[[torch.Tensor], torch.Tensor],
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Nothing is left unordered, and once all is known the host never waits."""
+    """Train and compare with one process. Nothing may be unordered, and after the first steps the host never waits."""
     alone = copy.deepcopy(model)
     reference = sgd(alone)
     batches = [[batch(rank, step, 4, 10).to("cuda") for rank in range(hvd.size())] for step in range(STEPS)]
@@ -79,7 +80,7 @@ def an_optimizer_trains() -> None:
 
 
 def gradients_may_be_computed_on_several_streams() -> None:
-    """The first layer's, and those before the last; the others on the default stream."""
+    """Two layers use a second and a third stream, the remaining layers the default stream."""
     model = model_of(10, 33, 17, 3, 5)
     streams = [CUDA.make_stream(), CUDA.make_stream()]
 
@@ -153,7 +154,7 @@ def a_sharded_model_is_attached() -> None:
     model = model_of(10, 33, 17, 3)
     alone = copy.deepcopy(model)
     mesh = init_device_mesh("cuda", (hvd.size(),))
-    torch.cuda.set_device(CUDA.index)  # the mesh has chosen a GPU by LOCAL_RANK
+    torch.cuda.set_device(CUDA.index)  # because the mesh selects a GPU by LOCAL_RANK
     for part in model:
         if isinstance(part, nn.Linear):
             fully_shard(part, mesh=mesh)
@@ -183,7 +184,7 @@ def eager_operations_give_what_they_give_on_the_host() -> None:
     assert torch.equal(hvd.allgather(mine).cpu(), torch.cat(everyones))
     assert torch.equal(hvd.broadcast(mine, size - 1).cpu(), everyones[-1])
     assert hvd.allreduce(mine).device == torch.device("cuda", 1)
-    handles = [hvd.allreduce_async(mine * factor, op=hvd.Sum) for factor in (1.0, 2.0)]  # by the engine's thread
+    handles = [hvd.allreduce_async(mine * factor, op=hvd.Sum) for factor in (1.0, 2.0)]  # run by the engine's thread
     for factor, handle in enumerate(handles, 1):
         assert torch.equal(hvd.synchronize(handle).cpu(), factor * sum(everyones))
     CUDA.check()
@@ -193,7 +194,7 @@ CASES = cases(globals())
 
 
 def between_nodes() -> None:
-    """Four ranks count as two nodes: the shares of a unit travel across nodes, and all buffers are aligned."""
+    """Four ranks act as two nodes, so that shares of a unit are sent between nodes, and all buffers are aligned."""
     control = ControlPlane(job.current().control.duplicate(), local_size=2)
     training = Training(CUDA, control=control, algorithm=Algorithm.HIERARCHICAL)
     stream = CUDA.make_stream()

@@ -1,4 +1,4 @@
-"""What happens where streams, shared memory or a store cannot be opened on one rank. Started by test_warmup.py."""
+"""Streams, shared memory or a store that cannot be opened on one rank. Started by test_warmup.py."""
 
 import gc
 import os
@@ -33,7 +33,7 @@ NUMEL = 1000
 
 control: ControlPlane
 unlucky: bool
-"""Whether this is the rank on which things cannot be opened."""
+"""Whether this is the rank on which opening fails."""
 
 
 def plan_of(route: Route, streams: int) -> CommPlan:
@@ -54,13 +54,13 @@ def reduces_right(router: Router, plan: CommPlan, buffer: FlatBuffer | None = No
 
 
 def descriptors() -> int:
-    gc.collect()  # errors hold what was under way
+    gc.collect()  # because exceptions hold references to what was in flight
     return len(os.listdir("/proc/self/fd"))
 
 
 @contextmanager
 def limit(kind: int, value: int) -> Iterator[None]:
-    """On the unlucky rank."""
+    """Limit a resource on the unlucky rank."""
     before = resource.getrlimit(kind)
     if unlucky:
         resource.setrlimit(kind, (value, before[1]))
@@ -72,7 +72,7 @@ def limit(kind: int, value: int) -> Iterator[None]:
 
 @contextmanager
 def broken(owner: Any, name: str, error: Exception, *, when: Callable[..., bool] = lambda *_: True) -> Iterator[None]:
-    """On the unlucky rank, that function raises."""
+    """Make a function raise on the unlucky rank."""
     real = getattr(owner, name)
 
     def fail(*args: Any, **kwargs: Any) -> Any:
@@ -94,7 +94,7 @@ def no_descriptors_left() -> None:
             router.open_plan(plan_of(GLOO, 24))
         assert descriptors() == before, (before, descriptors())
         reduces_right(router, small)
-    with pytest.raises(PlanError, match="could not be opened"):  # what failed is not tried again
+    with pytest.raises(PlanError, match="could not be opened"):  # a failed plan is not tried again
         router.open_plan(plan_of(GLOO, 24))
     router.open_plan(plan_of(GLOO, 4))
     reduces_right(router, plan_of(GLOO, 4))
@@ -134,7 +134,7 @@ def half_opened_streams_are_closed() -> None:
         assert descriptors() == before, (route, descriptors(), before)
         assert threading.active_count() == threads
         reduces_right(router, plan_of(route, 1))
-        router.open_plan(plan_of(route, 2))  # half of what was refused
+        router.open_plan(plan_of(route, 2))  # half as many streams as in the rejected plan
         reduces_right(router, plan_of(route, 2))
         router.close()
 
@@ -178,7 +178,7 @@ def shared_memory_needs_no_pidfd() -> None:
     said = []
     with (
         broken(os, "pidfd_open", OSError(38, "Function not implemented"), when=lambda _: True),
-        mock.patch.object(shared_memory, "_say_once", said.append),
+        mock.patch.object(shared_memory, "_warn_once", said.append),
     ):
         router = Router(control, timeout_s=30.0)
         router.open_plan(plan_of(SHARED, 2))

@@ -1,4 +1,4 @@
-"""Trains while streams that a trial wants cannot be opened on one rank. Started by test_warmup.py."""
+"""Train while streams of a trial cannot be opened on one rank. Started by test_warmup.py."""
 
 import os
 import resource
@@ -15,7 +15,7 @@ STREAMS = (24, 16, 2)
 
 
 class ManyStreams:
-    """Proposes each of these numbers of streams once."""
+    """An arm that proposes given numbers of streams once each."""
 
     name = "many_streams"
 

@@ -1,4 +1,4 @@
-"""Brings gradients that are not finite on known ranks in known iterations, with SIRTAKI_CHECK_NAN=1."""
+"""Train with non-finite gradients on given ranks in given iterations, with SIRTAKI_CHECK_NAN=1."""
 
 import math
 
@@ -8,7 +8,7 @@ from torch import nn
 import sirtaki.torch as hvd
 
 BAD = {(1, 2): math.nan, (0, 5): math.inf, (1, 5): math.inf}
-"""(rank, iteration) → what the input of the second layer holds."""
+"""Value in the input of the second layer, by rank and iteration."""
 
 hvd.init()
 torch.manual_seed(0)
@@ -27,7 +27,7 @@ for iteration in range(8):
     )
     loss.backward()
     optimizer.step()
-    if iteration != 2:  # what was spoiled in iteration 2 stays for iteration 3, which must not be reported again
+    if iteration != 2:  # parameters spoiled in iteration 2 stay for iteration 3, which must not report again
         model.load_state_dict(start)
     elif hvd.rank() == 0:
         print("spoiled:", not all(value.isfinite().all() for value in model.state_dict().values()), flush=True)

@@ -1,4 +1,4 @@
-"""Every optimizer of torch.optim starts alike on all ranks after broadcast_optimizer_state."""
+"""Every optimizer of torch.optim starts equal on all ranks after broadcast_optimizer_state."""
 
 import inspect
 import itertools
@@ -31,7 +31,7 @@ def parameters_for(kind: type[torch.optim.Optimizer], seed: int) -> nn.Module:
     if kind is torch.optim.SparseAdam:
         return nn.Embedding(9, 4, sparse=True)
     if kind.__name__ == "Muon":
-        return nn.Linear(6, 4, bias=False)  # it takes matrices only
+        return nn.Linear(6, 4, bias=False)  # it accepts matrices only
     return nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))
 
 
@@ -51,7 +51,7 @@ def every_optimizer_of_torch() -> None:
         if kind.__name__ in NO_STATE_TO_SHARE:
             continue
         options = OPTIONS.get(kind.__name__, {"lr": 0.01})
-        # Only the root has trained; the others have other parameters and options, and no state yet.
+        # Only the root has trained. Its peers have other parameters and options, and no state yet.
         model = parameters_for(kind, seed=hvd.rank())
         optimizer = kind(model.parameters(), **{**options, "lr": options["lr"] * (1 + hvd.rank())})
         if hvd.rank() == 1 % hvd.size():
@@ -62,7 +62,7 @@ def every_optimizer_of_torch() -> None:
         assert optimizer.param_groups[0]["lr"] == options["lr"] * (1 + root), kind.__name__
         assert optimizer.state_dict()["state"], f"{kind.__name__} has kept no state"
         assert all(param.grad is not None for param in model.parameters()), kind.__name__
-        # From one state and the same data, all ranks must come to the same parameters.
+        # From one state and the same data, all ranks must get the same parameters.
         train(model, optimizer, rank=0, steps=2)
         assert_equal_on_all_ranks(model)
         distributed = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
@@ -72,7 +72,7 @@ def every_optimizer_of_torch() -> None:
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
 FLAGS = ("capturable", "foreach", "fused", "amsgrad", "centered", "momentum", "tensor_lr")
-TRAINED = ({0}, {1}, {0, 1}, set[int]())  # ranks that have a state before the root's is broadcast
+TRAINED = ({0}, {1}, {0, 1}, set[int]())  # ranks that have a state before the broadcast
 
 
 def options_of(kind: type[torch.optim.Optimizer]) -> list[dict[str, Any]]:
@@ -82,7 +82,7 @@ def options_of(kind: type[torch.optim.Optimizer]) -> list[dict[str, Any]]:
 
 
 def bits(value: Any) -> Any:
-    """What can be compared: of a tensor its dtype, place, strides and bytes."""
+    """Return a comparable form of a value: for a tensor its dtype, device, strides and bytes."""
     if isinstance(value, torch.Tensor):
         dense = value.detach().to_dense() if value.is_sparse else value.detach()
         content = dense.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).tolist()
@@ -127,7 +127,7 @@ def states_are_equal_to_the_last_bit_and_of_the_roots_dtypes() -> None:
                 for step in range(3 if hvd.rank() in trained else 0):
                     gradients(params, step + 10 * hvd.rank(), sparse=sparse)
                     optimizer.step()
-            except (RuntimeError, ValueError, AssertionError, TypeError):  # PyTorch has no such optimizer
+            except (RuntimeError, ValueError, AssertionError, TypeError):  # PyTorch lacks this optimizer
                 made = False
             if not all(hvd.allgather_object(made)):
                 continue
@@ -149,7 +149,7 @@ def replicas_stay_equal_after_a_state_whose_dtype_is_not_the_parameters() -> Non
                 gradients(list(model.parameters()), step, sparse=False)
                 alone.step()
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        for again in range(2):  # a plain optimizer, then the distributed one itself
+        for again in range(2):  # first a plain optimizer, then the distributed one
             hvd.broadcast_optimizer_state(wrapped or alone, root_rank=0)
             wrapped = wrapped or hvd.DistributedOptimizer(alone, named_parameters=model.named_parameters())
             for step in range(20):
@@ -160,7 +160,7 @@ def replicas_stay_equal_after_a_state_whose_dtype_is_not_the_parameters() -> Non
 
 
 class Remembering(torch.optim.Optimizer):
-    """Keeps what PyTorch's own optimizers do not: strings, nested containers, and numbers."""
+    """An optimizer whose state has types that PyTorch's own do not use: strings, nested containers, and numbers."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})

@@ -57,11 +57,11 @@ def an_ordinary_loop() -> None:
 
 
 FUNCTIONS_OF_A_PASS, FUNCTIONS_OF_A_STEP = 47, 30
-"""Bounds of the functions of Sirtaki in the training thread: of a pass in the known order, and of `step()`."""
+"""Limits on the number of Sirtaki's functions in the training thread: of a pass in the known order, and of `step()`."""
 
 
 def functions_called(act: Callable[[], object]) -> set[tuple[str, str]]:
-    """Functions of Sirtaki, by file and name, that run in this thread."""
+    """Return the functions of Sirtaki, by file and name, that run in this thread during `act`."""
     root, called = Path(sirtaki.__file__).parent.resolve(), set[tuple[str, str]]()
     roots = tuple(str((root / part).resolve()) for part in (".", "comm", "autotune", "registry"))
 
@@ -91,14 +91,14 @@ def few_functions_run_in_the_training_thread() -> None:
         loss = model(torch.ones(2, 256)).sum()
         passes.append(functions_called(loss.backward))
         steps.append(functions_called(optimizer.step))
-    # The order is known from the third iteration on. What only some passes call, they call while they wait.
+    # The order is fixed from the third iteration on. Functions that only some passes call are called while they wait.
     for found, most in ((passes, FUNCTIONS_OF_A_PASS), (steps, FUNCTIONS_OF_A_STEP)):
         called = set.intersection(*found[4:])
         assert 10 < len(called) <= most, (len(called), sorted(name for _, name in called))
 
 
 def large_gradients_in_many_units_on_several_streams() -> None:
-    """Some lie in more units than one, and small ones between them; one in another memory format."""
+    """Gradients larger than a unit, with small ones between them, and one in another memory format."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(1, 128, 1),
@@ -124,7 +124,7 @@ def large_gradients_in_many_units_on_several_streams() -> None:
 
 
 def gradients_may_be_read_between_passes_that_bring_some_each() -> None:
-    """What a pass has computed is in `.grad` when it returns, as it is or averaged: never what was there before."""
+    """After each pass `.grad` is the computed or the averaged gradient, and never an older value."""
     torch.manual_seed(0)
     layers = [[nn.Linear(300, 300, bias=False) for _ in range(4)] for _ in range(2)]
     halves = nn.ModuleList(nn.Sequential(*half) for half in layers).to(torch.float64)
@@ -153,7 +153,7 @@ def gradients_may_be_read_between_passes_that_bring_some_each() -> None:
 
 
 def gradients_that_are_never_zeroed() -> None:
-    """They pile up: what is reduced is then the old mean plus the new gradient, on every rank."""
+    """Gradients accumulate: the reduced gradient is the old mean plus the new gradient, on every rank."""
 
     def step(optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor]) -> None:
         loss().backward()
@@ -163,7 +163,7 @@ def gradients_that_are_never_zeroed() -> None:
 
 
 class Heads(nn.Module):
-    """Heads that are independent of each other: the order in which they run forward is that of their gradients."""
+    """Independent heads. The order of their forward passes is the order of their gradients."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -176,19 +176,19 @@ class Heads(nn.Module):
 
 
 def an_order_that_differs_between_ranks_and_iterations() -> None:
-    """After the first iterations some heads are left out, too."""
+    """After the first iterations some heads are skipped, too."""
 
     def loss(model: nn.Module, rank: int, iteration: int) -> torch.Tensor:
         drawn = random.Random(100 * rank + iteration)
         order = drawn.sample(range(20), 20 if iteration < 4 else drawn.randint(1, 20))
         return model(batch(rank, iteration, 5, 6), order)
 
-    assert_same_training(Heads(20).double(), loss, steps=24, make_optimizer=plain_sgd)  # to which zeros are nothing
+    assert_same_training(Heads(20).double(), loss, steps=24, make_optimizer=plain_sgd)  # zeros do not change it
 
 
 def an_order_that_changes_for_good_is_learned_anew() -> None:
     def loss(model: nn.Module, rank: int, iteration: int) -> torch.Tensor:
-        # Only the last rank sees another order; its flag must be enough.
+        # Only the last rank has another order. Its flag must suffice.
         turned = iteration >= 60 and rank == hvd.size() - 1
         return model(batch(rank, iteration, 2, 6), list(range(20))[:: -1 if turned else 1])
 
@@ -258,7 +258,7 @@ def a_model_compiled_in_parts() -> None:
 
 
 def gradients_with_a_graph_of_their_own() -> None:
-    """`create_graph=True` for penalties; the reduced gradients carry no graph."""
+    """`create_graph=True` for penalties. The reduced gradients have no graph."""
 
     def step(optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor]) -> None:
         optimizer.zero_grad()
@@ -286,7 +286,7 @@ def schedulers_made_before_or_after_wrapping() -> None:
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.3)
         reference_scheduler = torch.optim.lr_scheduler.StepLR(reference, step_size=2, gamma=0.3)
         for iteration in range(8):
-            if iteration == 4:  # a checkpoint is loaded in between; the scheduler must still reach the optimizer
+            if iteration == 4:  # loads a checkpoint; the scheduler must still affect the optimizer
                 optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             optimizer.zero_grad()
             mean_square(model, hvd.rank(), iteration).backward()
@@ -301,7 +301,7 @@ def schedulers_made_before_or_after_wrapping() -> None:
 
 
 def gradients_may_be_asked_for_through_the_output() -> None:
-    """By `torch.autograd.grad`, which is no backward pass: what it passes is reduced by the pass that follows."""
+    """`torch.autograd.grad` is no backward pass. The next pass reduces the gradients that it returned."""
 
     def thrice(optimizer: torch.optim.Optimizer, loss: Callable[[], torch.Tensor]) -> None:
         optimizer.zero_grad()
@@ -364,7 +364,7 @@ def several_dtypes_in_one_model() -> None:
 
 
 class ComplexTypes(nn.Module):
-    """The gradient that comes first, and so has the control flags beside it, is complex."""
+    """A model whose first ready gradient is complex, in the unit with the control flags."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -425,7 +425,7 @@ def a_group_leaves_as_one() -> None:
     )
     optimizer.zero_grad()
     mean_square(model, hvd.rank(), 0).backward()
-    # The last layer's weight has come before the middle one; its bias waits for the first layer's weight.
+    # The last layer's weight is ready before the middle one. Its bias waits for the first layer's weight.
     sync = optimizer._gradients.reducers[0].pipeline
     order = [sync._buffers.names[position] for position in sync._ready.positions]
     assert order.index("parameter.5") > order.index("parameter.2")
@@ -434,7 +434,7 @@ def a_group_leaves_as_one() -> None:
 
 
 def adasum_of_two(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The textbook formula."""
+    """Return Adasum of two vectors by the textbook formula."""
     product = float(a.flatten() @ b.flatten())
     return (1 - product / (2 * float(a.norm() ** 2))) * a + (1 - product / (2 * float(b.norm() ** 2))) * b
 
@@ -485,7 +485,8 @@ def a_process_set_that_is_removed_closes_its_optimizers() -> None:
     if removed:
         with pytest.raises(NotInitializedError, match=r"closed when its process set was removed; make a new one"):
             both.step()
-    mean_square(model, hvd.rank(), 0).backward()  # hooks are gone where the set is, the others train on
+    # Hooks are removed on ranks outside the set; the remaining ranks continue.
+    mean_square(model, hvd.rank(), 0).backward()
     if not removed:
         both.step()
     assert_same_training(mlp(), mean_square)
@@ -590,7 +591,7 @@ FEATURES = cases(globals())
 
 
 class Trunk(nn.Module):
-    """Two layers that every head stands on, and three heads."""
+    """Two layers that all heads share, and three heads."""
 
     def __init__(self, width: int = 12) -> None:
         super().__init__()
@@ -605,11 +606,11 @@ class Trunk(nn.Module):
 
 
 SETS = (("low", "high", "heads.0"), ("low", "high", "heads.1"), ("high", "heads.2", "heads.0"))
-"""What each of three optimizers has: the second shares a trunk with the first, the third parts of both."""
+"""Parameters of three optimizers: the second one shares the trunk with the first, the third one has parts of both."""
 
 
 def loss_of(number: int) -> Callable[[nn.Module, int, int], torch.Tensor]:
-    """What optimizer `number` minimises; it reaches all its parameters."""
+    """Return the loss of optimizer `number`, which reaches all its parameters."""
 
     def loss(model: nn.Module, rank: int, iteration: int) -> torch.Tensor:
         hidden = batch(rank, 10 * iteration + number, 4, 12)
@@ -634,7 +635,7 @@ def turn(optimizers: Sequence[torch.optim.Optimizer], loss: torch.Tensor, order:
 
 
 def shared_with_other_options_is_an_error_on_all_ranks() -> None:
-    if hvd.size() == 1:  # nothing is reduced
+    if hvd.size() == 1:  # one rank reduces nothing
         return
     model = Trunk()
     first = hvd.DistributedOptimizer(make(model, 2)[0])
@@ -668,7 +669,7 @@ def a_closed_optimizer_says_so() -> None:
     for use in (optimizer.step, optimizer.synchronize, lambda: optimizer.add_param_group({"params": []})):
         with pytest.raises(NotInitializedError, match=r"closed by close\(\).*make a new one"):
             use()
-    mean_square(model, 0, 0).backward()  # hooks are gone: nobody waits, nothing is counted
+    mean_square(model, 0, 0).backward()  # hooks are removed, so that nothing waits or is counted
     mean_square(model, 0, 0).backward()
     optimizer.zero_grad()
 
@@ -699,7 +700,7 @@ def the_borrower_trains_on_when_the_owner_is_gone() -> None:
 
 
 def dropped_on_one_rank_only() -> None:
-    """Garbage collection happens at different times: what one rank has no more can't be used on the others."""
+    """Garbage collection runs at different times. An optimizer that one rank has dropped cannot be used on any rank."""
     model = Trunk()
     kept = [hvd.DistributedOptimizer(make(model, 1)[0])]
     if hvd.rank() == 0:
@@ -719,13 +720,14 @@ def dropped_on_one_rank_only() -> None:
 
 
 def dropped_between_backward_and_step() -> None:
-    """In the first iteration ranks negotiate, in the fourth units may have left; rank 0 has computed nothing then."""
+    """In the first iteration ranks negotiate; in the fourth they may have launched units. Rank 0 computed nothing."""
     for steps in (0, 3):
         model = mlp()
         optimizer = hvd.DistributedOptimizer(sgd(model))
         train(model, optimizer, steps)
         if hvd.rank() > 0:
-            model[4](torch.ones(1, 160, dtype=torch.float64)).sum().backward()  # some of the gradients, on some ranks
+            # Computes some of the gradients, on some ranks.
+            model[4](torch.ones(1, 160, dtype=torch.float64)).sum().backward()
         del optimizer
         gc.collect()
         model = mlp(seed=1)
@@ -733,20 +735,20 @@ def dropped_between_backward_and_step() -> None:
     model = mlp()
     optimizer = hvd.DistributedOptimizer(sgd(model))
     model[4](batch(hvd.rank(), 0, 1, 160)).sum().backward()
-    optimizer = hvd.DistributedOptimizer(sgd(model))  # takes over what is under way
+    optimizer = hvd.DistributedOptimizer(sgd(model))  # takes over gradients in flight
     optimizer.step()
     assert_equal_on_all_ranks(model)
 
 
 def fail(model: Trunk, *heads: int) -> None:
-    """One backward pass that raises when it has come through these heads and the upper layer."""
+    """Run a backward pass that raises after it has passed these heads and the upper layer."""
     hidden = model.high(Raises.apply(model.low(batch(hvd.rank(), 0, 4, 12))))  # type: ignore[no-untyped-call]
     with pytest.raises(ValueError, match="half-way"):
         sum((model.heads[head](hidden).sum() for head in heads), torch.zeros(())).backward()
 
 
 def goes_on_alone(model: Trunk, optimizer: torch.optim.Optimizer, number: int) -> None:
-    """After a failed pass, that optimizer, and as plain ones its like in one process."""
+    """After a failed pass, train with this optimizer only, and with a plain one in one process."""
     model.zero_grad()
     alone = copy.deepcopy(model)
     reference = make(alone, number + 1)[number]
@@ -778,7 +780,7 @@ def of_two_that_fail_in_one_pass_one_is_dropped_and_collected_on_one_rank_only()
     with pytest.raises(ValueError, match="half-way"):
         sum((model.heads[0](model.high(hidden)).sum() for model in models), torch.zeros(())).backward()
     trainer: dict[str, object] = {"optimizer": optimizers.pop(0)}
-    trainer["callback"] = trainer  # only a collection of garbage ends it
+    trainer["callback"] = trainer  # a reference cycle, which only the garbage collector ends
     gc.disable()
     try:
         del trainer
@@ -815,8 +817,8 @@ def in_use() -> dict[str, int]:
 
 
 def stays_flat(what: Callable[[], None], times: int) -> None:
-    """Collective."""
-    what()  # opens what a job needs once
+    """Check that `what` does not use more and more memory or descriptors. Collective."""
+    what()  # opens resources that a job needs once
     what()
     gc.collect()
     job.current().disposal.drain()
@@ -888,7 +890,7 @@ def starting_and_ending_leaves_nothing(times: int = 3) -> None:
         hvd.shutdown()
         with pytest.raises(NotInitializedError, match=r"closed by shutdown\(\)"):
             optimizer.step()
-        optimizer.zero_grad()  # which takes nobody else
+        optimizer.zero_grad()  # does not affect the other optimizers
         assert all(param.grad is None for param in model.parameters())
         hvd.init()
 
@@ -897,7 +899,7 @@ def starting_and_ending_leaves_nothing(times: int = 3) -> None:
 
 
 def memory_is_returned() -> None:
-    """Of the model, and of the flat buffers of all ranks of the node."""
+    """Memory of the model, and of the flat buffers of all ranks of the node."""
 
     def make_and_drop() -> weakref.ref[nn.Module]:
         model = nn.Linear(512, 1024).double()
@@ -919,7 +921,7 @@ def memory_is_returned() -> None:
 
 
 def shared_bytes() -> int:
-    """Mapped in this process of the memory that ranks of a node share."""
+    """Return the bytes of shared memory that this process has mapped."""
     with open("/proc/self/maps", encoding="utf-8") as maps:
         ranges = [line.split()[0].split("-") for line in maps if "memfd:sirtaki" in line]
     return sum(int(stop, 16) - int(start, 16) for start, stop in ranges)

@@ -1,4 +1,4 @@
-"""Probes under budgets that differ from rank to rank. Started by test_probes.py."""
+"""Probes with time budgets that differ between ranks. Started by test_probes.py."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Jobs that are recorded from within. Started by test_job_recorder.py."""
+"""Jobs that record themselves. Started by test_job_recorder.py."""
 
 import os
 import shutil
@@ -26,7 +26,7 @@ STEPS = 8
 
 
 def common_folder() -> Path:
-    """Collective."""
+    """Return a folder that all ranks share. Collective."""
     made = tempfile.mkdtemp() if hvd.rank() == 0 else ""
     return Path(hvd.broadcast_object(made, name="folder")) / "recorded"
 
@@ -53,7 +53,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = STEPS
 
 
 def recorded(folder: Path) -> Recording:
-    """Collective: what all ranks have written, on each."""
+    """Return the recording of all ranks, on each rank. Collective."""
     hvd.barrier()
     found = read(folder)
     hvd.barrier()
@@ -84,7 +84,7 @@ def all_ranks_record_the_same_units() -> None:
         assert one.beside_s is not None
         assert one.beside_s >= 0.0
     assert sorted(found.ranks) == list(range(hvd.size()))
-    assert len(found.common_iterations) == 8  # of which three with operators are enough
+    assert len(found.common_iterations) == 8  # three of them with operators suffice
     assert len(found.usual_iterations) == 5
     assert not any(one.slowed for one in found.ranks[0].iterations if one.number in found.usual_iterations)
     (buffer,) = found.job.buffers
@@ -96,7 +96,7 @@ def all_ranks_record_the_same_units() -> None:
         covered = sorted((unit.start, unit.stop) for unit in units[0])
         assert covered[0][0] == 0
         assert covered[-1][1] == buffer.layout.numel
-        for unit in units[0]:  # all ranks of this host have one clock: a unit is a barrier
+        for unit in units[0]:  # all ranks of this host have one clock, and a unit is a barrier
             done_s = min(of_rank[unit].done_s for of_rank in units)
             assert max(of_rank[unit].issue_s for of_rank in units) <= done_s
         for step in steps:
@@ -126,7 +126,7 @@ def operators_follow_each_other_and_phases_are_known() -> None:
             }
             assert by_name["AddmmBackward0"].phase is Phase.BACKWARD
             assert by_name["AccumulateGrad"].phase is Phase.BACKWARD
-            # A gradient is ready while autograd puts it there, or right after it: the clocks were mapped.
+            # A gradient is ready while autograd accumulates it, or right afterwards, because clocks are mapped.
             backward = next(span for span in step.spans if span.phase is Phase.BACKWARD)
             assert all(backward.begin_s - 1e-4 < ready.ready_s < backward.end_s + 1e-2 for ready in step.ready)
 
@@ -148,7 +148,7 @@ def memory_is_recorded_of_one_step_and_modules_of_all_operators() -> None:
         assert n_bytes[Holds.GRADIENTS] == parameters, (n_bytes, parameters)
         assert n_bytes[Holds.FLAT_BUFFERS] >= parameters
         assert n_bytes[Holds.ACTIVATIONS] >= 4 * (16 + 4) * 4
-        for step in rank.iterations:  # also of those that torch.profiler did not see
+        for step in rank.iterations:  # includes iterations that torch.profiler did not record
             of = {(one.name, one.phase): one.module for one in step.operators}
             assert of["aten::relu", Phase.FORWARD] == of["ReluBackward0", Phase.BACKWARD] == 2
             assert of["aten::square", Phase.FORWARD] == -1
@@ -216,12 +216,12 @@ def a_buffer_of_some_ranks_is_known_to_all() -> None:
 
 
 def an_error_put_into_a_clock_is_recovered() -> None:
-    # Where others take the processor while a job is recorded, what it says of its clocks may be further off.
+    # Load on the machine during a recording makes the mapping of clocks less accurate.
     assert any(an_error_is_recovered() for _ in range(3))
 
 
 def an_error_is_recovered() -> bool:
-    """The same on all ranks, which read the same recording."""
+    """Return whether an injected clock error is recovered. All ranks read the same recording."""
     folder, model = common_folder(), model_of()
     optimizer = optimizer_of(model)
     with profile(folder, iterations=10, operators=False):

@@ -1,4 +1,4 @@
-"""Ranks whose processes go on when their functions fail: the others hear of it, and all can begin anew."""
+"""Ranks whose processes survive an exception of their function. Peers learn of it, and all ranks can start again."""
 
 import os
 
@@ -24,7 +24,7 @@ def add_ranks() -> float:
 
 def main() -> None:
     rank, size, said = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), ""
-    assert call_reporting_errors(lambda: 3) == 3  # before there is a job
+    assert call_reporting_errors(lambda: 3) == 3  # before a job exists
     try:
         call_reporting_errors(fail_on_the_last_rank)
     except (LookupError, PeerLostError) as err:

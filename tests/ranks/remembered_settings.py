@@ -1,6 +1,6 @@
-"""Jobs one after the other with one registry, which is damaged in between; each is checked against one process.
+"""Successive jobs with one registry, which is damaged between jobs. Each job is compared with one process.
 
-Started by test_warmup.py with the names of jobs and of damages, in the order in which they happen.
+Started by test_warmup.py with the names of jobs and damages in order.
 """
 
 import json
@@ -20,7 +20,7 @@ BLOCKS, WIDTH, ITERATIONS = 6, 160, 30
 NUMEL = BLOCKS * (WIDTH * WIDTH + WIDTH)
 REGISTRY = Path(os.environ["SIRTAKI_REGISTRY"])
 
-# Which blocks each optimizer reduces; blocks that none reduces are not updated.
+# Blocks that each optimizer reduces. Blocks without an optimizer are not updated.
 JOBS = {
     "whole": [(0, 5)],
     "body and head": [(0, 3), (4, 5)],
@@ -69,7 +69,7 @@ def train(parts: list[tuple[int, int]]) -> None:
 
 
 def in_every_entry(change: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
-    """Changes the bodies behind the store's back."""
+    """Return a damage that changes the bodies of all entries directly in the database."""
 
     def damage() -> None:
         connection = sqlite3.connect(REGISTRY)
@@ -144,7 +144,7 @@ DAMAGES = {
 rank = int(next(os.environ[name] for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK") if name in os.environ))
 for step in sys.argv[1:]:
     if step in DAMAGES:
-        if rank == 0:  # before it takes part in the next job's beginning
+        if rank == 0:  # before rank 0 takes part in the start of the next job
             DAMAGES[step]()
             print(f"damaged: {step}", file=sys.stderr, flush=True)
         continue

@@ -1,6 +1,6 @@
-"""Models under `replicate()` whose gradients Sirtaki reduces, against one process. Started by test_replicated.py.
+"""Models under `replicate()` whose gradients Sirtaki reduces, compared with one process. Started by test_replicated.py.
 
-Both kinds: on FSDP2's machinery, and the older one on DDP.
+Covers FSDP2's implementation, and the older one on DDP.
 """
 
 import copy
@@ -30,7 +30,7 @@ Loss = Callable[[nn.Module, int, int], torch.Tensor]
 
 
 def replicated(model: nn.Module, *, attach: bool = True, **options: Any) -> nn.Module:
-    """Collective: blocks of their own, and the rest by the root."""
+    """Wrap blocks separately and the rest with the root, and attach. Collective."""
     for block in list(model.children())[:2]:
         if not isinstance(block, nn.ModuleList):
             replicate(block, **options)
@@ -67,7 +67,11 @@ def trains_alike(
     to_none: bool = True,
     **options: Any,
 ) -> None:
-    """Collective: `passes` but the last one are not synchronised, or, with `of_all`, reduced but not all-reduced."""
+    """Train and compare. Collective.
+
+    All `passes` but the last one are not synchronised. With `of_all` they are reduced within nodes, without an
+    all-reduce.
+    """
     alone = copy.deepcopy(model)
     reference, optimizer = sgd(alone), sgd(replicated(model, **options))
     for step in range(STEPS):
@@ -115,7 +119,7 @@ def gradients_of_synchronised_passes_add_up() -> None:
 
 
 def mixed_precision_reduces_in_its_own_dtype() -> None:
-    """As FSDP does, to which each rank's computed gradients are the same."""
+    """As in FSDP, each rank's gradients are cast to the reduction's dtype."""
     for param_dtype, reduce_dtype in ((torch.bfloat16, torch.float32), (torch.bfloat16, None)):
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         ours, theirs = (dense_model().float() for _ in range(2))
@@ -254,6 +258,6 @@ CASES = cases(globals())
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    replicated(dense_model())  # the job begins here
+    replicated(dense_model())  # the first attach initialises the job
     main(CASES)
     dist.destroy_process_group()

@@ -1,11 +1,12 @@
-"""Trains while ranks re-tune at every opportunity, or once a simulated link gets slower. Started by test_drift.py.
+"""Train while ranks re-tune as often as possible, or once after a simulated link became slower.
 
-    retuning.py restless SEED ITERATIONS    ranks find at random that communication has changed
-    retuning.py slower ITERATIONS           it really takes longer from iteration 45 on; ends after the re-tune
+    retuning.py restless SEED ITERATIONS    ranks observe drift at random
+    retuning.py slower ITERATIONS           the link is slower from iteration 45 on; ends after the re-tuning
 
-With SIRTAKI_TEST_STREAMS set, on a device with streams that is no GPU.
+With SIRTAKI_TEST_STREAMS, tensors are on a fake device with streams.
 
-Each iteration's gradients are compared with those of one process that has the batches of all ranks.
+Each iteration's gradients are compared with those of one process that has the batches of all ranks. Started by
+test_drift.py.
 """
 
 import os
@@ -31,12 +32,12 @@ from sirtaki.engine.tuning import plans as contention_probe
 WIDTH, ROWS = 64, 4
 STREAMS = os.environ.pop("SIRTAKI_TEST_STREAMS", "")
 
-began: list[int] = []  # iterations after which a re-tune began
+began: list[int] = []  # iterations after which a re-tuning began
 restless.count(began)
 
 
 class AnyKnobs:
-    """An arm that proposes whatever is possible."""
+    """An arm that proposes random settings."""
 
     name = "any"
 
@@ -62,7 +63,7 @@ def network() -> torch.nn.Sequential:
 
 
 class Training:
-    """A model on all ranks, and the same on this rank alone with everybody's batches."""
+    """A model on all ranks, and a copy on this rank that trains on all ranks' batches."""
 
     def __init__(self, parts: list[tuple[int, int]], arm_seed: int | None = None) -> None:
         torch.manual_seed(0)
@@ -80,7 +81,7 @@ class Training:
         self.number = 0
 
     def step(self, ranks: list[int], *, fails: bool = False) -> None:
-        """An iteration in which these ranks have data; `fails`: the first backward pass raises half-way."""
+        """Run an iteration in which the given ranks have data. With `fails`, the first backward pass raises."""
         self.number += 1
         batches = {rank: self._batch(rank) for rank in ranks}
         mine = batches[hvd.rank()]
@@ -112,7 +113,7 @@ class Training:
         return torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
 
     def join(self) -> None:
-        """Ranks without data take part until all have come; then all have the same model again."""
+        """Let ranks without data take part until all have joined. Afterwards all ranks have the same model."""
         hvd.join()
         self.number = hvd.broadcast_object(self.number, root_rank=0)
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
@@ -128,7 +129,7 @@ def play(seed: int, iterations: int) -> None:
         for _ in range(int(rng.integers(5, 30))):
             training.step(everybody, fails=rng.random() < 0.1)
             done += 1
-        if rng.random() < 0.7:  # the last ranks run out of data one after the other; rank 0 has most
+        if rng.random() < 0.7:  # the last ranks run out of data one by one; rank 0 has the most
             left = sorted((int(count) for count in rng.integers(0, 12, hvd.size())), reverse=True)
             for number in range(left[hvd.rank()]):
                 training.step([rank for rank in everybody if left[rank] > number])
@@ -136,7 +137,7 @@ def play(seed: int, iterations: int) -> None:
 
 
 def get_slower() -> None:
-    """From some iteration on every unit takes longer on its way."""
+    """Delay every unit from some iteration on."""
     state = {"pause_s": 0.03}
     wait_for = Router.wait_for
 
@@ -161,7 +162,8 @@ def said() -> Iterator[str]:
 
 if STREAMS:
     device = FakeDevice(seed=7)
-    contention_probe.MATRIX, contention_probe.UNIT_BYTES = 64, (1 << 14, 1 << 16)  # there is no GPU to fill
+    # Small sizes, because there is no GPU to fill.
+    contention_probe.MATRIX, contention_probe.UNIT_BYTES = 64, (1 << 14, 1 << 16)
     pipeline_target.open_router = lambda control, settings, params: Router(
         control, timeout_s=30.0, device=device, nccl=FakeOpener(control, device)
     )

@@ -1,4 +1,4 @@
-"""Models that differ between ranks in shape, or in their first values. Started by test_same_model.py."""
+"""Models whose shapes or initial values differ between ranks. Started by test_same_model.py."""
 
 import pytest
 import torch

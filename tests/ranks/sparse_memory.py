@@ -1,9 +1,9 @@
-"""Trains embeddings one after the other with one registry, each checked against the sum of all ranks' rows in float64.
+"""Train embeddings successively with one registry, and compare with the sum of all ranks' rows in float64.
 
     sparse_memory.py SKEW…
 
-Of each training that is named, "even" or "popular", rank 0 prints after how many iterations the way of rows was kept,
-whether the network was probed for that, and the way. In both as many rows are touched, by one rank each.
+For each training ("even" or "popular"), rank 0 prints the number of iterations until an algorithm was kept, whether the
+network was probed for it, and the algorithm. Both trainings touch as many rows, each by one rank.
 """
 
 import sys
@@ -23,7 +23,7 @@ SKEWS = {"even": 0, "popular": TOUCHED // 2}
 
 
 def looked_up(rank: int, iteration: int, popular: int) -> torch.Tensor:
-    """Rows of a rank, which no other touches: popular ones and others that are drawn, always `TOUCHED`."""
+    """Return `TOUCHED` rows that only this rank touches: popular ones, and random ones."""
     generator = torch.Generator().manual_seed(1000 * iteration + rank)
     drawn = popular + torch.randperm(ROWS // hvd.size() - popular, generator=generator)[: TOUCHED - popular]
     return torch.cat([torch.arange(popular), drawn]) * hvd.size() + rank

@@ -1,4 +1,4 @@
-"""Sparse gradients by every path: sums are those of float64, the same on all ranks, of exactly the rows there are."""
+"""Sparse gradients by every algorithm: sums are exact, equal on all ranks, and contain exactly the touched rows."""
 
 import copy
 import functools
@@ -16,7 +16,7 @@ from sirtaki.engine.reducing.sharing import reducers_of
 
 ROWS, WIDTH = 60, 5
 STEPS = 36 if os.environ.get("SIRTAKI_WARMUP_ITERATIONS") != "0" else 6
-"""Tuned: until after the trials."""
+"""Number of steps. With tuning, it exceeds the trials."""
 
 PLANS = (
     SparsePlan(path=SparsePath.GATHER),
@@ -30,14 +30,14 @@ PLANS = (
 
 
 def looked_up(rank: int, iteration: int, salt: int = 0) -> torch.Tensor:
-    """Rows that a rank looks up, low ones more often, some several times; sometimes none."""
+    """Return the rows that a rank looks up: low ones more often, some several times, and sometimes none."""
     generator = torch.Generator().manual_seed(1000 * iteration + 10 * rank + salt)
     count = 0 if (iteration + rank + salt) % 4 == 0 else int(torch.randint(1, 30, (1,), generator=generator))
     return (torch.rand(count, generator=generator) ** 3 * ROWS).long()
 
 
 class Model(nn.Module):
-    """Embeddings before a dense layer; each may be touched or not."""
+    """Embeddings and a dense layer. A step may not touch an embedding."""
 
     def __init__(self, n_embeddings: int = 1, *, tied: bool = False, sparse: bool = True) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def use(plan: SparsePlan) -> None:
-    """Between iterations: from now on, all sparse gradients go by this plan."""
+    """Use a plan for all sparse gradients from the next iteration on."""
     for reducer in reducers_of(current()):
         if (rows := reducer.sparse.rows) is not None:
             for target in rows.targets.values():
@@ -121,7 +121,7 @@ def rows_are_exactly_those_that_some_rank_has() -> None:
             use(PLANS[iteration % len(PLANS)])
         optimizer.zero_grad()
         rows = torch.cat([looked_up(hvd.rank(), iteration), torch.tensor([hvd.rank() + 3])])
-        factor = 0.0 if iteration % 3 else 1.0  # rows of zeros are rows
+        factor = 0.0 if iteration % 3 else 1.0  # rows of zeros are kept
         (table(rows).sum() * factor).backward()
         optimizer.step()
         everybody = [looked_up(rank, iteration) for rank in range(hvd.size())]
@@ -159,7 +159,7 @@ def lazy_optimizers_get_the_same_rows() -> None:
 
 
 def invariants_checked(case: Callable[[], None]) -> Callable[[], None]:
-    """Adagrad makes sparse tensors without saying whether they are to be checked, of which PyTorch warns."""
+    """Declare whether invariants of sparse tensors are checked, because Adagrad does not, and PyTorch warns."""
 
     @functools.wraps(case)
     def checked() -> None:
@@ -196,11 +196,11 @@ def halves_are_added_up_as_dense_ones() -> None:
 
 
 def a_rank_without_rows_and_one_that_has_joined_hold_nobody_up() -> None:
-    """One rank waits for the sum of the rows of one optimizer, another for that of another one's dense gradients."""
+    """One rank waits for one optimizer's rows, another rank for another optimizer's dense gradients."""
     table, dense = nn.Embedding(ROWS, WIDTH, sparse=True).double(), nn.Parameter(torch.zeros(3).double())
     optimizers = [hvd.DistributedOptimizer(torch.optim.SGD(part, lr=0.0)) for part in ([table.weight], [dense])]
     steps, last = 12, hvd.size() - 1
-    full = 4 if hvd.size() > 1 else steps  # one rank alone reduces nothing: what has no gradient keeps None
+    full = 4 if hvd.size() > 1 else steps  # one rank alone reduces nothing, so that a missing gradient stays None
     for iteration in range(steps - 6 * (hvd.rank() == last)):
         without = hvd.rank() == 0 and iteration >= full
         parts = [lambda: dense.sum(), lambda: table(torch.tensor([1, hvd.rank()])).sum()][: 1 if without else 2]
@@ -218,7 +218,7 @@ def a_rank_without_rows_and_one_that_has_joined_hold_nobody_up() -> None:
 
 
 def a_thousand_random_steps() -> None:
-    """Sizes, dtypes, look-ups and plans are drawn, the same on all ranks but for what each looks up."""
+    """Random sizes, dtypes, look-ups and plans, equal on all ranks except for the looked-up rows."""
     drawn = torch.Generator().manual_seed(5)
 
     def draw(low: int, high: int) -> int:

@@ -1,4 +1,4 @@
-"""Reduces gradients on a device with streams, which threads play. Started by test_streams.py with several ranks.
+"""Reduce gradients on a fake device with streams. Started by test_streams.py with several ranks.
 
 Arguments: what to do, and how often.
 """

@@ -1,6 +1,6 @@
-"""Trains as a user does, on a device with streams that is no GPU. Started by test_streams.py.
+"""Train as a user does, on a fake device with streams. Started by test_streams.py.
 
-Arguments: iterations, what happens on rank 1 ("nothing", "sleep", "error"), and in which iteration.
+Arguments: iterations, event on rank 1 ("nothing", "sleep", "error"), and the iteration of the event.
 """
 
 import sys
@@ -26,8 +26,9 @@ def open_on_streams(control: ControlPlane, settings: Settings, params: object) -
     return Router(control, timeout_s=30.0, device=device, nccl=openers[-1])
 
 
-contention_probe.MATRIX, contention_probe.UNIT_BYTES = 64, (1 << 14, 1 << 16)  # there is no GPU to fill
-pipeline_target.open_router = open_on_streams  # the seam that a GPU would be behind
+# Small sizes, because there is no GPU to fill.
+contention_probe.MATRIX, contention_probe.UNIT_BYTES = 64, (1 << 14, 1 << 16)
+pipeline_target.open_router = open_on_streams  # replaces the router, as on a GPU
 hvd.init()
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10)).double()
@@ -45,7 +46,7 @@ for iteration in range(iterations):
     model(batch[4 * hvd.rank() : 4 * hvd.rank() + 4]).square().mean().backward()
     optimizer.synchronize()
     wanted = torch.autograd.grad(model(batch).square().mean(), params)
-    device.synchronise()  # a GPU's optimizer step would be on the stream
+    device.synchronise()  # because the optimizer's step does not run on the stream, unlike on a GPU
     for param, gradient in zip(params, wanted, strict=True):
         assert param.grad is not None
         torch.testing.assert_close(param.grad, gradient, rtol=1e-10, atol=1e-12)

@@ -1,5 +1,7 @@
-"""Training with parameters that are DTensors, on a grid of two by two ranks, equals training in one process. Started by
-test_tensor_parallel.py."""
+"""Training with DTensor parameters, on a grid of two by two ranks, equals training in one process.
+
+Started by test_tensor_parallel.py.
+"""
 
 import functools
 from collections.abc import Callable
@@ -20,13 +22,13 @@ from sirtaki.errors import ConfigError, GradientError
 
 @functools.cache
 def grid() -> tuple[DeviceMesh, hvd.ProcessSet]:
-    """Collective: the ranks, data-parallel × tensor-parallel, and the process set of this rank's replicas."""
+    """Return the mesh (data-parallel × tensor-parallel), and the process set of this rank's replicas. Collective."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     return mesh, [hvd.add_process_set(ranks) for ranks in mesh.mesh.T.tolist()][mesh.get_local_rank("tensor")]
 
 
 class Net(nn.Module):
-    """Its norm's gradients come as sums that the tensor-parallel ranks have not added up yet."""
+    """A model whose norm has partial gradients, which the tensor-parallel ranks have not summed yet."""
 
     def __init__(self, spares: bool = True) -> None:
         super().__init__()
@@ -132,7 +134,8 @@ def a_gradient_that_is_written_too_early_is_told() -> None:
     )
 
     def one_step(*, edits: bool) -> None:
-        model(batch(dist.get_rank(), 0, 3, 12)).sum().backward()  # no gradient of `spare`: reduced by step()
+        # Without a gradient of `spare`, so that step() reduces.
+        model(batch(dist.get_rank(), 0, 3, 12)).sum().backward()
         if edits:
             gradient = model.up.weight.grad  # type: ignore[union-attr]
             assert isinstance(gradient, DTensor)

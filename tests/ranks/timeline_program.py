@@ -1,4 +1,4 @@
-"""Trains and reduces a little with a timeline; how it ends is the first argument."""
+"""Train and reduce a little with a timeline. The first argument selects how the program ends."""
 
 import os
 import signal

@@ -1,7 +1,6 @@
-"""Process groups of the backend "sirtaki", against one process. Started by test_process_group.py.
+"""Process groups of the backend "sirtaki", compared with one process. Started by test_process_group.py.
 
-What operations give on tensors of every layout, waited for in every way, `torch_backend_reference.py` compares with
-Gloo.
+`torch_backend_reference.py` compares operations on tensors of every layout, awaited in every way, with Gloo.
 """
 
 import contextlib
@@ -35,9 +34,9 @@ else:  # before torch 2.5
 Op = dist.ReduceOp
 
 NUMELS = (0, 1, 5, LARGE_BYTES // 8 - 1, LARGE_BYTES // 2 + 3, 1_300_001)
-"""Empty, small, on both sides of what takes the lanes, and more than the window of slots holds of no dtype."""
+"""Numbers of elements: empty, small, on both sides of the smallest size for lanes, and more than the slots hold."""
 
-# Their names from torch 2.13 on, and before.
+# Names from torch 2.13 on, and before.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -51,7 +50,7 @@ def ranks() -> range:
 
 
 def data(rank: int, numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    """Small whole numbers, so that sums of halves are exact."""
+    """Return small whole numbers, so that averages of two are exact."""
     generator = torch.Generator().manual_seed(1009 * seed + rank)
     return torch.randint(0 if dtype is torch.uint8 else -9, 10, (numel,), generator=generator).to(dtype)
 
@@ -88,7 +87,7 @@ def random_floats_are_summed_as_exactly_as_their_type_allows() -> None:
 
 
 def what_inference_mode_has_made_is_written_by_any_thread() -> None:
-    numels = (5, 140_001) if KEEPS_WORKS else (140_001,)  # Gloo itself writes none of these in PyTorch 2.4
+    numels = (5, 140_001) if KEEPS_WORKS else (140_001,)  # PyTorch 2.4's Gloo writes none of these
     for numel, inside, asynchronous in itertools.product(numels, (True, False), (True, False)):
         wanted = summed(numel)
         with torch.inference_mode():
@@ -130,13 +129,13 @@ def futures_hold_the_tensors() -> None:
         assert torch.equal(doubled.wait().double(), 2 * summed(numel))
         assert future.wait()[0].data_ptr() == tensor.data_ptr()
         whole = torch.zeros(len(ranks()) * numel)
-        told = all_gather_single(whole, data(me(), numel), async_op=True).get_future().wait()
+        returned = all_gather_single(whole, data(me(), numel), async_op=True).get_future().wait()
         parts = [(part.data_ptr(), part.shape) for part in whole.chunk(len(ranks()))]
-        assert [(part.data_ptr(), part.shape) for part in told] == parts  # as with Gloo
+        assert [(part.data_ptr(), part.shape) for part in returned] == parts  # as with Gloo
 
 
 def compiled_code_reaches_the_same_operations() -> None:
-    """What torch.compile and DTensor call is C++, which looks the group up by its name."""
+    """torch.compile and DTensor call C++ functions, which look up the group by name."""
     group = dist.group.WORLD
     for numel in (6 * len(ranks()), 70_000 * len(ranks())):
         mine, total = data(me(), numel), summed(numel).float()
@@ -155,7 +154,7 @@ def compiled_code_reaches_the_same_operations() -> None:
 
 
 def tensors_are_gathered_in_every_type_size_and_form() -> None:
-    """One after the other or as a list, contiguous or not, from where they belong or elsewhere, awaited or not."""
+    """Concatenated or in lists, contiguous or not, in place or not, asynchronous or not."""
     size = len(ranks())
     for dtype, numel in itertools.product(sorted((*LANE_DTYPES, torch.bool), key=str), NUMELS):
         rows = [data(rank, numel, torch.float64).abs().to(dtype) for rank in ranks()]
@@ -176,7 +175,7 @@ def tensors_are_gathered_in_every_type_size_and_form() -> None:
 
 
 def many_gathers_and_sums_may_be_under_way() -> None:
-    """On all ranks in one order, and awaited in another one."""
+    """Launched in the same order on all ranks, and awaited in another one."""
     numels = [70_000 + 13 * number if number % 3 else 11 for number in range(16)]
     whole = [torch.zeros(len(ranks()) * numel) for numel in numels]
     sums, works = [data(me(), numel, seed=number) for number, numel in enumerate(numels)], []
@@ -189,7 +188,7 @@ def many_gathers_and_sums_may_be_under_way() -> None:
     for work in reversed(works):
         work.wait()
     assert all(future.done() for future in futures)
-    assert followed == [True] * len(futures)  # as with Gloo, whose works end after that
+    assert followed == [True] * len(futures)  # like Gloo's, whose works complete afterwards
     for number, numel in enumerate(numels):
         for rank in ranks():
             assert torch.equal(whole[number].chunk(len(ranks()))[rank], data(rank, numel, seed=number))
@@ -247,8 +246,8 @@ def objects_and_barriers_pass() -> None:
     found: list[object] = [None] * len(ranks())
     dist.all_gather_object(found, {"rank": me(), "text": "x" * 100 * me()})
     assert found == [{"rank": rank, "text": "x" * 100 * rank} for rank in ranks()]
-    dist.broadcast_object_list(told := [me(), "a"], src=len(ranks()) - 1)
-    assert told == [len(ranks()) - 1, "a"]
+    dist.broadcast_object_list(returned := [me(), "a"], src=len(ranks()) - 1)
+    assert returned == [len(ranks()) - 1, "a"]
     dist.barrier()
     dist.group.WORLD.monitored_barrier(timedelta(seconds=30))
 
@@ -265,7 +264,7 @@ def the_group_says_what_it_is() -> None:
 
 
 def groups_come_and_go() -> None:
-    """Each ends while a thread of its Gloo may still free the tensor of the last operation."""
+    """Each group ends while a thread of its Gloo may still free the last operation's tensor."""
     for _ in range(40):
         group = dist.new_group()
         dist.all_reduce(tensor := torch.ones(3), group=group)
@@ -318,7 +317,7 @@ def waiting_may_be_limited() -> None:
     if len(ranks()) == 1:
         return
     group = dist.new_group()
-    dist.all_reduce(torch.ones(70_000), group=group)  # the lanes are open
+    dist.all_reduce(torch.ones(70_000), group=group)  # opens the lanes
     dist.barrier()
     if me() == 0:
         work = dist.all_reduce(tensor := torch.ones(70_000), group=group, async_op=True)
@@ -358,12 +357,12 @@ def timeouts_that_torch_changes_hold_from_the_next_wait_on() -> None:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5), group)
             assert late(group, 70_000, limit_s=60.0, late_s=1.0) == "done"
         found = late(group, 70_000, limit_s=0.5, late_s=1.5)
-        assert me() > 0 or found == "StallError", found  # the others may find what rank 0 has sent
+        assert me() > 0 or found == "StallError", found  # peers may detect what rank 0 has sent
         dist.barrier()
 
 
 def dispatch_modes_and_the_profiler_see_collectives() -> None:
-    """On rank 0 alone, which does what the others do all the same."""
+    """On rank 0 only. Its operations stay compatible with its peers'."""
     seen, profiled = CommDebugMode(), profile(activities=[ProfilerActivity.CPU], record_shapes=True)
     with contextlib.ExitStack() as watched:
         if me() == 0:
@@ -373,12 +372,12 @@ def dispatch_modes_and_the_profiler_see_collectives() -> None:
             dist.all_reduce(total := torch.full((numel,), 1.0 + me()))
             all_gather_single(whole := torch.empty(len(ranks()) * numel), torch.full((numel,), 1.0 * me()))
             reduce_scatter_single(part := torch.empty(numel), torch.ones(len(ranks()) * numel), async_op=True).wait()
-            dist.broadcast(told := torch.full((numel,), 1.0 + me()), 0)
+            dist.broadcast(returned := torch.full((numel,), 1.0 + me()), 0)
             functional.wait_tensor(functional.all_reduce(torch.ones(numel), "sum", dist.group.WORLD))
             assert total.eq(sum(1.0 + rank for rank in ranks())).all()
             assert whole.view(len(ranks()), -1).eq(torch.tensor(list(map(float, ranks()))).view(-1, 1)).all()
             assert part.eq(len(ranks())).all()
-            assert told.eq(1.0).all()
+            assert returned.eq(1.0).all()
     if me() > 0:
         return
     c10d = torch.ops.c10d
@@ -408,14 +407,14 @@ def large_tensors_are_in_the_flight_recorder_where_it_is_asked_for() -> None:
 
 def fake_tensors_are_sent_to_nobody() -> None:
     if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "Meta"):
-        return  # before torch 2.5, no backend reduces fake tensors
+        return  # before torch 2.5, backends do not reduce fake tensors
     with FakeTensorMode():
         dist.all_reduce(tensor := torch.empty(70_000))
     assert tensor.shape == (70_000,)
 
 
 def _listeners() -> dict[int, tuple[str, int]]:
-    """Where this process listens, by descriptor."""
+    """Return the addresses at which this process listens, by descriptor."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as there:

@@ -1,4 +1,4 @@
-"""Ranks of one process group that do not do what the others do. Started by test_group_lanes.py."""
+"""Ranks of a process group that call other operations than their peers. Started by test_group_lanes.py."""
 
 import math
 import os
@@ -24,8 +24,8 @@ from sirtaki.comm.transports.gloo import GlooTransport
 from sirtaki.comm.transports.shared_memory import SharedMemoryTransport
 from sirtaki.errors import TransportError
 
-TOLD_S = 30.0
-"""How long a rank at fault keeps its connections, so that nobody is told by their end."""
+KEEP_OPEN_S = 30.0
+"""Time for which a faulty rank keeps its connections, so that peers are not notified by their end."""
 
 
 def broken(*_: object, **__: object) -> NoReturn:
@@ -37,18 +37,18 @@ def broken_connection(*_: object, **__: object) -> NoReturn:
 
 
 def break_transport(fault: str) -> None:
-    """From now on this rank's transport raises where units are submitted, in its thread, or where they are awaited."""
+    """Make this rank's transport raise at the submission of units, in its thread, or at the wait."""
     match fault:
         case "submitting":
             SharedMemoryTransport.all_reduce = GlooTransport.all_reduce = broken  # type: ignore[method-assign]
-            SharedMemoryTransport.visit = GlooTransport.trade = broken  # type: ignore[method-assign]
+            SharedMemoryTransport.visit = GlooTransport.send_receive = broken  # type: ignore[method-assign]
         case "in_thread":
             visit = SharedMemoryTransport.visit
             SharedMemoryTransport.visit = lambda self, _, **how: visit(self, broken, **how)  # type: ignore[method-assign]
             shared_memory.reduce_share = broken
         case "waiting":
             gloo._GlooUnitWork.wait = broken_connection  # type: ignore[method-assign]
-            GlooTransport.trade = lambda *_, **__: broken_connection  # type: ignore[method-assign]
+            GlooTransport.send_receive = lambda *_, **__: broken_connection  # type: ignore[method-assign]
 
 
 def train(model: torch.nn.Module) -> None:
@@ -64,7 +64,7 @@ def act_and_tell(act: Callable[[], object]) -> None:
 
 
 def no_fault() -> None:
-    """A mistake of one rank's, which raises before others wait for it, and a group that ends with work under way."""
+    """Run an error on one rank that is raised before peers wait, and destroy a group with operations in flight."""
     abort = MeshCommunicator.abort
 
     def told(self: MeshCommunicator, reason: str, *, fault: bool = False) -> None:
@@ -87,7 +87,7 @@ def no_fault() -> None:
         act()
     assert big.eq(ranks).all()
     works = [dist.all_reduce(big, async_op=True)]
-    if dist.get_rank() != 1:  # whose thread waits for what rank 1 never does
+    if dist.get_rank() != 1:  # their threads wait for rank 1's operation
         works.append(dist.all_gather(gathered, big, async_op=True))
         time.sleep(0.1)
     begin_s = time.monotonic()
@@ -130,8 +130,8 @@ def main(fault: str, operation: str = "sum", meanwhile: str = "") -> None:
                 break_transport(fault)
                 act_and_tell(act)
                 others = [str(rank) for rank in range(dist.get_world_size()) if rank != 1]
-                with suppress(RuntimeError):  # rank 0 has ended, with the store
-                    told.wait(others, timedelta(seconds=TOLD_S))
+                with suppress(RuntimeError):  # rank 0 has exited, and with it the store
+                    told.wait(others, timedelta(seconds=KEEP_OPEN_S))
                 os._exit(0)
     act_and_tell(acts[meanwhile or operation])
     told.set(str(dist.get_rank()), "")

@@ -1,4 +1,4 @@
-"""A process group whose ranks meet by what the launcher tells. Started by test_meeting.py."""
+"""A process group whose ranks connect by the launcher's variables. Started by test_meeting.py."""
 
 import torch
 import torch.distributed as dist

@@ -1,8 +1,7 @@
-"""Runs drawn sequences of collectives over the backend "sirtaki" and over Gloo, which must agree to the bit.
+"""Run random sequences of collectives over the backend "sirtaki" and over Gloo. Results must be bit-identical.
 
-All ranks draw the same operations; each lays its tensors out, waits and looks at results in its own way. Sums are
-exact, and Gloo gets contiguous copies. Arguments: number of sequences, and the number that they are drawn from.
-Started by test_process_group.py.
+All ranks draw the same operations. Each rank chooses its own layouts, waits and reads. Sums are exact, and Gloo gets
+contiguous copies. Arguments: number of sequences, and seed. Started by test_process_group.py.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ MOVING = (
 )
 COMPILED = ("compiled_all_reduce", "compiled_reduce_scatter", "compiled_all_gather", "compiled_all_to_all")
 FACTORS = {"scaled": 0.5, "scaled by a tensor": 3.0}
-"""Sums whose parts are multiplied before."""
+"""Factors of sums whose terms are scaled before."""
 OPS = ("SUM", "AVG", "MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR", *FACTORS)
 LAYOUTS = ("plain", "offset", "strided", "transposed", "parameter")
 BETWEEN_TWO = ("exchange", "batch")
-"""What PyTorch wants contiguous, and only waits for: it has no futures, and Gloo never says that it has ended."""
+"""Operations that need contiguous tensors and have no futures. Gloo never reports their completion."""
 WAITS = ("wait", "poll", "future", "then", "result", "wait twice")
 
 
@@ -55,9 +54,9 @@ class Case:
     """One operation of a sequence.
 
     Attributes:
-        shape: of one part.
+        shape: shape of one part.
         root: number of a member.
-        asynchronous: whether it is started only, and waited for after the whole sequence.
+        asynchronous: whether to start it only, and wait for it after the whole sequence.
     """
 
     kind: str
@@ -74,11 +73,11 @@ class Case:
         return "reduce" in self.kind or self.kind == "coalesced"
 
     def splits(self, number: int) -> list[int]:
-        """How many rows a member sends to each."""
+        """Return the number of rows that a member sends to each member."""
         return [(number + 2 * other + self.seed) % 3 for other in range(len(self.members))]
 
     def values(self, number: int, part: int, shape: tuple[int, ...]) -> torch.Tensor:
-        """What the member of this number has."""
+        """Return the tensor of a member."""
         draw = torch.Generator().manual_seed(10_007 * self.seed + 101 * number + part)
         if not self.reduces and self.dtype is not torch.bool:  # any bits
             count = math.prod(shape) * self.dtype.itemsize
@@ -98,7 +97,7 @@ class Case:
 
 
 def tensor_shapes(case: Case, me: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Of what member `me` gives, and of what it gets otherwise."""
+    """Return the shapes of the inputs and of the outputs of member `me`."""
     count, shape = len(case.members), case.shape
     rows = shape or (1,)
     whole = (count * rows[0], *rows[1:])
@@ -137,7 +136,7 @@ def tensor_shapes(case: Case, me: int) -> tuple[list[tuple[int, ...]], list[tupl
 
 @functools.cache
 def gloo_averages() -> bool:
-    """PyTorch 2.4's does not."""
+    """Return whether Gloo supports averages, which PyTorch 2.4's does not."""
     alone = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=30))
     options = dist.AllreduceOptions()
     options.reduceOp = Op(Op.AVG)
@@ -149,9 +148,9 @@ def gloo_averages() -> bool:
 
 
 def reduction(case: Case, group: dist.ProcessGroup) -> tuple[Op, Callable[[torch.Tensor], None] | None]:
-    """The operation for this group, and what makes of its results those of the one that was asked for.
+    """Return the group's operation, and a function that turns its result into the requested one.
 
-    Gloo scales nothing; averages of integers it refuses.
+    Gloo does not scale, and rejects averages of integers.
     """
     is_ours = dist.get_backend(group) == "sirtaki"
     if case.op in FACTORS:
@@ -167,16 +166,16 @@ def reduction(case: Case, group: dist.ProcessGroup) -> tuple[Op, Callable[[torch
 
 @dataclass
 class Started:
-    """An operation under way, and what it fills or has given."""
+    """An operation in flight, and its outputs."""
 
     case: Case
     works: Sequence[Waitable]
     results: Tensors
     finish: Callable[[torch.Tensor], None] | None = None
-    told: list[object] = field(default_factory=list)
+    returned: list[object] = field(default_factory=list)
 
     def wait(self, how: str) -> None:
-        """Then the results are there; what futures and works have told stands in `told`."""
+        """Wait for the results. Values of futures and works are in `returned`."""
         for work in self.works:
             match how:
                 case _ if work is None:
@@ -187,12 +186,12 @@ class Started:
                     if not work.is_success():
                         raise work.exception()
                 case "future":
-                    self.told.append(work.get_future().wait())
+                    self.returned.append(work.get_future().wait())
                 case "then":
-                    self.told.append(work.get_future().then(lambda ended: ended.value()).wait())
+                    self.returned.append(work.get_future().then(lambda ended: ended.value()).wait())
                 case "result":
                     work.wait()
-                    self.told.append(work.result())
+                    self.returned.append(work.result())
                 case _:
                     for _ in range(1 + (how == "wait twice")):
                         assert work.wait()
@@ -204,7 +203,7 @@ class Started:
 
 
 def start(case: Case, group: dist.ProcessGroup, me: int, given: Tensors, got: Tensors) -> Started:
-    """The operation of member `me` on what it gives, which fills what it gets or gives it back."""
+    """Start the operation of member `me` on its inputs and outputs."""
     options: dict[str, object] = {"group": group, "async_op": case.asynchronous}
     root, count = case.members[case.root], len(case.members)
     op, finish = reduction(case, group)
@@ -216,7 +215,7 @@ def start(case: Case, group: dist.ProcessGroup, me: int, given: Tensors, got: Te
     splits = {"input_split_sizes": case.splits(me), "output_split_sizes": [case.splits(n)[me] for n in range(count)]}
     work: Waitable = None
     if "reduce_scatter" in case.kind and not is_ours and not KEEPS_WORKS:
-        # PyTorch 2.4's Gloo refuses lists, and adds whatever it is asked for.
+        # PyTorch 2.4's Gloo rejects lists, and ignores the requested operation.
         if case.dtype.is_complex and case.op != "SUM":
             raise RuntimeError("complex numbers are added only")
         whole = torch.cat([part.reshape(-1) for part in given])
@@ -303,7 +302,7 @@ def cases(draw: st.DrawFn, subsets: list[tuple[int, ...]]) -> Case:
 
 
 def laid_out(values: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The values in a tensor whose elements lie in this way, and the memory that it lies in."""
+    """Return the values in a tensor with this memory layout, and the underlying memory."""
     axes = range(values.dim()) if layout == "transposed" else reversed(range(values.dim()))
     strides, step = [0] * values.dim(), 2 if layout == "strided" else 1
     for axis in axes:
@@ -316,7 +315,7 @@ def laid_out(values: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Ten
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """As bytes; a bool is a byte that is not zero, as Gloo adds it up."""
+    """Return the bytes of a tensor. A bool is a non-zero byte, as Gloo sums it."""
     found = torch.cat([tensor.detach().reshape(-1)]).view(torch.uint8)
     return found != 0 if tensor.dtype is torch.bool else found
 
@@ -325,28 +324,28 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and one.dtype is other.dtype and torch.equal(bits(one), bits(other))
 
 
-def flat(told: object) -> Tensors:
-    """The tensors that a future or a work tells, in lists or lists of lists; complex ones as pairs, as PyTorch does."""
-    if isinstance(told, torch.Tensor):
-        return [torch.view_as_real(told) if told.is_complex() else told]
-    return [tensor for each in told for tensor in flat(each)] if isinstance(told, list | tuple) else []
+def flat(returned: object) -> Tensors:
+    """Return the tensors in the result of a future or a work, from nested lists. Complex tensors become pairs."""
+    if isinstance(returned, torch.Tensor):
+        return [torch.view_as_real(returned) if returned.is_complex() else returned]
+    return [tensor for each in returned for tensor in flat(each)] if isinstance(returned, list | tuple) else []
 
 
 def by_gloo(case: Case, group: dist.ProcessGroup, me: int, given: Tensors, got: Tensors) -> Started | Exception:
-    """What Gloo makes of it, or its refusal."""
+    """Start the operation over Gloo, or return its exception."""
     try:
         started = start(case, group, me, given, got)
         started.wait("wait")
         if case.kind not in BETWEEN_TWO:
             with suppress(NotImplementedError, RuntimeError):  # reduce_scatter's work has no future
-                started.told = [work.get_future().wait() for work in started.works if work is not None]
+                started.returned = [work.get_future().wait() for work in started.works if work is not None]
     except (RuntimeError, ValueError, TypeError) as err:
         return err
     return started
 
 
 class Course:
-    """One operation over both backends: over Gloo from its start to its end, over Sirtaki's started, and then ended."""
+    """One operation over both backends: completed over Gloo, and started over Sirtaki."""
 
     def __init__(self, case: Case, groups: tuple[dist.ProcessGroup, dist.ProcessGroup], own: random.Random) -> None:
         self._case, self._own = case, own
@@ -367,9 +366,10 @@ class Course:
 
     def _layout(self) -> str:
         kind, layouts = self._case.kind, LAYOUTS
-        if kind in BETWEEN_TWO or (kind == "compiled_all_gather" and not KEEPS_WORKS):  # which PyTorch 2.4 asserts
+        # PyTorch 2.4 asserts that it is not awaited like this.
+        if kind in BETWEEN_TWO or (kind == "compiled_all_gather" and not KEEPS_WORKS):
             layouts = ("plain", "offset")
-        elif "gather" in kind and not KEEPS_WORKS:  # whose Gloo fills no tensor that wants gradients, and says so
+        elif "gather" in kind and not KEEPS_WORKS:  # Gloo fills no tensor that requires gradients, and warns
             layouts = LAYOUTS[:-1]
         return self._own.choice(layouts)
 
@@ -378,16 +378,16 @@ class Course:
 
     @property
     def is_refused(self) -> bool:
-        """By Gloo."""
+        """Return whether Gloo rejects the operation."""
         return isinstance(self._wanted, Exception)
 
     def end(self) -> None:
-        """Waits for it and compares."""
+        """Wait for the operation, and compare."""
         if self._started is None:
             return
         started, how = self._started, self._own.choice(WAITS)
         if self._case.kind in BETWEEN_TWO or self.is_refused:
-            how = "wait"  # Gloo does not tell of all that it refuses that it has ended
+            how = "wait"  # for some rejected operations, Gloo does not report completion
         try:
             started.wait(how)
         except (RuntimeError, ValueError, TypeError) as err:
@@ -398,13 +398,13 @@ class Course:
         assert len(started.results) == len(wanted)
         for found, right in zip(started.results, wanted, strict=True):
             assert same(found, right), (self._case, how, found, right)
-        for told in started.told if wanted else ():
-            right = flat(self._wanted.told) or flat(wanted)
-            assert len(flat(told)) == len(right), (self._case, how, told, right)
-            assert all(map(same, flat(told), right)), (self._case, how, told, right)
+        for returned in started.returned if wanted else ():
+            right = flat(self._wanted.returned) or flat(wanted)
+            assert len(flat(returned)) == len(right), (self._case, how, returned, right)
+            assert all(map(same, flat(returned), right)), (self._case, how, returned, right)
         filled = {id(tensor) for tensor in started.results}
         for view, memory, base, values in zip(self._views, self._memory, self._bases, self._values, strict=True):
-            is_scratch = self._case.kind == "reduce" and not wanted  # other ranks' tensors are Gloo's to use
+            is_scratch = self._case.kind == "reduce" and not wanted  # Gloo may overwrite other ranks' tensors
             if id(view) in filled or is_scratch:
                 memory.as_strided(view.shape, view.stride(), view.storage_offset()).copy_(view.detach())
             assert torch.equal(bits(memory), bits(base)), (
@@ -416,7 +416,7 @@ class Course:
 
 
 def drawn(count: int, seed: int, subsets: list[tuple[int, ...]]) -> list[list[Case]]:
-    """Sequences, the same on all ranks, before any is run: what fails here shall not be run again here alone."""
+    """Draw all sequences before any is run, so that a failing example is not run again on one rank only."""
     sequences: list[list[Case]] = []
 
     @hypothesis.seed(seed)
@@ -451,7 +451,7 @@ def main(count: int, seed: int) -> None:
             for case in sequence:
                 if rank in case.members:
                     course = Course(case, groups[case.members], own)
-                    if case.asynchronous and not course.is_refused:  # which Gloo's barriers would raise, too
+                    if case.asynchronous and not course.is_refused:  # Gloo's barriers would raise it, too
                         under_way.append(course)
                     else:
                         course.end()

@@ -1,4 +1,4 @@
-"""What trains over the backend "sirtaki", against one process. Started by test_process_group.py."""
+"""Training over the backend "sirtaki", compared with one process. Started by test_process_group.py."""
 
 import copy
 import os
@@ -43,7 +43,7 @@ def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 def trains_alike(wrapped: nn.Module, full: Callable[[], list[torch.Tensor]]) -> None:
-    """Compares each step with a model that sees all ranks' batches."""
+    """Compare each step with a model that gets all ranks' batches."""
     alone = network()
     ours, theirs = (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (wrapped, alone))
     for step in range(4):
@@ -68,7 +68,7 @@ def ddp_trains_as_one_process() -> None:
 
 
 class Branches(nn.Module):
-    """Which parameters a pass uses is the caller's choice."""
+    """A model whose caller selects the parameters of a pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ Play = Callable[[DistributedDataParallel, torch.optim.Optimizer], None]
 
 
 def beside_gloo(play: Play, **options: object) -> nn.Module:
-    """Plays the same with a model over the backend and with one over Gloo; returns the first, trained as the other."""
+    """Train a model over the backend and one over Gloo, and compare. Return the first one."""
     global _gloo
     _gloo = _gloo or dist.new_group(backend="gloo")
     models = [
@@ -107,7 +107,7 @@ def batch(step: int) -> torch.Tensor:
 
 
 def steps(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, used: Callable = lambda step: (0, 1, 2)):
-    """Some with passes that are not synchronised before the last one, from the middle of which on it is attached."""
+    """Train for some steps, of which some have passes without synchronisation, and are attached in the middle."""
     for step in range(7):
         optimizer.zero_grad(set_to_none=step % 2 == 0)
         with model.no_sync() if step in (1, 2, 5) else nullcontext():
@@ -176,7 +176,8 @@ def two_ddp_models_attach_themselves_in_turns() -> None:
             (other(batch(step)) - model(batch(step)).detach()).square().mean().backward()
             against.step()
             optimizer.zero_grad()
-            model(other(batch(step)).repeat(1, 2)).square().mean().backward()  # adds to the other one's, too
+            # Adds to the other model's gradients, too.
+            model(other(batch(step)).repeat(1, 2)).square().mean().backward()
             optimizer.step()
 
     assert isinstance(beside_gloo(play).reducer, IdleReducer) == ATTACHES
@@ -185,11 +186,11 @@ def two_ddp_models_attach_themselves_in_turns() -> None:
 def ranks_that_join_from_the_beginning_keep_ddp() -> None:
     def play(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
         with model.join():
-            for step in range(2 * me()):  # rank 0 has none
+            for step in range(2 * me()):  # rank 0 has no data
                 optimizer.zero_grad()
                 model(batch(step)).square().mean().backward()
                 optimizer.step()
-        for parameter in model.parameters():  # those that have joined have not stepped
+        for parameter in model.parameters():  # ranks that have joined have not stepped
             dist.broadcast(parameter.data, len(ranks()) - 1)
         optimizer.state.clear()
         steps(model, optimizer)
@@ -241,13 +242,13 @@ def models_may_be_compiled_with_ddp() -> None:
             compiled(batch(step)).square().mean().backward()
             optimizer.step()
 
-    with warnings.catch_warnings():  # of PyTorch's own
+    with warnings.catch_warnings():  # because PyTorch warns
         warnings.simplefilter("ignore")
         assert isinstance(beside_gloo(play).reducer, IdleReducer) == ATTACHES
 
 
 def optimizer_states_may_be_sharded_under_ddp() -> None:
-    with warnings.catch_warnings():  # of its own functions in TorchScript
+    with warnings.catch_warnings():  # because PyTorch warns of its TorchScript functions
         warnings.simplefilter("ignore", DeprecationWarning)
         from torch.distributed.optim import ZeroRedundancyOptimizer
 

@@ -1,4 +1,4 @@
-"""Runs the conformance suite over every route of this job. Started by test_transports.py with several ranks."""
+"""Run the conformance suite over every route of this job. Started by test_transports.py with several ranks."""
 
 import os
 import time

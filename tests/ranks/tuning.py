@@ -1,6 +1,6 @@
-"""Trains a small model for some iterations and says what runs at the end. Started by test_warmup.py.
+"""Train a small model for some iterations, and print the final setting. Started by test_warmup.py.
 
-With TEST_PAUSE_S set, units are on their way for so much longer.
+With TEST_PAUSE_S, each unit takes so many seconds longer.
 """
 
 import os
@@ -37,7 +37,7 @@ def network() -> torch.nn.Module:
 if pause_s:
     slowed_down()
 hvd.init()
-os.environ.setdefault("NCCL_HOSTID", f"rank{hvd.rank()}")  # ranks of a test may share a GPU
+os.environ.setdefault("NCCL_HOSTID", f"rank{hvd.rank()}")  # because ranks of a test may share a GPU
 torch.manual_seed(0)
 model = network()
 reference = network()
@@ -55,7 +55,7 @@ for iteration in range(iterations):
     plain.zero_grad()
     reference(batch).square().mean().backward()
     plain.step()
-    # Whatever is being tried out, training is as on one process with the joined batch.
+    # During all trials, training equals one process with the joined batch.
     for param, wanted in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(param, wanted, rtol=1e-10, atol=1e-12)
 print(f"done {hvd.rank()}", flush=True)

@@ -1,6 +1,6 @@
-"""Trains in an elastic job until there is a file FOLDER/stop: `visited.py FOLDER`.
+"""Train in an elastic job until there is a file FOLDER/stop: `visited.py FOLDER`.
 
-When each step began, by `time.monotonic()`, and how long it took stand in FOLDER/PID.steps, a line each.
+The start of each step by `time.monotonic()`, and its duration, are lines of FOLDER/PID.steps.
 """
 
 import os
@@ -12,7 +12,7 @@ import torch
 
 import sirtaki.torch as hvd
 
-PAUSE_S = 0.02  # in place of a device that computes
+PAUSE_S = 0.02  # instead of computation on a device
 
 
 def main(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Trains where mpi4py cannot be imported. Started by test_without_mpi.py."""
+"""Train without mpi4py. Started by test_without_mpi.py."""
 
 import importlib.abc
 import sys
@@ -7,7 +7,7 @@ from types import ModuleType
 
 
 class NoMpi(importlib.abc.MetaPathFinder):
-    """As if it were not installed."""
+    """Import hook that hides mpi4py."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         if name.partition(".")[0] == "mpi4py":

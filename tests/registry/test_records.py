@@ -51,7 +51,7 @@ def test_old_entries_keep_their_ids() -> None:
     assert structs.replace(make_entry().key, gradients="", fixed={}).digest() == "f2386e8d0859c78f54b693320cbdc438"
 
 
-def test_in_whatever_order_three_are_saved_a_complete_one_stays() -> None:
+def test_of_three_records_saved_in_any_order_a_complete_one_stays() -> None:
     entries = [make_entry(), make_entry(complete=False, n_trials=99), make_entry(best_span_s=0.4, streams=8)]
     for order in permutations(entries):
         kept = order[0]
@@ -77,7 +77,7 @@ def test_text_is_printable() -> None:
 
 
 @pytest.mark.parametrize("text", ["{", b"\xff", None, "[" * 100_000, "\ud800", '{"a": ' * 100_000])
-def test_what_is_no_json_is_an_error_of_the_registry(text: Any) -> None:
+def test_invalid_json_is_a_registry_error(text: Any) -> None:
     with pytest.raises(RegistryError):
         parsed(dict, text)
 
@@ -134,7 +134,7 @@ def test_any_document_is_a_registry_error(kind: type[StoredSetting], data: Any) 
         (("knobs", "transport"), "carrier pigeon", r"knobs\.transport"),
         (("knobs", "transport"), ["gloo"], r"knobs\.transport"),
         (("knobs", "cuts"), [[5, 0, None], [5, 0, None]], r"knobs: cuts must ascend"),
-        (("knobs", "cuts"), [[5, 4, None]], r"knobs: a cut's stream is none of 4"),
+        (("knobs", "cuts"), [[5, 4, None]], r"knobs: a cut's stream must be below 4"),
         (("knobs", "cuts"), [[5, 0, None, 1]], r"knobs\.cuts\[0\]"),
         (("knobs", "surprise"), 1, "knobs: object contains unknown field surprise"),
         (
@@ -167,7 +167,7 @@ def test_any_document_is_a_registry_error(kind: type[StoredSetting], data: Any) 
         (("surprise",), 1, "unknown field surprise"),
     ],
 )
-def test_what_is_invalid_is_refused_by_name(path: tuple[Any, ...], value: Any, message: str) -> None:
+def test_an_invalid_record_is_rejected_by_name(path: tuple[Any, ...], value: Any, message: str) -> None:
     with pytest.raises(RegistryError, match=message):
         JobRecord.from_json(changed_in(GOOD, path, value))
 
@@ -231,7 +231,7 @@ DOCUMENT = exported([*JOBS, *ROWS, *SHARDS])
 
 
 @pytest.mark.parametrize("records", [[], JOBS[:1], [*JOBS, *ROWS, *SHARDS]], ids=len)
-def test_what_was_exported_comes_back(records: list[StoredSetting]) -> None:
+def test_exported_records_can_be_imported(records: list[StoredSetting]) -> None:
     assert read_document(io.StringIO(exported(records))) == records
 
 
@@ -263,13 +263,13 @@ def with_second_way(of: str = "row_ways", **fields: Any) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "not the JSON"),
+        ("", "must be JSON"),
         ("[]", "format"),
         ("{}", "format"),
-        ("[" * 100_000, "not the JSON"),
-        ('{"a":' * 100_000, "not the JSON"),
-        ('{"format": 1' + "0" * 5000 + "}", "not the JSON"),
-        (DOCUMENT[:-20], "not the JSON"),
+        ("[" * 100_000, "must be JSON"),
+        ('{"a":' * 100_000, "must be JSON"),
+        ('{"format": 1' + "0" * 5000 + "}", "must be JSON"),
+        (DOCUMENT[:-20], "must be JSON"),
         (DOCUMENT.replace('"n_trials": 20', '"n_trials": 20, "n_trials": 21'), "twice"),
         (DOCUMENT.replace('"noise_s": 0.01', '"noise_s": NaN'), "NaN"),
         (changed(format="pickle"), "format"),
@@ -293,12 +293,12 @@ def with_second_way(of: str = "row_ways", **fields: Any) -> str:
         (with_second_entry(**{**GOOD, "key": {**GOOD["key"], "topology": "00"}}), r"entry 2: key\.topology"),
         (
             with_second_entry(model={**GOOD["model"], "edges": [[0, 1, ""], [1, 2, ""], [2, 0, ""]]}),
-            "entry 2: a model's graph has no cycle",
+            "entry 2: a model's graph must not have a cycle",
         ),
         (with_second_entry(model={"directed": True, "nodes": [], "edges": []}), r"entry 2: key\.model"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_entry_and_field(text: str, message: str) -> None:
+def test_a_record_that_does_not_fit_is_rejected_with_entry_and_field(text: str, message: str) -> None:
     with pytest.raises(RegistryError, match=message):
         read_document(io.StringIO(text))
 
@@ -420,7 +420,7 @@ def skew(**changes: Any) -> dict[str, Any]:
         ({"block_rows": 0}, "block_rows"),
         ({"n_hot": 0}, "n_hot"),
         ({"n_hot": KEY.n_rows + 1}, "n_hot"),
-        ({"path": "gather"}, "n_hot: 300 of 100000 rows cannot be hot"),
+        ({"path": "gather"}, "n_hot: 300 of 100000 rows is not possible"),
         ({"path": "\x1b"}, "path: "),
         ({"cold": "dense"}, "cold"),
         ({"aggregated": True}, "aggregated"),
@@ -428,16 +428,16 @@ def skew(**changes: Any) -> dict[str, Any]:
         ({"created_s": time.time() + 1e6}, "created_s: .* is in the future"),
         ({"skew": skew(curve=[])}, "skew"),
         ({"skew": skew(touched=0.0)}, r"skew\.touched"),
-        ({"skew": skew(union=1e6)}, "skew: more rows are touched"),
+        ({"skew": skew(union=1e6)}, "skew: must not have more accessed rows"),
         ({"skew": skew(curve=[[2, 0.5], [1, 1.0]])}, r"skew\.curve: must ascend"),
         ({"skew": skew(curve=[[1, 1.0, 2]])}, r"skew\.curve"),
         ({"skew": skew(curve=[[1, 1.5]])}, r"skew\.curve"),
-        ({"skew": skew(curve=[[KEY.n_rows + 1, 1.0]])}, "skew: more rows"),
+        ({"skew": skew(curve=[[KEY.n_rows + 1, 1.0]])}, "skew: must not have more"),
         ({"key": {}}, "key: object missing required field topology"),
         ({"key": {**to_builtins(KEY), "aggregator": 1}}, r"key\.aggregator"),
         ({"more": 1}, "unknown field more"),
     ],
 )
-def test_what_is_wrong_is_refused(wrong: dict[str, object], message: str) -> None:
+def test_a_wrong_record_is_rejected(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(RegistryError, match=message):
         RowsRecord.from_json({**way().to_json(), **wrong})

@@ -81,7 +81,7 @@ def test_two_deployments_share_a_server(postgresql_url: str) -> None:
         ("/dev/null/registry.db", "SIRTAKI_REGISTRY"),
     ],
 )
-def test_what_cannot_be_opened_is_refused_with_a_remedy(url: str, message: str) -> None:
+def test_a_file_that_cannot_be_opened_is_rejected_with_a_remedy(url: str, message: str) -> None:
     with pytest.raises(RegistryError, match=message) as caught:
         open_store(url)
     assert "secret" not in str(caught.value)
@@ -109,7 +109,7 @@ def test_what_cannot_be_opened_is_refused_with_a_remedy(url: str, message: str) 
         (PermissionError(13, "Permission denied"), "cannot be used ([Errno 13] Permission denied): name another one"),
     ],
 )
-def test_what_went_wrong_is_told_in_one_line_with_what_to_do(
+def test_an_error_is_reported_in_one_line_with_a_remedy(
     error: Exception, words: str, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -232,7 +232,9 @@ def test_a_newer_schema_is_refused_with_the_remedy(path: Path, monkeypatch: pyte
     open_store(str(path)).close()
     monkeypatch.setattr(store_module, "SCHEMAS", SCHEMAS[:1])
     for read_only in (False, True):
-        with pytest.raises(RegistryError, match=r"has schema 4, this release knows up to 1: upgrade .* SIRTAKI_REG"):
+        with pytest.raises(
+            RegistryError, match=r"has schema 4, but this release supports up to 1: upgrade .* SIRTAKI_REG"
+        ):
             open_store(str(path), read_only=read_only)
     assert run_sql(path, "SELECT version FROM sirtaki_schema") == [(len(SCHEMAS),)]
 
@@ -263,7 +265,7 @@ def test_the_journal_fits_the_file_system_and_can_be_changed(
         ("/my share/x", True),
     ],
 )
-def test_the_innermost_mount_says_what_lies_below_a_file(
+def test_the_innermost_mount_determines_the_file_system(
     folder: str, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mounts = "server:/home /home nfs4 rw 0 0\n/dev/a / ext4 rw 0 0\n/dev/b /home/me/data xfs rw 0 0\n"
@@ -274,7 +276,7 @@ def test_the_innermost_mount_says_what_lies_below_a_file(
 
 
 @pytest.mark.parametrize("mounts", [None, ""])
-def test_where_nobody_knows_the_mounts_the_disk_is_local(
+def test_with_unknown_mounts_the_disk_counts_as_local(
     mounts: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def read(self: Path) -> str:
@@ -324,7 +326,7 @@ def test_a_damaged_entry_hides_no_other_and_is_replaced(
     store.put(sound)
     assert store.get(JobRecord, damaged.key) is None
     assert list(store.all(JobRecord)) == [sound]
-    assert warnings_of(caplog)[0].startswith(f"entry {damaged.id} in the registry is left out: ")
+    assert warnings_of(caplog)[0].startswith(f"entry {damaged.id} in the registry is skipped: ")
     assert {summary.id for summary in store.summaries()} == {damaged.id, sound.id}
     with pytest.raises(RegistryError, match="is damaged"):
         store.find(JobRecord, damaged.id)
@@ -334,7 +336,7 @@ def test_a_damaged_entry_hides_no_other_and_is_replaced(
     assert store.get(JobRecord, damaged.key) == worse
 
 
-def test_lists_show_what_they_can(store: Store, path: Path) -> None:
+def test_lists_show_the_readable_part_of_damaged_entries(store: Store, path: Path) -> None:
     entry = structs.replace(make_entry(n_trials=33), arm="libra")
     store.put(entry)
     (summary,) = store.summaries()
@@ -345,14 +347,14 @@ def test_lists_show_what_they_can(store: Store, path: Path) -> None:
     assert (summary.hosts, summary.fixed, summary.condition, summary.model_name) == ("?", (), "", "Réseau")
     assert store.shapes() == {}
     run_sql(path, "PRAGMA foreign_keys = OFF", "DELETE FROM topologies")
-    with pytest.raises(RegistryError, match="has lost its model or its cluster"):
+    with pytest.raises(RegistryError, match="the model or the cluster of"):
         store.find(JobRecord, entry.id)
 
 
 def test_an_entry_under_the_id_of_another_job_is_not_believed_and_ids_are_no_patterns(store: Store, path: Path) -> None:
     store.put(make_entry())
     run_sql(path, "UPDATE entries SET id = 'a%x'")
-    with pytest.raises(RegistryError, match="it is of another job"):
+    with pytest.raises(RegistryError, match="its id does not match its key"):
         store.find(JobRecord, "a%")
     with pytest.raises(RegistryError, match="no entry has an id"):
         store.find(JobRecord, "b%")
@@ -388,7 +390,7 @@ def test_a_damaged_way_hides_no_others_and_gives_way(
     store.put_all([way, other])
     run_sql(path, f"UPDATE row_ways SET body = '{body}' WHERE id = '{other.id}'")
     assert list(store.all(RowsRecord)) == [way]
-    assert f"way of rows {other.id} in the registry is left out" in caplog.text
+    assert f"way of rows {other.id} in the registry is skipped" in caplog.text
     with pytest.raises(RegistryError, match=r"is damaged \(.*\): forget it"):
         store.find(StoredSetting, other.id)
     assert store.put(other)
@@ -398,7 +400,7 @@ def test_a_damaged_way_hides_no_others_and_gives_way(
 def test_of_one_key_the_newest_ways_are_looked_at_and_in_all_none_is_missing(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "MOST_OF_A_KEY", 2)
+    monkeypatch.setattr(store_module, "MAX_PER_KEY", 2)
     ways = [structs.replace(make_way(created_s=1.7e9 - number), name=str(number)) for number in range(3)]
     store.put_all(ways)
     assert list(store.all(RowsRecord, ways[0].key)) == ways[:2]
@@ -418,7 +420,7 @@ def test_a_garbage_file_is_named_and_left_alone(content: bytes, path: Path) -> N
     assert path.read_bytes() == content
 
 
-def test_damage_is_told_from_what_is_not_there_and_what_is_in_use(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_is_distinguished_from_missing_and_busy_files(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "_BUSY_TIMEOUT_S", 0.05)
     assert not is_damaged(path)
     assert not path.exists()
@@ -430,7 +432,7 @@ def test_damage_is_told_from_what_is_not_there_and_what_is_in_use(path: Path, mo
     holds.close()
 
 
-def test_a_damaged_file_goes_with_what_another_job_has_written_beside_it(path: Path) -> None:
+def test_a_damaged_file_is_moved_with_the_files_beside_it(path: Path) -> None:
     other = sqlite3.connect(path)
     other.execute("CREATE TABLE kept (x)")
     other.executemany("INSERT INTO kept VALUES (?)", [("y" * 900,)] * 100)
@@ -450,7 +452,7 @@ def test_a_damaged_file_goes_with_what_another_job_has_written_beside_it(path: P
 
 
 def test_where_it_cannot_be_renamed_the_user_is_asked_to(tmp_path: Path) -> None:
-    with pytest.raises(RegistryError, match=r"nowhere/registry.db cannot be put aside: .*; move it away by hand"):
+    with pytest.raises(RegistryError, match=r"nowhere/registry.db cannot be renamed: .*; move it away by hand"):
         set_aside(tmp_path / "nowhere" / "registry.db")
 
 

@@ -56,7 +56,7 @@ BASE = on_devices("aabb", ["H100"] * 4, [0, 1, 0, 1])
     ],
     ids=["grouping", "host kind", "bandwidth", "latency", "more ranks a host", "shared device", "device"],
 )
-def test_the_fingerprint_changes_with_what_matters(other: Topology) -> None:
+def test_the_fingerprint_changes_with_every_relevant_property(other: Topology) -> None:
     assert other.fingerprint() != BASE.fingerprint()
 
 
@@ -74,7 +74,7 @@ def test_measurements_that_differ_little_fall_into_one_class() -> None:
             LinkClass.of(bandwidth_bytes_per_s=speed)
 
 
-def test_links_differ_by_doublings_of_what_is_known_of_both() -> None:
+def test_the_distance_of_links_counts_doublings_of_what_both_have_measured() -> None:
     slow, fast = (LinkClass.of(bandwidth_bytes_per_s=rate, latency_s=1e-5) for rate in (1.25e8, 1.25e10))
     assert slow.octaves_from(fast) == fast.octaves_from(slow) in (6, 7)
     assert slow.octaves_from(LinkClass.of(bandwidth_bytes_per_s=1.25e8, latency_s=4e-5)) == 2

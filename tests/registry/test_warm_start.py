@@ -66,7 +66,7 @@ def hosts(ranks: int, per_host: int = 2) -> Topology:
 
 
 @pytest.mark.lengthy
-def test_it_finds_what_comparing_with_every_entry_finds(store: Store) -> None:
+def test_pruned_look_ups_find_the_same_entries_as_exhaustive_ones(store: Store) -> None:
     """Pruning, stretches and batches must not lose anything."""
     rng = np.random.default_rng(3)
     entries = [
@@ -234,9 +234,9 @@ def test_a_jobs_own_entry_is_explained_as_such() -> None:
     start = suited(make_entry(), distance=0.0)
     assert start.knobs == KNOBS
     assert start.explanation == (
-        "Net on 4 ranks on 2 hosts: starting from what an earlier job found, 2.00× faster (not proved) than the default"
+        "Net on 4 ranks on 2 hosts: starting from an earlier job's setting, 2.00× faster (not proved) than the default"
     )
-    assert "cut short" in suited(make_entry(complete=False)).explanation
+    assert "ended early" in suited(make_entry(complete=False)).explanation
 
 
 def test_a_similar_entry_is_explained(store: Store) -> None:
@@ -244,8 +244,8 @@ def test_a_similar_entry_is_explained(store: Store) -> None:
     (start,) = warm_starts(store, job_like(make_entry(), model=chain_graph([100] * 11), ranks=8))
     assert 0 < start.distance < 0.6
     assert start.explanation.startswith(
-        f"Net on 8 ranks on 4 hosts: starting from what a similar job found, "
-        f"Réseau on 4 ranks on 2 hosts, distance {start.distance:.2f} of 1"
+        f"Net on 8 ranks on 4 hosts: starting from a similar job's setting "
+        f"(Réseau on 4 ranks on 2 hosts, distance {start.distance:.2f} of 1"
     )
 
 
@@ -280,7 +280,7 @@ def test_of_equally_similar_jobs_that_on_the_most_similar_link_comes_first(store
         assert found[0].distance < found[1].distance < found[2].distance
 
 
-def test_of_what_a_job_has_found_under_other_conditions_that_of_the_link_as_it_is_now_comes_first(store: Store) -> None:
+def test_of_a_jobs_settings_under_other_conditions_the_one_of_the_current_link_is_first(store: Store) -> None:
     own = structs.replace(make_entry(), knobs=UNIFORM, link=LINK)
     links = {"4×": replace(LINK, throughput=(2.5e8, 5e8)), "0.25×": replace(LINK, throughput=(4e9, 8e9))}
     for condition, link in links.items():
@@ -330,14 +330,14 @@ def test_nothing_is_scaled_for_the_same_link() -> None:
     assert ";" not in start.explanation
 
 
-def test_units_grow_with_the_root_of_what_one_latency_is_worth() -> None:
+def test_units_grow_with_the_root_of_the_latency_bandwidth_product() -> None:
     entry = structs.replace(make_entry(), knobs=UNIFORM, link=LINK)
     start = suited(entry, links={ROUTE: replace(LINK, alpha_s=4e-4)})
     assert start.knobs.unit_bytes == 2 * UNIFORM.unit_bytes
     assert "this link has its latency × 4 and its bandwidth × 1; units 2 times as large" in start.explanation
 
 
-def test_a_much_slower_link_is_told_without_powers_of_ten() -> None:
+def test_a_much_slower_link_is_reported_without_powers_of_ten() -> None:
     entry = structs.replace(make_entry(), knobs=UNIFORM, link=LINK)
     assert "its latency × 120 and" in suited(entry, links={ROUTE: replace(LINK, alpha_s=1.2e-2)}).explanation
 
@@ -348,7 +348,7 @@ def test_units_grow_with_the_root_of_the_models_size() -> None:
     assert start.knobs.unit_bytes == 2 * UNIFORM.unit_bytes
 
 
-def test_without_a_measurement_the_ring_tells_what_more_ranks_cost() -> None:
+def test_without_a_measurement_the_cost_of_more_ranks_follows_from_the_ring() -> None:
     """A ring of 16 takes 5 times the steps of one of 4 and moves 1.25 times the bytes: 4 times the latency's worth."""
     entry = structs.replace(make_entry(), knobs=UNIFORM, link=LINK)
     for link in (LINK, None):
@@ -357,7 +357,7 @@ def test_without_a_measurement_the_ring_tells_what_more_ranks_cost() -> None:
         assert "latency" not in start.explanation  # nobody has measured it here
 
 
-def test_only_what_is_permitted_is_proposed() -> None:
+def test_only_permitted_settings_are_proposed() -> None:
     entry = structs.replace(make_entry(), knobs=UNIFORM.but(threads=700, streams=7), link=LINK)
     permitted = KnobSpace(
         routes=((TransportKind.MPI, Algorithm.FLAT),),
@@ -367,7 +367,7 @@ def test_only_what_is_permitted_is_proposed() -> None:
     )
     start = suited(entry, space=permitted)
     assert start.knobs == UNIFORM.but(transport=TransportKind.MPI, streams=8, unit_bytes=1 << 18, threads=512)
-    assert "over mpi flat, as gloo flat is left out here" in start.explanation
+    assert "over mpi flat, because this job does not allow gloo flat" in start.explanation
     assert suited(entry, space=replace(permitted, threads=(None,))).knobs.threads is None
     unthreaded = structs.replace(entry, knobs=UNIFORM)
     assert suited(unthreaded, space=permitted).knobs.threads == 512
@@ -380,10 +380,10 @@ def test_compressors_are_taken_over_by_jobs_only_that_allow_them() -> None:
     for permitted in (PERMITTED, replace(allowing, routes=((TransportKind.SHARED_MEMORY, Algorithm.FLAT),))):
         start = suited(entry, space=permitted)
         assert not start.knobs.lossy
-        assert "without int8, which is left out here" in start.explanation
+        assert "without int8, which this job does not allow" in start.explanation
 
 
-def test_what_nccl_was_told_is_taken_over_where_nccl_may_be_told_the_same() -> None:
+def test_nccl_settings_are_adopted_where_nccl_accepts_the_same() -> None:
     over_nccl = UNIFORM.but(transport=TransportKind.NCCL, nccl=NcclWays(large=NcclWay.RING_SIMPLE))
     entry = structs.replace(make_entry(), knobs=over_nccl)
     allowing = replace(
@@ -393,7 +393,7 @@ def test_what_nccl_was_told_is_taken_over_where_nccl_may_be_told_the_same() -> N
     for permitted in (PERMITTED, replace(allowing, nccl=(NcclWays(small=NcclWay.RING_SIMPLE),))):
         start = suited(entry, space=permitted)
         assert not start.knobs.nccl
-        assert "as NCCL decides, which is not told here" in start.explanation
+        assert "with NCCL's own choice of algorithm" in start.explanation
 
 
 @given(
@@ -424,7 +424,7 @@ CUTS = st.none() | st.lists(st.integers(1, 2**48), unique=True, max_size=4).map(
 
 
 @given(LINKS, LINKS, CUTS, st.integers(1, 2**40), st.integers(1, 1024), st.sampled_from([1, 4, 60_000]))
-def test_whatever_an_import_brings_can_be_adapted(
+def test_every_imported_entry_can_be_adapted(
     there: LinkModel | None,
     here: LinkModel | None,
     cuts: tuple[Cut, ...] | None,
@@ -470,7 +470,7 @@ def test_streams_are_moved_to_the_nearest_by_ratio(wanted: int, found: int) -> N
         ((None, 512, 1024), 4096, 1024),
     ],
 )
-def test_threads_are_moved_to_the_nearest_or_to_what_there_is(
+def test_threads_are_moved_to_the_nearest_permitted_number(
     threads: tuple[int | None, ...], wanted: int | None, found: int | None
 ) -> None:
     permitted = KnobSpace(routes=(NCCL,), streams=(1,), threads=threads)
@@ -488,7 +488,7 @@ def test_cuts_become_units_like_the_one_in_which_the_middle_byte_travels(sizes: 
     assert found == PLAIN.but(unit_bytes=bounded(middle * 1000 * 64))
 
 
-def test_streams_follow_what_keeps_the_link_busy() -> None:
+def test_the_number_of_streams_keeps_the_link_busy() -> None:
     # There the second stream adds nothing, so one has to move, and 1 ms at 1e8 bytes/s is a tenth of a 1-MiB unit.
     there, here = link(1e8, 1e8), link(1e8, 2e8, 3e8, 4e8, 4e8, 4e8, 4e8, 4e8)
     wanted_there, wanted_here = 1 + 1e5 / MIB, 4 + 4e5 / MIB
@@ -505,7 +505,7 @@ def test_smaller_units_need_more_streams_while_others_start_up() -> None:
     assert found == round(3 * wanted[1] / wanted[0]) == 4
 
 
-def test_more_than_was_measured_is_not_asked_for_but_what_was_there_is_kept() -> None:
+def test_at_most_the_measured_number_of_streams_is_proposed_and_existing_ones_are_kept() -> None:
     there, here = link(1e8, 1e8), link(1e8, 2e8, 3e8)
     assert scaled_streams(PLAIN.but(streams=2), there, here, unit_bytes=MIB) == 3
     assert scaled_streams(PLAIN.but(streams=6), there, here, unit_bytes=MIB) == 6

@@ -1,4 +1,4 @@
-"""What goes wrong in a history: data, drawn from a seed, written down, and left out one by one where one fails."""
+"""Faults of a simulated job: drawn from a seed, printable, and reduced to the smallest set that still fails."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Kind(Enum):
-    """A fault, or something else that comes from outside."""
+    """A fault, or a change of the hosts."""
 
     KILL_RANK = "kill rank"
     FREEZE_RANK = "freeze rank"
@@ -28,13 +28,13 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One.
+    """One fault.
 
     Attributes:
-        at_s: when.
-        kind: what.
-        draw: which of those that are there, in [0, 1).
-        seconds: how long it lasts, if it does.
+        at_s: simulated time.
+        kind: kind of fault.
+        draw: number in [0, 1) that selects the victim among those alive.
+        seconds: duration; 0 = permanent or instantaneous.
     """
 
     at_s: float
@@ -45,22 +45,22 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A history, as far as it is decided before it begins; with the same plan it is the same history.
+    """Everything about a simulated job that is decided before it begins. The same plan gives the same history.
 
     Attributes:
-        seed: of delays and durations.
-        slots: of the hosts.
-        min_ranks: below it nobody goes on.
-        max_ranks: None = as many as there are slots.
-        goes_on: where the driver is lost another one takes its place.
-        discovers: hosts may change.
-        drops: hosts of failed ranks are left out.
-        step_s: how long a step takes.
-        start_s: how long a rank takes to join.
-        long_step_share: of steps that take 20 to 50 s.
-        finishes: the script comes to its end, after the faults.
-        calm_s: nothing goes wrong after it.
-        faults: in order.
+        seed: seed of delays and durations.
+        slots: slots of each host.
+        min_ranks: smallest number of ranks that may train.
+        max_ranks: largest number of ranks; None = all slots.
+        goes_on: whether an agent starts a successor of a lost driver.
+        discovers: whether hosts may change.
+        drops: whether hosts of failed ranks are dropped.
+        step_s: range of the duration of a step.
+        start_s: range of the time that a rank takes to start.
+        long_step_share: share of steps that take 20 to 50 s.
+        finishes: whether the script ends, after the faults.
+        calm_s: time after which no fault occurs.
+        faults: faults in order of time.
     """
 
     seed: int
@@ -78,12 +78,12 @@ class Plan:
     faults: tuple[Fault, ...] = field(default=())
 
     def encode(self) -> str:
-        """As a line that `decode` reads."""
+        """Return the plan as a line for `decode`."""
         return json.dumps({**asdict(self), "faults": [{**asdict(f), "kind": f.kind.value} for f in self.faults]})
 
     @classmethod
     def decode(cls, line: str) -> Plan:
-        """From `encode`."""
+        """Return the plan of a line from `encode`."""
         values: dict[str, Any] = json.loads(line)
         faults = tuple(Fault(**{**fault, "kind": Kind(fault["kind"])}) for fault in values.pop("faults"))
         pairs = {name: tuple(values.pop(name)) for name in ("slots", "step_s", "start_s")}
@@ -100,7 +100,7 @@ _LASTS_S = {
 
 
 def drawn(seed: int) -> Plan:
-    """A plan for that seed."""
+    """Draw a plan from a seed."""
     rng = random.Random(seed)
     slots = tuple(rng.randint(1, 2) for _ in range(rng.randint(2, 5)))
     goes_on = rng.random() < 0.7
@@ -133,7 +133,7 @@ def drawn(seed: int) -> Plan:
 
 
 def smallest(plan: Plan, fails: Callable[[Plan], bool]) -> Plan:
-    """The plan without what it fails without, too."""
+    """Remove faults and options from a plan as long as it still fails."""
     shrunk = True
     while shrunk:
         shrunk = False

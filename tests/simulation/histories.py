@@ -1,4 +1,4 @@
-"""Plays a history: a job in simulated time, in which things go wrong as a plan says, until it is at rest again."""
+"""Run a job with faults in simulated time, until it has ended or trains undisturbed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from simulation.ranks import Rank
 from sirtaki.run.elastic.job_members import OnFailure, Policy
 
 REST_S = 400.0
-"""After the last fault a job has so long to come to rest: to have ended, or to train with all whom it may have."""
+"""Time after the last fault within which a job must have ended, or train with all ranks that it may have."""
 
 LASTING_COMMITS = 3
 
 
 class World:
-    """All that there is in a history."""
+    """A simulated job: clock, network, processes and history."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -43,10 +43,10 @@ class World:
             cooldown_s=(5.0, 20.0),
             has_successors=plan.goes_on,
         )
-        self.rests = False
+        self.is_at_rest = False
 
     def play(self) -> None:
-        """Until it is at rest, or has had its time."""
+        """Run the job until it is at rest, or until its time is up."""
         DriverProcess(self, "h0", address=self.network.port("h0"))
         for fault in self.plan.faults:
             self.sim.later(fault.at_s, lambda fault=fault: self.strike(fault))
@@ -54,26 +54,26 @@ class World:
         self.sim.later(ends_s, self.calm)
         if self.plan.finishes:
             self.sim.later(ends_s + 20.0, lambda: setattr(self, "is_stopping", True))
-        until_s, looked_s = ends_s + REST_S, 0.0
+        until_s, polled_s = ends_s + REST_S, 0.0
         while self.sim.now_s < until_s and self.sim.step():
-            if self.sim.now_s > ends_s + 1.0 and self.sim.now_s > looked_s + 1.0:
-                looked_s = self.sim.now_s
+            if self.sim.now_s > ends_s + 1.0 and self.sim.now_s > polled_s + 1.0:
+                polled_s = self.sim.now_s
                 if self.is_over or self.has_settled():
                     break
-        self.rests = self.is_over or self.has_settled()
+        self.is_at_rest = self.is_over or self.has_settled()
 
     def calm(self) -> None:
-        """Nothing goes wrong any more."""
+        """Let lost hosts return, because no further fault occurs."""
         self.dead_hosts.clear()
         self.history.note("calm", "world")
 
     @property
     def is_over(self) -> bool:
-        """Nothing of the job is left."""
+        """Return whether no process of the job is alive."""
         return not any(process.alive for process in self.network.processes)
 
     def has_settled(self) -> bool:
-        """All ranks that there are have gone on together, for a while."""
+        """Return whether all ranks that the job may have are in one generation and have committed several times."""
         if self.plan.finishes:
             return False
         alive = [each for each in self.network.processes if each.alive and isinstance(each, Rank)]
@@ -96,7 +96,7 @@ class World:
     # ── what goes wrong ──────────────────────────────────────────────────────────────────────────────────────────
 
     def strike(self, fault: Fault) -> None:
-        """One thing does."""
+        """Apply a fault."""
         self.history.note("fault", "world", kind=fault.kind.value, draw=fault.draw, seconds=fault.seconds)
         kind = {
             Kind.KILL_RANK: Rank, Kind.FREEZE_RANK: Rank, Kind.KILL_AGENT: AgentProcess,
@@ -106,7 +106,7 @@ class World:
             there = [each for each in self.network.processes if each.alive and isinstance(each, kind)]
             if not there:
                 return
-            victim = there[min(int(fault.draw * len(there)), len(there) - 1)]  # a draw may have been rounded to 1
+            victim = there[min(int(fault.draw * len(there)), len(there) - 1)]  # `draw` may have been rounded to 1
             if fault.seconds:
                 victim.freeze()
                 self.sim.later(fault.seconds, victim.thaw)
@@ -134,7 +134,7 @@ class World:
             self.hosts = fewer or dict(self.fixed_hosts)
 
     def vanish(self, host: str) -> None:
-        """The host is there no more, and nobody is told; it comes back when calm does, without its processes."""
+        """Remove a host without notice to any process. It returns without its processes when faults end."""
         self.dead_hosts.add(host)
         for process in self.network.on(host):
             process.exit(silently=True)
@@ -142,42 +142,45 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Of one history.
+    """Result of one history.
 
     Attributes:
-        wrongs: what must not be.
-        ended: nothing of the job is left; else it trains.
-        told: by the driver whose word was the last.
+        plan: plan of the job.
+        wrongs: violations, in words.
+        ended: whether the job has ended; otherwise it trains.
+        message: last message of the last driver that ended; "success" if it was empty.
+        events: number of notes.
+        history: all notes.
     """
 
     plan: Plan
     wrongs: tuple[str, ...]
     ended: bool
-    told: str
+    message: str
     events: int
     history: History
 
 
 def play(plan: Plan) -> Verdict:
-    """One history, judged."""
+    """Run a plan and judge its history."""
     world = World(plan)
     world.play()
     found = wrongs(world.history)
-    if not world.rests:
+    if not world.is_at_rest:
         left = [process.name for process in world.network.processes if process.alive]
         found.append(f"it does not come to rest; there are {', '.join(left[:12])}")
     last = [note for note in world.history.notes if note.what == "end"]
-    told = last[-1].more["text"] or "success" if last else ""
-    return Verdict(plan, tuple(found), world.is_over, told, len(world.history.notes), world.history)
+    message = last[-1].more["text"] or "success" if last else ""
+    return Verdict(plan, tuple(found), world.is_over, message, len(world.history.notes), world.history)
 
 
 def explain(plan: Plan) -> str:
-    """A history that goes wrong, without the faults that it does not need, so that it can be played again."""
+    """Reduce a plan that fails, and return the smallest plan with its history and violations."""
     small = smallest(plan, lambda fewer: bool(play(fewer).wrongs))
     verdict = play(small)
     return f"{small.encode()}\n{verdict.history}\n{'; '.join(verdict.wrongs)}"
 
 
 def many(seeds: Sequence[int]) -> list[Verdict]:
-    """Those that go wrong."""
+    """Run plans from these seeds, and return the verdicts with violations."""
     return [verdict for verdict in map(play, map(drawn, seeds)) if verdict.wrongs]

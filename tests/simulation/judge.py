@@ -1,4 +1,4 @@
-"""Judges a history by what processes have noted; it knows nothing of what went wrong."""
+"""Judge a history by the notes of its processes, without knowledge of the faults."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What a process has noted: when, what, who, and more."""
+    """One note of a process: time, event, process, and details."""
 
     at_s: float
     what: str
@@ -19,12 +19,12 @@ class Note:
     more: Mapping[str, Any]
 
     def __str__(self) -> str:
-        told = " ".join(f"{name}={value}" for name, value in self.more.items())
-        return f"{self.at_s:9.3f} {self.who!s:>10} {self.what} {told}"
+        details = " ".join(f"{name}={value}" for name, value in self.more.items())
+        return f"{self.at_s:9.3f} {self.who!s:>10} {self.what} {details}"
 
 
 class History:
-    """All notes, in order of time."""
+    """All notes in order of time."""
 
     def __init__(self) -> None:
         self.notes: list[Note] = []
@@ -41,12 +41,12 @@ class History:
 
 
 def wrongs(history: History) -> list[str]:
-    """What must not be, in words."""
+    """Describe the violations in a history."""
     return [*_orders(history), *_generations(history), *_membership(history), *_commits(history)]
 
 
 def _orders(history: History) -> list[str]:
-    """Ranks of a host are neighbours; who holds the state comes first there, in the order of before; so does rank 0."""
+    """Check that ranks of a host are adjacent, that ranks with state are first and keep their order, and the limits."""
     found, before = [], ()
     for note in history.of("formed"):
         workers, places, (least, most) = note.more["workers"], note.more["places"], note.more["limits"]
@@ -66,7 +66,7 @@ def _orders(history: History) -> list[str]:
 
 
 def _generations(history: History) -> list[str]:
-    """One list of members to a number, each member with its own rank."""
+    """Check that all members of a generation have the same list of members, and their own ranks in it."""
     lists: dict[int, tuple[int, ...]] = {}
     found = []
     for note in history.of("met"):
@@ -79,7 +79,7 @@ def _generations(history: History) -> list[str]:
 
 
 def _membership(history: History) -> list[str]:
-    """A rank is in one generation at a time, and in each at most once, in their order."""
+    """Check that a worker is in one generation at a time, and never returns to an earlier one."""
     inside: dict[int | str, int] = {}
     newest: dict[int | str, int] = defaultdict(int)
     found = []
@@ -97,7 +97,7 @@ def _membership(history: History) -> list[str]:
 
 
 def _commits(history: History) -> list[str]:
-    """What has been committed stays: every later step has all returned commits among those before it."""
+    """Check that commits are never lost: every later step descends from all commits that have returned."""
     parents: dict[int, int] = {}
     last, found = 0, []
 

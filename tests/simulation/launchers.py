@@ -1,4 +1,4 @@
-"""Drivers and agents in simulated time: the rules that ship, with simulated actions."""
+"""Drivers and agents in simulated time. They run the product's rules, with simulated actions."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 KEY = "agents"
 DRIVER = 0
 TICK_S = 0.5
-LOOK_S = 0.02
+POLL_S = 0.02
 
 
 class SimulatedAgent(AgentRecord):
-    """An agent as the driver has it."""
+    """An agent, as its driver sees it."""
 
     code: int | None = None
 
@@ -45,7 +45,7 @@ class SimulatedAgent(AgentRecord):
 
 
 class DriverProcess(Process):
-    """The launcher, or a driver that an agent has started."""
+    """The driver: the launcher, or a successor that an agent has started."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class DriverProcess(Process):
             expected=expected or [],
             numbers=numbers,
             start_s=60.0,
-            tells=world.plan.goes_on,
+            shares_list=world.plan.goes_on,
             now_s=self.sim.now_s,
         )
         rng = random.Random(self.sim.rng.random())
@@ -132,7 +132,7 @@ class DriverProcess(Process):
                 continue
             if self._events is None:
                 if not self._heard:
-                    self.later(self.sim.rng.uniform(0.0, LOOK_S), self._answer)
+                    self.later(self.sim.rng.uniform(0.0, POLL_S), self._answer)
                 self._heard.append(event)
             elif isinstance(event, AgentMessage) and isinstance(event.message, RegisterAgent):
                 self._reports[event.host] = event.message
@@ -143,7 +143,7 @@ class DriverProcess(Process):
         heard, self._heard = self._heard, []
         if not self._closing:
             self.members.answer(heard, self.sim.now_s)
-            self._look()
+            self._exit_if_done()
 
     def _tick(self) -> None:
         if self._closing:
@@ -157,7 +157,7 @@ class DriverProcess(Process):
                 self._asked = dict(self.world.hosts)
                 self.members.found(self._asked, self.sim.now_s)
             self.members.tick(self.sim.now_s)
-        self._look()
+        self._exit_if_done()
         self.later(TICK_S, self._tick)
 
     def _run(self, hosts: Mapping[str, int]) -> None:
@@ -177,7 +177,7 @@ class DriverProcess(Process):
         self.members.answer(later, self.sim.now_s)
         self._run(self.world.fixed_hosts)
 
-    def _look(self) -> None:
+    def _exit_if_done(self) -> None:
         if self.members.end is not None and not self._closing:
             self.world.history.note("end", self.name, code=self.members.end.exit_code, text=self.members.end.text)
             self._close(self.members.end.exit_code)
@@ -189,7 +189,7 @@ class DriverProcess(Process):
 
 
 class AgentProcess(Process):
-    """The parent of the ranks of a host."""
+    """The agent of a host, parent of its ranks."""
 
     def __init__(self, world: World, host: str, *, number: int, driver: Address) -> None:
         super().__init__(world.network, host, f"agent {number}")
@@ -220,14 +220,14 @@ class AgentProcess(Process):
             self._does(what)
 
     def _does(self, what: Callable[[], None]) -> None:
-        """At once, or when it has found a driver: until then it hears nobody."""
+        """Run `what` now, or after the agent has found a driver."""
         if self._waiting is not None:
             self._waiting.append(what)
         else:
             what()
-            self._look()
+            self._exit_if_done()
 
-    def _look(self) -> None:
+    def _exit_if_done(self) -> None:
         if self.rules.ends and not self.rules.ranks and self.alive:
             self.exit(0)
 
@@ -236,7 +236,7 @@ class AgentProcess(Process):
             has_driver = self.rules.tick(self.sim.now_s)
             if not has_driver and self._driver is not None and self._driver.is_open:
                 self._lose_driver(self._driver)
-            self._look()
+            self._exit_if_done()
         self.later(TICK_S, self._tick)
 
     def _lose_driver(self, end: End) -> None:
@@ -256,7 +256,7 @@ class AgentProcess(Process):
             self.rules.end(self.sim.now_s)
             for what in waiting:
                 self._does(what)
-            self._look()
+            self._exit_if_done()
             return
         (number, places, timeout_s), *rest = left
         if number == self.number and (self._successor is None or not self._successor.alive):

@@ -1,13 +1,13 @@
 """Processes, hosts and TCP connections in simulated time.
 
-TCP loses no single message: what is sent comes, in its order, or the connection ends. So a fault of the network is
+TCP does not lose single messages. Either a message arrives, in order, or the connection ends. Hence network faults are:
 
-- a *stall*: what is under way waits until the network heals, and comes later than that; where one way is cut the other
-  one carries a few messages more, until too much is unacknowledged;
-- a *break*: all that is under way is lost, and each end finds it out at a time of its own;
-- a host that *vanishes*: nobody is told.
+- a *stall*: messages in flight wait until the network has healed, and arrive later. If only one direction is cut, the
+  other direction carries a few more messages, until too many are unacknowledged;
+- a *break*: messages in flight are lost, and each end notices after a time of its own;
+- a host that *vanishes*: no process is notified.
 
-The order of messages of different connections is anybody's guess: each has a delay of its own.
+Messages on different connections have no defined order, because each connection has random delays.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ HANDSHAKE_S = 5.0
 
 
 class Simulator:
-    """The clock: what happens next is whatever is due next.
+    """The clock. Runs events in order of time.
 
     Attributes:
-        now_s: simulated.
-        rng: of all that is left to chance.
+        now_s: simulated time.
+        rng: generator of all random choices.
     """
 
     def __init__(self, seed: int) -> None:
@@ -51,7 +51,7 @@ class Simulator:
         heapq.heappush(self._events, (self.now_s + delay_s, next(self._ordinal), what))
 
     def step(self) -> bool:
-        """The next event; False = there is none."""
+        """Run the next event. Return False if there is none."""
         if not self._events:
             return False
         self.now_s, _, what = heapq.heappop(self._events)
@@ -60,7 +60,7 @@ class Simulator:
 
 
 class Process:
-    """Something that runs on a host until it ends, and may stand still meanwhile."""
+    """A process on a host. It may be frozen, and runs until it exits."""
 
     def __init__(self, network: Network, host: str, name: str) -> None:
         self.network, self.sim = network, network.sim
@@ -73,7 +73,7 @@ class Process:
         network.processes.append(self)
 
     def deliver(self, what: Callable[[], None]) -> None:
-        """Something happens to it, as soon as it runs."""
+        """Run `what` in the process as soon as it is not frozen. Drop it if the process has exited."""
         if self._frozen is not None:
             self._frozen.append(what)
         elif self.alive:
@@ -83,18 +83,18 @@ class Process:
         self.sim.later(delay_s, lambda: self.deliver(what))
 
     def freeze(self) -> None:
-        """SIGSTOP."""
+        """Freeze the process, as by SIGSTOP."""
         if self._frozen is None:
             self._frozen = []
 
     def thaw(self) -> None:
-        """SIGCONT; all that has come meanwhile is there at once."""
+        """Continue the process, as by SIGCONT. Run everything that was delivered meanwhile."""
         waiting, self._frozen = self._frozen or [], None
         for what in waiting:
             self.deliver(what)
 
     def exit(self, code: int = 137, *, silently: bool = False) -> None:
-        """It is there no more, and with it what dies with its parent; silently = with its host, which tells nobody."""
+        """End the process and its children. With `silently`, its host is lost, so that peers are not notified."""
         if not self.alive:
             return
         self.alive, self.exit_code, self._frozen = False, code, None
@@ -109,14 +109,14 @@ class Process:
         self.died()
 
     def died(self) -> None:
-        """For sub-classes."""
+        """Do nothing. Subclasses override this hook, which runs after the exit."""
 
 
 class End:
     """One end of a connection.
 
     Attributes:
-        is_open: nobody has closed it here.
+        is_open: whether this end has not been closed.
     """
 
     def __init__(self, owner: Process, cable: Cable) -> None:
@@ -127,18 +127,18 @@ class End:
         owner.ends.append(self)
 
     def send(self, message: Message) -> None:
-        """What is sent to somebody who is gone is dropped. What a driver has encoded arrives as an agent decodes it."""
+        """Send a message, or drop it if this end is closed. A driver's bytes are decoded as an agent decodes them."""
         if self.is_open:
             self._cable.send(self, _TO_AGENT.decode(message[4:]) if isinstance(message, bytes) else message)
 
     def close(self) -> None:
-        """Ends it; the other end finds out after what was sent."""
+        """Close this end. The other end notices after all messages sent before."""
         if self.is_open:
             self._gone()
             self._cable.send(self, None)
 
     def receive(self, message: Message | None) -> None:
-        """Something has come; None = the end."""
+        """Receive a message, or the end of the connection (None)."""
         if not self.is_open:
             return
         if message is None:
@@ -154,7 +154,7 @@ class End:
 
 
 class Cable:
-    """Two ends, and what is under way between them."""
+    """A connection: two ends, and the messages in flight."""
 
     def __init__(self, network: Network, one: Process, other: Process, silence_s: float | None) -> None:
         self._network, self._sim = network, network.sim
@@ -166,8 +166,8 @@ class Cable:
         self._broken = False
 
     def send(self, end: End, message: Message | None) -> None:
-        """From that end to the other."""
-        if self._broken:  # which this end has not found out yet
+        """Send a message from an end to the other one."""
+        if self._broken:  # this end has not noticed yet
             return
         index = self.ends.index(end)
         there = self.ends[1 - index]
@@ -183,7 +183,7 @@ class Cable:
             self._carry(index, message, 0.0)
 
     def heal(self, wait_s: float) -> None:
-        """The network may be whole again: what has waited comes, after a while."""
+        """Deliver stalled messages within `wait_s`, unless a direction is still cut."""
         one, other = (end.owner.host for end in self.ends)
         if self._network.cut(one, other) or self._network.cut(other, one):
             return
@@ -194,7 +194,7 @@ class Cable:
                 self._carry(index, waiting.popleft(), delay_s)
 
     def cut_off(self) -> None:
-        """The connection breaks: all that is under way is lost, and all that is sent after it."""
+        """Break the connection. Messages in flight and later messages are lost."""
         self._broken = True
         for end, stalled in zip(self.ends, self._stalled, strict=True):
             stalled.clear()
@@ -223,12 +223,12 @@ class Cable:
 
 
 class Listener(Protocol):
-    """Somebody who may be reached at an address."""
+    """A process that accepts connections at an address."""
 
     process: Process
 
     def offer(self, key: str, own: int, other: int, end: End) -> bool:
-        """Someone has come that proves to know `key`, says to be `own` and looks for `other`; whether it is welcome."""
+        """Return whether to accept a connection of a peer that proves to know `key`, is `own`, and expects `other`."""
         ...
 
 
@@ -239,7 +239,7 @@ class _Cut:
 
 
 class Network:
-    """Hosts, who is there, and which ways are cut."""
+    """Hosts with their processes, connections, and directions that are cut."""
 
     def __init__(self, sim: Simulator) -> None:
         self.sim = sim
@@ -250,11 +250,11 @@ class Network:
         self._ports = itertools.count(1)
 
     def cut(self, host: str, other: str) -> bool:
-        """Whether nothing comes from one to the other."""
+        """Return whether no message gets from `host` to `other`."""
         return host != other and any(host in cut.hosts and other in cut.to for cut in self._cuts)
 
     def part(self, hosts: frozenset[str], to: frozenset[str], seconds: float) -> None:
-        """For so long nothing comes from these hosts to those."""
+        """Cut the direction from `hosts` to `to` for a time."""
         cut = _Cut(hosts, to)
         self._cuts.append(cut)
 
@@ -267,11 +267,11 @@ class Network:
         self.sim.later(seconds, heal)
 
     def port(self, host: str) -> Address:
-        """One that nobody has."""
+        """Return an unused address."""
         return host, next(self._ports)
 
     def cable(self, one: Process, other: Process, silence_s: float | None = None) -> tuple[End, End]:
-        """A connection that is there."""
+        """Return the ends of a new connection."""
         cable = Cable(self, one, other, silence_s)
         self.cables.append(cable)
         return cable.ends
@@ -287,14 +287,14 @@ class Network:
         then: Callable[[End | None], None],
         silence_s: float | None = None,
     ) -> None:
-        """Tries to reach who listens there; `then` is called with a connection, or None."""
+        """Try to connect to an address. Calls `then` with the own end, or with None."""
 
         def knock() -> None:
             if not process.alive:
                 return
             listener = self.listeners.get(address)
-            apart = self.cut(process.host, address[0]) or self.cut(address[0], process.host)
-            if apart or (listener is not None and listener.process._frozen is not None):
+            unreachable = self.cut(process.host, address[0]) or self.cut(address[0], process.host)
+            if unreachable or (listener is not None and listener.process._frozen is not None):
                 process.later(HANDSHAKE_S, lambda: then(None))
             elif listener is None or not listener.process.alive:
                 process.later(self.sim.rng.uniform(*DELAY_S), lambda: then(None))
@@ -309,10 +309,10 @@ class Network:
         self.sim.later(2 * self.sim.rng.uniform(*DELAY_S), knock)
 
     def forget(self, process: Process) -> None:
-        """It listens no more."""
+        """Stop listening at all addresses of a process."""
         for address in [address for address, each in self.listeners.items() if each.process is process]:
             del self.listeners[address]
 
     def on(self, host: str) -> list[Process]:
-        """Processes that are there."""
+        """Return the processes that are alive on a host."""
         return [process for process in self.processes if process.alive and process.host == host]

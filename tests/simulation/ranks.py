@@ -1,4 +1,4 @@
-"""A rank in simulated time: it trains, commits and recovers by the code that ships, over a simulated mesh."""
+"""A rank in simulated time. It trains, commits and recovers by the product's code, over a simulated mesh."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HEARTBEAT_S = 30.0
 MEET_S = 60.0
 LEAVE_S = 5.0
 CONNECT_AGAIN_S = 0.05
-LOOK_S = 0.2
+POLL_S = 0.2
 COMMIT_EVERY = 2
 
 Steps = Iterator[None]
@@ -34,7 +34,7 @@ class LostError(Exception):
 
 
 class HostsUpdatedError(Exception):
-    """All leave together."""
+    """All ranks leave the generation, because hosts have changed."""
 
     def __init__(self, skip_sync: bool) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ _SENT.done = True
 
 
 class Mesh:
-    """The connections of one rank in one generation; what it hears of losses it tells all, see `Links`."""
+    """Connections of one rank in one generation. It forwards each loss that it detects to all ranks, like `Links`."""
 
     def __init__(self, rank: Rank, number: int, own: int, size: int) -> None:
         self._process, self.number, self.rank, self.size = rank, number, own, size
@@ -55,12 +55,12 @@ class Mesh:
         self._said_bye: set[int] = set()
         self.failure = ""
         self._sequence = 0
-        self._silent_beats, self._heard = 0, False
+        self._silent_beats, self._is_peer_alive = 0, False
         self.is_open = True
 
     def add(self, other: int, end: End) -> None:
         self.ends[other] = end
-        end.on_message = lambda message: self._take(other, message)
+        end.on_message = lambda message: self._receive(other, message)
         end.on_close = lambda: self._closed(other)
 
     def start_beating(self) -> None:
@@ -72,19 +72,19 @@ class Mesh:
             return
         self.ends[(self.rank + 1) % self.size].send({"kind": "alive"})
         before = (self.rank - 1) % self.size
-        self._silent_beats = 0 if self._heard or before in self._said_bye else self._silent_beats + 1
-        self._heard = False
+        self._silent_beats = 0 if self._is_peer_alive or before in self._said_bye else self._silent_beats + 1
+        self._is_peer_alive = False
         if self._silent_beats >= BEATS:
             self._lose(before, "silent")
         self._process.later(HEARTBEAT_S / BEATS, self._beat)
 
-    def _take(self, other: int, message: Message) -> None:
+    def _receive(self, other: int, message: Message) -> None:
         if other == (self.rank - 1) % self.size:
-            self._heard = True
+            self._is_peer_alive = True
         if message["kind"] == "data":
             payload = memoryview(message["payload"])
             header = Header(FrameKind.DATA, 0, message["sequence"], 0, len(payload))
-            self._inboxes[other].take(header, payload)
+            self._inboxes[other].deliver(header, payload)
         elif message["kind"] == "lost":
             self.failure = self.failure or message["why"]
         elif message["kind"] == "bye":
@@ -107,7 +107,7 @@ class Mesh:
                 end.send({"kind": "lost", "why": why})
 
     def close(self, *, met: bool = True) -> None:
-        """Takes leave of the others, if all have met."""
+        """Close the connections. Send a last message first, if all ranks were connected."""
         self.is_open = False
         for end in list(self.ends.values()):
             if met:
@@ -128,7 +128,7 @@ class Mesh:
     # ── for the rank ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def wait(self, steps: Steps) -> Steps:
-        """Until the operation is complete; LostError if the generation has failed meanwhile."""
+        """Wait until the operation is complete. Raise LostError if the generation fails."""
         while next(steps, True) is not True:
             if self.failure:
                 raise LostError(self.failure)
@@ -137,7 +137,7 @@ class Mesh:
             raise LostError(self.failure)
 
     def gather(self, *mine: int) -> Iterator[None]:
-        """`all_gather`; rows by rank are in `gathered` afterwards."""
+        """Gather one row from each rank into `gathered`, as `all_gather` does."""
         self._sequence += 1
         self.gathered = np.empty((self.size, len(mine)), dtype=np.int64)
         self.gathered[self.rank] = mine
@@ -153,7 +153,7 @@ class Mesh:
 
 
 class Rank(Process):
-    """One process of the script."""
+    """A rank: one process of the training script."""
 
     def __init__(self, world: World, host: str, worker: int) -> None:
         super().__init__(world.network, host, f"worker {worker}")
@@ -163,12 +163,12 @@ class Rank(Process):
         self._save()
         self.has_state = False
         self.mesh: Mesh | None = None
-        self._heard = AgentNews()
+        self._news = AgentNews()
         self._messages: list[Message] = []
 
     def begin(self, agent: End) -> None:
         self.agent = agent
-        agent.on_message = self._hear
+        agent.on_message = self._receive
         agent.on_close = lambda: self.exit(137)
         self._script = self._run()
         self.later(self.sim.rng.uniform(*self.world.plan.start_s), self.wake)
@@ -180,16 +180,16 @@ class Rank(Process):
         self.note("gone", code=self.exit_code)
 
     def wake(self) -> None:
-        """Something has happened: the script goes on, if it waited for that."""
+        """Resume the script, which polls what it waits for."""
         self.deliver(self._go_on)
 
     def _go_on(self) -> None:
         next(self._script, None)
 
-    def _hear(self, message: Message) -> None:
+    def _receive(self, message: Message) -> None:
         if self._has_met and self.mesh is not None:
-            self._heard.update([message])  # type: ignore[list-item]  # it stands for JSON here
-            self.mesh.failure = self.mesh.failure or self._heard.lost
+            self._news.update([message])  # type: ignore[list-item]  # it stands for JSON here
+            self.mesh.failure = self.mesh.failure or self._news.lost
         else:
             self._messages.append(message)
         self.wake()
@@ -253,14 +253,14 @@ class Rank(Process):
         self.later(self.world.policy.timeout_s + 30.0, self._go_on)
         while True:
             messages, self._messages = self._messages, []
-            if (answer := self._heard.update(messages)) is not None:
+            if (answer := self._news.update(messages)) is not None:
                 return answer
             if self.sim.now_s >= until_s - 1e-9:
                 self.exit(1)
             yield
 
     def _meet(self, answer: Formed, members: Sequence[int]) -> Steps:
-        """See `connect_members`: connects to those before it, and is connected to by those after it."""
+        """Connect to lower ranks, and wait for connections of higher ranks, as `connect_members` does."""
         number, own = answer.membership.generation, answer.rank
         mesh = self.mesh = Mesh(self, number, own, len(members))
         meeting = Meeting(self, mesh, answer.membership.mesh_name)
@@ -270,26 +270,26 @@ class Rank(Process):
         for other in range(own):
             place: Address = answer.membership.members[other].addresses[0]
             while other not in mesh.ends:
-                yield from self._look_out(mesh, until_s)
+                yield from self._check_meeting(mesh, until_s)
                 tried = meeting.try_to_reach(place, other)
                 while not tried:
                     yield
                 if other not in mesh.ends:
                     yield from self._sleep(CONNECT_AGAIN_S)
         while len(mesh.ends) < mesh.size - 1:
-            yield from self._look_out(mesh, until_s)
-            yield from self._sleep(LOOK_S)
+            yield from self._check_meeting(mesh, until_s)
+            yield from self._sleep(POLL_S)
         self.network.listeners.pop(self._address, None)
         mesh.start_beating()
         self._has_met = True
 
-    def _look_out(self, mesh: Mesh, until_s: float) -> Steps:
-        """Whether the meeting is in vain."""
+    def _check_meeting(self, mesh: Mesh, until_s: float) -> Steps:
+        """Raise LostError if the generation has lost a member, or the time is up."""
         messages, self._messages = self._messages, []
-        self._heard.update(messages)
-        if self._heard.lost or self.sim.now_s >= until_s - 1e-9:
+        self._news.update(messages)
+        if self._news.lost or self.sim.now_s >= until_s - 1e-9:
             self.network.listeners.pop(self._address, None)
-            raise LostError(self._heard.lost or "they did not come")
+            raise LostError(self._news.lost or "they did not come")
         yield from ()
 
     # ── see settling ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -354,15 +354,15 @@ class Rank(Process):
 
     def _commit(self, mesh: Mesh, number: int) -> Steps:
         self._save()
-        yield from mesh.gather(self._heard.change.value, self.world.is_stopping)
-        said = mesh.gathered
+        yield from mesh.gather(self._news.change.value, self.world.is_stopping)
+        gathered = mesh.gathered
         self.commits.completed = self.commits.newest.number
         yield from mesh.barrier()
         self.note("commit", number=number, step=self.step, value=self.value)
         changes = Change(0)
-        for change, _ in said:
+        for change, _ in gathered:
             changes |= Change(int(change))
-        if changes and not said[:, 1].any():
+        if changes and not gathered[:, 1].any():
             raise HostsUpdatedError(skip_sync=changes == Change.REMOVED)
 
     def _leave_together(self) -> Steps:
@@ -383,7 +383,7 @@ class Rank(Process):
 
 
 class Meeting:
-    """Where a rank waits for those after it; see `handshake`."""
+    """Accepts connections of higher ranks, as `handshake` does."""
 
     def __init__(self, process: Rank, mesh: Mesh, name: str) -> None:
         self.process, self._mesh, self._name = process, mesh, name
@@ -397,7 +397,7 @@ class Meeting:
         return True
 
     def try_to_reach(self, place: Address, other: int) -> list[bool]:
-        """One attempt; what comes back holds something once it is over."""
+        """Try once to connect. The returned list is not empty after the attempt has ended."""
         over: list[bool] = []
 
         def reached(end: End | None) -> None:

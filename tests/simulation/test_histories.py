@@ -14,7 +14,7 @@ from sirtaki.run.elastic.job_members import Policy
 
 
 def check(seeds: range) -> int:
-    """How many jobs have ended; of one that goes wrong the smallest history like it is shown."""
+    """Run histories and return how many jobs ended. For a violation, fail with the smallest plan that has one."""
     verdicts = [play(drawn(seed)) for seed in seeds]
     for verdict in verdicts:
         if verdict.wrongs:
@@ -24,8 +24,8 @@ def check(seeds: range) -> int:
 
 @pytest.mark.lengthy
 @pytest.mark.parametrize("block", range(2))
-def test_random_histories_keep_what_was_committed_and_come_to_rest(block: int) -> None:
-    assert check(range(20 * block, 20 * block + 20)) < 18  # some go on
+def test_random_histories_keep_commits_and_reach_a_stable_state(block: int) -> None:
+    assert check(range(20 * block, 20 * block + 20)) < 18  # some jobs must still train
 
 
 @pytest.mark.slow
@@ -68,10 +68,10 @@ def test_faults_that_are_not_needed_are_left_out() -> None:
 
 
 def history(*notes: tuple[str, int, dict]) -> History:
-    told = History()
+    result = History()
     for what, who, more in notes:
-        told.note(what, who, **more)
-    return told
+        result.note(what, who, **more)
+    return result
 
 
 MET = {"number": 2, "members": (1, 2), "rank": 0}
@@ -102,7 +102,7 @@ MET = {"number": 2, "members": (1, 2), "rank": 0}
         ),
     ],
 )  # fmt: skip
-def test_the_judge_sees_what_must_not_be(notes: list, expected: str) -> None:
+def test_the_judge_detects_violations(notes: list, expected: str) -> None:
     assert expected in "; ".join(wrongs(history(*notes)))
     assert bool(expected) == bool(wrongs(history(*notes)))
 
@@ -112,7 +112,7 @@ def found_wrong(plans: Iterator[Plan]) -> bool:
 
 
 def cut(kind: Kind, seconds: float, **more: Any) -> Iterator[Plan]:
-    """Jobs of three hosts in which the network comes apart once, at random."""
+    """Yield jobs of three hosts with one network fault at a random time."""
     for seed in range(200):
         rng = random.Random(seed)
         fault = Fault(at_s=rng.uniform(8.0, 30.0), kind=kind, draw=rng.random(), seconds=seconds)

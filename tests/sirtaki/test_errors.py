@@ -44,7 +44,7 @@ def test_every_error_is_ours_and_comes_through_a_pickle_with_its_message(cls: ty
     assert str(back) == "rank 3 proposes 7 buckets"
 
 
-def test_what_ends_an_operation_can_be_caught_as_horovods_scripts_do() -> None:
+def test_errors_of_operations_can_be_caught_as_in_horovods_scripts() -> None:
     for cls in (errors.MismatchError, errors.PeerLostError, errors.StallError, errors.TransportError):
         assert issubclass(cls, CommError)
         assert issubclass(cls, RuntimeError)

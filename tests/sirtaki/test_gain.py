@@ -5,7 +5,7 @@ import math
 import pytest
 
 from sirtaki.errors import TuningError
-from sirtaki.measures import Gain, faster, told_gain
+from sirtaki.measures import Gain, describe_gain, faster
 
 
 @pytest.mark.parametrize(
@@ -21,10 +21,10 @@ def test_two_times_are_compared_by_a_factor(before_s: float, after_s: float, wor
     assert faster(before_s, after_s) == words
 
 
-def test_what_nobody_has_proved_is_told_as_such() -> None:
-    assert told_gain(None, 2.0, 1.0) == "2.00× faster (not proved)"
-    assert told_gain(None, 1.0, 1.001) == "as fast"
-    assert told_gain(Gain(times=1.07, low=1.05, high=1.09), 2.0, 1.0) == "7 % faster, ± 2"
+def test_an_unproved_gain_is_reported_as_such() -> None:
+    assert describe_gain(None, 2.0, 1.0) == "2.00× faster (not proved)"
+    assert describe_gain(None, 1.0, 1.001) == "as fast"
+    assert describe_gain(Gain(times=1.07, low=1.05, high=1.09), 2.0, 1.0) == "7 % faster, ± 2"
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_what_nobody_has_proved_is_told_as_such() -> None:
         (Gain(times=2.31, low=2.27, high=2.35), "2.31× faster, ± 0.04"),
     ],
 )
-def test_a_gain_is_told_with_its_interval(gain: Gain, told: str) -> None:
+def test_a_gain_is_reported_with_its_interval(gain: Gain, told: str) -> None:
     assert gain.describe() == told
 
 
@@ -49,7 +49,7 @@ def test_two_gains_together_lie_between_them_and_are_surer_than_either() -> None
 
 
 @pytest.mark.parametrize("values", [(1.0, 1.1, 1.2), (1.0, 0.0, 1.2), (1.0, 0.9, math.inf), (math.nan, 1.0, 1.0)])
-def test_what_is_no_interval_is_refused(values: tuple[float, float, float]) -> None:
+def test_an_invalid_interval_is_rejected(values: tuple[float, float, float]) -> None:
     times, low, high = values
     with pytest.raises(TuningError, match="interval"):
         Gain(times=times, low=low, high=high)

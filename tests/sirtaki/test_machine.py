@@ -204,11 +204,11 @@ OURS = {"machine.py", "rank.py"}
 LAUNCHERS = {"agent.py", "supervisor.py", "output.py", "executor.py"}
 """Of processes that run no script of a user's, whose children execute a program at once."""
 
-FOR_ONE_OPERATION = {"self._under_way", "self._following", "lock, done"}
+FOR_ONE_OPERATION = {"self._in_flight", "self._following", "lock, done"}
 """Locks of operations under way, for which a forked child does not wait: the failure board says so first."""
 
 
-def test_what_a_fork_copies_is_made_through_functions_that_heed_forks():
+def test_resources_that_a_fork_copies_are_created_by_fork_aware_functions():
     root = Path(machine.__file__).parent
     direct = re.compile(r"(?<!`)\b(atexit\.register|weakref\.finalize|= threading\.(R?Lock|Condition)\()")
     found = [
@@ -224,7 +224,7 @@ def test_what_a_fork_copies_is_made_through_functions_that_heed_forks():
     assert not found
 
 
-def test_nobody_gets_a_reserved_port_but_a_server_that_asks_for_it_by_number() -> None:
+def test_a_reserved_port_is_free_only_for_a_server_that_requests_its_number() -> None:
     with machine.ReservedPorts(3) as ports, machine.ReservedPorts(3) as others:
         own, theirs = (set(range(each.first, each.first + 3)) for each in (ports, others))
         assert not own & theirs

@@ -25,14 +25,14 @@ def test_registering_twice_is_harmless_and_leaves_other_backends_alone() -> None
     assert dist.Backend.default_device_backend_map == before
 
 
-def test_the_package_says_so_to_torch() -> None:
+def test_the_package_registers_its_backend_with_torch() -> None:
     (target,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][
         "torch.backends"
     ].values()
     assert EntryPoint(name=NAME, value=target, group="torch.backends").load() is register
 
 
-def test_what_goes_wrong_while_registering_does_not_end_import_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_registration_does_not_break_import_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         warnings.warn("a backend cannot be registered", stacklevel=1)
         raise RuntimeError("refused")

@@ -1,9 +1,9 @@
-"""Programs over DistributedDataParallel with `ddp.attach`: how they are drawn, and what one process says of them.
+"""Random programs over DistributedDataParallel with `ddp.attach`, and their reference in one process.
 
-Gradients are those of `.backward()` on each rank, added to what `.grad` holds, and changed by the user's hooks. Within
-`no_sync()` they stay there; any other backward pass ends with the mean over all ranks of what `.grad` holds, a rank
-without one counting as zeros; a parameter that has none on any rank keeps none. Passes of `torch.autograd.grad` change
-nothing. A rank that has joined counts as zeros. The optimizers are plain ones.
+A rank's gradient is what `.backward()` computes, added to `.grad`, and changed by the user's hooks. Within `no_sync()`
+it stays there. After any other backward pass, `.grad` is the mean over all ranks of the ranks' `.grad`, where a rank
+without a gradient counts as zeros. A parameter without a gradient on all ranks keeps None. Passes of
+`torch.autograd.grad` change nothing. A rank that has joined counts as zeros. The optimizers are plain ones.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ OPTIONS = ("find_unused_parameters", "gradient_as_bucket_view", "replicate")
 def attached_programs(
     draw: st.DrawFn, ranks: int, *, environment: dict[str, str] | None = None, compiles: bool = False
 ) -> Program:
-    """A program for `ranks` ranks."""
+    """Return a strategy for programs of `ranks` ranks."""
     return _Draw(draw, ranks, compiles=compiles).program(environment or {})
 
 
 class _Draw(Iterations):
-    """The choices of one program."""
+    """Random choices of one program."""
 
     def program(self, environment: dict[str, str]) -> Program:
         self.blocks = tuple(self.draw(st.lists(st.sampled_from(list(BlockKind)), min_size=1, max_size=5)))
         bare = Program(ranks=self.n_ranks, blocks=self.blocks, optimizers=(), actions=())
         self.names = bare.parameters
         self.sparse = tuple(name for name in self.names if bare.kind_of(name) is BlockKind.SPARSE)
-        compresses = "transport" in environment  # between ranks that share memory, nothing is compressed
+        compresses = "transport" in environment  # over shared memory, nothing is compressed
         lossy = self.one(tuple(LOSSY)) if compresses and self.maybe(20) else ""
         seed = self.one(range(100)) if self.maybe(35) else None
         frozen = self.some(self.names)[1:] if self.maybe(15) else ()
@@ -75,7 +75,7 @@ class _Draw(Iterations):
         )
 
     def _of_ddp(self) -> list[Action]:
-        """An iteration; its passes but the last are within `no_sync()`, as a rule."""
+        """Return the actions of one iteration. All passes but the last one are usually within `no_sync()`."""
         made: list[Action] = []
         if self.maybe(6):
             made += [
@@ -126,7 +126,7 @@ class _Draw(Iterations):
 
 
 class AttachedReference(Played):
-    """Plays such a program on all ranks, in one process."""
+    """Runs a program over DistributedDataParallel for all ranks in one process."""
 
     def __init__(self, program: Program) -> None:
         replicas = [Replica(program, rank) for rank in range(program.ranks)]
@@ -150,7 +150,7 @@ class AttachedReference(Played):
 
     def _pass(self, action: Backward, number: int, active: Sequence[int]) -> None:
         reentrant, penalised = action.checkpoint == "reentrant", action.penalty or action.slopes
-        legal(not self._failed, "what the failed pass has left is unknown")
+        legal(not self._failed, "the gradients of the failed pass are undefined")
         legal(not (reentrant and (action.inputs or penalised)), "not with reentrant checkpoints")
         legal(not (action.nested and penalised), "no second derivative")
         require_compilable(action, self._replicas)
@@ -174,7 +174,7 @@ class AttachedReference(Played):
                 param = self._replicas[rank].parameters[name]
                 param.grad = grad.detach().clone() if param.grad is None else param.grad + grad
                 self._replicas[rank].accumulated(name)
-                if param.grad is None and not action.apart and len(self._replicas) > 1:  # a hook's doing
+                if param.grad is None and not action.apart and len(self._replicas) > 1:  # a hook has set it to None
                     param.grad = torch.zeros_like(param)
         if not action.apart and len(self._replicas) > 1:
             for name in self._program.parameters:
@@ -196,33 +196,33 @@ class AttachedReference(Played):
     # ── steps, and what is done to gradients ─────────────────────────────────────────────────────────────────────
 
     def _step(self, action: actions.Step) -> None:
-        legal(not self._failed, "what the failed pass has left is unknown")
+        legal(not self._failed, "the gradients of the failed pass are undefined")
         for rank, plain in enumerate(self._plain[action.optimizer]):
-            if action.compiled:  # PyTorch compiles some optimizers (SGD with momentum) into something else
+            if action.compiled:  # PyTorch fuses some optimizers (SGD with momentum), which rounds differently
                 self._replicas[rank].compiled_step(plain)
             else:
                 plain.step()
-            self._look_at_step(rank, action.optimizer, self._program.optimizers[action.optimizer].parameters)
+            self._observe_step(rank, action.optimizer, self._program.optimizers[action.optimizer].parameters)
 
     def _zerograd(self, action: actions.ZeroGrad) -> None:
-        legal(not self._failed or action.set_to_none, "what came before the failure is unknown")
+        legal(not self._failed or action.set_to_none, "gradients from before the failure are undefined")
         for replica in self._replicas:
             replica.blocks.zero_grad(action.set_to_none)
         self._failed = False
 
     def _edit(self, action: actions.Edit) -> None:
-        legal(not self._failed, "what the failed pass has left is unknown")
+        legal(not self._failed, "the gradients of the failed pass are undefined")
         legal(action.how == "null" or not self._sparse & set(action.parameters), "sparse")
         for replica in self._replicas:
             replica.edit(action)
 
     def _read(self, action: actions.Read) -> None:
-        legal(not self._failed, "what the failed pass has left is unknown")
+        legal(not self._failed, "the gradients of the failed pass are undefined")
         for rank, replica in enumerate(self._replicas):
-            self._look(rank, "read", replica.gradients(action.parameters))
+            self._observe(rank, "read", replica.gradients(action.parameters))
 
     def _keep(self, action: actions.Keep) -> None:
-        legal(not self._failed, "what the failed pass has left is unknown")
+        legal(not self._failed, "the gradients of the failed pass are undefined")
         names = self._program.optimizers[action.optimizer].parameters
         for replica, plain in zip(self._replicas, self._plain[action.optimizer], strict=True):
             replica.kept += replica.keeps(names, action.how)
@@ -241,19 +241,19 @@ class AttachedReference(Played):
             replica.load([plain[rank] for plain in self._plain])
 
     def _broadcast(self, action: actions.Broadcast) -> None:
-        legal(not self._failed, "what the failed pass has left is unknown")
+        legal(not self._failed, "the gradients of the failed pass are undefined")
         for replica in self._replicas:
             replica.blocks.load_state_dict(self._replicas[action.root].blocks.state_dict())
             replica.blocks.zero_grad()
 
     def _epoch(self, action: actions.Epoch) -> None:
-        """In `model.join()`: `zero_grad(), backward(), step()` for each batch; then all are as the last rank is."""
+        """Run an epoch in `model.join()`. Afterwards all ranks have the state of the last rank."""
         legal(not self._failed and not self._started and any(action.batches), "not now")
         legal("replicate" not in (self._program.attached or ()), "replicate() has no join()")
         weights = [replica.values(self._program.parameters) for replica in self._replicas]
         alike = all(np.array_equal(mine[name], each[name]) for each in weights for mine in weights for name in mine)  # type: ignore[arg-type]
         states = [str([plain[rank].state_dict() for plain in self._plain]) for rank in range(len(self._replicas))]
-        legal(alike and len(set(states)) == 1, "nobody knows who is last")
+        legal(alike and len(set(states)) == 1, "the last rank to join is undefined")
         for batch in range(max(action.batches)):
             active = [rank for rank in range(len(self._replicas)) if batch < action.batches[rank]]
             for rank in active:
@@ -262,7 +262,7 @@ class AttachedReference(Played):
             for number, plain in enumerate(self._plain):
                 for rank in active:
                     plain[rank].step()
-                    self._look_at_step(rank, number, self._program.optimizers[number].parameters)
+                    self._observe_step(rank, number, self._program.optimizers[number].parameters)
         self._uneven = True
         last = action.batches.index(max(action.batches))
         for rank, replica in enumerate(self._replicas):
@@ -271,4 +271,4 @@ class AttachedReference(Played):
                 for plain in self._plain:
                     plain[rank].load_state_dict(copy.deepcopy(plain[last].state_dict()))
             replica.blocks.zero_grad()
-            self._look(rank, "after join", replica.values(self._program.parameters))
+            self._observe(rank, "after join", replica.values(self._program.parameters))

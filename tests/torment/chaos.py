@@ -1,12 +1,12 @@
-"""Jobs of three ranks, each hit at a random moment by one fault or two, and what is wrong with how they end.
+"""Jobs of three ranks with one or two faults at random moments, and checks of how they end.
 
-    chaos.py SEED JOBS          in namespaces of its own; a line a job; exit status 1 if one ended as it must not
-    chaos.py FOLDER PLAN RANK   the training script of a job's rank
+    chaos.py SEED JOBS          run in namespaces; prints one line per job; exit status 1 if a job ended wrongly
+    chaos.py FOLDER PLAN RANK   the training script of one rank
 
-A fault that training cannot survive must end the whole job within its time, with the exit code of the rank that failed
-and a message that names the rank and what was not done. One that training can survive must leave the weights right and
-the exit code 0. Nothing may be left: processes, shared memory, listening sockets, temporary files. So the jobs run in a
-mount and a network namespace where nothing but them can leave anything.
+After a fault that training cannot survive, the whole job must end in time, with the exit code of the failed rank and a
+message that names the rank and the failed operation. After a fault that training can survive, weights must be right
+and the exit code 0. No processes, shared memory, listening sockets or temporary files may remain. Jobs run in their own
+mount and network namespaces, so that all remains are theirs.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ EXIT_CODE = 77
 FAULTS: Mapping[str, set[int]] = {
     "kill": {128 + signal.SIGKILL},
     "segmentation": {128 + signal.SIGSEGV},
-    "stop": {1},  # for longer than the stall limit
+    "stop": {1},  # stopped for longer than the stall limit
     "raise": {1},
     "exit": {EXIT_CODE},
     "exit in C": {EXIT_CODE},
-    "out of memory": {1, 128 + signal.SIGABRT},  # C++ may see it first
+    "out of memory": {1, 128 + signal.SIGABRT},  # C++ code may fail first
     "interrupt": {128 + signal.SIGINT},
     "terminate": {128 + signal.SIGTERM},
     "launcher killed": {-signal.SIGKILL},
@@ -56,17 +56,17 @@ FAULTS: Mapping[str, set[int]] = {
     "registry deleted": {0},
     "registry damaged": {0},
 }
-"""Exit codes that are right."""
+"""Correct exit codes by fault."""
 BY_THE_RANK = ("raise", "exit", "exit in C", "out of memory", "no descriptors")
 TO_THE_LAUNCHER = {"interrupt": signal.SIGINT, "terminate": signal.SIGTERM, "launcher killed": signal.SIGKILL}
 TOLD_BY_NOBODY = ("output closed", "output full", "launcher killed")
 
 JOB_S = 120.0
-"""Longer than any job takes; what is not over by then hangs."""
+"""Time limit of a job in seconds. A job that takes longer hangs."""
 END_S = 20.0
-"""From the fault to the end of the job, besides the stall time where that must pass first."""
+"""Time limit from the fault to the end of the job, in addition to the stall time if the fault is a stall."""
 LEAVE_S = 12.0
-"""After the launcher's end: how long processes may take that could not be told (a killed launcher's ranks)."""
+"""Time limit for processes that no launcher can notify, from the end of a killed launcher."""
 STALL_SHUTDOWN_S = 20.0
 STOPPED_S = 2 * STALL_SHUTDOWN_S
 DISK_BYTES = 2 << 20
@@ -76,7 +76,7 @@ UNDONE = re.compile(r"iteration \d+|has not computed|waits? for|missing: rank|ha
 
 @dataclass(frozen=True, kw_only=True)
 class Strike:
-    """A fault, the rank that it hits if it hits one, and when: after so many steps (None: at once) and a delay."""
+    """A fault: its kind, the rank that it hits, and its time: after `step` steps (None = at once) and a delay."""
 
     fault: str
     rank: int
@@ -91,19 +91,24 @@ class Strike:
 
 @dataclass
 class Outcome:
-    """How a job ended; `returncode` None = not at all. `struck`: what was really done, and after how many steps."""
+    """End of a job.
+
+    Attributes:
+        returncode: exit code; None = the job did not end.
+        struck: applied faults, each with the number of steps before.
+    """
 
     returncode: int | None = None
     struck: list[tuple[Strike, int]] = field(default_factory=list)
-    end_s: float = math.nan  # from the first fault that ends the job to the launcher's end
+    end_s: float = math.nan  # from the first fatal fault to the launcher's end
     output: str = ""
-    said: str = ""  # of it, after the first fault that ends the job
+    message: str = ""  # output after the first fatal fault
     left: list[str] = field(default_factory=list)
     weights: dict[int, bytes] = field(default_factory=dict)
 
 
 def draw(seed: int, jobs: int) -> list[list[Strike]]:
-    """Every fault comes up equally often, and two at once twice as often."""
+    """Draw faults for each job. All kinds are equally frequent, and pairs twice as frequent."""
     rng = random.Random(seed)
     kinds: list[str | None] = []
     while len(kinds) < jobs:
@@ -129,11 +134,16 @@ def _strike(fault: str, rng: random.Random) -> Strike:
     step, delay_s = rng.choices(
         [
             (None, rng.uniform(0.0, 5.0)),
-            (rng.randrange(1, 20), rng.uniform(0.0, 1.0)),  # probes run within one of the first steps
+            (rng.randrange(1, 20), rng.uniform(0.0, 1.0)),  # because probes run within the first steps
             (rng.randrange(WARMUP_STEPS, STEPS), rng.uniform(0.0, 0.02)),
             (STEPS, rng.uniform(0.0, 0.5)),
         ],
-        weights=[0 if fault == "no descriptors" else 12, 38, 38, 12],  # without them nothing can be imported
+        weights=[
+            0 if fault == "no descriptors" else 12,
+            38,
+            38,
+            12,
+        ],  # because a process without descriptors cannot import anything
     )[0]
     return Strike(fault=fault, rank=rng.randrange(RANKS), step=step, delay_s=delay_s, lasts_s=rng.uniform(0.1, 1.5))
 
@@ -142,18 +152,20 @@ def _strike(fault: str, rng: random.Random) -> Strike:
 
 
 def judge(outcome: Outcome, reference: np.ndarray[Any, Any]) -> list[str]:
-    """What is wrong with how a job ended; empty if nothing is."""
+    """Describe what is wrong with how a job ended."""
     wrong = [f"{len(outcome.left)} left: {outcome.left[0]}"] if outcome.left else []
     if outcome.returncode is None:
         return [*wrong, "did not end"]
     fatal = [(strike, steps) for strike, steps in outcome.struck if strike.ends_the_job]
-    late = [(strike, steps) for strike, steps in fatal if strike.step == STEPS or steps >= STEPS]  # it may have ended
+    late = [
+        (strike, steps) for strike, steps in fatal if strike.step == STEPS or steps >= STEPS
+    ]  # perhaps after the end
     codes = {code for strike, _ in fatal for code in FAULTS[strike.fault]} | ({0} if fatal == late else set())
     if outcome.returncode not in codes:
         wrong.append(f"exit code {outcome.returncode}, not {' or '.join(map(str, sorted(codes)))}")
     if outcome.returncode == 0:
         wrong += _wrong_weights(outcome, reference)
-    # A rank that has nothing to do any more holds nobody up, and the job ends with it.
+    # A rank that has finished does not delay the others, and the job ends with it.
     stopped = [strike for strike, _ in fatal if strike.fault == "stop"]
     allowed_s = END_S + (STOPPED_S if any(one in stopped for one, _ in late) else STALL_SHUTDOWN_S if stopped else 0.0)
     if outcome.end_s > allowed_s:
@@ -162,9 +174,9 @@ def judge(outcome: Outcome, reference: np.ndarray[Any, Any]) -> list[str]:
         wrong.append("a traceback though nothing ended the job")
     faults = {strike.fault for strike, _ in outcome.struck}
     if fatal and outcome.returncode != 0 and faults.isdisjoint((*TOLD_BY_NOBODY, *TO_THE_LAUNCHER, "mpiexec killed")):
-        if not any(re.search(rf"\brank {strike.rank}\b", outcome.said) for strike, _ in fatal):
+        if not any(re.search(rf"\brank {strike.rank}\b", outcome.message) for strike, _ in fatal):
             wrong.append(f"rank {fatal[0][0].rank} is not named")
-        if all(0 < steps < STEPS for _, steps in fatal) and not UNDONE.search(outcome.said):
+        if all(0 < steps < STEPS for _, steps in fatal) and not UNDONE.search(outcome.message):
             wrong.append("no word of what was not done")
     return wrong
 
@@ -183,7 +195,7 @@ def _wrong_weights(outcome: Outcome, reference: np.ndarray[Any, Any]) -> list[st
 
 
 class Job:
-    """Runs one job and strikes it; used once."""
+    """One job and its faults. Used once."""
 
     def __init__(self, strikes: Sequence[Strike], *, transport: str | None, shuts_down: bool) -> None:
         self._strikes, self._transport, self._shuts_down = strikes, transport, shuts_down
@@ -194,8 +206,8 @@ class Job:
         self._over, self._close_console = threading.Event(), threading.Event()
 
     def run(self) -> Outcome:
-        """None of its processes is left when this returns."""
-        self._folder = Path(tempfile.mkdtemp(prefix="chaos-"))  # short, as sockets in TMPDIR have little room
+        """Run the job and apply its faults. End all of its processes."""
+        self._folder = Path(tempfile.mkdtemp(prefix="chaos-"))  # a short path, because paths of sockets are limited
         self._disk, self._tmp, self._run = (self._folder / name for name in ("disk", "tmp", "run"))
         for folder in (self._disk, self._tmp, self._run):
             folder.mkdir()
@@ -210,7 +222,7 @@ class Job:
         finally:
             subprocess.run(["umount", "--lazy", self._disk], check=True)
             shutil.rmtree(self._folder, ignore_errors=True)
-            for left in SHM.iterdir():  # counted already; the next job is not to blame for it
+            for left in SHM.iterdir():  # already reported; removed so that the next job is not blamed
                 left.unlink()
         return self._outcome
 
@@ -229,7 +241,7 @@ class Job:
             "XDG_RUNTIME_DIR": str(self._run),
             "OMP_NUM_THREADS": "1",
             "XDG_CACHE_HOME": str(self._disk / "cache"),
-            "TORCHINDUCTOR_CACHE_DIR": str(self._folder / "torch"),  # torch makes it even where nothing is compiled
+            "TORCHINDUCTOR_CACHE_DIR": str(self._folder / "torch"),  # torch creates it even without compilation
             "SIRTAKI_REGISTRY": str(self._disk / "registry" / "registry.sqlite"),
             "SIRTAKI_TRIAL_LOG": str(self._disk / "trials.jsonl"),
             "HOROVOD_TIMELINE": str(self._disk / "timeline.json"),
@@ -272,8 +284,8 @@ class Job:
         self._over.set()
         for thread in strikers:
             thread.join()
-        told = all(strike.fault != "launcher killed" for strike, _ in outcome.struck)
-        deadline_s = time.monotonic() + (1.0 if told else LEAVE_S)
+        is_notified = all(strike.fault != "launcher killed" for strike, _ in outcome.struck)
+        deadline_s = time.monotonic() + (1.0 if is_notified else LEAVE_S)
         while self._left() and time.monotonic() < deadline_s:
             time.sleep(0.05)
         outcome.left = self._left()
@@ -282,13 +294,13 @@ class Job:
         full = self._disk / "stdout"
         outcome.output = b"".join(self._console).decode(errors="replace")
         outcome.output += full.read_text(errors="replace") if full.exists() else ""
-        outcome.said = b"".join(self._console[self._fatal_line :]).decode(errors="replace")
+        outcome.message = b"".join(self._console[self._fatal_line :]).decode(errors="replace")
         for rank in range(RANKS):
             with contextlib.suppress(OSError):
                 outcome.weights[rank] = (self._folder / f"weights.{rank}.npy").read_bytes()
 
     def _strike(self, strike: Strike, begin_s: float) -> None:
-        """In a thread: waits for the moment, and strikes unless the job is over."""
+        """Wait until a fault is due and apply it, unless the job has ended. Runs in a thread."""
         progress = self._folder / f"progress.{strike.rank}"
 
         def steps() -> int:
@@ -314,7 +326,7 @@ class Job:
             time.sleep(0.01)
 
     def _commit(self, strike: Strike) -> bool:
-        """Whether whom it is to hit was there."""
+        """Apply a fault. Return whether its victim existed."""
         match strike.fault:
             case "disk full" | "output full":
                 with contextlib.suppress(OSError), (self._disk / "ballast").open("wb", buffering=0) as file:
@@ -340,7 +352,7 @@ class Job:
     def _hit_rank(self, strike: Strike) -> bool:
         wanted = f"OMPI_COMM_WORLD_RANK={strike.rank}".encode()
         parents = {pid: _status(pid).get("PPid") for pid, words in self._processes().items() if wanted in words}
-        # Not a process that the rank has started.
+        # Exclude processes that the rank has started.
         pid = next((pid for pid, parent in parents.items() if parent is None or int(parent) not in parents), None)
         if pid is None:
             return False
@@ -355,7 +367,7 @@ class Job:
         return _signal(pid, signal.SIGSTOP)
 
     def _processes(self) -> dict[int, list[bytes]]:
-        """Processes of this job and their environments."""
+        """Return the processes of this job with their environments."""
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -366,7 +378,7 @@ class Job:
 
     def _left(self) -> list[str]:
         processes = [f"process {pid} {_status(pid).get('Name')}" for pid in self._processes()]
-        # A killed rank's socket in the run folder is removed by who looks there next.
+        # A killed rank's socket in the run folder is removed by the next process that opens the folder.
         runs = self._run.glob("*/*") if self._outcome.returncode == 0 else ()
         files = [f"file {path}" for path in (*SHM.rglob("*"), *self._tmp.rglob("*"), *runs)]
         sockets = []
@@ -400,12 +412,12 @@ def _status(pid: int) -> dict[str, str]:
 
 
 def unshared() -> list[str]:
-    """What starts a program in namespaces of its own."""
+    """Return a command prefix that starts a program in namespaces of its own."""
     return ["unshare", "--mount", "--net", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"])]
 
 
 def why_unavailable() -> str | None:
-    """Why this machine does not allow the namespaces, or None if it does."""
+    """Return why this machine does not permit the namespaces, or None."""
     missing = [tool for tool in ("unshare", "ip", "mount") if shutil.which(tool) is None]
     if missing:
         return f"not installed: {', '.join(missing)}"
@@ -415,13 +427,13 @@ def why_unavailable() -> str | None:
 
 
 def main(seed: int, jobs: int) -> int:
-    """Runs the jobs one after the other, in namespaces of their own."""
+    """Run the jobs one by one, in namespaces."""
     if "CHAOS_INSIDE" not in os.environ:
         os.environ["CHAOS_INSIDE"] = "1"
         os.execvp("unshare", [*unshared(), sys.executable, *sys.argv])
     subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(SHM)], check=True)
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and so take the job away
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that `finally` blocks end the job
     expected, any_wrong, rng = reference(), False, random.Random(seed)
     for strikes in draw(seed, jobs):
         transport = rng.choice([None, None, "shared_memory", "gloo", "mpi"])
@@ -439,7 +451,7 @@ def main(seed: int, jobs: int) -> int:
 
 
 class Victim:
-    """Lets this rank fail when it gets SIGUSR1."""
+    """Makes this rank fail when it gets SIGUSR1."""
 
     def __init__(self, faults: list[str]) -> None:
         self._faults = faults
@@ -456,7 +468,7 @@ class Victim:
                     self._fail(partial(sys.exit, EXIT_CODE))
                 case "exit in C":
                     os._exit(EXIT_CODE)
-                case "out of memory":  # next to nothing can be mapped any more, and a large tensor is wanted
+                case "out of memory":  # limit the address space, then allocate a large tensor
                     import torch
 
                     pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -475,7 +487,7 @@ class Victim:
         fail()
 
     def check(self) -> None:
-        """Fails again, where the exception of the signal's handler was lost (in a destructor, say)."""
+        """Fail again if the exception of the signal handler was lost, for example in a destructor."""
         if self._again is not None:
             self._again()
 
@@ -485,13 +497,13 @@ class Victim:
         resource.setrlimit(kind, (value, hard))
 
     def release(self) -> None:
-        """Takes limits away."""
+        """Remove the limits."""
         for kind, limits in self._limits.items():
             resource.setrlimit(kind, limits)
 
 
 def made(dtype: str) -> Any:
-    """The same weights on every rank."""
+    """Return a network with the same weights on every rank."""
     import torch
     from torch import nn
 
@@ -501,19 +513,19 @@ def made(dtype: str) -> Any:
 
 
 def batch(step: int, rank: int) -> Any:
-    """`(BATCH, 32)`."""
+    """Return a batch of a rank, `(BATCH, 32)`."""
     import torch
 
     return torch.randn(BATCH, 32, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
 def weights(network: Any) -> np.ndarray[Any, Any]:
-    """All of them, `(n,)`."""
+    """Return all weights, `(n,)`."""
     return np.concatenate([parameter.detach().numpy().ravel() for parameter in network.parameters()])
 
 
 def reference() -> np.ndarray[Any, Any]:
-    """What training must give: float64, one process, the joined batch."""
+    """Return the weights after training in float64 in one process, on the joined batches."""
     import torch
 
     network = made("float64")
@@ -526,7 +538,7 @@ def reference() -> np.ndarray[Any, Any]:
 
 
 def train(folder: Path, plan: Mapping[str, Any]) -> None:
-    """A byte in `progress.RANK` after each step, the weights in `weights.RANK.npy` in the end."""
+    """Train. Append a byte to `progress.RANK` after each step, and write the weights to `weights.RANK.npy` at last."""
     rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
     victim = Victim([fault for fault, hit in plan["strikes"] if hit == rank])
     progress = os.open(folder / f"progress.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -555,7 +567,7 @@ def train(folder: Path, plan: Mapping[str, Any]) -> None:
     np.save(folder / f"weights.{rank}.npy", weights(network))
     if plan["shuts_down"]:
         hvd.shutdown()
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Python gives up its handlers before the process has ended
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # because Python removes its handlers before the process has ended
 
 
 if __name__ == "__main__":

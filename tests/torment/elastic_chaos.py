@@ -1,17 +1,19 @@
-"""Elastic jobs whose ranks, agents, drivers and hosts are hit at random in every phase, with a ledger that is checked.
+"""Elastic jobs with random faults in every phase, and a ledger that is checked.
 
-    elastic_chaos.py SEED STRIKES [JOB_STRIKES [KIND …]]     a line a job; exit status 1 if one has lost or repeated
+    elastic_chaos.py SEED STRIKES [JOB_STRIKES [KIND …]]     prints one line per job; exit status 1 after a violation
 
-Each job has two to six ranks on one to three emulated hosts, an agent each, and trains `ranks/elastic_member.py`, whose
-log says what each rank has done: iterations with their samples and the hash of the parameters, commits, generations. A
-strike waits for a phase (a commit, a rank that leaves its generation, meets the others, opens the next one, begins to
-train, for which another one is killed first; a checkpoint that is being written; a warm-up's finals) and then kills or
-stops, takes the checkpoint folder away, or has a wall clock jump by hours; a newcomer is killed on its way. Root also
-cuts hosts and links off, and fills the disk. Each job's line is followed by a sum of all, with strikes by kind and by
-the phase that was met. The ledger (`elastic_jobs.Judge`) holds: ranks are equal at each commit, no commit that has
-returned is lost, no sample of an epoch is seen twice but for those that fill up a deal, none is left out, and, where
-sums are added in one order, the bits are those of one process that plays all ranks. Nothing may be left: no process, no
-file of a checkpoint half written; the newest checkpoint is whole and holds what was committed.
+Each job has two to six ranks on one to three emulated hosts, one agent per host, and trains `ranks/elastic_member.py`.
+Its log has the iterations of each rank with their samples and the hash of the parameters, the commits, and the
+generations. A fault waits for a phase: a commit, a rank that leaves its generation, connects, opens the next one, or
+begins to train (after another rank was killed), a checkpoint that is being written, the final rounds of a warm-up. Then
+it kills or stops a process, removes the checkpoint folder, or moves a process's wall clock by hours. New ranks are
+killed while they join. With root, faults also cut off hosts and links, and fill the disk. The last line has sums by
+kind and phase.
+
+The ledger (`elastic_jobs.Judge`) checks: ranks are equal at each commit. No returned commit is lost. Every sample of an
+epoch is used once, except those that fill up a deal. Where the order of sums is fixed, parameters are bit-identical to
+those of one process that simulates all ranks. No process and no partial checkpoint remains. The newest checkpoint is
+complete and holds what was committed.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from statistics import median
 from typing import Any
 
 TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS.parent), str(TESTS)]  # as pytest has it
+sys.path[:0] = [str(TESTS.parent), str(TESTS)]  # like pytest's path
 
 from elastic_jobs import Judge, LaunchedJob  # noqa: E402
 from rank_jobs import UNTUNED, environment  # noqa: E402
@@ -59,32 +61,33 @@ STRIKES = (
     "disk",
     "clock",
 )
-OF_HOSTS = ("host", "cut", "deaf", "link")  # stopped; no packets; none that come to it; none between it and another one
+# A host is stopped; gets and sends no packets; gets no packets; exchanges no packets with one host.
+OF_HOSTS = ("host", "cut", "deaf", "link")
 OF_RECOVERY = ("left", "joined", "met", "open", "train")
-STEPS = ("import", "start", "joined", "met", "open")  # of a rank that begins
+STEPS = ("import", "start", "joined", "met", "open")  # phases of a rank that starts
 IN_LAB = ("cut", "deaf", "link", "full")
 RECOVER_S, END_S = 90.0, 60.0
-PAUSE_S = 0.1  # in each iteration; ranks that begin need the processor more
-HOST_STOPS_S = 13.0  # a driver gives its agent up after 10
-HOSTS = ("sirtaki-n0", "sirtaki-n1", "sirtaki-n2")  # as `NetLab` calls them
+PAUSE_S = 0.1  # in each iteration, because ranks that start need the processor
+HOST_STOPS_S = 13.0  # longer than the 10 s after which a driver drops an agent
+HOSTS = ("sirtaki-n0", "sirtaki-n1", "sirtaki-n2")  # names in `NetLab`
 
 INSIDE = "SIRTAKI_TEST_INSIDE"
-"""Set to `mount` in a mount namespace of its own, then to the lab's agent on its first node, where jobs begin."""
+"""Environment variable: `mount` in a mount namespace of its own, then the path of the lab's agent on its first node."""
 
 DISK = Path("/mnt")
-"""In the lab, a disk of 2 MiB for checkpoints."""
+"""A disk of 2 MiB for checkpoints, in the lab."""
 
 LAB = os.environ.get(INSIDE, "")
 
 KEEP = os.environ.get("SIRTAKI_TEST_KEEP", "")
-"""A folder for those of the jobs that were wrong."""
+"""Folder that keeps the folders of failed jobs; empty = none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """How a job is made: slots by host, whether an agent may take a lost driver's place, and what varies besides.
+    """Shape of a job: slots by host, whether an agent may replace a lost driver, and further options.
 
-    `is_apart`: hosts have networks of their own, over which sums are added in an order of the transport's.
+    `is_apart`: hosts have separate networks, over which the transport determines the order of sums.
     """
 
     slots: dict[str, int]
@@ -92,7 +95,7 @@ class Shape:
     is_apart: bool
     is_tuned: bool
     writes: bool
-    strikes: list[tuple[str, str]] = field(default_factory=list)  # what, and in which phase
+    strikes: list[tuple[str, str]] = field(default_factory=list)  # kind and phase
 
 
 def draw(rng: random.Random, strikes: int, among: Sequence[str] = ()) -> Shape:
@@ -119,15 +122,15 @@ def draw(rng: random.Random, strikes: int, among: Sequence[str] = ()) -> Shape:
 
 
 class Job(LaunchedJob):
-    """One job from its start to the check of its ledger."""
+    """One job, from its start to the check of its ledger."""
 
     def __init__(self, shape: Shape, folder: Path, rng: random.Random) -> None:
         self._shape, self._rng = shape, rng
-        self.done: list[tuple[str, str]] = []  # what, and in which phase
-        self._kills: list[tuple[float, int, str]] = []  # when, which process, and by which strike
-        self._gone = set[int]()  # killed, or without an agent: still there for a while
+        self.done: list[tuple[str, str]] = []  # kind and phase
+        self._kills: list[tuple[float, int, str]] = []  # time, process, and fault
+        self._gone = set[int]()  # killed, or without an agent; may still exist for a while
         self._lines: dict[int, list[dict[str, Any]]] = {}
-        self._last: dict[int, dict[str, dict[str, Any]]] = {}  # of each process, of each kind of line
+        self._last: dict[int, dict[str, dict[str, Any]]] = {}  # last line of each kind, by process
         self._offsets: dict[int, int] = {}
         plan = {"iterations": 10**6, "until_told": True, "pause_s": PAUSE_S, "counts": False, "samples": 2000}
         self._checkpoints = (DISK / folder.name if LAB else folder) / "checkpoints"
@@ -140,7 +143,7 @@ class Job(LaunchedJob):
         if shape.writes:
             env |= {"SIRTAKI_CHECKPOINT_DIR": str(self._checkpoints), "SIRTAKI_CHECKPOINT_S": "0.2"}
         hosts = ",".join(f"{host}:{slots}" for host, slots in shape.slots.items())
-        # Apart, an agent has a session of its own: what ends the driver's side of its connection does not end it.
+        # With separate networks, an agent has its own session, so that it survives the end of the driver's connection.
         starts = f"{LAB} {{host}} setsid --wait {{command}}" if shape.is_apart else "{command}"
         words = ["-H", hosts, "-np", str(sum(shape.slots.values())), "--min-np", "1", "--agent-command", starts]
         words += ["--network-interface", "eth0"] if shape.is_apart else []
@@ -152,7 +155,7 @@ class Job(LaunchedJob):
     # ── what is there ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _logs(self) -> dict[int, list[dict[str, Any]]]:
-        """What each rank has logged, by its process; read as far as it has grown."""
+        """Read new lines of all logs, and return all lines by process."""
         for path in self.folder.glob("*.log"):
             if path.stem.isdecimal():
                 pid = int(path.stem)
@@ -169,37 +172,38 @@ class Job(LaunchedJob):
         return self._lines
 
     def _members(self) -> dict[int, tuple[int, str]]:
-        """Rank and host of each living member that holds the job's state, in the newest generation or on its way there.
-
-        Not of a side that was left behind, which may wait for long before it ends.
+        """Return rank and host of living members with the job's state, in the newest generation or about to join it.
+        // Excludes the minority side of a partition, which may wait for long before it ends.
         """
         self._logs()
-        said = {
+        last_lines = {
             pid: last for pid, last in self._last.items()
             if "train" in last and pid not in self._gone and Path(f"/proc/{pid}").exists()
         }  # fmt: skip
-        trained = [last["joined"]["generation"] for last in said.values() if last["train"]["s"] > last["joined"]["s"]]
+        trained = [
+            last["joined"]["generation"] for last in last_lines.values() if last["train"]["s"] > last["joined"]["s"]
+        ]
         found = dict[int, tuple[int, str]]()
-        for pid, last in said.items():
+        for pid, last in last_lines.items():
             if last["joined"]["generation"] >= max(trained, default=0):
-                with suppress(OSError, StopIteration):  # it has just ended
+                with suppress(OSError, StopIteration):  # the process has just ended
                     environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                     host = next(each for each in environ if each.startswith(b"HOROVOD_HOSTNAME=")).partition(b"=")[2]
                     found[pid] = last["train"]["rank"], host.decode()
         return found
 
     def _newcomers(self, step: str) -> list[int]:
-        """Those that have come at least so far on their way into the job, and do not train yet."""
+        """Return processes that have reached `step` on their way into the job, and do not train yet."""
         self._logs()
-        said = self._last
+        last_lines = self._last
         if step == "import":
             there = [pid for pid, line in self.processes().items() if "sirtaki.run.rank" in line]
         else:
-            there = [pid for pid in said if step in said[pid] and Path(f"/proc/{pid}").exists()]
-        return [pid for pid in there if pid not in self._gone and "train" not in said.get(pid, {})]
+            there = [pid for pid in last_lines if step in last_lines[pid] and Path(f"/proc/{pid}").exists()]
+        return [pid for pid in there if pid not in self._gone and "train" not in last_lines.get(pid, {})]
 
     def _agents(self) -> dict[str, int]:
-        """The agent of each host that has members: the parent of its ranks."""
+        """Return the agent of each host with members: the parent of its ranks."""
         found = {}
         for pid, (_, host) in self._members().items():
             with suppress(OSError):
@@ -214,14 +218,14 @@ class Job(LaunchedJob):
             time.sleep(0.02)
 
     def text(self, most: int = 6000) -> str:
-        """What the job has said, the last of each file."""
+        """Return the end of each output file."""
         files = [self.folder / "out", self.folder / "err", *self.folder.glob("sirtaki-*.log")]
         return f"{self._shape}\n{self.done}\n" + "\n".join(path.read_text()[-most:] for path in files)
 
     # ── strikes ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def run(self) -> None:
-        """Strikes, and ends the job; AssertionError where something is wrong."""
+        """Apply the faults and end the job. Raise AssertionError after a violation."""
         ranks = sum(self._shape.slots.values())
         self.expect(lambda: len(self._members()) == ranks, RECOVER_S, "all train")
         for what, phase in self._shape.strikes:
@@ -242,7 +246,7 @@ class Job(LaunchedJob):
         self._check()
 
     def _wait_for(self, phase: str) -> bool:
-        """Something happens in that phase from now on, or does not within a second, or 30 for a warm-up's finals."""
+        """Wait for a phase: up to 30 s for the final rounds of a warm-up, else 1 s. Return whether it has begun."""
         begin_s = time.monotonic()
         while phase != "any" and time.monotonic() < begin_s + (30.0 if phase == "finals" else 1.0):
             if phase == "finals":
@@ -255,7 +259,7 @@ class Job(LaunchedJob):
             else:
                 newest = [line for log in self._logs().values() for line in log[-3:]]
                 if any(line["what"] == phase and line["s"] > begin_s for line in newest):
-                    if phase == "iteration":  # else during the pause after it
+                    if phase == "iteration":  # otherwise it is the pause after the iteration
                         time.sleep(self._rng.uniform(PAUSE_S, PAUSE_S + 0.01))
                     return True
             time.sleep(0.002)
@@ -270,7 +274,7 @@ class Job(LaunchedJob):
         self.done.append((what, phase))
         if what in ("rank", "again"):
             self._kill(rng.choice(pids))
-            if what == "again":  # while the others recover
+            if what == "again":  # while the remaining ranks recover
                 time.sleep(rng.uniform(0.0, 0.3))
                 if len(left := list(self._members())) >= 2:
                     self._kill(rng.choice(left))
@@ -305,7 +309,7 @@ class Job(LaunchedJob):
             self._fill_disk()
         elif what == "disk":
             folder = self._checkpoints
-            with suppress(OSError):  # nothing can be written where a file is in a folder's place
+            with suppress(OSError):  # a file stands in the folder's place, so that writes fail
                 folder.rename(aside := folder.with_name("aside"))
                 folder.write_text("full")
                 time.sleep(0.5)
@@ -313,7 +317,7 @@ class Job(LaunchedJob):
                 aside.rename(folder)
 
     def _is_settled(self) -> bool:
-        """All train in a generation that began after the last kill, so that nobody is about to be dismissed."""
+        """Return whether all train in a generation that began after the last kill, so that none will be dismissed."""
         last_s = max((s for s, pid, _ in self._kills if pid in self._gone), default=0.0)
         members = self._members()
         is_whole = len(members) == sum(self._shape.slots.values())
@@ -321,25 +325,25 @@ class Job(LaunchedJob):
         return is_whole and all(last_s < joined_s < train_s for joined_s, train_s in begun_s)
 
     def _move_clock(self, pid: int, pids: list[int]) -> None:
-        """Hours forward or back in one process; all go on."""
+        """Move the wall clock of one process by hours. All ranks must continue."""
         (self._clocks / str(pid)).write_text(str(self._rng.choice([-1, 1]) * self._rng.uniform(3600, 12 * 3600)))
         since_s = time.monotonic() + 2.0
         self.expect(lambda: self._train_since(since_s, pids), RECOVER_S, f"all go on after {pid}'s clock has jumped")
 
     def _train_since(self, s: float, pids: list[int]) -> bool:
-        """All of them have done an iteration that ended later."""
+        """Return whether all processes have finished an iteration after time `s`."""
         logs = self._logs()
         return all(any(line["what"] == "iteration" and line["s"] > s for line in logs[pid][-9:]) for pid in pids)
 
     def _fill_disk(self) -> None:
-        """Nothing committed is lost, it is told, and writing goes on when there is room again."""
+        """Fill the disk. Commits must survive, the failure must be logged, and writing must resume afterwards."""
         newest = CheckpointFolder(self._checkpoints).newest
         self.expect(newest, RECOVER_S, "there is a checkpoint")
-        told = self._refusals()
+        before = self._refusals()
         with (DISK / "filling").open("wb", buffering=0) as file, suppress(OSError):
             while True:
                 file.write(bytes(4096))
-        self.expect(lambda: self._refusals() > told, RECOVER_S, "it is told that it is full")
+        self.expect(lambda: self._refusals() > before, RECOVER_S, "a full disk is logged")
         before = newest()
         (DISK / "filling").unlink()
         assert before is not None, "no checkpoint is left"
@@ -349,7 +353,7 @@ class Job(LaunchedJob):
         return self.text(most=10**9).count("cannot write commit")
 
     def _hit_host(self, what: str, members: dict[int, tuple[int, str]], pids: list[int]) -> None:
-        """One that the others can do without: a driver must know most members, or half of them with rank 0."""
+        """Apply a fault to a host whose loss leaves most members and rank 0, and which has no driver."""
         hosts, agents = Counter(host for _, host in members.values()), self._agents()
         free = [
             host for host, count in hosts.items()
@@ -377,7 +381,7 @@ class Job(LaunchedJob):
             time.sleep(self._rng.uniform(5.0, 20.0))
             heal(host, other)
         since_s = time.monotonic() + 3.0
-        # An agent that may take a driver's place looks for one, and waits two minutes for others to come to its own.
+        # An agent that may replace a driver searches for one, and waits two minutes for agents at its own address.
         limit_s = 240.0 if self._shape.goes_on else RECOVER_S
         self.expect(
             lambda: not there & set(self.processes()) or (what != "host" and self._train_since(since_s, ranks)),
@@ -386,13 +390,13 @@ class Job(LaunchedJob):
         )
 
     def _has_driver(self, host: str) -> bool:
-        """The driver runs there: the first one where jobs begin, each other one where its agent is."""
+        """Return whether the driver runs on a host. The first one runs where jobs start, a successor at its agent."""
         first = self._shape.is_apart and host == HOSTS[0] and self._driver == self.process.pid
         agent = self._agents().get(host)
         return first or (agent is not None and self._driver_is_of(agent))
 
     def _driver_is_of(self, agent: int) -> bool:
-        """That agent has started the driver."""
+        """Return whether an agent has started the current driver."""
         with suppress(OSError):
             return int(Path(f"/proc/{self._driver}/stat").read_text().rpartition(")")[2].split()[1]) == agent
         return False
@@ -416,7 +420,7 @@ class Job(LaunchedJob):
         return len(self._kills)
 
     def pauses_s(self) -> list[tuple[float, str]]:
-        """From each kill of a rank that trained until one has trained in a new generation, and by which strike."""
+        """Return the pause from each kill of a training rank until a rank trains in a new generation, and the fault."""
         begun_s = dict[int, float]()
         for line in (line for log in self._logs().values() for line in log if line["what"] == "iteration"):
             begun_s[line["generation"]] = min(line["s"], begun_s.get(line["generation"], line["s"]))
@@ -438,7 +442,9 @@ class Job(LaunchedJob):
         judge._check_commits()
         history = judge.effective()
         judge._check_samples(history)
-        if not (self._shape.is_tuned or self._shape.is_apart):  # where streams and transports add in other orders
+        if not (
+            self._shape.is_tuned or self._shape.is_apart
+        ):  # because with several streams or transports the order of sums varies
             judge._check_reference(history)
         if self._shape.writes:
             self._check_checkpoint(history)
@@ -446,7 +452,7 @@ class Job(LaunchedJob):
         assert not traceback, f"{before[-1000:]}{traceback}{after[:5000]}"
 
     def _check_checkpoint(self, history: list[list[dict[str, Any]]]) -> None:
-        """The newest one is whole and holds what was committed, and none is half written."""
+        """Check that the newest checkpoint is complete and holds what was committed, and that none is partial."""
         assert not list(self._checkpoints.glob("writing-*")), f"a part of a checkpoint is left\n{self.text()}"
         newest = CheckpointFolder(self._checkpoints).newest()
         assert newest is not None, f"no checkpoint is left\n{self.text()}"
@@ -458,27 +464,27 @@ class Job(LaunchedJob):
         )
 
     def clear(self) -> None:
-        """Ends what is left."""
+        """End the remaining processes."""
         for pid in self.processes():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
-        shutil.rmtree(self._checkpoints, ignore_errors=True)  # the lab's disk is small, and there are more jobs
+        shutil.rmtree(self._checkpoints, ignore_errors=True)  # because the lab's small disk is needed by later jobs
 
 
 # ── a lab ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def tc_of(host: str) -> list[list[str]]:
-    """What changes the queues of packets that come to a host, and that leave it."""
+    """Return two commands that replace a host's queue of incoming and of outgoing packets; a queue is appended."""
     port = ["nsenter", "--target", "1", "--net", "tc", "qdisc", "replace", "dev", f"port{HOSTS.index(host)}", "root"]
     return [port, [LAB, host, "tc", "qdisc", "replace", "dev", "eth0", "root"]]
 
 
 def hurt(what: str, host: str, other: str) -> None:
-    """Has packets be dropped without a word, until `heal`."""
+    """Drop packets silently until `heal`."""
     into, out_of = tc_of(host)
-    if what == "link":  # they go to a neighbour that nobody is
+    if what == "link":  # redirect them to a neighbour that does not exist
         for here, there in ((host, other), (other, host)):
             neighbour = f"10.77.0.{HOSTS.index(there) + 1} lladdr 02:00:00:00:00:01 dev eth0 nud permanent"
             subprocess.run([LAB, here, "ip", "neigh", "replace", *neighbour.split()], check=True)
@@ -487,7 +493,7 @@ def hurt(what: str, host: str, other: str) -> None:
 
 
 def heal(host: str, other: str) -> None:
-    """Undoes all of it."""
+    """Undo `hurt`."""
     for queue in tc_of(host):
         subprocess.run([*queue, *WHOLE.split()], check=True)
     for here in (host, other):
@@ -495,7 +501,7 @@ def heal(host: str, other: str) -> None:
 
 
 def in_lab() -> int | None:
-    """Runs this program in a lab that is gone afterwards; None where it is in one, or this machine has none."""
+    """Run this program in a lab. Return its exit status; None inside a lab, or if this machine has none."""
     if INSIDE not in os.environ and (why := why_unavailable()):
         print(f"without {', '.join(IN_LAB)}: {why}", flush=True)
         return None
@@ -510,7 +516,7 @@ def in_lab() -> int | None:
 
 
 def _make_touchy() -> None:
-    """What checkpoints of `ranks/elastic_member.py` name where they hold its `Touchy`."""
+    """Define the class that checkpoints of `ranks/elastic_member.py` refer to if they contain its `Touchy`."""
 
 
 def main() -> int:
@@ -541,12 +547,12 @@ def main() -> int:
         took = f"{len(job.done)} strikes, {job.killed} kills in {time.monotonic() - begin_s:.0f} s"
         print(f"{seed}/{number} {kind}: {took}: {wrong or 'right'}", flush=True)
         number += 1
-        print(f"{number} jobs, {killed} kills, {failed} jobs wrong; {told(struck, pauses_s)}", flush=True)
+        print(f"{number} jobs, {killed} kills, {failed} jobs wrong; {summary(struck, pauses_s)}", flush=True)
     return int(failed > 0)
 
 
-def told(struck: Counter[tuple[str, str]], pauses_s: list[tuple[float, str]]) -> str:
-    """Strikes by kind and by phase, and how long jobs stood still after kills of ranks."""
+def summary(struck: Counter[tuple[str, str]], pauses_s: list[tuple[float, str]]) -> str:
+    """Describe faults by kind and phase, and the pauses after kills."""
     kinds, phases = Counter[str](), Counter[str]()
     for (what, phase), count in struck.items():
         kinds[what] += count

@@ -1,4 +1,4 @@
-"""Children that a script forks in mid-training, as data loaders and writers of checkpoints do."""
+"""Child processes that a script forks while it trains, as data loaders and checkpoint writers do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .program import Backward
 from .replica import Replica, Values
 
 LIMIT_S = 20.0
-"""After so long a child counts as hanging."""
+"""Time limit of a child in seconds."""
 
 
 def _leave() -> None:
@@ -31,7 +31,7 @@ def _leave_hard() -> None:
 
 
 def _train_and_leave(replica: Replica) -> None:
-    """Write to all parameters and gradients, and make a backward pass: nobody else may see it."""
+    """Write to all parameters and gradients and run a backward pass, which must not affect the parent."""
     for param in replica.parameters.values():
         for tensor in (param.data, param.grad):
             if tensor is not None and not tensor.is_sparse:
@@ -52,10 +52,10 @@ CHILDREN: dict[str, Callable[[Replica], None]] = {
     "exits hard": lambda replica: _leave_hard(),
     "trains": _train_and_leave,
     "saves": _save_and_leave,
-    "process": lambda replica: None,  # of multiprocessing, which leaves by itself
+    "process": lambda replica: None,  # a process of multiprocessing, which ends by itself
     "loader": lambda replica: None,  # a worker of a DataLoader
 }
-"""What a child does once it has read the parameters."""
+"""Actions of a child after it has read the parameters."""
 
 
 class _Read(torch.utils.data.Dataset[bytes]):
@@ -70,12 +70,12 @@ class _Read(torch.utils.data.Dataset[bytes]):
 
 
 def seen_by_child(replica: Replica, how: str) -> Values:
-    """Fork a child, which reads all parameters. Return what it has read, once it has ended."""
+    """Fork a child that reads all parameters. Return the values that it has read, after it has ended."""
     if how == "loader":
         loader: torch.utils.data.DataLoader[bytes] = torch.utils.data.DataLoader(
             _Read(replica), batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=LIMIT_S
         )
-        with torch.device("cpu"):  # PyTorch draws the workers' seed on the default device
+        with torch.device("cpu"):  # because PyTorch draws the workers' seed on the default device
             first, second = list(loader)
         assert first == second
         return cast(Values, pickle.loads(first))
@@ -100,7 +100,7 @@ def seen_by_child(replica: Replica, how: str) -> Values:
             if not (part := pipe.read(1 << 16)):
                 break
             parts.append(part)
-    if process is not None:  # which multiprocessing is to know of, or else it waits for it in later children
+    if process is not None:  # multiprocessing must know that it has ended, otherwise later children wait for it
         process.join(max(0.0, deadline_s - time.monotonic()))
         assert process.exitcode == 0, f"the child has ended with {process.exitcode}"
         return cast(Values, pickle.loads(b"".join(parts)))

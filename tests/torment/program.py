@@ -1,8 +1,8 @@
-"""A drawn training program: a model, its optimizers, and what a script does with them, one action after the other.
+"""A random training program: a model, its optimizers, and the actions of a script in order.
 
-Programs are plain data. `rank_worker.py` plays one on a rank, `reference.py` says what must come out, and
-JSON keeps those that once found a fault. Parameters have the names that `named_parameters()` gives them; ranks and
-optimizers are numbers; an empty tuple of ranks means all of them.
+Programs are plain data. `rank_worker.py` runs a program on a rank, and `reference.py` computes the expected values.
+Programs that have found a fault are kept as JSON. Parameters have the names of `named_parameters()`. Ranks and
+optimizers are numbers. An empty tuple of ranks means all ranks.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any, Self
 
 
 class BlockKind(Enum):
-    """Of a block of the model."""
+    """Kind of a block of the model."""
 
     LINEAR = "linear"
-    WIDE = "wide"  # its weights are larger than the smallest unit
+    WIDE = "wide"  # weights larger than the smallest unit
     CONVOLUTION = "convolution"
     NORM = "norm"
-    TRANSPOSED = "transposed"  # a weight whose strides are not those of its shape
-    SMALL = "small"  # a parameter without dimensions and one without elements
-    SINGLE = "single"  # float32 among float64
+    TRANSPOSED = "transposed"  # a weight that is not contiguous
+    SMALL = "small"  # a scalar parameter, and an empty one
+    SINGLE = "single"  # float32 parameters among float64 ones
     EMBEDDING = "embedding"
     SPARSE = "sparse"  # an embedding with sparse gradients
-    TIED = "tied"  # two modules with one weight
+    TIED = "tied"  # two modules that share a weight
 
 
 PARAMETERS = {
@@ -50,9 +50,9 @@ class OptimizerSpec:
     """One DistributedOptimizer.
 
     Attributes:
-        rule: a key of `replica.RULES`.
-        lossy: a key of `replica.LOSSY`, "" = nothing is lost.
-        plan_seed: draws a plan every few iterations (where the job tunes), None = tunes nothing.
+        rule: key of `replica.RULES`.
+        lossy: key of `replica.LOSSY`; "" = no lossy compression.
+        plan_seed: seed of random plans that change every few iterations; None = no tuning.
     """
 
     rule: str
@@ -69,14 +69,14 @@ class OptimizerSpec:
 
     @property
     def options(self) -> tuple[object, ...]:
-        """What two optimizers with a parameter in common must agree on."""
+        """Return the options that must be equal for optimizers with a common parameter."""
         wire = self.fp16, self.lossy
         return (self.op, self.passes, self.predivide, *wire, self.sparse_as_dense, self.process_set)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """One thing that a script does."""
+    """One action of a script."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,18 +84,18 @@ class Backward(Action):
     """A forward and a backward pass on a batch of each rank.
 
     Attributes:
-        skipped: blocks that the forward pass leaves out, on the ranks `on`.
+        skipped: blocks that the forward pass skips on the ranks `on`.
         inputs: `backward(inputs=…)`; empty = all parameters.
-        checkpoint: activations are computed again: "", "reentrant" or "plain".
-        nested: a backward pass within this one. A key of `replica.NESTED`, "" = none.
-        compiled: what is compiled: "", each of the "blocks", the "model", the "loss" or the whole "step".
-        penalty: the loss holds a gradient, so that there is a double backward.
-        slopes: the same of the parameters that the pass is for, where they are dense.
+        checkpoint: kind of activation checkpointing: "", "reentrant" or "plain".
+        nested: a backward pass within this one: key of `replica.NESTED`; "" = none.
+        compiled: compiled part: "", each of the "blocks", the "model", the "loss" or the whole "step".
+        penalty: whether the loss contains a gradient, so that there is a double backward.
+        slopes: whether it contains gradients of the pass's dense parameters.
         retain: `retain_graph=True`.
-        again: a second backward pass of the loss that was retained.
-        fails_at: the backward pass raises when it comes to this block, and the script catches it.
-        scale: the loss is multiplied by it.
-        apart: within `no_sync()`, which only programs over DistributedDataParallel have.
+        again: a second backward pass of the retained loss.
+        fails_at: block at which the backward pass raises an exception that the script catches.
+        scale: factor on the loss.
+        apart: within `no_sync()`; only in programs over DistributedDataParallel.
     """
 
     skipped: tuple[int, ...] = ()
@@ -115,10 +115,11 @@ class Backward(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step(Action):
-    """`optimizer.step()`; with `closure`, which zeroes gradients and makes this backward pass.
+    """`optimizer.step()`, optionally with a closure that zeroes gradients and runs a backward pass.
 
     Attributes:
-        compiled: `step` is compiled.
+        closure: the backward pass of the closure.
+        compiled: whether `step` is compiled.
     """
 
     optimizer: int
@@ -129,14 +130,14 @@ class Step(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Synchronize(Action):
-    """`optimizer.synchronize()`."""
+    """Call of `optimizer.synchronize()`."""
 
     optimizer: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroGrad(Action):
-    """`optimizer.zero_grad()`, or the model's if there is no optimizer."""
+    """Call of `optimizer.zero_grad()`, or of the model's without an optimizer."""
 
     optimizer: int | None = None
     set_to_none: bool = True
@@ -144,7 +145,7 @@ class ZeroGrad(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edit(Action):
-    """Gradients are changed. `how` is a key of `replica.EDITS`."""
+    """Change of gradients. `how` is a key of `replica.EDITS`."""
 
     how: str
     parameters: tuple[str, ...]
@@ -153,12 +154,12 @@ class Edit(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hook(Action):
-    """Registers a hook of the user's that changes gradients.
+    """Registration of a user's hook that changes gradients.
 
     Attributes:
         at: "tensor" (`register_hook`), "accumulated" (`register_post_accumulate_grad_hook`), or, for the blocks of the
             parameters, "module" (`register_full_backward_hook`) or "module_pre" (`register_full_backward_pre_hook`).
-        how: a key of `replica.EDITS` for "accumulated", else of `replica.CHANGES`.
+        how: key of `replica.EDITS` for "accumulated", otherwise of `replica.CHANGES`.
         on: ranks that register the hook.
     """
 
@@ -170,14 +171,14 @@ class Hook(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unhook(Action):
-    """Removes all hooks on these parameters, and on their blocks."""
+    """Removal of all hooks on parameters, and on their blocks."""
 
     parameters: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fork(Action):
-    """Forks a child that reads the parameters, and waits for it. `how` is a key of `forks.CHILDREN`.
+    """Fork of a child that reads the parameters. The script waits for it. `how` is a key of `forks.CHILDREN`.
 
     Attributes:
         on: ranks that fork.
@@ -189,11 +190,11 @@ class Fork(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TooEarly(Action):
-    """Gradients are changed in place before they are reduced: an error on all ranks, which the script catches.
+    """In-place change of gradients before they are reduced: an error on all ranks, which the script catches.
 
     Attributes:
-        backward: leaves out a block on some rank.
-        how: a key of `replica.IN_PLACE`.
+        backward: a backward pass that skips a block on a rank.
+        how: key of `replica.IN_PLACE`.
         on: ranks that change gradients.
     """
 
@@ -206,18 +207,18 @@ class TooEarly(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read(Action):
-    """Gradients are looked at."""
+    """Comparison of gradients."""
 
     parameters: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aside(Action):
-    """A pass that is none for training: a loss, or its gradients by `torch.autograd.grad`, only looked at.
+    """A pass that does not train: a loss, or its gradients by `torch.autograd.grad`, which are only compared.
 
     Attributes:
-        on: ranks that do it.
-        forward: there is no backward pass.
+        on: ranks that run it.
+        forward: whether to run the forward pass only.
     """
 
     on: tuple[int, ...] = ()
@@ -226,10 +227,10 @@ class Aside(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep(Action):
-    """The script keeps an optimizer's dense gradients, and lets go of `.grad` by `zero_grad()`.
+    """Keeping of an optimizer's dense gradients. The script then drops `.grad` by `zero_grad()`.
 
     Attributes:
-        how: a key of `replica.KEEPS`.
+        how: key of `replica.KEEPS`.
     """
 
     optimizer: int
@@ -238,19 +239,19 @@ class Keep(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recall(Action):
-    """Gradients that were kept are looked at: nobody else may have written to them."""
+    """Comparison of kept gradients, which Sirtaki must not have changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outside(Action):
-    """Parameters are read, but not by their modules. `how` is a key of `replica.READERS`."""
+    """Read of parameters outside of their modules. `how` is a key of `replica.READERS`."""
 
     how: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequireGrad(Action):
-    """Parameters are frozen or thawed."""
+    """Freezing or unfreezing of parameters."""
 
     parameters: tuple[str, ...]
     wanted: bool
@@ -258,7 +259,7 @@ class RequireGrad(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddGroup(Action):
-    """`optimizer.add_param_group()`."""
+    """Call of `optimizer.add_param_group()`."""
 
     optimizer: int
     parameters: tuple[str, ...]
@@ -266,7 +267,7 @@ class AddGroup(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewrap(Action):
-    """The optimizer is dropped and a new one made: of the same parameters, or as `spec` says."""
+    """Replacement of an optimizer by a new one, of the same parameters or by `spec`."""
 
     optimizer: int
     spec: OptimizerSpec | None = None
@@ -275,7 +276,7 @@ class Rewrap(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes(Action):
-    """`optimizer.set_backward_passes_per_step()`."""
+    """Call of `optimizer.set_backward_passes_per_step()`."""
 
     optimizer: int
     passes: int
@@ -283,29 +284,29 @@ class Passes(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Save(Action):
-    """The states of model and optimizers are written down."""
+    """Saving of the states of model and optimizers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load(Action):
-    """The states that were last written down are read."""
+    """Loading of the last saved states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Convert(Action):
-    """The model's dtype, memory format or storage is changed. `to` is a key of `replica.CONVERSIONS`."""
+    """Change of the model's dtype, memory format or storage. `to` is a key of `replica.CONVERSIONS`."""
 
     to: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nudge(Action):
-    """Parameters are clamped in place, as a Wasserstein critic's."""
+    """In-place clamping of parameters, as in a Wasserstein critic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broadcast(Action):
-    """`broadcast_parameters()` or, with an optimizer, `broadcast_optimizer_state()`, and gradients are dropped."""
+    """Call of `broadcast_parameters()`, or with an optimizer `broadcast_optimizer_state()`. Drops gradients."""
 
     root: int
     optimizer: int | None = None
@@ -313,10 +314,10 @@ class Broadcast(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eager(Action):
-    """An eager operation; `what` is a key of `eager.OPERATIONS`.
+    """An eager operation. `what` is a key of `replica.OPERATIONS`.
 
     Attributes:
-        later: it is only started; the next `Wait` waits for it.
+        later: start it only; the next `Wait` waits for it.
     """
 
     what: str
@@ -325,16 +326,16 @@ class Eager(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait(Action):
-    """Waits for the eager operations that were started."""
+    """Wait for all started eager operations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Epoch(Action):
-    """Uneven data: `zero_grad(), backward(), step()` for each batch, then `join()` and a broadcast.
+    """Training on uneven data: `zero_grad(), backward(), step()` for each batch, then `join()` and a broadcast.
 
     Attributes:
-        batches: of each rank.
-        order: the optimizers that are stepped for the first batch, the second and so on, and again from the start.
+        batches: number of batches by rank.
+        order: optimizers that are stepped for the first batch, the second one and so on, cyclically.
     """
 
     batches: tuple[int, ...]
@@ -343,19 +344,18 @@ class Epoch(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """What every rank's script does.
+    """A training program that all ranks run.
 
     Attributes:
         ranks: world size.
-        blocks: the model's, one after the other.
-        frozen: parameters that want no gradient at first.
-        hooks: those that are registered before the optimizers or the model are wrapped.
-        environment: settings of the job, without `SIRTAKI_` and in lower case.
-        defaults: modes and defaults of the process while the job begins and trains. Keys of `replica.DEFAULTS`.
-        backend: of `torch.compile`.
-        attached: options of DistributedDataParallel, whose gradients `ddp.attach` reduces for plain optimizers;
-            "replicate" among them = the model is wrapped by `replicate()`. None = each optimizer is a
-            DistributedOptimizer.
+        blocks: blocks of the model, in sequence.
+        frozen: parameters that do not require gradients initially.
+        hooks: hooks that are registered before optimizers or model are wrapped.
+        environment: settings of the job, in lower case and without `SIRTAKI_`.
+        defaults: modes and defaults of the process at the start and during training. Keys of `replica.DEFAULTS`.
+        backend: backend of `torch.compile`.
+        attached: options of DistributedDataParallel, attached by `ddp.attach`, with plain optimizers. With the option
+            "replicate", `replicate()` wraps the model. None = each optimizer is a DistributedOptimizer.
     """
 
     ranks: int
@@ -371,20 +371,20 @@ class Program:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """All of the model's."""
+        """Return the names of all parameters of the model."""
         return tuple(f"{number}.{name}" for number, kind in enumerate(self.blocks) for name in PARAMETERS[kind])
 
     def kind_of(self, parameter: str) -> BlockKind:
-        """The block that a parameter belongs to."""
+        """Return the kind of the block that has a parameter."""
         return self.blocks[int(parameter.split(".")[0])]
 
     def to_json(self) -> str:
-        """`from_json` is its inverse; fields with their default are left out."""
+        """Return the program as JSON, without fields that have their defaults."""
         return json.dumps(_plain(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The program that `to_json` wrote."""
+        """Return the program of `to_json`."""
         data = json.loads(text)
         data["blocks"] = tuple(BlockKind(kind) for kind in data["blocks"])
         data["optimizers"] = tuple(OptimizerSpec(**_tuples(spec)) for spec in data["optimizers"])
@@ -416,7 +416,7 @@ def _action(data: dict[str, Any]) -> Action:
             fields[name] = _action(fields[name])
     if fields.get("spec") is not None:
         fields["spec"] = OptimizerSpec(**_tuples(fields["spec"]))
-    action: Action = globals()[data["do"]](**fields)  # a class of this module
+    action: Action = globals()[data["do"]](**fields)  # a subclass of Action in this module
     return action
 
 

@@ -1,7 +1,7 @@
-"""A rank that plays one program after the other, as a socket tells it: `rank_worker.py SOCKET PID`.
+"""A rank that runs programs one by one, received over a socket: `rank_worker.py SOCKET PID`.
 
-Sirtaki is started anew when the world size or the settings change, and every few programs. The rank ends with PID.
-With SIRTAKI_TEST_RETUNE set, programs that are tuned re-tune at every opportunity.
+Sirtaki is initialised again when the world size or the settings change, and every few programs. The rank ends when the
+process PID ends. With SIRTAKI_TEST_RETUNE, programs with tuning re-tune as often as possible.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ OPERATORS = {"average": hvd.Average, "sum": hvd.Sum}
 
 
 class RandomPlans:
-    """An arm that proposes one random plan after the other: cuts anywhere, on any stream."""
+    """An arm that proposes random plans: cuts anywhere, on any stream."""
 
     name = "torment"
 
     def __init__(self, seed: int, params: Callable[[], Sequence[torch.Tensor]], transport: TransportKind) -> None:
-        """`params`: those whose gradients are reduced at present."""
+        """Seed the plans. `params` returns the parameters whose gradients are currently reduced."""
         self._rng, self._params, self._transport = np.random.default_rng(seed), params, transport
 
     def ask(self, n: int = 1) -> Sequence[Proposal]:
-        """A plan of up to six units."""
+        """Return a plan of up to six units."""
         params = self._params()
         streams = int(self._rng.choice([1, 2, 3]))
         cuts: tuple[Cut, ...] | None = None
-        if len({param.dtype for param in params}) == 1:  # else there are several flat buffers
+        if len({param.dtype for param in params}) == 1:  # otherwise there are several flat buffers
             numel = sum(param.numel() for param in params) + FLAG_COUNT
             count = int(self._rng.integers(0, min(6, numel)))
             inside = self._rng.choice(np.arange(1, numel), size=count, replace=False)
@@ -75,14 +75,14 @@ class RandomPlans:
         return [Proposal(arm=self.name, knobs=knobs, reason="drawn")]
 
     def tell(self, trials: Sequence[Trial]) -> None:
-        """Learns nothing."""
+        """Ignore the results."""
 
 
 class Script:
-    """One rank's part of a program."""
+    """One rank's run of a program."""
 
     def __init__(self, program: Program) -> None:
-        """Collective."""
+        """Create the model and wrap the optimizers. Collective."""
         self._program = program
         self._rank = hvd.rank()
         self._replica = Replica(program, self._rank)
@@ -96,26 +96,26 @@ class Script:
             self.optimizers.append(self._wrap(number))
 
     def play(self) -> list[Entry]:
-        """Collective: what a user may look at, in the order of the actions."""
+        """Run all actions. Return the values that a user may observe, in order. Collective."""
         for number, action in enumerate(self._program.actions):
             self._number = number
             getattr(self, f"_{type(action).__name__.lower()}")(action)
         return self.trace
 
     def close(self) -> None:
-        """Collective: drops all."""
+        """Close the optimizers. Collective."""
         self.optimizers.clear()
         for process_set in self._sets.values():
             hvd.remove_process_set(process_set)
 
-    def _look(self, label: str, values: Values) -> None:
+    def _observe(self, label: str, values: Values) -> None:
         self.trace.append((self._number, label, values))
 
     def _wanted(self, number: int) -> Sequence[torch.Tensor]:
         return [param for param in self._replica.select(self._specs[number].parameters) if param.requires_grad]
 
     def _wrap(self, number: int) -> Optimizer:
-        """Collective."""
+        """Create a distributed optimizer. Collective."""
         spec = self._specs[number]
         options: dict[str, Any] = {}
         if spec.process_set:
@@ -180,12 +180,12 @@ class Script:
             optimizer.step()
 
     def _calls(self) -> ExitStack:
-        """Enter the modes in which this script calls what communicates."""
+        """Enter the modes in which this script makes calls that communicate."""
         return entered(self._program.defaults, CALLS)
 
     def _stepped(self, number: int) -> None:
-        self._look(f"optimizer {number}", self._replica.values(self._specs[number].parameters))
-        self._look(f"optimizer {number}", self._replica.gradients(self._specs[number].parameters))
+        self._observe(f"optimizer {number}", self._replica.values(self._specs[number].parameters))
+        self._observe(f"optimizer {number}", self._replica.gradients(self._specs[number].parameters))
 
     def _synchronize(self, action: actions.Synchronize) -> None:
         with self._calls():
@@ -205,7 +205,7 @@ class Script:
 
     def _fork(self, action: actions.Fork) -> None:
         if self._rank in action.on or not action.on:
-            self._look(f"child: {action.how}", seen_by_child(self._replica, action.how))
+            self._observe(f"child: {action.how}", seen_by_child(self._replica, action.how))
 
     def _edit(self, action: actions.Edit) -> None:
         self._replica.edit(action)
@@ -219,24 +219,24 @@ class Script:
         except GradientError:
             raised = 1.0
         optimizer.zero_grad()
-        self._look("too early", {"raised": np.array([raised])})
+        self._observe("too early", {"raised": np.array([raised])})
 
     def _read(self, action: actions.Read) -> None:
-        self._look("read", self._replica.gradients(action.parameters))
+        self._observe("read", self._replica.gradients(action.parameters))
 
     def _aside(self, action: actions.Aside) -> None:
         if self._rank in action.on or not action.on:
-            self._look("aside", self._replica.look_aside(action, self._number * 100 + 50))
+            self._observe("aside", self._replica.compute_aside(action, self._number * 100 + 50))
 
     def _keep(self, action: actions.Keep) -> None:
         self._replica.kept += self._replica.keeps(self._specs[action.optimizer].parameters, action.how)
         self.optimizers[action.optimizer].zero_grad()
 
     def _recall(self, action: actions.Recall) -> None:
-        self._look("kept", self._replica.recall())
+        self._observe("kept", self._replica.recall())
 
     def _outside(self, action: actions.Outside) -> None:
-        self._look(f"read by {action.how}", self._replica.read(action.how))
+        self._observe(f"read by {action.how}", self._replica.read(action.how))
 
     def _requiregrad(self, action: actions.RequireGrad) -> None:
         self._replica.require_grad(action)
@@ -294,7 +294,7 @@ class Script:
         for what, handle in self._started:
             with self._calls():
                 result = handle()
-            self._look(f"eager {what}", {"result": result.numpy().copy()})
+            self._observe(f"eager {what}", {"result": result.numpy().copy()})
         self._started = []
 
     def _epoch(self, action: actions.Epoch) -> None:
@@ -314,11 +314,11 @@ class Script:
             with self._calls():
                 hvd.broadcast_optimizer_state(self.optimizers[number], root_rank=last)
         self._replica.blocks.zero_grad()
-        self._look("after join", self._replica.values(self._program.parameters))
+        self._observe("after join", self._replica.values(self._program.parameters))
 
 
 class Whole(nn.Module):
-    """The blocks of a replica, as the module that DistributedDataParallel wraps."""
+    """The blocks of a replica as a module for DistributedDataParallel."""
 
     def __init__(self, replica: Replica) -> None:
         super().__init__()
@@ -329,15 +329,15 @@ class Whole(nn.Module):
 
 
 class AttachedScript(Script):
-    """One rank's part of a program over DistributedDataParallel; its optimizers are plain ones."""
+    """One rank's run of a program over DistributedDataParallel with plain optimizers."""
 
     def __init__(self, program: Program) -> None:
-        """Collective."""
+        """Create the model, wrap it and attach. Collective."""
         super().__init__(program)
         spec = program.optimizers[0]
         options = dict.fromkeys(program.attached or (), True)
         self._replicated = options.pop("replicate", False)
-        self._model: Any = Whole(self._replica)  # Any: DistributedDataParallel, or what replicate() makes of a module
+        self._model: Any = Whole(self._replica)  # Any: DistributedDataParallel, or the result of replicate()
         self._model = (
             replicate(self._model, **options) if self._replicated else DistributedDataParallel(self._model, **options)
         )
@@ -381,7 +381,7 @@ class AttachedScript(Script):
 
     def _aside(self, action: actions.Aside) -> None:
         if self._rank in action.on or not action.on:
-            self._look("aside", self._replica.look_aside(action, self._number * 100 + 50, self._model))
+            self._observe("aside", self._replica.compute_aside(action, self._number * 100 + 50, self._model))
 
     def _epoch(self, action: actions.Epoch) -> None:
         with self._model.join():
@@ -396,7 +396,7 @@ class AttachedScript(Script):
             with self._calls():
                 hvd.broadcast_optimizer_state(optimizer, root_rank=action.batches.index(max(action.batches)))
         self._model.zero_grad()
-        self._look("after join", self._replica.values(self._program.parameters))
+        self._observe("after join", self._replica.values(self._program.parameters))
 
 
 # ── The worker ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -406,7 +406,7 @@ PREFIX = "SIRTAKI_"
 
 
 class Worker:
-    """Plays programs on this rank."""
+    """Runs programs on this rank."""
 
     def __init__(self) -> None:
         self._world: MPI.Intracomm = MPI.COMM_WORLD
@@ -415,22 +415,27 @@ class Worker:
         self._pid = os.getpid()
 
     def play(self, program: Program) -> tuple[str, object]:
-        """Collective: ("done", trace), ("raised", its traceback), or ("idle", None) on ranks that are not wanted."""
+        """Run a program. Collective.
+
+        Returns:
+            ("done", trace), ("raised", traceback), or ("idle", None) on ranks beyond the program's world size.
+        """
         try:
             with entered(program.defaults, {**DEFAULTS, **CALLS}):
                 self._prepare(program)
             if self._world.rank >= program.ranks:
                 return "idle", None
             overlaps = "overlap_forward" in dict(program.environment)
-            hasty.be(overlaps or any(spec.lossy for spec in program.optimizers))  # nothing is compressed while profiled
+            # With compression, too, because profiled iterations are not compressed.
+            hasty.be(overlaps or any(spec.lossy for spec in program.optimizers))
             with entered(program.defaults, DEFAULTS):
                 script = (Script if program.attached is None else AttachedScript)(program)
                 trace = script.play()
                 script.close()
             del script
             gc.collect()
-        except BaseException:  # whatever it is, the one who asked wants to know
-            if os.getpid() != self._pid:  # a child that leaves
+        except BaseException:  # any exception, because the parent reports it
+            if os.getpid() != self._pid:  # a child that ends
                 raise
             return "raised", traceback.format_exc()
         return "done", trace
@@ -450,7 +455,7 @@ class Worker:
         for name in [name for name in os.environ if name.startswith(PREFIX)]:
             del os.environ[name]
         os.environ.update({**USUAL, **given})
-        gc.freeze()  # all that is imported by now need not be looked through after each program
+        gc.freeze()  # so that collections skip all imported objects
         if self._world.rank < program.ranks:
             hvd.init(comm=None if program.ranks == self._world.size else list(range(program.ranks)))
         if program.attached is not None and self._world.rank < program.ranks:
@@ -463,7 +468,7 @@ USUAL = {f"{PREFIX}REGISTRY": "off", f"{PREFIX}LOG_LEVEL": "error", f"{PREFIX}WA
 
 
 def serve(connection: Connection) -> None:
-    """Plays until the other side says so or is gone."""
+    """Run programs until the parent closes the connection or ends."""
     worker = Worker()
     connection.send((MPI.COMM_WORLD.rank, os.getpid()))
     if RETUNES:
@@ -481,7 +486,7 @@ def serve(connection: Connection) -> None:
 
 
 def end_with(pid: int) -> None:
-    """Ends this process once that one is gone, even if a program hangs here."""
+    """End this process once process `pid` has ended, even if a program hangs here."""
     while Path(f"/proc/{pid}").exists():
         time.sleep(2.0)
     os._exit(1)
@@ -490,7 +495,7 @@ def end_with(pid: int) -> None:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     folder = Path(sys.argv[1]).parent
-    # Where each thread is, when the one who asked has waited too long.
+    # Print the stack of each thread when the parent has waited too long.
     stacks = (folder / f"stacks.{MPI.COMM_WORLD.rank}").open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks)
     threading.Thread(target=end_with, args=[int(sys.argv[2])], daemon=True).start()

@@ -1,19 +1,20 @@
-"""What a program must give: one process plays all ranks in lockstep, in float64, by the documented rules.
+"""Expected values of a program: one process runs all ranks in lockstep, in float64, by the documented rules.
 
-A DistributedOptimizer is a plain optimizer here whose gradients are averaged over all replicas, which is training on
+A DistributedOptimizer is a plain optimizer here, whose gradients are averaged over all replicas, which is training on
 the joined batch:
 
-* if every gradient of an optimizer comes in one backward pass on every rank (the last of `passes`), it is reduced when
-  `backward()` returns, and whatever is done to it then holds;
-* otherwise it is reduced by `synchronize()` or `step()`, from what was computed: a replaced `.grad` is overwritten;
-* a `.grad` that was set to None after it came stays None on that rank, and counts for the others all the same;
-* hooks of the user's change what is reduced; a gradient that one of them sets to None did not come;
-* a gradient that did not come counts as it is, or as zeros; frozen parameters are left alone, thawed ones join;
-* a parameter of two optimizers is reduced once;
-* ranks that have joined count as zeros in the average over all.
+* If all gradients of an optimizer become ready in one backward pass on every rank (the last of `passes`), they are
+  reduced when `backward()` returns, and later changes of `.grad` are effective.
+* Otherwise `synchronize()` or `step()` reduces the computed gradients, and overwrites a replaced `.grad`.
+* A `.grad` that is set to None after it was ready stays None on this rank, and still counts on the other ranks.
+* A user's hooks change the gradients that are reduced. A gradient that a hook sets to None is not ready.
+* A gradient that is not ready counts with its current value, or as zeros. Frozen parameters are ignored, unfrozen ones
+  take part.
+* A parameter of two optimizers is reduced once.
+* Ranks that have joined count as zeros in the average over all ranks.
 
-Actions that no script may do in the state that the program is in are left out (`Reference.played`), so that whatever
-was drawn, or is left of it while Hypothesis shrinks it, is a legitimate program.
+Actions that a script may not do in the current state are skipped (`Reference.played`). So any random program, and any
+part of it that Hypothesis tries while it shrinks, is valid.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from .replica import OPERATIONS, Optimizer, Replica, Values
 
 
 class IllegalError(Exception):
-    """No script may do this now. Raised before anything has changed."""
+    """A script may not do this action now. Raised before any change."""
 
 
 def legal(condition: bool, why: str) -> None:
-    """Raises IllegalError unless it is."""
+    """Raise IllegalError unless the condition holds."""
     if not condition:
         raise IllegalError(why)
 
@@ -47,17 +48,17 @@ class Wrapped:
     """One DistributedOptimizer on all ranks.
 
     Attributes:
-        plain: by rank.
+        plain: plain optimizers by rank.
         members: ranks that reduce.
-        hooked: parameters whose gradients are watched.
-        left: by rank, how often each of these must still come.
-        complete: all are reduced, and the step has not been made.
-        seen: of each parameter, how often it had been reduced when this optimizer last used the result; negative if
-            that is unknown, because a backward pass has failed.
-        synchronized: `synchronize()` was called, and the step has not been made.
+        hooked: parameters whose gradients are hooked.
+        left: by rank, number of times that each gradient must still become ready.
+        complete: all gradients are reduced, and `step()` was not called yet.
+        seen: number of reductions of each parameter when this optimizer last used its gradient; negative if unknown,
+            because a backward pass has failed.
+        synchronized: `synchronize()` was called, and `step()` not yet.
         broken: a backward pass has failed since the last `zero_grad()`.
-        replaced: some `.grad` was replaced before it was reduced.
-        forgotten: what a failed pass has left was dropped, and no pass has begun since.
+        replaced: a `.grad` was replaced before it was reduced.
+        forgotten: gradients of a failed pass were dropped, and no pass has begun since.
     """
 
     spec: OptimizerSpec
@@ -73,52 +74,52 @@ class Wrapped:
     forgotten: bool = False
 
     def begin(self) -> None:
-        """Nothing has come yet."""
+        """Reset the counts of ready gradients."""
         self.left = [dict.fromkeys(self.hooked, self.spec.passes) for _ in self.plain]
         self.complete = self.replaced = False
 
     @property
     def reduced_on_some(self) -> bool:
-        """Ranks to which all their gradients have come have reduced them, others have not."""
-        came = [not any(self.left[rank].values()) for rank in self.members]
-        return bool(self.hooked) and any(came) and not self.complete
+        """Return whether some ranks have reduced all their gradients while gradients of further ranks are missing."""
+        was_ready = [not any(self.left[rank].values()) for rank in self.members]
+        return bool(self.hooked) and any(was_ready) and not self.complete
 
-    def came(self, name: str) -> bool:
-        """On some rank that takes part, at least once."""
+    def was_ready(self, name: str) -> bool:
+        """Return whether a gradient was ready at least once on a member."""
         return any(self.left[rank].get(name, self.spec.passes) < self.spec.passes for rank in self.members)
 
     @property
     def pending(self) -> bool:
-        """Something has come."""
-        return any(self.came(name) for name in self.hooked)
+        """Return whether a gradient is ready."""
+        return any(self.was_ready(name) for name in self.hooked)
 
 
 # ── All ranks of a program in one process: their replicas and optimizers, and how gradients are added up ─────────────
 
 Gradients = list[dict[str, torch.Tensor]]
-"""By rank, what one backward pass computes."""
+"""Gradients that one backward pass computes, by rank."""
 
 
 LARGE = 16.0
-"""Of gradients that travel as float16: they may cancel out, and are rounded to 2**-10 of their size before."""
+"""Bound of gradients that are sent as float16. They may cancel out, and are rounded to 2**-10 of their size before."""
 
 
 class Lockstep:
-    """What all ranks have, and what their gradients are.
+    """State of all ranks, and the rules of their gradients.
 
     Attributes:
         n_ranks: world size.
-        replicas: one a rank.
-        names: of all parameters.
-        sparse: those that have sparse gradients.
-        optimizers: those of the script.
-        computed: by rank, what came and is not reduced yet.
-        local: parameters changed by a backward pass since they were last reduced.
-        began: parameters of which something came since the last iteration in which they were reduced ended.
-        reduced: how many such iterations there were, by parameter.
-        divided: parameters of optimizers that have had some in common with others.
-        joined: some ranks have no data any more.
-        overlaps: updates are put off into the next forward pass.
+        replicas: one replica per rank.
+        names: names of all parameters.
+        sparse: names of parameters with sparse gradients.
+        optimizers: optimizers of the script.
+        computed: by rank, gradients that are ready and not reduced yet.
+        local: parameters that a backward pass has changed since they were last reduced.
+        began: parameters with ready gradients in an iteration that has not ended.
+        reduced: number of ended iterations with a reduction, by parameter.
+        divided: parameters of optimizers that have shared parameters with other optimizers.
+        joined: whether some ranks have no more data.
+        overlaps: whether updates are deferred into the next forward pass.
     """
 
     def __init__(self, program: Program) -> None:
@@ -141,7 +142,7 @@ class Lockstep:
     # ── optimizers ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def wrap(self, spec: OptimizerSpec) -> Wrapped:
-        """A new optimizer, which is not one of `optimizers` yet."""
+        """Return a new optimizer, without adding it to `optimizers`."""
         self.share(spec, spec.parameters)
         members = spec.process_set or tuple(range(self.n_ranks))
         wrapped = Wrapped(spec, [replica.optimizer(spec) for replica in self.replicas], members)
@@ -150,7 +151,7 @@ class Lockstep:
         return wrapped
 
     def share(self, spec: OptimizerSpec, names: Iterable[str]) -> None:
-        """These parameters go to an optimizer with these options; others may have them, too."""
+        """Assign parameters to an optimizer. Raise IllegalError if a shared parameter's options conflict."""
         for other in self.optimizers:
             shared = set(other.spec.parameters) & set(names)
             legal(not shared or other.spec.options == spec.options, "other options for a shared parameter")
@@ -161,35 +162,35 @@ class Lockstep:
             self.divided |= set(names)
 
     def attach(self, wrapped: Wrapped) -> None:
-        """From now on, gradients of those parameters are watched that want one."""
+        """Hook the parameters of an optimizer that require gradients."""
         wrapped.hooked = {name for name in wrapped.spec.parameters if self.wanted(name)}
         wrapped.begin()
 
     def wanted(self, name: str) -> bool:
-        """The parameter wants a gradient."""
+        """Return whether a parameter requires a gradient."""
         return self.replicas[0].parameters[name].requires_grad
 
     def at(self, number: int) -> Wrapped:
-        """The optimizer of this number."""
+        """Return an optimizer by number."""
         legal(number < len(self.optimizers), "no such optimizer")
         return self.optimizers[number]
 
     def is_idle(self, wrapped: Wrapped) -> bool:
-        """None of its gradients has come since it was last stepped."""
+        """Return whether no gradient of an optimizer is ready since its last step."""
         return not (wrapped.pending or wrapped.broken or self.local & set(wrapped.spec.parameters))
 
     def require_idle(self) -> None:
-        """Raises IllegalError unless all are between two steps."""
+        """Raise IllegalError unless all optimizers are between two steps."""
         legal(all(self.is_idle(wrapped) and not wrapped.synchronized for wrapped in self.optimizers), "between steps")
 
     def is_defined(self, name: str) -> bool:
-        """The gradient is not on its way."""
+        """Return whether no reduction of a gradient is pending."""
         return all(
             wrapped.complete or self.is_idle(wrapped) for wrapped in self.optimizers if name in wrapped.spec.parameters
         )
 
-    def has_come(self, name: str, on: Sequence[int]) -> bool:
-        """Completely, on all these ranks; so that nothing is to come."""
+    def is_complete(self, name: str, on: Sequence[int]) -> bool:
+        """Return whether a gradient is ready for the last time in this iteration on all these ranks."""
         return not any(wrapped.broken for wrapped in self.optimizers) and all(
             rank in wrapped.members and wrapped.left[rank].get(name) == 0
             for wrapped in self.optimizers
@@ -199,21 +200,21 @@ class Lockstep:
 
     @property
     def watched(self) -> set[str]:
-        """Parameters of some optimizer."""
+        """Return the parameters of all optimizers."""
         return {name for wrapped in self.optimizers for name in wrapped.spec.parameters}
 
     @property
     def beside_sparse(self) -> set[str]:
-        """Parameters of optimizers that have sparse gradients, too: these are reduced by themselves."""
+        """Return the parameters of optimizers that also have sparse gradients, which are reduced separately."""
         specs = [wrapped.spec for wrapped in self.optimizers]
         return {name for spec in specs if self.sparse & set(spec.parameters) for name in spec.parameters}
 
     def has_all(self, wrapped: Wrapped) -> bool:
-        """Every parameter has a gradient on every rank."""
+        """Return whether every parameter has a gradient on every rank."""
         return all(replica.parameters[name].grad is not None for replica in self.replicas for name in wrapped.hooked)
 
     def replicas_equal(self) -> bool:
-        """All ranks have the same parameters and optimizers' states."""
+        """Return whether all ranks have the same parameters and optimizer states."""
         first = self.replicas[0]
         same = all(
             torch.equal(param, replica.parameters[name])
@@ -224,7 +225,7 @@ class Lockstep:
         return same and all(state == every[0] for every in states for state in every)
 
     def update(self, wrapped: Wrapped, ranks: Iterable[int]) -> None:
-        """These ranks update the parameters; SparseAdam gets sparse gradients, however they travelled."""
+        """Step the optimizer on some ranks. SparseAdam gets sparse gradients, even if they were sent dense."""
         for rank in ranks:
             if wrapped.spec.rule == "sparse_adam" and rank in wrapped.members and len(wrapped.members) > 1:
                 for param in self.replicas[rank].select(wrapped.spec.parameters):
@@ -233,21 +234,21 @@ class Lockstep:
             wrapped.plain[rank].step()
 
     def copy_state(self, wrapped: Wrapped, root: int) -> None:
-        """All ranks take the state of one."""
+        """Copy the state of rank `root` to all ranks."""
         state = wrapped.plain[root].state_dict()
         for rank, plain in enumerate(wrapped.plain):
             if rank != root:
                 plain.load_state_dict(copy.deepcopy(state))
 
     def drop_gradients(self) -> None:
-        """Every gradient is None."""
+        """Set all gradients to None."""
         for replica in self.replicas:
             replica.blocks.zero_grad()
 
     # ── backward ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def accumulate(self, gradients: Gradients) -> None:
-        """Adds gradients up, and reduces those of optimizers that have all of theirs on all ranks now."""
+        """Add gradients, and reduce those of optimizers whose gradients are all ready on all ranks."""
         for rank, mine in enumerate(gradients):
             for name, grad in list(mine.items()):
                 param = self.replicas[rank].parameters[name]
@@ -255,9 +256,9 @@ class Lockstep:
                 self.replicas[rank].accumulated(name)
                 if param.grad is None:
                     del mine[name]
-        came = {name for mine in gradients for name in mine} & self.watched
-        self.local |= came
-        self.began |= came
+        was_ready = {name for mine in gradients for name in mine} & self.watched
+        self.local |= was_ready
+        self.began |= was_ready
         for wrapped in self.optimizers:
             if any(wrapped.hooked & mine.keys() for mine in gradients):
                 wrapped.synchronized = wrapped.forgotten = False
@@ -270,12 +271,12 @@ class Lockstep:
                         self.computed[rank][name] = param.grad.clone()
         active = [rank for rank, mine in enumerate(gradients) if mine]
         for wrapped in self.optimizers:
-            if self._all_came(wrapped, gradients, [rank for rank in wrapped.members if rank in active]):
+            if self._all_ready(wrapped, gradients, [rank for rank in wrapped.members if rank in active]):
                 self.reduce(wrapped)
                 wrapped.complete = True
 
-    def _all_came(self, wrapped: Wrapped, gradients: Gradients, active: Sequence[int]) -> bool:
-        """Everything, and the last of it in this backward pass, on all ranks that have data."""
+    def _all_ready(self, wrapped: Wrapped, gradients: Gradients, active: Sequence[int]) -> bool:
+        """Return whether all gradients are ready on all active ranks, the last one by this backward pass."""
         if not (wrapped.hooked and active and (self.joined or len(active) == len(wrapped.members))):
             return False
         return {name for name in wrapped.spec.parameters if self.wanted(name)} == wrapped.hooked and all(
@@ -285,24 +286,24 @@ class Lockstep:
     # ── reduction ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def reduce(self, wrapped: Wrapped) -> None:
-        """Makes the gradients equal on all members."""
+        """Average the gradients over all members."""
         for name in wrapped.spec.parameters:
-            if self.wanted(name) and not (wrapped.came(name) and name not in self.local):
+            if self.wanted(name) and not (wrapped.was_ready(name) and name not in self.local):
                 self._reduce_one(wrapped, name)
 
     def finish(self, wrapped: Wrapped) -> None:
-        """Ends an iteration: what is not reduced is reduced now, unless another optimizer has done so."""
+        """End an iteration: reduce the remaining gradients, unless another optimizer has already done so."""
         names, wrapped.forgotten = wrapped.spec.parameters, False
         shared = {name for other in self.optimizers if other is not wrapped for name in other.spec.parameters}
         there = {name for name in names if name not in self.began and self.reduced[name] != wrapped.seen[name]}
-        legal(not (there & self.divided) - shared, "who has reduced it is gone")
+        legal(not (there & self.divided) - shared, "the optimizer that has reduced it is closed")
         there &= shared
-        legal(not (there and self.began & shared & set(names)), "what is reduced together is not said")
+        legal(not (there and self.began & shared & set(names)), "it is undefined which gradients are reduced together")
         legal(all(wrapped.seen[name] >= 0 for name in shared.intersection(names) - self.began), "nor what has failed")
         for name in names:
             if name in there or not self.wanted(name):
                 continue
-            if not wrapped.complete and not (wrapped.came(name) and name not in self.local):
+            if not wrapped.complete and not (wrapped.was_ready(name) and name not in self.local):
                 self._reduce_one(wrapped, name)
         for name in set(names) - there:
             self.reduced[name] += 1
@@ -323,12 +324,12 @@ class Lockstep:
             self.computed[wrapped.members[0]].pop(name, None)
             return
         params = {rank: self.replicas[rank].parameters[name] for rank in wrapped.members}
-        there = wrapped.came(name) or any(name in self.computed[rank] for rank in params)
+        there = wrapped.was_ready(name) or any(name in self.computed[rank] for rank in params)
         if self._unused_as_none and not there and all(param.grad is None for param in params.values()):
             return
         given = [self.computed[rank].get(name, param.grad) for rank, param in params.items()]
         if wrapped.spec.fp16 and any(gradient is not None and _largest(gradient) > LARGE for gradient in given):
-            raise ValueError("the sum of such gradients is not known in float16")  # the program ends before
+            raise ValueError("the sum of such gradients is not known in float16")  # the program ends before this action
         like = next(iter(params.values()))
         total = total_of(given, like, sparse=name in self.sparse and not wrapped.spec.sparse_as_dense)
         if wrapped.spec.op == "average":
@@ -336,22 +337,22 @@ class Lockstep:
         total = rounded(total, like.dtype)
         for rank, param in params.items():
             computed = self.computed[rank].pop(name, None)
-            if computed is None or param.grad is not None:  # else it was set to None after it came
+            if computed is None or param.grad is not None:  # otherwise it was set to None after it was ready
                 param.grad = like_parameter(total, param)
 
 
 def rounded(total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A sum of gradients as it is applied; a sparse one has each row once."""
+    """Return a sum of gradients as it is applied. A sparse sum is coalesced."""
     return total.to(dtype).coalesce() if total.is_sparse else total.to(dtype)
 
 
 def like_parameter(total: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """A gradient of its own for a parameter, with its strides."""
+    """Return a copy of a gradient with the strides of its parameter."""
     return total.clone() if total.is_sparse else torch.empty_like(param).copy_(total)
 
 
 def _values(state: object) -> object:
-    """An optimizer's state, as plain values."""
+    """Return an optimizer's state as plain values."""
     if isinstance(state, torch.Tensor):
         return state.tolist()
     if isinstance(state, dict):
@@ -365,7 +366,7 @@ def _largest(gradient: torch.Tensor) -> float:
 
 
 def total_of(given: Sequence[torch.Tensor | None], like: torch.Tensor, *, sparse: bool) -> torch.Tensor:
-    """The sum of gradients, of which those that are not there are zeros; sparse if none is dense."""
+    """Return the sum of gradients. Missing ones are zeros. The sum is sparse if no gradient is dense."""
     total = torch.zeros(like.shape, dtype=torch.float64)
     if sparse and all(gradient is None or gradient.is_sparse for gradient in given):
         total = torch.sparse_coo_tensor(
@@ -384,10 +385,10 @@ def total_of(given: Sequence[torch.Tensor | None], like: torch.Tensor, *, sparse
 
 
 def zero(world: Lockstep, action: ZeroGrad) -> None:
-    """`zero_grad()` of an optimizer, or of the model, which also forgets what failed backward passes have left.
+    """Apply `zero_grad()` of an optimizer or of the model. It also drops gradients of failed backward passes.
 
     Raises:
-        IllegalError: no script may do that now.
+        IllegalError: a script may not do this now.
     """
     if action.optimizer is None:
         wrapped = [each for each in world.optimizers if each.broken]
@@ -409,13 +410,13 @@ def zero(world: Lockstep, action: ZeroGrad) -> None:
 
 def _require_zeroable(world: Lockstep, wrapped: Wrapped, action: ZeroGrad) -> None:
     legal(not wrapped.pending or wrapped.broken or wrapped.complete, "zero_grad() between backward() and step()")
-    legal(not wrapped.broken or action.set_to_none, "what came before the failure is unknown")
+    legal(not wrapped.broken or action.set_to_none, "gradients from before the failure are undefined")
 
 
 def drop(world: Lockstep, wrapped: Wrapped) -> None:
-    """What has come of this iteration does not count, or is left unused."""
+    """Drop the ready gradients of this iteration."""
     names = set(wrapped.spec.parameters)
-    if wrapped.complete and names & world.began:  # else another optimizer has ended this iteration
+    if wrapped.complete and names & world.began:  # otherwise another optimizer has ended this iteration
         world.finish(wrapped)
     elif wrapped.broken:
         wrapped.seen = dict.fromkeys(names, -1)
@@ -433,18 +434,18 @@ def drop(world: Lockstep, wrapped: Wrapped) -> None:
 
 
 def compute(lockstep: Lockstep, action: Backward, number: int, ranks: Sequence[int] | None = None) -> Gradients:
-    """The gradients of batch `number` on each of `ranks`, None = all of them.
+    """Return the gradients of batch `number` on each of `ranks`; None = all ranks.
 
     Raises:
-        IllegalError: a gradient would come too often, or has nowhere to go.
+        IllegalError: a gradient would be ready too often, or has no optimizer.
     """
     reentrant, penalised = action.checkpoint == "reentrant", action.penalty or action.slopes
     legal(not (reentrant and (action.inputs or penalised or action.retain)), "not with reentrant checkpoints")
-    legal(not (reentrant and action.fails_at is not None), "the parts of such a pass end by themselves")
+    legal(not (reentrant and action.fails_at is not None), "parts of such a pass end separately")
     require_compilable(action, lockstep.replicas)
     legal(not (action.nested and penalised), "no second derivative")
     legal(not (action.again and (penalised or action.fails_at is not None)), "a loss has been made")
-    unreduced = max(2, lockstep.n_ranks)  # on some rank gradients stay as PyTorch has computed them
+    unreduced = max(2, lockstep.n_ranks)  # on some ranks gradients stay as PyTorch has computed them
     apart = any(w.spec.rule.startswith("fused") and len(w.members) < unreduced for w in lockstep.optimizers)
     legal(not (penalised and apart), "PyTorch's own fused updates misread gradients of other strides")
     gradients: Gradients = [{} for _ in lockstep.replicas]
@@ -465,9 +466,9 @@ def compute(lockstep: Lockstep, action: Backward, number: int, ranks: Sequence[i
     for wrapped in lockstep.optimizers:
         touched = any(wrapped.hooked & mine.keys() for mine in gradients)
         legal(not (touched and wrapped.broken), "a backward pass has failed")
-        if touched and wrapped.forgotten:  # a rank without gradients cannot see that the others begin anew
+        if touched and wrapped.forgotten:  # a rank without gradients cannot notice that the remaining ranks begin again
             legal(all(lockstep.watched & gradients[rank].keys() for rank in wrapped.members), "a pass on all ranks")
-        legal(not (touched and wrapped.replaced), "where all has come then, it would have been too early")
+        legal(not (touched and wrapped.replaced), "some ranks would have reduced before")
         for rank in wrapped.members:
             for name in wrapped.hooked & gradients[rank].keys():
                 legal(wrapped.left[rank][name] > 0, "more than backward_passes_per_step times")
@@ -475,7 +476,7 @@ def compute(lockstep: Lockstep, action: Backward, number: int, ranks: Sequence[i
 
 
 def require_compilable(action: Backward, replicas: Sequence[Replica]) -> None:
-    """Raises IllegalError if the pass is compiled and PyTorch cannot compile it."""
+    """Raise IllegalError if the pass is compiled and PyTorch cannot compile it."""
     special = action.penalty or action.slopes or action.retain or action.again or action.fails_at is not None
     legal(not (action.compiled and (special or action.nested or action.checkpoint == "reentrant")), "not compiled")
     hooked = any(replica.hooks_modules for replica in replicas)
@@ -486,13 +487,13 @@ def require_compilable(action: Backward, replicas: Sequence[Replica]) -> None:
 
 
 def step_with(world: Lockstep, wrapped: Wrapped, closure: Backward, number: int) -> None:
-    """Steps this optimizer with a closure that zeroes gradients and makes the backward pass of batch `number`.
+    """Step an optimizer with a closure that zeroes gradients and runs the backward pass of batch `number`.
 
     Raises:
-        IllegalError: no script may do that now.
+        IllegalError: a script may not do this now.
     """
     legal(world.is_idle(wrapped) and not wrapped.synchronized and wrapped.spec.passes == 1, "before a closure")
-    legal(not world.divided & set(wrapped.spec.parameters), "what is reduced together is not said")
+    legal(not world.divided & set(wrapped.spec.parameters), "it is undefined which gradients are reduced together")
     legal(not (closure.again or closure.retain) and closure.fails_at is None, "in a closure")
     lbfgs = wrapped.spec.rule.startswith("lbfgs")
     if lbfgs:
@@ -500,7 +501,7 @@ def step_with(world: Lockstep, wrapped: Wrapped, closure: Backward, number: int)
     gradients = compute(world, closure, number)
     others = {name for other in world.optimizers if other is not wrapped for name in other.spec.parameters}
     legal(not (lbfgs and others & gradients[0].keys()), "LBFGS calls the closure several times")
-    legal(not (lbfgs and (closure.penalty or closure.slopes)), "the loss is wanted, too")
+    legal(not (lbfgs and (closure.penalty or closure.slopes)), "the closure's loss is needed")
     if wrapped.spec.rule == "lbfgs_search":
         params = world.replicas[0].parameters.values()
         legal(all(param.dtype == torch.float64 for param in params), "a line search would be decided by rounding")
@@ -520,7 +521,7 @@ def _call(world: Lockstep, wrapped: Wrapped, closure: Backward, number: int) -> 
 
 
 def _lbfgs(world: Lockstep, wrapped: Wrapped, closure: Backward, number: int) -> None:
-    """The first replica's optimizer sees the mean loss, and the others follow it."""
+    """Step LBFGS on the first replica with the mean loss, and copy the result to all replicas."""
 
     def follow() -> None:
         with torch.no_grad():
@@ -545,19 +546,19 @@ def _lbfgs(world: Lockstep, wrapped: Wrapped, closure: Backward, number: int) ->
 # ── Uneven data in one process: ranks that have no batch any more count as zeros in the average over all ─────────────
 
 Stepped = Callable[[int, Sequence[int]], None]
-"""Notes that these ranks have stepped the optimizer of this number."""
+"""Callback: these ranks have stepped the optimizer of this number."""
 
 
 def play_epoch(world: Lockstep, action: Epoch, number: int, stepped: Stepped) -> None:
-    """Trains on batches `number`, `number + 1` and so on; then all ranks are as the one that had the most.
+    """Train on batches from `number` on. Then all ranks get the state of the rank with the most batches.
 
     Raises:
-        IllegalError: no script may do that now.
+        IllegalError: a script may not do this now.
     """
     world.require_idle()
     batches = action.batches
-    legal(world.replicas_equal() or batches.count(max(batches)) == 1, "nobody knows who is last")
-    legal(bool(action.order) and all(action.order), "a step a batch")
+    legal(world.replicas_equal() or batches.count(max(batches)) == 1, "the last rank to join is undefined")
+    legal(bool(action.order) and all(action.order), "one step per batch")
     used = {optimizer for step in action.order for optimizer in step}
     for optimizer in used:
         _require_joinable(world, optimizer)
@@ -585,11 +586,11 @@ def _require_joinable(world: Lockstep, optimizer: int) -> None:
     legal(wrapped.spec.passes == 1 and len(wrapped.members) == world.n_ranks, "join() is for all ranks")
     for other in world.optimizers:
         legal(other is wrapped or not set(other.spec.parameters) & wanted, "shared parameters")
-    legal(bool(wanted) and wanted == wrapped.hooked, "frozen or thawed")
+    legal(bool(wanted) and wanted == wrapped.hooked, "frozen or unfrozen")
 
 
 def _batch(world: Lockstep, optimizers: Sequence[int], number: int, active: Sequence[int], stepped: Stepped) -> None:
-    """One batch of the ranks that still have one."""
+    """Train on one batch of the ranks that still have data."""
     for place in optimizers:
         wrapped = world.at(place)
         for plain in wrapped.plain:
@@ -605,17 +606,17 @@ def _batch(world: Lockstep, optimizers: Sequence[int], number: int, active: Sequ
 
 
 def write_too_early(world: Lockstep, action: TooEarly, number: int) -> None:
-    """A backward pass on batch `number`, a write before its gradients are reduced, an error, and zeroed gradients.
+    """Run a backward pass on batch `number`, write to gradients too early, expect an error, and zero gradients.
 
     Raises:
-        IllegalError: no script may do that now, or it is no error.
+        IllegalError: a script may not do this now, or the write is not an error.
     """
     wrapped, drawn = world.at(action.optimizer), action.backward
     world.require_idle()
     legal(len(world.optimizers) == 1 and 1 < len(wrapped.members) == world.n_ranks, "all ranks must do the same")
     legal(wrapped.spec.passes == 1 and not wrapped.spec.rule.startswith("lbfgs"), "one pass, one step")
     legal(not (drawn.retain or drawn.again) and drawn.fails_at is None, "one pass")
-    legal({name for name in wrapped.spec.parameters if world.wanted(name)} == wrapped.hooked, "thawed")
+    legal({name for name in wrapped.spec.parameters if world.wanted(name)} == wrapped.hooked, "unfrozen")
     gradients, dense = compute(world, drawn, number), wrapped.hooked - world.sparse
     writes = [
         bool(
@@ -625,9 +626,9 @@ def write_too_early(world: Lockstep, action: TooEarly, number: int) -> None:
         )
         for rank, mine in enumerate(gradients)
     ]
-    legal(not set(action.parameters) & world.sparse, "what is sparse gives way to what is reduced")
-    legal(any(writes), "nothing is written too early")
-    legal(all(writes) or not world.overlaps, "ranks hear of others' writes when their updates are made")
+    legal(not set(action.parameters) & world.sparse, "a sparse gradient would be replaced by the reduced one")
+    legal(any(writes), "no write would be too early")
+    legal(all(writes) or not world.overlaps, "ranks learn of their peers' writes when they update")
     world.accumulate(gradients)
     wrapped.broken = True
     drop(world, wrapped)
@@ -638,18 +639,18 @@ def write_too_early(world: Lockstep, action: TooEarly, number: int) -> None:
 # ── The reference ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 Entry = tuple[int, str, Values]
-"""(number of the action, what was looked at, the values)."""
+"""Number of the action, description, and observed values."""
 
 DIVERGED = 100.0
-"""Weights of this size have grown over few steps, and rounding with them, beyond any tolerance."""
+"""Size of weights above which rounding errors have grown beyond any tolerance."""
 
 
 class Played:
-    """Plays a program on replicas of all ranks; base of references, which have a method for each action.
+    """Runs a program on replicas of all ranks. Base class of references, which have a method per action.
 
     Attributes:
-        trace: by rank, what a script may look at.
-        played: the program without what was not legitimate.
+        trace: by rank, the values that a script may observe.
+        played: the program without skipped actions.
     """
 
     def __init__(self, program: Program, replicas: Sequence[Replica]) -> None:
@@ -673,7 +674,7 @@ class Played:
                     replica.retained = loss
                 continue
             except (RuntimeError, ValueError, TypeError, KeyError, IndexError):
-                break  # PyTorch itself refuses it, and has perhaps done a part
+                break  # PyTorch rejects the action, perhaps after a part of it
             for rank, label, values in self._pending_entries:
                 self.trace[rank].append((self._number, label, values))
             self._number += 1
@@ -684,36 +685,36 @@ class Played:
         return played[:n_sound]
 
     def _may_end(self) -> bool:
-        """No rank waits for others that come no more if the program ends here."""
+        """Return whether the program may end here without a rank that waits for gradients of its peers."""
         return True
 
-    def _look(self, rank: int, label: str, values: Values) -> None:
+    def _observe(self, rank: int, label: str, values: Values) -> None:
         self._pending_entries.append((rank, label, values))
 
-    def _look_at_step(self, rank: int, number: int, names: Sequence[str]) -> None:
+    def _observe_step(self, rank: int, number: int, names: Sequence[str]) -> None:
         weights = self._replicas[rank].values(names)
         if any(weight is not None and np.abs(weight).max(initial=0.0) > DIVERGED for weight in weights.values()):
-            raise ValueError("what follows is rounding, grown with the weights")  # the program ends before
-        self._look(rank, f"optimizer {number}", weights)
-        self._look(rank, f"optimizer {number}", self._replicas[rank].gradients(names))
+            raise ValueError("what follows is rounding, grown with the weights")  # the program ends before this action
+        self._observe(rank, f"optimizer {number}", weights)
+        self._observe(rank, f"optimizer {number}", self._replicas[rank].gradients(names))
 
     def _recall(self, action: actions.Recall) -> None:
         for rank, replica in enumerate(self._replicas):
-            self._look(rank, "kept", replica.recall())
+            self._observe(rank, "kept", replica.recall())
 
     def _outside(self, action: actions.Outside) -> None:
         for rank, replica in enumerate(self._replicas):
-            self._look(rank, f"read by {action.how}", replica.read(action.how))
+            self._observe(rank, f"read by {action.how}", replica.read(action.how))
 
     def _fork(self, action: actions.Fork) -> None:
         for rank in action.on or range(len(self._replicas)):
             replica = self._replicas[rank]
             if action.how == "trains":
                 try:
-                    replica.look_aside(actions.Aside(forward=True), self._number)
+                    replica.compute_aside(actions.Aside(forward=True), self._number)
                 except RuntimeError as err:
                     raise IllegalError("PyTorch cannot compute it") from err
-            self._look(rank, f"child: {action.how}", replica.values(replica.parameters))
+            self._observe(rank, f"child: {action.how}", replica.values(replica.parameters))
 
     def _hook(self, action: actions.Hook) -> None:
         for replica in self._replicas:
@@ -725,7 +726,7 @@ class Played:
 
     def _aside(self, action: actions.Aside) -> None:
         for rank in action.on or range(len(self._replicas)):
-            self._look(rank, "aside", self._replicas[rank].look_aside(action, self._number * 100 + 50))
+            self._observe(rank, "aside", self._replicas[rank].compute_aside(action, self._number * 100 + 50))
 
     def _nudge(self, action: actions.Nudge) -> None:
         for replica in self._replicas:
@@ -740,12 +741,12 @@ class Played:
         for what, number in self._started:
             for rank in range(len(self._replicas)):
                 result = OPERATIONS[what].result(rank, len(self._replicas), number)
-                self._look(rank, f"eager {what}", {"result": result.numpy()})
+                self._observe(rank, f"eager {what}", {"result": result.numpy()})
         self._started = []
 
 
 class Reference(Played):
-    """Plays a program whose optimizers are DistributedOptimizers."""
+    """Runs a program whose optimizers are DistributedOptimizers."""
 
     def __init__(self, program: Program) -> None:
         self._world = Lockstep(program)
@@ -760,11 +761,14 @@ class Reference(Played):
             self._world.accumulate(gradients)
             return
         watched = self._world.watched
-        legal(all(name in watched for mine in gradients for name in mine), "nobody zeroes what it leaves there")
+        legal(
+            all(name in watched for mine in gradients for name in mine),
+            "no optimizer zeroes the gradient that the pass leaves",
+        )
         for wrapped in self._world.optimizers:
-            came = {name for mine in gradients for name in mine if name in wrapped.spec.parameters}
-            legal(came <= wrapped.hooked, "what was thawed keeps what a failed pass has computed")
-            wrapped.broken |= bool(came)
+            was_ready = {name for mine in gradients for name in mine if name in wrapped.spec.parameters}
+            legal(was_ready <= wrapped.hooked, "an unfrozen parameter keeps the gradient of a failed pass")
+            wrapped.broken |= bool(was_ready)
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -788,7 +792,7 @@ class Reference(Played):
         wrapped.synchronized = False
         wrapped.begin()
         for rank in ranks:
-            self._look_at_step(rank, number, wrapped.spec.parameters)
+            self._observe_step(rank, number, wrapped.spec.parameters)
 
     def _synchronize(self, action: actions.Synchronize) -> None:
         wrapped = self._world.at(action.optimizer)
@@ -807,9 +811,9 @@ class Reference(Played):
             null, replaces = action.how == "null", action.how in ("null", "replace", "clone")
             owners = [wrapped for wrapped in self._world.optimizers if name in wrapped.spec.parameters]
             if not self._world.is_defined(name):
-                legal(replaces and self._world.has_come(name, action.on), "it is on its way")
+                legal(replaces and self._world.is_complete(name, action.on), "a reduction is in flight")
                 apart = self._world.divided | self._world.beside_sparse
-                legal(null or name not in apart, "perhaps it is reduced")
+                legal(null or name not in apart, "the gradient may be reduced already")
                 legal(null or not any(wrapped.reduced_on_some for wrapped in owners), "an error on all ranks")
             legal(null or name not in self._world.sparse, "sparse")
             for wrapped in owners:
@@ -820,18 +824,21 @@ class Reference(Played):
     def _tooearly(self, action: actions.TooEarly) -> None:
         write_too_early(self._world, action, self._number * 100)
         for rank in range(self._world.n_ranks):
-            self._look(rank, "too early", {"raised": np.array([1.0])})
+            self._observe(rank, "too early", {"raised": np.array([1.0])})
 
     def _read(self, action: actions.Read) -> None:
         watched = self._world.watched
-        legal(all(self._world.is_defined(name) and name in watched for name in action.parameters), "it is on its way")
+        legal(
+            all(self._world.is_defined(name) and name in watched for name in action.parameters),
+            "a reduction is in flight",
+        )
         for rank, replica in enumerate(self._world.replicas):
-            self._look(rank, "read", replica.gradients(action.parameters))
+            self._observe(rank, "read", replica.gradients(action.parameters))
 
     def _keep(self, action: actions.Keep) -> None:
         names = self._world.at(action.optimizer).spec.parameters
-        legal(all(self._world.is_defined(name) for name in names), "it is on its way")
-        legal(not self._world.optimizers[action.optimizer].broken, "what came before the failure is unknown")
+        legal(all(self._world.is_defined(name) for name in names), "a reduction is in flight")
+        legal(not self._world.optimizers[action.optimizer].broken, "gradients from before the failure are undefined")
         grads = [replica.keeps(names, action.how) for replica in self._world.replicas]
         zero(self._world, ZeroGrad(optimizer=action.optimizer))
         for replica, kept in zip(self._world.replicas, grads, strict=True):
@@ -848,7 +855,10 @@ class Reference(Played):
         self._world.require_idle()
         wrapped = self._world.at(action.optimizer)
         legal(not wrapped.spec.rule.startswith("lbfgs"), "LBFGS takes one group")
-        legal(not set(wrapped.spec.parameters) & set(action.parameters) and bool(action.parameters), "has it already")
+        legal(
+            not set(wrapped.spec.parameters) & set(action.parameters) and bool(action.parameters),
+            "the optimizer has the parameter already",
+        )
         self._world.share(wrapped.spec, action.parameters)
         for replica, plain in zip(self._world.replicas, wrapped.plain, strict=True):
             plain.add_param_group({"params": replica.select(action.parameters)})
@@ -898,7 +908,7 @@ class Reference(Played):
 
     def _convert(self, action: actions.Convert) -> None:
         self._world.require_idle()
-        # PyTorch's own fused optimizers go wrong where moments have not their parameter's strides.
+        # PyTorch's fused optimizers are wrong if moments do not have their parameter's strides.
         fused = any("fused" in wrapped.spec.rule and wrapped.plain[0].state for wrapped in self._world.optimizers)
         legal(not (fused and action.to in ("channels_last", "contiguous", "strides", "flat")), "fused")
         for replica in self._world.replicas:
@@ -921,7 +931,7 @@ class Reference(Played):
     # ── uneven data ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _epoch(self, action: actions.Epoch) -> None:
-        legal(not self._started, "eager operations are under way")
+        legal(not self._started, "eager operations are in flight")
         play_epoch(self._world, action, self._number * 100, self._stepped)
         for rank, replica in enumerate(self._world.replicas):
-            self._look(rank, "after join", replica.values(self._world.names))
+            self._observe(rank, "after join", replica.values(self._world.names))

@@ -1,4 +1,4 @@
-"""What a program does on one rank without asking others: its model, its batches, its plain optimizers, its edits."""
+"""The part of a program that one rank computes without communication: model, batches, plain optimizers, edits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Handle = Callable[[], torch.Tensor]
 
 
 def given(rank: int, number: int, rows: int = 4) -> torch.Tensor:
-    """What a rank gives to operation `number`, `(rows, 3)`."""
+    """Return the input of a rank for eager operation `number`, `(rows, 3)`."""
     generator = torch.Generator().manual_seed(31 * number + rank + 1)
     return torch.randn(rows, 3, generator=generator, dtype=torch.float64, device="cpu")
 
@@ -39,8 +39,8 @@ class Operation:
     """One eager operation.
 
     Attributes:
-        start: (hvd, rank, number) → a function that waits for the result.
-        result: (rank, ranks, number) → what it must be.
+        start: function (hvd, rank, number) that starts it and returns a function that waits for the result.
+        result: function (rank, ranks, number) that returns the expected result.
     """
 
     start: Callable[[Any, int, int], Handle]
@@ -93,22 +93,24 @@ OPERATIONS: dict[str, Operation] = {
 
 WIDTH, ROWS, WORDS = 8, 2, 7
 SCALE = 4.0
-"""Of losses, where a script scales them as for mixed precision."""
-WIDE = 560  # two weights of 560 * 8 * 8 bytes are larger together than the smallest unit
+"""Loss scale of scripts that emulate mixed precision."""
+WIDE = 560  # two weights of 560 * 8 * 8 bytes exceed the smallest unit
 
 Optimizer = torch.optim.Optimizer
 
 
 class Across(Optimizer):
-    """Momentum whose gradients are divided by their norm over all parameters, with a trust ratio and a step count of a
-    whole group, as large batches' optimizers have them: a part of the parameters alone is stepped otherwise."""
+    """Momentum with values of the whole group: the norm of all gradients, a trust ratio, and a step count.
+
+    As in optimizers for large batches, a step of some parameters alone has other results.
+    """
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         super().__init__(params, {"lr": 0.05, "steps": 0})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]  # torch's overloads
-        """One step."""
+        """Run one step."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -132,7 +134,7 @@ Values = dict[str, np.ndarray | None]
 RULES: dict[str, Callable[[Sequence[nn.Parameter]], Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
     "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.1, nesterov=True),
-    # A large eps, so that what is zero but for rounding stays small.
+    # A large eps, so that values that are zero except for rounding stay small.
     "adam": lambda params: torch.optim.Adam(params, lr=0.02, eps=1e-2),
     "fused_adam": lambda params: torch.optim.Adam(params, lr=0.02, eps=1e-2, fused=True),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.02, eps=1e-2, weight_decay=0.2, amsgrad=True),
@@ -151,11 +153,11 @@ LOSSY: dict[str, Callable[[Any], Any]] = {
     "topk": lambda compression: compression.topk(0.1),
     "powersgd": lambda compression: compression.powersgd(2),
 }
-"""Of `hvd.Compression`. What ranks then apply is their own affair, but it is the same on all of them."""
+"""Lossy codecs of `hvd.Compression`. Ranks apply different values than the reference, but equal ones."""
 
 
 class Failed(Exception):
-    """What a backward pass raises that is told to fail."""
+    """Exception of a backward pass that is meant to fail."""
 
 
 class _Fails(torch.autograd.Function):
@@ -169,7 +171,7 @@ class _Fails(torch.autograd.Function):
 
 
 def _slope_of(x: torch.Tensor) -> torch.Tensor:
-    """Return a gradient that a backward pass within another one computes, of a leaf that is nobody else's."""
+    """Return a gradient that a backward pass within another one computes, of a leaf of its own."""
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()
         torch.tanh(leaf).square().sum().backward()
@@ -178,7 +180,7 @@ def _slope_of(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Nests(torch.autograd.Function):
-    """The identity, whose backward pass runs another one."""
+    """The identity. Its backward pass runs another backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -199,7 +201,7 @@ def _nests_in_hook(x: torch.Tensor) -> torch.Tensor:
 
 
 def _fails_in_hook(x: torch.Tensor) -> torch.Tensor:
-    """A hook whose backward pass raises, and which catches that."""
+    """Register a hook whose backward pass raises an exception, which the hook catches."""
 
     def hook(gradient: torch.Tensor) -> torch.Tensor:
         try:
@@ -221,11 +223,11 @@ NESTED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "hook": _nests_in_hook,
     "caught": _fails_in_hook,
 }
-"""What an activation goes through, so that a backward pass begins and ends within the one of the loss."""
+"""Functions of an activation that start and end a backward pass within the loss's backward pass."""
 
 
 class _Block(nn.Module):
-    """One block: adds something to its input of shape `(ROWS, WIDTH)`, given the words of each row `(ROWS, 2)`."""
+    """One block: adds a term to its input of shape `(ROWS, WIDTH)`, given two words per row, `(ROWS, 2)`."""
 
     def __init__(self, kind: BlockKind) -> None:
         super().__init__()
@@ -275,7 +277,7 @@ class _Block(nn.Module):
 
 
 def _each(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Sequence[nn.Parameter]], None]:
-    """`p.grad = change(p.grad)` for each parameter."""
+    """Return a function that applies `p.grad = change(p.grad)` to each parameter."""
 
     def edit(params: Sequence[nn.Parameter]) -> None:
         for param in params:
@@ -315,11 +317,11 @@ EDITS: dict[str, Callable[[Sequence[nn.Parameter]], object]] = {
     "unscale": _in_place(lambda grad: grad.mul_(1 / SCALE)),
 }
 IN_PLACE = ("scale", "clamp", "noise", "zero", "clip_norm", "clip_norm_foreach", "clip_value")
-"""Those that count as a write of the tensor."""
+"""Edits that write to a gradient in place."""
 
 
 HOOK_EDITS = ("replace", "clone", "scale", "clamp", "data", "zero", "null")
-"""Those that hooks make, of one local gradient."""
+"""Edits of one local gradient that hooks make."""
 
 CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {
     "clamp": lambda gradient: gradient.clamp(-0.5, 0.5),
@@ -327,11 +329,11 @@ CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {
     "watch": lambda gradient: None,
     "zero": torch.zeros_like,
 }
-"""What hooks on tensors and modules make of a gradient."""
+"""Changes of a gradient by hooks on tensors and modules."""
 
 
 def _accumulated(how: str, param: torch.Tensor) -> None:
-    if param.grad is not None:  # else another hook has set it to None
+    if param.grad is not None:  # otherwise another hook has set it to None
         EDITS[how]([param])  # type: ignore[list-item]  # it is a parameter
 
 
@@ -391,16 +393,16 @@ DEFAULTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "operators": _CountsOperators,
 }
 DTYPES = {"bfloat16", "float64"}
-"""Those of these that are default dtypes."""
+"""Keys of `DEFAULTS` that are default dtypes."""
 CALLS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "no_grad": torch.no_grad,
     "inference": torch.inference_mode,
 }
-"""Modes in which a script calls `step()`, `synchronize()` and eager operations, and nothing else."""
+"""Modes that are active only while a script calls `step()`, `synchronize()` and eager operations."""
 
 
 def entered(names: Iterable[str], modes: Mapping[str, Callable[[], AbstractContextManager[object]]]) -> ExitStack:
-    """Enter those of these modes that have one of the names."""
+    """Enter the modes with the given names."""
     stack = ExitStack()
     for name in names:
         if name in modes:
@@ -422,7 +424,7 @@ def _swap_strides(model: nn.Module) -> object:
 
 
 def _make_flat(model: nn.Module) -> object:
-    """As flattened optimizers do it: one buffer a dtype, of which every parameter is a part."""
+    """Make all parameters of a dtype views of one buffer, as flattened optimizers do."""
     for dtype in {param.dtype for param in model.parameters()}:
         params = [param for param in model.parameters() if param.dtype == dtype]
         flat = torch.cat([param.detach().reshape(-1) for param in params])
@@ -438,11 +440,11 @@ KEEPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "part": lambda grad: grad[:1] if grad.dim() else grad,
     "copy": torch.clone,
 }
-"""How a script keeps a gradient."""
+"""Ways in which a script keeps a gradient."""
 
 
 def _averaged(model: nn.Module) -> dict[str, torch.Tensor]:
-    """As an average of weights over time is made."""
+    """Return averaged weights, as computed by weight averaging."""
     average = {name: torch.zeros_like(param) for name, param in model.named_parameters()}
     for name, param in model.named_parameters():
         average[name].lerp_(param.data, 0.5)
@@ -464,7 +466,7 @@ READERS: dict[str, Callable[[nn.Module], Mapping[str, torch.Tensor]]] = {
     "norm": lambda model: {"norms": torch.stack([param.double().norm() for param in model.parameters()])},
     "written": _written,
 }
-"""Who reads parameters outside of modules' forward passes."""
+"""Reads of parameters outside of modules' forward passes."""
 
 
 CONVERSIONS: dict[str, Callable[[nn.Module], object]] = {
@@ -481,7 +483,7 @@ CONVERSIONS: dict[str, Callable[[nn.Module], object]] = {
 
 
 class Replica:
-    """One rank's model in float64, the same on all ranks at first."""
+    """One rank's model in float64, initially equal on all ranks."""
 
     def __init__(self, program: Program, rank: int) -> None:
         self.program, self.rank = program, rank
@@ -489,7 +491,7 @@ class Replica:
             torch.manual_seed(1)
             self.blocks = nn.ModuleList(_Block(kind) for kind in program.blocks)
         self.parameters = dict(self.blocks.named_parameters())
-        self._hooks: list[tuple[Hook, str, RemovableHandle]] = []  # and the parameter that it is on
+        self._hooks: list[tuple[Hook, str, RemovableHandle]] = []  # hook, parameter, and handle
         for hook in program.hooks:
             self.hook(hook)
         for name in program.frozen:
@@ -501,11 +503,11 @@ class Replica:
         self._last_compiled: Backward | None = None
 
     def select(self, names: Iterable[str]) -> list[nn.Parameter]:
-        """Parameters by name."""
+        """Return parameters by name."""
         return [self.parameters[name] for name in names]
 
     def optimizer(self, spec: OptimizerSpec) -> Optimizer:
-        """A plain one, made anew."""
+        """Return a new plain optimizer."""
         return RULES[spec.rule](self.select(spec.parameters))
 
     # ── forward ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -513,9 +515,13 @@ class Replica:
     def loss(
         self, action: Backward, number: int, *, plain: bool = False, model: Callable[..., torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """The loss of this rank's share of batch `number`; `plain`: nothing is checkpointed, compiled or fails.
+        """Return the loss of this rank's share of batch `number`.
 
-        `model` is called in place of `output`.
+        Args:
+            action: the backward pass.
+            number: number of the batch.
+            plain: without checkpointing, compilation and failures.
+            model: called instead of `output`.
         """
         if action.again:
             if self.retained is None:
@@ -538,9 +544,9 @@ class Replica:
         return loss
 
     def backward(self, action: Backward, number: int, model: Callable[..., torch.Tensor] | None = None) -> torch.Tensor:
-        """Make a forward and a backward pass on batch `number`, as a script does. Return the loss."""
+        """Run a forward and a backward pass on batch `number`, as a script does. Return the loss."""
         if action.compiled and action != self._last_compiled:
-            # PyTorch (2.13) does not always compile a pass again when only attributes of `action` differ.
+            # PyTorch (2.13) does not always recompile if only attributes of `action` differ.
             torch.compiler.reset()
             self._last_compiled = action
         inputs = [param for param in self.select(action.inputs) if param.requires_grad] or None
@@ -580,11 +586,11 @@ class Replica:
         plain: bool,
         model: Callable[..., torch.Tensor] | None,
     ) -> torch.Tensor:
-        forward = self.output if model is None else model  # a compiled DistributedDataParallel has no truth value
+        forward = self.output if model is None else model  # not `or`: a compiled model has no truth value
         return forward(action, first, words, plain=plain).square().mean()
 
     def output(self, action: Backward, first: torch.Tensor, words: torch.Tensor, *, plain: bool) -> torch.Tensor:
-        """What the blocks make of a batch."""
+        """Return the output of the blocks for a batch."""
         left_out = action.skipped if self.rank in action.on or not action.on else ()
         x = first
         for place, block in enumerate(self.blocks):
@@ -603,7 +609,7 @@ class Replica:
 
     def _compile(self, key: object, function: Callable[..., Any]) -> Callable[..., Any]:
         if not self._compiled:
-            torch.compiler.reset()  # or else there would soon be too many kinds of blocks for it
+            torch.compiler.reset()  # because PyTorch limits the number of recompilations
         if key not in self._compiled:
             self._compiled[key] = torch.compile(function, backend=self.program.backend)
         return self._compiled[key]
@@ -613,13 +619,13 @@ class Replica:
         self._compile(("optimizer", id(optimizer)), optimizer.step)()
 
     def forget_compiled_step(self, optimizer: Optimizer) -> None:
-        """Release an optimizer that is to be replaced."""
+        """Release the compiled step of an optimizer that is replaced."""
         self._compiled.pop(("optimizer", id(optimizer)), None)
 
     # ── hooks ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def hook(self, action: Hook) -> None:
-        """Register a hook on those of its parameters that want a gradient, or on their blocks."""
+        """Register a hook on parameters that require a gradient, or on their blocks."""
         if action.on and self.rank not in action.on:
             return
         hooked: set[str] = set()
@@ -649,26 +655,26 @@ class Replica:
             handle.remove()
 
     def accumulated(self, name: str) -> None:
-        """Do what hooks of the user's do once a gradient was added to `.grad`, where autograd has not done so."""
+        """Call the user's post-accumulate hooks of a parameter, where autograd does not."""
         for action, hooked, _ in self._hooks:
             if hooked == name and action.at == "accumulated":
                 _accumulated(action.how, self.parameters[name])
 
     @property
     def hooks_modules(self) -> bool:
-        """Whether modules have hooks."""
+        """Return whether modules have hooks."""
         return any(action.at.startswith("module") for action, _, _ in self._hooks)
 
     def _dense(self, names: Sequence[str] = ()) -> list[tuple[str, nn.Parameter]]:
-        """Those of these parameters, or of all, whose gradients are dense."""
+        """Return the parameters, or those with the given names, that have dense gradients."""
         return [
             (name, self.parameters[name])
             for name in names or self.parameters
             if self.program.kind_of(name) is not BlockKind.SPARSE
         ]
 
-    def look_aside(self, action: Aside, number: int, model: Callable[..., torch.Tensor] | None = None) -> Values:
-        """A loss on batch `number`, and by `torch.autograd.grad` its gradients; nothing is accumulated."""
+    def compute_aside(self, action: Aside, number: int, model: Callable[..., torch.Tensor] | None = None) -> Values:
+        """Return the loss of batch `number`, and its gradients by `torch.autograd.grad`. Nothing is accumulated."""
         retained = self.retained
         loss = self.loss(Backward(), number, model=model)
         self.retained = retained
@@ -681,46 +687,46 @@ class Replica:
     # ── what is done between passes ──────────────────────────────────────────────────────────────────────────────
 
     def edit(self, action: Edit) -> None:
-        """Changes gradients of those parameters that have one, if this rank is meant."""
+        """Change gradients that are not None, if the action applies to this rank."""
         params = [param for param in self.select(action.parameters) if param.grad is not None]
         if params and (self.rank in action.on or not action.on):
             EDITS[action.how](params)
 
     def keeps(self, names: Sequence[str], how: str) -> list[tuple[str, torch.Tensor]]:
-        """The dense gradients of these parameters, as a script keeps them."""
+        """Keep dense gradients of parameters, and return them."""
         return [(name, KEEPS[how](param.grad)) for name, param in self._dense(names) if param.grad is not None]
 
     def recall(self) -> Values:
-        """What was kept, which nobody but the script may write to."""
+        """Return the kept gradients, which only the script may change."""
         return {f"{number}: {name}": _array(kept) for number, (name, kept) in enumerate(self.kept)}
 
     def read(self, how: str) -> Values:
-        """Parameters, as others than their modules read them."""
+        """Return parameters, read outside of their modules."""
         return {name: _array(value) for name, value in READERS[how](self.blocks).items()}
 
     def require_grad(self, action: RequireGrad) -> None:
-        """Freezes or thaws."""
+        """Freeze or unfreeze parameters."""
         for param in self.select(action.parameters):
             param.requires_grad_(action.wanted)
 
     def convert(self, action: Convert) -> None:
-        """Changes dtype, format or storage of all parameters."""
+        """Change dtype, memory format or storage of all parameters."""
         CONVERSIONS[action.to](self.blocks)
 
     def nudge(self) -> None:
-        """Clamps all parameters in place."""
+        """Clamp all parameters in place."""
         with torch.no_grad():
             for param in self.parameters.values():
                 param.clamp_(-0.35, 0.35)
 
     def save(self, optimizers: Sequence[Optimizer]) -> None:
-        """Writes all states down."""
+        """Save the states of model and optimizers."""
         file = io.BytesIO()
         torch.save([self.blocks.state_dict(), *(optimizer.state_dict() for optimizer in optimizers)], file)
         self._saved = file.getvalue()
 
     def load(self, optimizers: Sequence[Optimizer]) -> None:
-        """Reads them again."""
+        """Load the saved states."""
         assert self._saved is not None
         model, *states = torch.load(io.BytesIO(self._saved), map_location="cpu", weights_only=True)
         self.blocks.load_state_dict(model)
@@ -730,11 +736,11 @@ class Replica:
     # ── what is compared ─────────────────────────────────────────────────────────────────────────────────────────
 
     def values(self, names: Iterable[str]) -> Values:
-        """Parameters, as float64 arrays."""
+        """Return parameters as float64 arrays."""
         return {name: _array(self.parameters[name]) for name in names}
 
     def gradients(self, names: Iterable[str]) -> Values:
-        """Gradients, as dense float64 arrays; None where there is none."""
+        """Return gradients as dense float64 arrays; None for missing ones."""
         found: Mapping[str, torch.Tensor | None] = {name: self.parameters[name].grad for name in names}
         return {f"{name}.grad": None if grad is None else _array(grad) for name, grad in found.items()}
 

@@ -1,4 +1,4 @@
-"""Draws programs. What is drawn looks like training; `Reference` leaves out what is not legitimate in its place."""
+"""Draw programs that resemble training. `Reference` skips actions that are invalid in their state."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ T = TypeVar("T")
 
 
 class Choices:
-    """Choices for one program of `n_ranks` ranks, which `compiles` or not: that takes seconds."""
+    """Random choices for a program of `n_ranks` ranks. `compiles`: whether it may compile, which takes seconds."""
 
     def __init__(self, draw: st.DrawFn, n_ranks: int, *, compiles: bool) -> None:
         self.draw, self.n_ranks, self.compiles = draw, n_ranks, compiles
 
     def maybe(self, percent: int) -> bool:
-        """True in so many per cent of cases."""
+        """Return true with a probability in per cent."""
         return self.draw(st.integers(0, 99)) >= 100 - percent
 
     def one(self, choices: Sequence[T]) -> T:
-        """One of them."""
+        """Draw one choice."""
         return self.draw(st.sampled_from(choices))
 
     def some(self, choices: Sequence[T], least: int = 1) -> tuple[T, ...]:
-        """Several of them, in order."""
+        """Draw several choices, in order."""
         if len(choices) <= least:
             return tuple(choices)
         chosen = self.draw(st.lists(st.sampled_from(range(len(choices))), min_size=least, max_size=4, unique=True))
         return tuple(choices[place] for place in sorted(chosen))
 
     def ranks(self) -> tuple[int, ...]:
-        """Some of the ranks."""
+        """Draw some ranks."""
         return self.some(range(self.n_ranks))
 
 
@@ -61,13 +61,13 @@ class Choices:
 
 
 class Iterations(Choices):
-    """Iterations of one program.
+    """Random iterations of one program.
 
     Attributes:
-        blocks: of the model.
-        names: of all parameters.
-        sparse: those that have sparse gradients.
-        optimizers: as they are at this point of the program.
+        blocks: blocks of the model.
+        names: names of all parameters.
+        sparse: names of parameters with sparse gradients.
+        optimizers: optimizers at the current point of the program.
     """
 
     blocks: tuple[BlockKind, ...] = ()
@@ -84,16 +84,16 @@ class Iterations(Choices):
             self.defaults += (self.one(tuple(CALLS)),)
 
     def rules(self, *names: str) -> tuple[str, ...]:
-        """Those of these rules that PyTorch has with the defaults of this process."""
+        """Return the rules that PyTorch supports under this process's defaults."""
         kept = tuple(name for name in names if name in ("sgd", "momentum", "across"))
         return kept if "meta" in self.defaults else names
 
     def early_hooks(self) -> tuple[actions.Hook, ...]:
-        """Hooks that are registered before anything is wrapped."""
+        """Draw hooks that are registered before optimizers or model are wrapped."""
         return tuple(self.hook() for _ in range(self.one((1, 1, 2)))) if self.maybe(20) else ()
 
     def hook(self) -> actions.Hook:
-        """A hook of the user's."""
+        """Draw a user's hook."""
         at = self.one(("tensor", "accumulated", "accumulated", "module", "module_pre"))
         if self.compiles and at.startswith("module"):
             at = "tensor"
@@ -102,11 +102,11 @@ class Iterations(Choices):
         return actions.Hook(at=at, how=how, parameters=self.some(dense), on=self.ranks() if self.maybe(15) else ())
 
     def fork(self) -> actions.Fork:
-        """A child that reads parameters and leaves."""
+        """Draw a fork of a child that reads parameters."""
         return actions.Fork(how=self.one(tuple(CHILDREN)), on=self.ranks() if self.maybe(50) else ())
 
     def iteration(self) -> list[Action]:
-        """Zero, backward, step, and what is done in between."""
+        """Draw an iteration: zero, backward, step, and actions between them."""
         chosen = list(range(len(self.optimizers)))
         if len(chosen) > 1 and self.maybe(40):
             chosen = list(self.draw(st.permutations(self.some(chosen))))
@@ -122,7 +122,7 @@ class Iterations(Choices):
         inputs: tuple[str, ...] = ()
         if len(chosen) < len(self.optimizers) or self.maybe(5):
             inputs = tuple(dict.fromkeys(name for spec in specs for name in spec.parameters))
-        called = "inference" not in self.defaults and self.maybe(6)  # a closure's backward pass is not for that mode
+        called = "inference" not in self.defaults and self.maybe(6)  # a closure's backward pass needs grad mode
         closures = [spec.rule.startswith("lbfgs") or called for spec in specs]
         if all(closures):
             return [
@@ -155,7 +155,7 @@ class Iterations(Choices):
         return made
 
     def _unscale(self, chosen: list[int]) -> list[Action]:
-        """Gradients of a scaled loss are divided before the step, which is left out if they were too large."""
+        """Return actions that unscale gradients before the step, and skip the step if they overflow."""
         made: list[Action] = []
         for number in chosen:
             synchronizes = self.maybe(50)
@@ -169,7 +169,7 @@ class Iterations(Choices):
         return made
 
     def _passes(self, inputs: tuple[str, ...], *, scale: float) -> list[Action]:
-        """One backward pass, or several that are one together, of a scaled loss perhaps."""
+        """Draw the backward pass of an iteration, or several that form it, of a loss that may be scaled."""
         return [
             replace(action, scale=scale) if isinstance(action, Backward) else action
             for action in self._unscaled(inputs)
@@ -217,7 +217,7 @@ class Iterations(Choices):
         )
 
     def _touch(self) -> list[Action]:
-        """What is done to gradients that are reduced, or on their way."""
+        """Draw actions on gradients that are ready or reduced."""
         made: list[Action] = []
         if self.maybe(15):
             made.append(self.eager())
@@ -258,7 +258,7 @@ class Iterations(Choices):
         return [*made, actions.Step(optimizer=number, skip_synchronize=skip)]
 
     def eager(self) -> Action:
-        """An eager operation, or waiting for those that were started."""
+        """Draw an eager operation, or a wait for started ones."""
         if self.maybe(20):
             return actions.Wait()
         return actions.Eager(what=self.one(tuple(OPERATIONS)), later=self.maybe(50))
@@ -281,7 +281,7 @@ ENVIRONMENTS: tuple[dict[str, str], ...] = (
 
 
 def environments_of(world: int) -> list[dict[str, str]]:
-    """Those in which so many ranks fill nodes of a size, and are on several where they go from node to node."""
+    """Return the environments in which `world` ranks fill nodes, and several nodes for a hierarchical algorithm."""
     sizes = [(environment, int(environment.get("local_size", "1"))) for environment in ENVIRONMENTS]
     return [each for each, size in sizes if world % size == 0 and (world > size or "algorithm" not in each)]
 
@@ -290,18 +290,18 @@ def environments_of(world: int) -> list[dict[str, str]]:
 def programs(
     draw: st.DrawFn, ranks: int, *, environment: dict[str, str] | None = None, compiles: bool = False
 ) -> Program:
-    """A program for `ranks` ranks."""
+    """Return a strategy for programs of `ranks` ranks."""
     return _Draw(draw, ranks, compiles=compiles).program(environment or {})
 
 
 class _Draw(Iterations):
-    """The choices of one program: its model, its optimizers, and what is done in and between iterations."""
+    """Random choices of one program: model, optimizers, and actions in and between iterations."""
 
     # ── the model and its optimizers ─────────────────────────────────────────────────────────────────────────────
 
     def program(self, environment: dict[str, str]) -> Program:
-        self._has_sets = self.n_ranks > 2 and "algorithm" not in environment  # which some sets would not have
-        self._compresses = "transport" in environment  # between ranks that share memory, nothing is compressed
+        self._has_sets = self.n_ranks > 2 and "algorithm" not in environment  # some process sets do not support it
+        self._compresses = "transport" in environment  # over shared memory, nothing is compressed
         blocks = tuple(self.draw(st.lists(st.sampled_from(list(BlockKind)), min_size=1, max_size=5)))
         bare = Program(ranks=self.n_ranks, blocks=blocks, optimizers=(), actions=())
         self.blocks, self.names = blocks, bare.parameters
@@ -313,7 +313,7 @@ class _Draw(Iterations):
         made: list[Action] = []
         for _ in range(self.draw(st.integers(2, 9))):
             made += self._phase()
-        # A rank that has all gradients waits for the others until they ask for them.
+        # A rank with all gradients ready waits until the remaining ranks need theirs.
         made += [actions.Synchronize(optimizer=number) for number in range(len(self.optimizers))]
         tuned = {"warmup_iterations": "1000"} if tunes else {}
         return Program(
@@ -388,7 +388,7 @@ class _Draw(Iterations):
         return self.iteration()
 
     def _between(self) -> list[Action]:
-        """What is done between two iterations."""
+        """Draw actions between two iterations."""
         number = self.one(range(len(self.optimizers)))
         choices: list[Callable[[], list[Action]]] = [
             lambda: [actions.Nudge()],
@@ -431,7 +431,7 @@ class _Draw(Iterations):
         )
 
     def _other(self, number: int) -> OptimizerSpec:
-        """Another optimizer of the same or of other parameters."""
+        """Draw another optimizer, of the same or of other parameters."""
         old = self.optimizers[number]
         names = list(old.parameters) if self.maybe(60) else list(self.some(self.names))
         spec = self._spec(names, self._options(), old.plan_seed)

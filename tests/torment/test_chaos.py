@@ -1,4 +1,4 @@
-"""Whatever happens to a rank, a launcher or a disk: jobs end as they must, and leave nothing behind."""
+"""After faults of ranks, launchers and disks, jobs end as specified and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def saved(weights: np.ndarray[Any, Any]) -> bytes:
 
 
 GOOD = dict.fromkeys(range(RANKS), saved(WEIGHTS))
-KILLED = {"returncode": 137, "said": "rank 1 was killed; rank 0 waits for the gradients of iteration 60"}
+KILLED = {"returncode": 137, "message": "rank 1 was killed; rank 0 waits for the gradients of iteration 60"}
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,8 @@ KILLED = {"returncode": 137, "said": "rank 1 was killed; rank 0 waits for the gr
         ("kill", {**KILLED, "returncode": 1}, "exit code 1, not 137"),
         ("kill", {**KILLED, "returncode": 0}, "exit code 0, not 137"),
         ("kill", {**KILLED, "end_s": 60.0}, "took 60.0 s to end"),
-        ("kill", {**KILLED, "said": "in iteration 60"}, "rank 1 is not named"),
-        ("kill", {**KILLED, "said": "rank 1 was killed"}, "no word of what was not done"),
+        ("kill", {**KILLED, "message": "in iteration 60"}, "rank 1 is not named"),
+        ("kill", {**KILLED, "message": "rank 1 was killed"}, "no word of what was not done"),
         ("kill", {**KILLED, "left": ["process python"]}, "1 left: process python"),
         ("pause", {"returncode": 1, "weights": GOOD}, "exit code 1, not 0"),
         ("pause", {"weights": {**GOOD, 2: saved(WEIGHTS + 1)}}, "ranks differ"),
@@ -60,7 +60,7 @@ KILLED = {"returncode": 137, "said": "rank 1 was killed; rank 0 waits for the gr
         ("disk full", {"weights": GOOD, "output": "Traceback"}, "a traceback though nothing ended the job"),
     ],
 )
-def test_what_is_wrong_with_an_end_is_said(fault: str, ended: dict[str, Any], complaint: str) -> None:
+def test_a_wrong_end_is_described(fault: str, ended: dict[str, Any], complaint: str) -> None:
     strike = Strike(fault=fault, rank=1, step=60, delay_s=0.0)
     outcome = replace(Outcome(returncode=0, struck=[(strike, 60)], end_s=1.0), **ended)
     found = judge(outcome, WEIGHTS.astype(np.float64))

@@ -1,4 +1,4 @@
-"""Elastic jobs hit at random in every phase keep what was committed, and end as they should."""
+"""Elastic jobs with random faults in every phase keep their commits and end as specified."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ REPOSITORY = Path(__file__).parents[2]
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_jobs_that_are_hit_at_random_lose_repeat_and_leave_nothing() -> None:
-    """SIRTAKI_TEST_KILLS=1000 for more of them."""
+    """Apply SIRTAKI_TEST_KILLS faults."""
     strikes = os.environ.get("SIRTAKI_TEST_KILLS", "40")
     command = [sys.executable, elastic_chaos.__file__, "0", strikes]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=3500, check=False)

@@ -1,4 +1,4 @@
-"""Whatever a script may do between two steps, ranks train as one process does on the joined batch."""
+"""Ranks that run random programs train like one process on the joined batch."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,7 +16,7 @@ from torment.reference import Entry, Reference
 from torment.strategy import environments_of, programs
 from torment.tormentor import BrokenError, Ranks, compare, torment
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # programs do what PyTorch and Sirtaki warn of
+pytestmark = pytest.mark.filterwarnings("ignore")  # because programs do things of which PyTorch and Sirtaki warn
 
 EXAMPLES = sorted((Path(__file__).parent / "examples").glob("*.json"))
 
@@ -114,7 +114,7 @@ def test_many_drawn_programs_train_as_one_process_does(world: int, environment: 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("transport", ["gloo", "mpi"])
-def test_drawn_programs_over_tcp_whose_gradients_are_compressed_train_alike(transport: str, ranks: Ranks) -> None:
+def test_drawn_programs_over_tcp_with_compressed_gradients_train_alike(transport: str, ranks: Ranks) -> None:
     drawn = programs(3, environment={"transport": transport})
     draw_and_torment(ranks, drawn.filter(lambda program: any(spec.lossy for spec in program.optimizers)), 50)
 
@@ -123,7 +123,7 @@ def test_drawn_programs_over_tcp_whose_gradients_are_compressed_train_alike(tran
 @seed(0)
 @settings(max_examples=30, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(program=programs(3, compiles=True) | programs(3))
-def test_programs_survive_json_and_what_is_legitimate_stays_so(program: Program) -> None:
+def test_programs_survive_json_and_valid_ones_stay_valid(program: Program) -> None:
     assert Program.from_json(program.to_json()) == program
     played = Reference(program).played
     assert Reference(played).played == played
@@ -133,7 +133,7 @@ def test_programs_survive_json_and_what_is_legitimate_stays_so(program: Program)
 @seed(0)
 @settings(max_examples=30, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(program=attached_programs(3, compiles=True) | attached_programs(3))
-def test_programs_over_ddp_survive_json_and_what_is_legitimate_stays_so(program: Program) -> None:
+def test_programs_over_ddp_survive_json_and_valid_ones_stay_valid(program: Program) -> None:
     assert Program.from_json(program.to_json()) == program
     played = AttachedReference(program).played
     assert AttachedReference(played).played == played
@@ -150,7 +150,7 @@ TRAINED = Program(
 
 
 def changed(trace: list[list[Entry]], rank: int, change: float) -> list[list[Entry]]:
-    """A trace in which one element of the last values of one rank is another."""
+    """Return a trace in which one element of the last values of one rank is changed."""
     number, label, values = trace[rank][-1]
     name, value = list(values.items())[-1]
     assert value is not None
@@ -180,7 +180,7 @@ def test_a_gradient_that_should_be_none_is_found() -> None:
 
 
 def test_the_reference_is_training_on_the_joined_batch() -> None:
-    """By hand: one model, the mean of both ranks' losses, one plain optimizer."""
+    """Compare the reference with a model that is trained by hand on the mean of both ranks' losses."""
     from torment.replica import Replica
 
     reference = Reference(replace(TRAINED, actions=TRAINED.actions * 3))
@@ -199,7 +199,7 @@ def test_the_reference_is_training_on_the_joined_batch() -> None:
 
 
 def test_the_reference_changes_gradients_as_hooks_do_in_one_process() -> None:
-    """Both kinds of hooks on a parameter, and one on its block: by autograd itself, on each rank, before the mean."""
+    """Compare the reference with hooks of autograd itself: both kinds on a parameter, and one on its block."""
     from torment.replica import Replica
 
     hooks = (
@@ -221,7 +221,7 @@ def test_the_reference_changes_gradients_as_hooks_do_in_one_process() -> None:
     assert not np.allclose(trace[0][-1][2]["0.weight.grad"], Reference(TRAINED).trace[0][-1][2]["0.weight.grad"])
 
 
-def test_a_rank_that_raises_is_told_of_and_the_next_program_gets_new_ranks(ranks: Ranks) -> None:
+def test_a_rank_that_raises_is_reported_and_the_next_program_gets_new_ranks(ranks: Ranks) -> None:
     illegitimate = replace(TRAINED, actions=(Backward(inputs=("0.bias",)), ZeroGrad(optimizer=0), Wait()))
     torment(TRAINED, ranks)
     starts = ranks.starts

@@ -1,4 +1,4 @@
-"""Plays programs on ranks and in one process, and compares all that a user may look at."""
+"""Run programs on ranks and in one process, and compare all values that a user may observe."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .replica import DEFAULTS, DTYPES, entered
 
 START_S = 90.0
 GRACE_S = 3.0
-"""How long the other ranks have to answer when one has raised an exception."""
+"""Time for the remaining ranks to answer after an exception on one rank."""
 
 
 WORKER = Path(__file__).with_name("rank_worker.py")
@@ -41,14 +41,14 @@ def _python(program: Path, args: Sequence[object]) -> list[str]:
 
 
 class BrokenError(Exception):
-    """The ranks did not bring a program to its end."""
+    """The ranks did not finish a program."""
 
 
 class Ranks:
-    """A job of `size` ranks, which plays programs of that many ranks or fewer; a context manager."""
+    """A job of `size` ranks that runs programs of up to `size` ranks. A context manager."""
 
     def __init__(self, size: int, *, limit_s: float = 20.0, command: Command = _python) -> None:
-        """`limit_s`: after so long a program hangs; `command`: what starts one process of a program."""
+        """Start nothing yet. `limit_s`: time limit of a program; `command`: starts one process of a program."""
         self._size, self._limit_s, self._command = size, limit_s, command
         self._job: subprocess.Popen[bytes] | None = None
         self._connections: list[Connection] = []
@@ -73,15 +73,15 @@ class Ranks:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def play(self, program: Program) -> list[list[Entry]]:
-        """What each rank saw.
+        """Run a program. Return the trace of each rank.
 
         Raises:
-            BrokenError: a rank raised, died, or did not answer in time; the next program gets new ranks.
+            BrokenError: a rank raised, died, or did not answer in time. The next program gets new ranks.
         """
         if self._job is None:
             self._start()
         text = program.to_json()
-        with contextlib.suppress(OSError):  # who is gone does not answer
+        with contextlib.suppress(OSError):  # because ranks may have exited
             for connection in self._connections:
                 connection.send(text)
         answers: dict[int, tuple[str, object]] = {}
@@ -139,7 +139,7 @@ class Ranks:
         with Listener(str(address), family="AF_UNIX") as listener:
             self._job = subprocess.Popen(
                 [*mpiexec, "-np", str(self._size), *self._command(WORKER, [address, os.getpid()])],
-                # By itself mpi4py finalizes MPI in children that programs fork, too.
+                # because otherwise mpi4py finalizes MPI in children that programs fork, too
                 env=environment(self._folder / "cache", {"MPI4PY_RC_FINALIZE": "0"}),
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -161,7 +161,7 @@ class Ranks:
         self._new = True
 
     def end(self) -> None:
-        """Ends the ranks at once; the next program gets new ones."""
+        """Kill the ranks. The next program gets new ones."""
         job, self._job = self._job, None
         if job is None:
             return
@@ -188,23 +188,23 @@ Known = TypeVar("Known", bound=Played)
 
 
 class WrongError(AssertionError):
-    """A program gives something else on ranks than in one process, or does not come to its end."""
+    """A program has other results on ranks than in one process, or does not finish."""
 
 
 def torment(program: Program, ranks: Ranks) -> Played:
-    """Plays what is legitimate of a program.
+    """Run the valid part of a program on ranks, and compare.
 
     Raises:
-        WrongError: with the program as JSON, so that it can be kept.
+        WrongError: the results differ. It contains the program as JSON.
     """
     dtypes = [name for name in program.defaults if name in DTYPES]
-    with entered(dtypes, DEFAULTS):  # some states of PyTorch's optimizers have the default dtype
+    with entered(dtypes, DEFAULTS):  # because some states of PyTorch's optimizers have the default dtype
         reference = Reference(program) if program.attached is None else AttachedReference(program)
     return replay(reference, ranks)
 
 
 def replay(reference: Known, ranks: Ranks) -> Known:
-    """Plays a program whose reference is known."""
+    """Run a program with known expected values."""
     played = reference.played
     try:
         found = ranks.play(played)
@@ -217,18 +217,18 @@ def replay(reference: Known, ranks: Ranks) -> Known:
 
 
 def tolerance_of(program: Program) -> float:
-    """How far values may be off, relative to 1 or to their tensor's largest: what its coarsest dtype rounds to."""
+    """Return the tolerance, relative to 1 or to the tensor's largest value, by the rounding of the coarsest dtype."""
     kinds = {"double"} | {action.to for action in program.actions if isinstance(action, Convert)}
     if BlockKind.SINGLE in program.blocks:
         kinds.add("float")
     if program.attached is None and any(isinstance(action, Step) and action.compiled for action in program.actions):
-        kinds.add("float")  # PyTorch then computes with the optimizer's number of steps in float32
+        kinds.add("float")  # because PyTorch then computes with float32 step counts
     if any(isinstance(action, Backward) and action.compiled for action in program.actions):
-        kinds.add("compiled")  # PyTorch fuses operations, which rounds otherwise
+        kinds.add("compiled")  # because PyTorch fuses operations, which rounds differently
     if any(spec.fp16 for spec in _specs(program)):
         kinds.add("fp16")
     if any(spec.lossy for spec in _specs(program)):
-        kinds.add("lossy")  # only what is None, finite, and equal on all ranks
+        kinds.add("lossy")  # compares only whether values are None, finite, and equal on all ranks
     return max(TOLERANCE.get(kind, 0.0) for kind in kinds)
 
 
@@ -238,7 +238,7 @@ def _specs(program: Program) -> list[OptimizerSpec]:
 
 
 def _alike(program: Program) -> list[int]:
-    """Ranks that lose what rank 0 loses where gradients are compressed; all of them where none are."""
+    """Return ranks with the same loss by compression as rank 0; all ranks without compression."""
     sets = [set(spec.process_set) for spec in _specs(program) if spec.lossy and spec.process_set]
     return [rank for rank in range(program.ranks) if all((rank in each) == (0 in each) for each in sets)]
 
@@ -246,10 +246,9 @@ def _alike(program: Program) -> list[int]:
 def compare(
     wanted: Sequence[Sequence[Entry]], found: Sequence[Sequence[Entry]], tolerance: float, alike: Sequence[int]
 ) -> str:
-    """The first difference, in words; empty if there is none.
+    """Describe the first difference between traces; empty if there is none.
 
-    What is the same on two ranks in one process must be the same to the bit on the ranks themselves, if they are
-    `alike`.
+    Values that are equal on two ranks in the reference must be bit-identical on the ranks, if both are in `alike`.
     """
     for rank, (mine, theirs) in enumerate(zip(wanted, found, strict=True)):
         if [entry[:2] for entry in mine] != [entry[:2] for entry in theirs]:
@@ -281,7 +280,7 @@ def _differ(wanted: np.ndarray | None, found: np.ndarray | None, tolerance: floa
         return "" if wanted is found else f"{_brief(found)} instead of {_brief(wanted)}"
     if wanted.shape != found.shape:
         return f"shape {found.shape} instead of {wanted.shape}"
-    largest = np.abs(wanted[np.isfinite(wanted)]).max(initial=1.0)  # what a sum is rounded to depends on its terms
+    largest = np.abs(wanted[np.isfinite(wanted)]).max(initial=1.0)  # because the rounding of a sum depends on its terms
     if np.allclose(found, wanted, rtol=tolerance, atol=tolerance * largest, equal_nan=True):
         return ""
     return f"off by {np.nanmax(np.abs(found - wanted)):.3g}: {_brief(found)} instead of {_brief(wanted)}"

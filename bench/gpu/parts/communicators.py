@@ -24,7 +24,7 @@ MARGIN = 128
 
 
 def run(run: RankRun) -> None:
-    """Open two communicators with different limits, use and close them, twice."""
+    """Open two communicators with different limits on CTAs, use and close them, twice; then page-lock memory."""
     place = run.place
     opener: Opener | None = None
     with run.check("NCCL can be used") as found:
@@ -58,13 +58,13 @@ def run(run: RankRun) -> None:
         reduces(run, flat, STREAMS[1], torch.float32)
     with run.check("NCCL reads algorithm and protocol for each communicator") as found:
         for way in NcclWay:
-            told = StreamSpec(2, 512, way)
+            spec = StreamSpec(2, 512, way)
             try:
-                flat.open_streams([told])
+                flat.open_streams([spec])
             except PlanError as err:
                 found[way.value] = str(err)[:300]
             else:
-                reduces(run, flat, told, torch.float32)
+                reduces(run, flat, spec, torch.float32)
                 found[way.value] = "opened"
     place.device.synchronise()
     pool.close()
@@ -90,7 +90,7 @@ def reduces(run: RankRun, transport: NcclTransport, stream: StreamSpec, dtype: t
 
 
 def page_locked(run: RankRun) -> None:
-    """Page-lock memory that is there already, and go on after CUDA has refused to."""
+    """Page-lock existing memory, and use the GPU after CUDA has refused to page-lock it twice."""
     place = run.place
     memory = torch.zeros(1 << 22)
     with run.check("existing memory is page-locked") as found:

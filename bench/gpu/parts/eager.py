@@ -1,4 +1,4 @@
-"""Latency of eager operations on the GPU's tensors, between two ranks that share it, beside PyTorch's over NCCL."""
+"""Latency of eager operations on GPU tensors between two ranks that share the GPU, compared with PyTorch over NCCL."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from bench.gpu.contenders import open_group
 from bench.gpu.runner import RankRun
 
 SIZES = (64, 1 << 18)
-"""Floats of a tensor."""
+"""Sizes of the tensors in floats."""
 
 
 def run(run: RankRun) -> None:
-    """Time calls in turns. The slowest rank counts, until the result is on the GPU."""
+    """Time calls alternately. A sample is the slowest rank's time until the result is on the GPU."""
     place, control, numbers = run.place, run.control, count()
     open_group(place, run.rank, run.size)
     for position, numel in enumerate(SIZES):

@@ -22,7 +22,7 @@ PACKAGES = ("torch", "numpy", "scipy", "msgspec", "optuna", "sqlalchemy", "sciki
 
 
 def run(run: RankRun) -> None:
-    """Fill the report's settings, and check what all other parts need."""
+    """Fill the report's settings, and check the requirements of all parts."""
     settings = run.report.settings
     settings["packages"] = {name: metadata.version(name) for name in PACKAGES}
     settings["install_s"] = os.environ.get("BENCH_GPU_INSTALL_S", "")
@@ -42,21 +42,21 @@ def run(run: RankRun) -> None:
     with run.check("sirtakirun starts two ranks over MPI") as found:
         outside = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI", "PMIX", "RANK"))}
         command = [sys.executable, "-m", "sirtaki.run", "-np", "2", sys.executable, "-c", HELLO]
-        told = subprocess.run(
+        done = subprocess.run(
             command, capture_output=True, text=True, timeout=max(1.0, run.left_s()), env=outside, check=False
         )
-        found["output"] = (told.stdout + told.stderr)[-500:]
-        assert told.returncode == 0, f"status {told.returncode}"
-        assert told.stdout.count("ranks 2") == 2, told.stdout
+        found["output"] = (done.stdout + done.stderr)[-500:]
+        assert done.returncode == 0, f"status {done.returncode}"
+        assert done.stdout.count("ranks 2") == 2, done.stdout
     with run.check("PyTorch's NCCL classes are those of the table") as found:
         found |= compared(NCCL_GROUP)
 
 
 def compared(group: type | None) -> dict[str, object]:
-    """Return how the attributes of `ProcessGroupNCCL` differ from the table's for this release of PyTorch.
+    """Compare the attributes of `ProcessGroupNCCL` with the table for this release of PyTorch. Return facts to report.
 
     Raises:
-        AssertionError: the table has other attributes for this release.
+        AssertionError: they differ.
     """
     table = json.loads((REPOSITORY / "tests" / "formats" / "nccl_attributes.json").read_text())["releases"]
     release = torch.__version__.partition("+")[0]

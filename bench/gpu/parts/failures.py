@@ -1,6 +1,6 @@
-"""Capture a CUDA graph beside live events, which must stay valid; then kill rank 1.
+"""Capture a CUDA graph while Sirtaki's events are alive, which must stay valid; then kill rank 1.
 
-Rank 0 must end by itself within some seconds, and name rank 1.
+Rank 0 must end by itself within `EXIT_S` seconds, with an error that names rank 1.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from bench.gpu.models import small_mlp
 from bench.gpu.runner import ProcessEnd, RankRun
 
 EXIT_S = 10.0
-"""Bar: rank 0 has ended so long after rank 1's death."""
+"""Largest number of seconds from rank 1's death to rank 0's exit."""
 
 
 def run(run: RankRun) -> None:
-    """Train, capture, train on; then rank 1 dies."""
+    """Train, capture a graph, and train on. Then rank 1 kills itself, and rank 0 trains on until Sirtaki ends it."""
     place = run.place
     torch.manual_seed(0)
     loop = Optimizer(place, small_mlp(place.torch_device))
@@ -37,7 +37,7 @@ def run(run: RankRun) -> None:
             with torch.no_grad():
                 outside.copy_(loop.model(inside))
 
-        loop.forward(loop.batch).square().mean().backward()  # its events are young
+        loop.forward(loop.batch).square().mean().backward()  # so that its events were recorded just before the capture
         replay = place.capture(infer)
         inside.copy_(loop.batch)
         replay()
@@ -63,17 +63,17 @@ def run(run: RankRun) -> None:
 
 
 def judge(line: dict[str, Any], ends: Sequence[ProcessEnd]) -> None:
-    """Add a check: rank 0 has ended with an error that names rank 1, soon after rank 1 was killed."""
+    """Add a check: rank 0 ended with an error that names rank 1, at most `EXIT_S` after rank 1 was killed."""
     first, second = ends
-    seconds, told = first.at_s - second.at_s, first.output.partition("rank 1 is killed now")[2]
+    seconds, message = first.at_s - second.at_s, first.output.partition("rank 1 is killed now")[2]
     ok = second.status == -signal.SIGKILL and first.status not in (0, -signal.SIGKILL) and seconds <= EXIT_S
     line["checks"].append(
         {
             "check": "rank 0 ends, and names rank 1, soon after rank 1 was killed",
-            "ok": ok and "rank 1" in told,
+            "ok": ok and "rank 1" in message,
             "exit_s": round(seconds, 3),
             "exit_statuses": [first.status, second.status],
-            "message": told[-1500:],
+            "message": message[-1500:],
         }
     )
     line["rows"] = [*line.get("rows", []), {"what": "time to exit after a rank's death", "exit_s": seconds}]

@@ -1,8 +1,8 @@
-"""What runs on the GPU, by the profiler and NCCL's log: algorithm, protocol, CTAs, streams and overlap of all-reduces.
+"""Check all-reduces with the profiler and NCCL's log: algorithm, protocol, CTAs, streams and overlap.
 
-The name of an NCCL kernel tells its algorithm, `RING` or `TREE`, and not its protocol: NCCL has specialised kernels for
-LL only and calls the others from these (`best_kernel` in `src/device/generate.py`). Protocols stand in NCCL's log, in
-lines of the subsystem TUNING that rank 0 of a communicator writes for each collective.
+The name of an NCCL kernel contains its algorithm, `RING` or `TREE`, but not its protocol, because NCCL has specialised
+kernels for LL only, which call the code of the remaining protocols (`best_kernel` in `src/device/generate.py`). The
+protocol is in NCCL's log: rank 0 of a communicator writes a line of the subsystem TUNING for each collective.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TUNING = re.compile(r"AllReduce: (\d+) Bytes -> Algo (\w+) proto (\w+) channel\{
 
 
 def overlap_s(ours: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> float:
-    """Return how long at least one of `ours` runs while at least one of `others` does; spans are (begin, end)."""
+    """Return the total time in which a span of `ours` and a span of `others` overlap; spans are (begin, end)."""
     edges = sorted(
         (moment, which, change)
         for which, spans in enumerate((ours, others))
@@ -48,7 +48,7 @@ def overlap_s(ours: Sequence[tuple[float, float]], others: Sequence[tuple[float,
 
 
 def run(run: RankRun) -> None:
-    """Check one plan after another, then a training step."""
+    """Check plans one by one, then a training step."""
     log = run.place.logs / "nccl.%p.log"
     os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "TUNING", "NCCL_DEBUG_FILE": str(log)}
     path = Path(str(log).replace("%p", str(os.getpid())))
@@ -60,11 +60,11 @@ def run(run: RankRun) -> None:
             plan = plan_of(units, way=way, threads=THREADS[1])
             kernels, lines = reduced(run, router, buffer, plan, path)
             found |= {"kernels": Counter(map(short, kernels)), "log": Counter(lines)}
-            assert kernels, "the profiler has seen no kernel of NCCL's"
+            assert kernels, "the profiler recorded no NCCL kernel"
             assert all(way.algorithm.upper() in kernel.name for kernel in kernels), found
             if run.rank == 0:
-                told = {(algorithm.upper(), protocol.upper()) for algorithm, protocol, _ in lines}
-                assert told == {(way.algorithm.upper(), way.protocol.upper())}, told
+                logged = {(algorithm.upper(), protocol.upper()) for algorithm, protocol, _ in lines}
+                assert logged == {(way.algorithm.upper(), way.protocol.upper())}, logged
     for threads in THREADS:
         with run.check(f"{ctas_for(threads)} CTAs are the kernels' grid") as found:
             before = run.place.used_bytes()
@@ -100,7 +100,7 @@ def run(run: RankRun) -> None:
 
 
 def plan_of(unit: int, *, way: NcclWay | None = None, threads: int | None = None) -> CommPlan:
-    """Four units on two streams."""
+    """Return a plan of four units on two streams."""
     units = tuple(
         Unit(start=index * unit, stop=(index + 1) * unit, stream=index % 2, threads=threads, nccl=way)
         for index in range(4)
@@ -109,11 +109,11 @@ def plan_of(unit: int, *, way: NcclWay | None = None, threads: int | None = None
 
 
 Line = tuple[str, str, int]
-"""Algorithm, protocol and number of channels, as NCCL's log tells them."""
+"""Algorithm, protocol and number of channels in a line of NCCL's log."""
 
 
 def reduced(run: RankRun, router: Router, buffer: object, plan: CommPlan, log: Path) -> tuple[list[Kernel], list[Line]]:
-    """Reduce by a plan; return NCCL's kernels and what its log says of them. Collective.
+    """Reduce by a plan, and return NCCL's kernels and the lines of NCCL's log. Collective.
 
     Raises:
         AssertionError: NCCL refuses the plan, or the sums are wrong.
@@ -122,9 +122,9 @@ def reduced(run: RankRun, router: Router, buffer: object, plan: CommPlan, log: P
     try:
         router.open_plan(plan)
     except PlanError as err:
-        raise AssertionError(f"NCCL refuses it: {err}") from err
+        raise AssertionError(f"NCCL refuses the plan: {err}") from err
     tensor.fill_(1.0)
-    router.wait_for(router.all_reduce_plan(buffer, plan))  # type: ignore[arg-type]  # the first one makes connections
+    router.wait_for(router.all_reduce_plan(buffer, plan))  # type: ignore[arg-type]  # not profiled, because it opens connections
     device.synchronise()
     read = log.stat().st_size if log.exists() else 0
     run.control.barrier()
@@ -133,10 +133,10 @@ def reduced(run: RankRun, router: Router, buffer: object, plan: CommPlan, log: P
         device.synchronise()
     assert bool((tensor == run.size**2).all())
     lines = log.read_text()[read:] if log.exists() else ""
-    told = [(found[2], found[3], int(found[5]) - int(found[4]) + 1) for found in TUNING.finditer(lines)]
-    return [each for each in kernels if "nccl" in each.name.lower()], told
+    logged = [(found[2], found[3], int(found[5]) - int(found[4]) + 1) for found in TUNING.finditer(lines)]
+    return [each for each in kernels if "nccl" in each.name.lower()], logged
 
 
 def short(kernel: Kernel) -> str:
-    """The kernel's name without its arguments."""
+    """Return the kernel's name without its arguments."""
     return kernel.name.partition("(")[0]

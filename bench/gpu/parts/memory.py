@@ -1,6 +1,6 @@
-"""Memory on the GPU: peaks of PyTorch's allocator beside DDP's, and what a communicator of one rank takes.
+"""GPU memory: peak of PyTorch's allocator compared with DDP's, and memory of a communicator of one rank.
 
-Bar: at most 1.02 of DDP's peak. What a communicator between two ranks takes is a figure of the part `kernels`.
+Bar: at most 1.02 of DDP's peak. The part `kernels` measures the memory of a communicator between two ranks.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ COMMUNICATORS = 4
 
 
 def run(run: RankRun) -> None:
-    """Measure one contender after the other, so that each has the GPU for itself."""
+    """Measure the contenders' peaks one by one, then memory over many steps, then communicators."""
     place = run.place
     open_group(place, run.rank, run.size)
-    name, make = list(models_for(dry=place.dry).items())[1]  # a transformer: its activations are small
+    name, make = list(models_for(dry=place.dry).items())[1]  # a transformer, because its activations are small
     peaks: dict[str, int] = {}
     for who, contender in {"none": OneRank, "ddp": GpuDdp, "optimizer": Optimizer, "attached": GpuAttached}.items():
         with run.check(f"{name}: peak of {who}") as found:

@@ -1,7 +1,7 @@
-"""The order of streams, under stress: every stream is kept busy before it writes, so that a missing order shows.
+"""Stress test of the order of CUDA streams. Every stream is delayed before it writes, so that a missing wait shows.
 
 Gradients hold a sentinel until a delayed write on the backward pass's stream replaces it. The optimizer's stream is
-delayed, too, before it reads. Whoever packs, reduces or reads too early finds the sentinel, or memory that was freed.
+delayed before it reads. An operation that packs, reduces or reads too early finds the sentinel, or freed memory.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ from sirtaki.comm.plan import TransportKind
 SHAPES = ((1 << 18,), (300, 200), (20,), (64, 64), (3,), (9999,), (50,))
 SENTINEL = 1e9
 SCALE = 0.5
-"""Other than 1, so that NCCL launches a kernel although there is one rank."""
+"""Factor on the sums. It is not 1, so that NCCL launches a kernel although there is one rank."""
 
 BUSY_S = (0.0, 3e-4, 5e-3)
-"""How long a stream is kept busy before a write, by turns."""
+"""Delays of a stream before a write, used in turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """Which streams a backward pass and the optimizer use; 0 is the default stream.
+    """Streams that a backward pass and the optimizer use; 0 is the default stream.
 
     Attributes:
-        name: in words.
-        writes: number of the stream that writes the gradient of a parameter.
+        name: description of the scenario.
+        writes: maps the index of a parameter to the number of the stream that writes its gradient.
         steps: number of the optimizer's stream.
-        dtype: of the parameters.
-        absent: parameters without a gradient.
-        staged: units travel through host memory, not over NCCL.
+        dtype: dtype of the parameters.
+        absent: indices of parameters without a gradient.
+        staged: whether units travel through host memory instead of NCCL.
+        options: further arguments of `GradientPipeline`.
     """
 
     name: str
@@ -73,7 +74,7 @@ SCENARIOS = (
 
 
 class Backward:
-    """The gradients of one scenario: writes them late, has them reduced, reads them late."""
+    """A backward pass of one scenario: writes gradients late, reduces them, and copies them late."""
 
     def __init__(self, run: RankRun, scenario: Scenario, opener: Opener) -> None:
         """Open a synchroniser."""
@@ -94,15 +95,15 @@ class Backward:
             **scenario.options,
         )
         for stream in range(1, len(self.streams)):
-            self.follow(stream, {0})  # where the buffers were made
+            self.follow(stream, {0})  # because the buffers were allocated on stream 0
 
     def on(self, number: int) -> contextlib.AbstractContextManager[object]:
-        """Run the body on one of the streams."""
+        """Run the body on stream `number`."""
         stream = self.streams[number]
         return contextlib.nullcontext() if stream is None else self.device.on(stream)
 
     def follow(self, number: int, others: set[int]) -> None:
-        """Order a stream after others, as autograd orders the caller's stream after those of a backward pass."""
+        """Make a stream wait for further streams, as autograd does for the caller's stream after a backward pass."""
         for other in others - {number}:
             with self.on(other):
                 event = self.device.record_event()
@@ -110,7 +111,7 @@ class Backward:
                 self.device.order_after(event)
 
     def iteration(self, number: int) -> tuple[list[torch.Tensor | None], list[float]]:
-        """Run one backward pass and one update. Return copies of the gradients, still in flight, and their values."""
+        """Run one backward pass and one update. Return copies of gradients, still in flight, and expected values."""
         scenario, wanted = self.scenario, list[float]()
         used: set[int] = set()
         for param in self.params:
@@ -145,7 +146,7 @@ class Backward:
         return found, wanted
 
     def check(self, found: list[torch.Tensor | None], wanted: list[float], number: int) -> None:
-        """Compare the copies of an iteration with what its gradients had to be."""
+        """Compare the copies of an iteration's gradients with the expected values. Wait for the GPU first."""
         for index, (copy, value) in enumerate(zip(found, wanted, strict=True)):
             if copy is None:
                 assert index in self.scenario.absent, f"iteration {number}: gradient {index} is None"
@@ -161,7 +162,7 @@ class Backward:
 
 
 def run(run: RankRun) -> None:
-    """Run all scenarios, each for its share of the time."""
+    """Run all scenarios, each for its share of the part's time."""
     opener = run.place.opener(run.control)
     for position, scenario in enumerate(SCENARIOS):
         with run.check(scenario.name) as details:
@@ -170,7 +171,7 @@ def run(run: RankRun) -> None:
             pending, number = list[tuple[list[torch.Tensor | None], list[float], int]](), 0
             while number < 6 or (goes_on() and number < (12 if run.place.dry else 400)):
                 pending.append((*backward.iteration(number), number))
-                if number % 3 == 2:  # otherwise the host runs ahead
+                if number % 3 == 2:  # in further iterations the host runs ahead of the GPU
                     run.place.device.synchronise()
                     while pending:
                         backward.check(*pending.pop(0))

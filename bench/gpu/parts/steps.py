@@ -1,6 +1,7 @@
-"""Step times at world size 1, where nothing has to be sent: what Sirtaki's way through a GPU costs beside DDP's.
+"""Step times at world size 1, where nothing is sent: overhead of Sirtaki on the GPU compared with DDP's.
 
-Bars: the optimizer's and the attached model's step take at most 1.00 of DDP's; packing is at least 0.8 of a copy.
+Bars: a step of the optimizer and of the attached model takes at most 1.00 of DDP's; the throughput of packing is at
+least 0.8 of a copy's.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from sirtaki.comm.plan import alignment
 
 CONTENDERS: dict[str, Contender] = {"none": OneRank, "ddp": GpuDdp, "optimizer": Optimizer, "attached": GpuAttached}
 STEPS = 5
-"""Steps of a sample."""
+"""Steps per sample."""
 
 
 def run(run: RankRun) -> None:
-    """Measure the models one after the other, each for its share of the time."""
+    """Measure the models one by one, each for its share of the part's time."""
     place, models = run.place, models_for(dry=run.place.dry)
-    torch.set_float32_matmul_precision("high")  # TF32, as most trainings of such models run
+    torch.set_float32_matmul_precision("high")  # TF32, as in most trainings of such models
     run.report.settings["float32_matmul_precision"] = torch.get_float32_matmul_precision()
     open_group(place, run.rank, run.size)
     for position, (name, make) in enumerate(models.items()):
@@ -38,7 +39,7 @@ def run(run: RankRun) -> None:
 def measure(
     run: RankRun, name: str, make: Callable[[torch.device], GpuModel], goes_on: Callable[[], bool], *, fewest: int = 3
 ) -> None:
-    """Time contenders in turns; a round has one sample of each, so that ratios are between neighbours."""
+    """Time contenders alternately. A round has one sample of each, so ratios compare neighbours."""
     place, report = run.place, run.report
     loops = {who: contender(place, make(place.torch_device)) for who, contender in CONTENDERS.items()}
     for loop in loops.values():
@@ -64,9 +65,9 @@ def measure(
 
 
 def pack(run: RankRun, name: str, model: torch.nn.Module) -> None:
-    """Time packing all gradients of a model, and unpacking, against a copy of as many bytes.
+    """Time packing and unpacking all gradients of a model, compared with a copy of as many bytes.
 
-    Gradients are aligned as in Sirtaki's flat buffers. "misaligned" packs them without gaps, the first one 4 bytes off.
+    Gradients are aligned as in Sirtaki's flat buffers. "misaligned" packs them without gaps, 4 bytes off.
     """
     place = run.place
     gradients = [torch.randn_like(param) for param in model.parameters()]

@@ -1,4 +1,4 @@
-"""No call in a training step makes the host wait for the GPU, by CUDA's debug mode for synchronising calls."""
+"""Check by CUDA's debug mode that no call in a training step makes the host wait for the GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ QUEUED_S = 0.2
 
 
 def run(run: RankRun) -> None:
-    """Check the optimizer's way and DDP's, each after the steps in which the order of gradients is learned."""
+    """Check the optimizer and attached DDP, each after the steps in which it learns the gradients' order."""
     place = run.place
     open_group(place, run.rank, run.size)
     for name, contender in (("optimizer", Optimizer), ("attached", GpuAttached)):
@@ -24,7 +24,7 @@ def run(run: RankRun) -> None:
                     loop.step()
             found["calls"] = calls
             assert not calls, calls
-        if place.dry:  # where all operations run at once
+        if place.dry:  # because a dry run executes operations immediately
             loop.close()
             continue
         with run.check(f"{name}: a step returns while the GPU is busy with earlier work") as found:

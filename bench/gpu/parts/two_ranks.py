@@ -1,4 +1,4 @@
-"""Two ranks that share the GPU: NCCL over loopback between them. Results are checked; times say nothing."""
+"""Check results of two ranks that share the GPU, with NCCL over loopback between them. Nothing is timed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int
 
 
 def run(run: RankRun) -> None:
-    """What matters most comes first, as each check has a share of the time that is left."""
+    """Run the checks, the most important first, because each has a share of the remaining time."""
     place, control = run.place, run.control
     dry, opener = place.dry, place.opener(control)
     nccl, staged = Streams(control, place.device, opener), Streams(control, place.device, None)
@@ -41,7 +41,7 @@ def same(there: torch.Tensor, here: torch.Tensor) -> None:
 
 
 def eager(run: RankRun, place: torch.device) -> None:
-    """Every eager collective of every dtype, against the same on the host."""
+    """Compare every eager collective of every dtype on GPU tensors with the same on host tensors."""
     rank, size = run.rank, run.size
     for dtype in DTYPES:
         for numel in (7,) if run.place.dry else (1, 1021):
@@ -74,13 +74,13 @@ def eager(run: RankRun, place: torch.device) -> None:
 
 
 def network() -> torch.nn.Module:
-    """Make a network of some layers in float64, so that the order of sums does not matter."""
+    """Make a small network in float64, so that the order of sums does not matter."""
     layers = [layer for _ in range(3) for layer in (torch.nn.Linear(64, 64), torch.nn.Tanh())]
     return torch.nn.Sequential(*layers).double()
 
 
 def tuned(run: RankRun, iterations: int, goes_on: object) -> dict[str, object]:
-    """Train while the tuner tries settings, and compare with one process that has the joined batch."""
+    """Train while the tuner tries settings, and compare with one process that has the batches of all ranks."""
     place = run.place.torch_device
     torch.manual_seed(0)
     model, reference = network().to(place), network().to(place)

@@ -1,1 +1,1 @@
-"""Jobs to tune. Their times do not come from Sirtaki's own simulator: different physics, formulas, recorded sweeps."""
+"""Jobs to tune whose times do not follow Sirtaki's simulator: by different physics, formulas, or recorded sweeps."""

@@ -1,4 +1,4 @@
-"""The contenders on a landscape: Sirtaki, its parts, and optimisers without a model of gradients."""
+"""Contenders on a landscape: Sirtaki, its parts, and general optimisers without a model of gradients."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from sirtaki.autotune.trial import Arm
 from .landscape import Landscape
 
 CLOSE = 0.03
-"""A setting counts as found if it is within this share of the best."""
+"""A setting counts as found if its regret is at most this share."""
 
 SEED = 0
-"""Number of settings that a warm-up draws."""
+"""Seed of the settings that a warm-up draws at random."""
 
 HORIZONS = (1_000, 10_000, 100_000)
 """Lengths of jobs in training iterations, for which the time of the whole job is computed."""
@@ -34,7 +34,7 @@ SLOWER = 1.02
 """An iteration counts as slower than the default above this ratio of the two times."""
 
 MEASURED = 2
-"""Measured iterations of a trial, after an unmeasured one, unless a contender chooses another number."""
+"""Measured iterations of a general optimiser's trial. One discarded iteration precedes them."""
 
 
 @dataclass(kw_only=True)
@@ -43,13 +43,12 @@ class Course:
 
     Attributes:
         landscape: the job.
-        noise: noise of a measurement.
-        rng: random generator.
-        iterations: iterations so far.
-        spent_s: time of these iterations.
-        default_s: time of these iterations with the untuned default.
-        found_at: first iteration at which the kept setting would be close to the best; infinite if never.
-        slower: iterations that were slower than the default.
+        noise: relative noise of a measurement.
+        rng: generator of the noise.
+        iterations: number of finished iterations.
+        spent_s: true time of the finished iterations.
+        default_s: true time of as many iterations with the untuned default.
+        found_at: number of iterations after which the setting to keep is close to the best; infinite if never.
     """
 
     landscape: Landscape
@@ -62,7 +61,7 @@ class Course:
     slower: int = 0
 
     def run(self, knobs: Knobs, *, discarded: int, measured: int) -> list[float]:
-        """Return measured spans of a setting."""
+        """Run a setting for some iterations. Return the spans of the measured ones in seconds."""
         spans_s = []
         for number in range(discarded + measured):
             span_s = self.landscape.span_s(knobs, self.iterations)
@@ -76,7 +75,7 @@ class Course:
         return spans_s
 
     def observed(self, knobs: Knobs, span_s: float) -> Observation:
-        """Return a measured span with its backward pass, which has the same noise."""
+        """Return a measured span with the duration of its backward pass, which has the same relative noise."""
         scape = self.landscape
         if scape.backward_s is None:
             return Observation(knobs=knobs, span_s=span_s)
@@ -143,7 +142,7 @@ def in_session(
     planners: bool,
     learns: bool = True,
 ) -> dict[str, Any]:
-    """Run a warm-up session as a job does."""
+    """Run a warm-up session, as in a job."""
     course = Course(landscape=landscape, noise=noise, rng=np.random.default_rng([seed, 2]))
     space, plans, learner = landscape.space, list[Planner](), None
     if planners:
@@ -214,7 +213,7 @@ def _ensemble(
 
 
 class EqualShares(AUCBandit):
-    """A bandit without credit: the least used arm is next."""
+    """A bandit without credit: it chooses the least used arm."""
 
     def auc(self, arm: str) -> float:
         """Return no credit."""
@@ -228,15 +227,15 @@ def _alone(
         if planner.name == name:
             return planner
     if name not in OUR_ARMS:
-        return None  # a planner where there is no model
+        return None  # a planner cannot run without a model
     return make_arm(name, space=space, rng=np.random.default_rng(seed))
 
 
-# ── others ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── general optimisers ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Searcher(Protocol):
-    """An optimiser."""
+    """A general optimiser."""
 
     def ask(self) -> Knobs:
         """Return the next setting to measure."""
@@ -250,7 +249,7 @@ class Searcher(Protocol):
 def search(
     landscape: Landscape, budget: int, noise: float, seed: int, *, make: Callable[[Landscape, int], Searcher]
 ) -> dict[str, Any]:
-    """Run the default, then the optimiser's proposals. The setting with the fastest mean is kept."""
+    """Measure the default, then the optimiser's proposals. Keep the setting with the shortest mean span."""
     course = Course(landscape=landscape, noise=noise, rng=np.random.default_rng([seed, 2]))
     searcher = make(landscape, seed)
     seen: dict[Knobs, list[float]] = {}
@@ -329,7 +328,7 @@ class Optuna:
 
 
 class Skopt:
-    """scikit-optimize's Gaussian process; also over the size alone, on one stream of the default's route."""
+    """scikit-optimize's Gaussian process. With `size_only`, it varies only the unit size, on one stream."""
 
     def __init__(self, landscape: Landscape, seed: int, *, size_only: bool = False) -> None:
         import skopt
@@ -352,7 +351,7 @@ class Skopt:
         return _knobs(self._space, log2_bytes, int(streams), int(route))
 
     def tell(self, knobs: Knobs, span_s: float) -> None:
-        """Record the logarithm, as for the other optimisers."""
+        """Record the logarithm, as for optuna."""
         place = self._asked
         if place is None:
             log2_bytes, streams, route = _values(self._space, knobs)

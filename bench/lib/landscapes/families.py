@@ -28,7 +28,7 @@ ROUTES = (
     (TransportKind.GLOO, Algorithm.HIERARCHICAL),
 )
 NETWORKS = ("resnet50", "densenet201", "bert_base", "inception_v4")
-SHARE = 0.25  # of the networks' gradients: 20 to 110 MB would cost a replay thousands of messages
+SHARE = 0.25  # scale of the gradients, because 20 to 110 MB would make thousands of messages per simulation
 
 _Rng = np.random.Generator
 
@@ -73,18 +73,18 @@ def _replayed(
     later: Callable[[float], Mapping[Route, Physics]] | None = None,
     changes_at: int = 0,
 ) -> Landscape:
-    """Return a landscape with other physics.
+    """Return a landscape with given physics.
 
     Args:
-        family: name.
-        rng: draws the network.
-        physics: physics by route, given the time (seconds) of all gradients on the link.
-        idle: physics that probes of the idle network see; None = the same.
-        later: physics from `changes_at` on.
+        family: name of the family.
+        rng: generator that draws the network and its gradients.
+        physics: function from the link's rate (bytes per second) to the physics of each route.
+        idle: physics of the idle network, which probes see; None = `physics`.
+        later: physics from `changes_at` on; None = unchanged.
         changes_at: iteration.
     """
     layout, profile = _job(rng)
-    pressure = float(rng.uniform(0.6, 1.8))  # communication, in backward passes
+    pressure = float(rng.uniform(0.6, 1.8))  # communication time over backward time
     seconds = pressure * profile.compute_s
     rate = layout.total_bytes / seconds
     now = physics(rate)
@@ -114,12 +114,12 @@ def _replayed(
 
 
 def _filling(rate: float, flows: float, crowding: float = 0.0) -> Callable[[int, bool], float]:
-    """N flows fill a link that needs `flows` of them; each further one costs a share."""
+    """Return the capacity of a link that `flows` flows fill. Each further flow costs the share `crowding`."""
     return lambda n, computing: rate * min(1.0, n / flows) / (1.0 + crowding * max(0.0, n - flows))
 
 
 def _plain(rng: _Rng, rate: float) -> dict[Route, Physics]:
-    """Three routes: capped flows; a faster start-up and wider flows; a slower start-up and, perhaps, less to send."""
+    """Return three routes: capped flows; faster start-up and wider flows; slower start-up and perhaps less traffic."""
     flows, alpha_s = float(rng.uniform(2, 6)), float(rng.uniform(0.1e-3, 1e-3))
     wide, saving = float(rng.uniform(0.7, 1.1)), float(rng.uniform(0.85, 1.2))
     return {
@@ -130,7 +130,7 @@ def _plain(rng: _Rng, rate: float) -> dict[Route, Physics]:
 
 
 def protocols(rng: _Rng) -> Landscape:
-    """The library sends small messages at once, medium ones after a handshake, and large ones by another protocol."""
+    """Make a job whose library has three protocols: for small messages, for medium ones (slow), and for large ones."""
     eager, large = float(rng.uniform(128, 400)) * KIB, float(rng.uniform(1.5, 5)) * MIB
     alpha_s, poor = float(rng.uniform(0.1e-3, 0.5e-3)), float(rng.uniform(0.3, 0.5))
 
@@ -152,7 +152,7 @@ def protocols(rng: _Rng) -> Landscape:
 
 
 def collapse(rng: _Rng) -> Landscape:
-    """Beyond some streams a switch's buffer overflows and the rate breaks down."""
+    """Make a job in which a switch's buffer overflows with more than two or three streams, and the rate collapses."""
     most, flows = int(rng.integers(2, 4)), float(rng.uniform(1.5, 3))
     alpha_s, rest = float(rng.uniform(0.1e-3, 0.6e-3)), float(rng.uniform(0.2, 0.35))
 
@@ -169,7 +169,7 @@ def collapse(rng: _Rng) -> Landscape:
 
 
 def heavy_tail(rng: _Rng) -> Landscape:
-    """Some iterations take half as long again, or three times as long."""
+    """Make a job in which every tenth iteration takes longer, twice as long on average."""
     scape = _replayed("heavy tail", rng, lambda rate: _plain(rng, rate))
 
     def luck(knobs: Knobs, noise: float, rng: _Rng) -> float:
@@ -181,7 +181,7 @@ def heavy_tail(rng: _Rng) -> Landscape:
 
 
 def halving(rng: _Rng) -> Landscape:
-    """The link's rate halves during the warm-up, and another setting becomes the best."""
+    """Make a job in which the link's rate halves during the warm-up, so that another setting becomes the best."""
     state = rng.bit_generator.state
 
     def drawn(rate: float) -> dict[Route, Physics]:
@@ -194,7 +194,7 @@ def halving(rng: _Rng) -> Landscape:
 
 
 def misleading(rng: _Rng) -> Landscape:
-    """When idle, the link supports any number of streams and starts up quickly; when busy, few streams, and slowly."""
+    """Make a job with misleading probes: the idle link is fast with many streams, the busy one only with few."""
     alpha_s, flows = float(rng.uniform(0.3e-3, 1.5e-3)), float(rng.uniform(1, 2.5))
     crowding = float(rng.uniform(0.1, 0.3))
 
@@ -214,7 +214,7 @@ def misleading(rng: _Rng) -> Landscape:
 
 
 def sockets(rng: _Rng) -> Landscape:
-    """Two sockets: an odd stream makes one of them wait for the other; with many streams, many cross between them."""
+    """Make a job on two CPU sockets: odd numbers of streams are unbalanced, and more than six cross between sockets."""
     flows, odd = float(rng.uniform(2, 5)), float(rng.uniform(0.7, 0.85))
     alpha_s, crossing = float(rng.uniform(0.1e-3, 0.6e-3)), float(rng.uniform(0.05, 0.12))
 
@@ -233,7 +233,7 @@ def sockets(rng: _Rng) -> Landscape:
 
 
 def two_bottlenecks(rng: _Rng) -> Landscape:
-    """A host that serves one message at a time, with a link that needs many streams."""
+    """Make a job on hosts that serve one message at a time, with a link that needs many streams."""
     host_s, flows = float(rng.uniform(0.3e-3, 1.5e-3)), float(rng.uniform(4, 12))
     per_byte_s = float(rng.uniform(0.2, 0.5))
 
@@ -250,7 +250,7 @@ def two_bottlenecks(rng: _Rng) -> Landscape:
 
 
 def beside_computation(rng: _Rng) -> Landscape:
-    """One route and computation compete for the same cores, so both are slow when concurrent. Probes do not see it."""
+    """Make a job in which one route competes with computation for the cores. Probes do not show this."""
     share, slow = float(rng.uniform(0.15, 0.4)), float(rng.uniform(0.06, 0.2))
     flows, alpha_s = float(rng.uniform(2, 5)), float(rng.uniform(0.1e-3, 0.5e-3))
 
@@ -269,7 +269,7 @@ def beside_computation(rng: _Rng) -> Landscape:
 
 
 def uneven_noise(rng: _Rng) -> Landscape:
-    """The times of many streams scatter five times as much as those of one."""
+    """Make a job in which times with many streams scatter five times as much as with one."""
     scape = _replayed("uneven noise", rng, lambda rate: _plain(rng, rate))
 
     def luck(knobs: Knobs, noise: float, rng: _Rng) -> float:
@@ -280,7 +280,7 @@ def uneven_noise(rng: _Rng) -> Landscape:
 
 
 def drift(rng: _Rng) -> Landscape:
-    """All settings slow down gradually, by a fifth to a half in a hundred iterations."""
+    """Make a job in which all settings slow down gradually, by a fifth to a half in a hundred iterations."""
     scape = _replayed("drift", rng, lambda rate: _plain(rng, rate))
     total = float(rng.uniform(0.2, 0.5))
     scape.pace = lambda iteration: 1.0 + total * iteration / 100
@@ -288,7 +288,7 @@ def drift(rng: _Rng) -> Landscape:
 
 
 def wrong_proposals(rng: _Rng) -> Landscape:
-    """The registry's proposals are slow here."""
+    """Make a job for which the registry proposes slow settings."""
     scape = _replayed("wrong proposals", rng, lambda rate: _plain(rng, rate))
     points = [
         Knobs(unit_bytes=scape.space.unit_bytes[0], streams=24, transport=ROUTES[1][0]),
@@ -303,9 +303,9 @@ def wrong_proposals(rng: _Rng) -> Landscape:
 
 
 def _place(knobs: Knobs, layout: GradientLayout) -> tuple[float, float]:
-    """Return octaves above 64 KiB, and of streams.
+    """Return log2 of the unit size over 64 KiB, and log2 of the number of streams.
 
-    Explicit units count by their typical size and their number of streams.
+    A plan with explicit cuts counts by the mean unit size (weighted by size) and its number of streams.
     """
     size, streams = float(knobs.unit_bytes), knobs.streams
     if knobs.cuts is not None:
@@ -316,11 +316,11 @@ def _place(knobs: Knobs, layout: GradientLayout) -> tuple[float, float]:
     return math.log2(max(1.0, size / (64 * KIB))), math.log2(streams)
 
 
-_Shape = Callable[[float, float, int], float]  # octaves of size, octaves of streams, route → times the best
+_Shape = Callable[[float, float, int], float]  # log2 of size and of streams, and route, to a factor on the best time
 
 
 def _formula(family: str, rng: _Rng, shape: _Shape, routes: Sequence[Route] = ROUTES) -> Landscape:
-    """Return a landscape given by a formula; probes see a plain network."""
+    """Return a landscape given by a formula. Probes see an unrelated plain network."""
     layout, profile = _job(rng)
     space = _space(layout, routes)
     best_s = profile.compute_s * float(rng.uniform(1.0, 2.0))
@@ -343,7 +343,7 @@ def _formula(family: str, rng: _Rng, shape: _Shape, routes: Sequence[Route] = RO
 
 
 def default_is_best(rng: _Rng) -> Landscape:
-    """A bowl around the untuned setting."""
+    """Make a job whose untuned setting is the best: a bowl around it."""
     width, tilt = float(rng.uniform(0.03, 0.08)), float(rng.uniform(0.05, 0.15))
     scape = _formula("default is best", rng, lambda size, streams, route: 1.0)
     size_0, streams_0 = _place(scape.default, scape.layout)
@@ -359,7 +359,7 @@ def default_is_best(rng: _Rng) -> Landscape:
 
 
 def narrow(rng: _Rng) -> Landscape:
-    """A wide bowl with a narrow hollow away from its middle, between the points of a coarse grid."""
+    """Make a job with a wide bowl and a narrow hollow off its centre, between the points of a coarse grid."""
     size_0, streams_0 = float(rng.uniform(2.2, 6.3)), math.log2(float(rng.choice([2, 3, 4, 6, 8])))
     depth, width = float(rng.uniform(0.15, 0.25)), float(rng.uniform(0.5, 0.8))
     best_route = int(rng.integers(2))
@@ -373,7 +373,7 @@ def narrow(rng: _Rng) -> Landscape:
 
 
 def diagonal(rng: _Rng) -> Landscape:
-    """A narrow valley along size × streams = constant, whose lowest point lies between the arms' settings."""
+    """Make a job with a narrow valley along size × streams = constant, lowest between the arms' settings."""
     product, size_0 = float(rng.uniform(5.0, 8.0)), float(rng.uniform(2.5, 5.0))
     steep, slope = float(rng.uniform(0.12, 0.3)), float(rng.uniform(0.02, 0.05))
 
@@ -385,7 +385,7 @@ def diagonal(rng: _Rng) -> Landscape:
 
 
 def cliff(rng: _Rng) -> Landscape:
-    """Larger units are better, up to an edge after which they take nearly twice as long."""
+    """Make a job in which larger units are faster, up to an edge beyond which they take 1.4 to 2 times as long."""
     edge, fall = float(rng.uniform(3.5, 6.5)), float(rng.uniform(1.4, 2.0))
     gain, streams_0 = float(rng.uniform(0.06, 0.12)), float(rng.uniform(0.8, 3.0))
 
@@ -397,7 +397,7 @@ def cliff(rng: _Rng) -> Landscape:
 
 
 def steps(rng: _Rng) -> Landscape:
-    """Times change only in steps, and the best route is good with small units only."""
+    """Make a job whose times change in steps, and whose best route is fast with small units only."""
     level, streams_0 = float(rng.uniform(0.05, 0.09)), float(rng.uniform(1.0, 3.5))
     size_0 = (float(rng.uniform(4, 6)), float(rng.uniform(0.8, 2.2)), float(rng.uniform(3, 6)))
     base = (1.2, 1.0, 1.15)
@@ -410,7 +410,7 @@ def steps(rng: _Rng) -> Landscape:
 
 
 def flat(rng: _Rng) -> Landscape:
-    """Nearly all settings take equally long: there is nothing to gain, and trials can lose much."""
+    """Make a job in which nearly all settings take equally long, so that trials gain nothing and can lose much."""
     bad = float(rng.uniform(1.5, 2.5))
 
     def shape(size: float, streams: float, route: int) -> float:

@@ -1,4 +1,4 @@
-"""The job that a tuner is evaluated on: the true time of any setting, and the noisy measurements of it."""
+"""A job on which tuners are evaluated: true times of all settings, and noisy measurements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sirtaki.autotune.model.simulator import Profile
 from sirtaki.comm.plan import GradientLayout, Route
 from sirtaki.engine.tuning.plans import ENOUGH, SHAPES, Measured, narrowed
 
-# ── A backward pass beside its all-reduces, replayed event by event under any physics ────────────────────────────────
+# ── simulation of a backward pass and its all-reduces, event by event, under any physics ─────────────────────────────
 
 
 def _nothing(_: float) -> float:
@@ -36,9 +36,9 @@ class Physics:
     Attributes:
         capacity: total bytes per second for a number of concurrent all-reduces, with or without computation.
         latency_s: seconds before the first byte is sent, by size in bytes.
-        host_s: seconds of the host, which serves one all-reduce at a time, by size.
-        quality: share of the rate that an all-reduce of that size converts to progress, by size.
-        slowdown: factor on the computation for a number of all-reduces in flight.
+        host_s: seconds that the host needs for an all-reduce, by size. The host serves one all-reduce at a time.
+        quality: share of its rate at which an all-reduce progresses, by size.
+        slowdown: factor on the duration of the computation, by number of all-reduces in flight.
     """
 
     capacity: Callable[[int, bool], float]
@@ -50,7 +50,7 @@ class Physics:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One all-reduce: when it can begin (seconds of undisturbed computation), how large it is, and its stream."""
+    """One all-reduce: start time (in seconds of undisturbed computation), size and stream."""
 
     ready_s: float
     size_bytes: float
@@ -58,17 +58,17 @@ class Message:
 
 
 def replay(messages: Sequence[Message], *, compute_s: float, physics: Physics) -> tuple[float, float]:
-    """Return seconds from the start of the backward pass to the end of it and all messages, and to its own end.
+    """Simulate a backward pass with its all-reduces. Return the end of both, and of the backward pass, in seconds.
 
     Args:
-        messages: all-reduces in launch order; none is ready before its predecessor.
-        compute_s: the undisturbed backward pass.
+        messages: all-reduces in launch order. None may be ready before its predecessor.
+        compute_s: duration of the undisturbed backward pass.
         physics: physics of the route.
     """
     computed_s = 0.0
     queues: dict[int, deque[Message]] = {}
-    waiting: list[tuple[float, int, float, int]] = []  # latency over at, tie-breaker, work, stream
-    moving: list[tuple[float, int, int]] = []  # clock of transmissions at which it is done, tie-breaker, stream
+    waiting: list[tuple[float, int, float, int]] = []  # end of latency, tie-breaker, work, stream
+    moving: list[tuple[float, int, int]] = []  # end on the clock of transmissions, tie-breaker, stream
     busy: set[int] = set()
     now_s = clock = done_s = host_free_s = 0.0
     following, number = 0, 0
@@ -95,7 +95,7 @@ def replay(messages: Sequence[Message], *, compute_s: float, physics: Physics) -
         computing = done_s < compute_s
         pace = 1.0 / physics.slowdown(len(busy)) if computing else 1.0
         share = physics.capacity(len(moving), computing) / len(moving) if moving else 0.0
-        until_s = []  # of each kind of event
+        until_s = []  # seconds until the next event of each kind
         if computing:
             goal_s = min(messages[following].ready_s, compute_s) if following < len(messages) else compute_s
             until_s.append(max(0.0, goal_s - done_s) / pace)
@@ -131,39 +131,40 @@ def round_s(size_bytes: float, streams: int, rounds: int, physics: Physics) -> f
 # ── The benchmark ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 Luck = Callable[[Knobs, float, np.random.Generator], float]
-"""A factor on one measurement of a setting, for a given noise."""
+"""Function from a setting, a relative noise and a generator to a factor on one measurement."""
 
 
 def lognormal(knobs: Knobs, noise: float, rng: np.random.Generator) -> float:
-    """Return the usual noise factor."""
+    """Return a lognormal noise factor."""
     return math.exp(noise * rng.standard_normal())
 
 
 def steady(iteration: int) -> float:
-    """Return 1: the network does not change."""
+    """Return 1 for every iteration, because the network does not change."""
     return 1.0
 
 
 @dataclass(kw_only=True, eq=False)
 class Landscape:
-    """A job to tune.
+    """A job to tune, with true and measured times.
 
     Attributes:
-        family: the difficulty of the job.
+        family: name of the family of jobs.
         layout: gradients in the order of the backward pass.
         profile: ready times of the gradients.
         space: possible settings.
         default: the untuned setting.
-        truth: true seconds of a setting at the beginning.
-        later: true seconds from `changes_at` on; None = unchanged.
-        changes_at: iteration.
-        pace: factor on all settings at an iteration.
+        truth: function from a setting to its true span in seconds.
+        later: replaces `truth` from iteration `changes_at` on; None = unchanged.
+        changes_at: iteration at which `later` takes effect.
+        pace: factor on the spans of all settings, by iteration.
         luck: noise factor of a measurement.
-        backward_s: seconds from the first gradient to the end of the backward pass under a setting; None =
-            undisturbed.
-        probe: seconds of a probe on the idle network: route, bytes, streams, rounds; None = probes are impossible.
+        backward_s: function from a setting to seconds from the first gradient to the end of the backward pass; None =
+            the setting has no effect.
+        probe: function from route, bytes, streams and rounds to seconds of a probe on the idle network; None = probes
+            are impossible.
         seeds: proposals of the registry.
-        presumed: whether probes are assumed to be representative; false within one host.
+        presumed: whether planners may assume that probes are representative; false within one host.
         steps_per_octave: resolution of unit sizes in the search of the best.
     """
 
@@ -185,7 +186,7 @@ class Landscape:
     _known: dict[tuple[Knobs, bool], float] = field(default_factory=dict)
 
     def span_s(self, knobs: Knobs, iteration: int | None = None) -> float:
-        """Return the true time, at the end unless an iteration is given."""
+        """Return the true span of a setting in seconds, at an iteration or at the end."""
         changed = self.later is not None and (iteration is None or iteration >= self.changes_at)
         key = (knobs, changed)
         if key not in self._known:
@@ -194,12 +195,12 @@ class Landscape:
         return self._known[key] * self.pace(100 if iteration is None else iteration)
 
     def measure_s(self, knobs: Knobs, iteration: int, noise: float, rng: np.random.Generator) -> float:
-        """Return a noisy measurement."""
+        """Return a noisy measurement of a setting's span in seconds."""
         return self.span_s(knobs, iteration) * self.luck(knobs, noise, rng)
 
     @cached_property
     def best(self) -> Knobs:
-        """Return the fastest uniform setting at the end: all of a lattice, then unit sizes around the five fastest."""
+        """Return the fastest uniform setting at the end: of a lattice, and of unit sizes around its five fastest."""
         lattice = KnobLattice(self.space, steps_per_octave=self.steps_per_octave)
         ranked = sorted(lattice.points, key=self.span_s)[:5]
         low, high = self.space.unit_bytes
@@ -211,11 +212,11 @@ class Landscape:
         return min([*ranked, *around], key=self.span_s)
 
     def regret(self, knobs: Knobs) -> float:
-        """Return the share by which a setting is slower than the best; 0 for faster plans."""
+        """Return the share by which a setting is slower than the best uniform one; 0 for faster plans."""
         return max(0.0, self.span_s(knobs) / self.span_s(self.best) - 1)
 
     def probed(self, noise: float, rng: np.random.Generator) -> tuple[KnobSpace, PlanningModel | None]:
-        """Return what a warm-up learns from probes: the narrowed space, and the planners' model."""
+        """Probe the idle network. Return the space as narrowed by the probes, and the planners' model."""
         if self.probe is None:
             return self.space, None
         probes: dict[Route, list[LinkProbe]] = {}

@@ -3,10 +3,10 @@
 A setting between the recorded ones counts as the nearest of its route. A plan with explicit cuts that no planner
 proposed in the real job counts as units of its median size.
 
-A setting that was measured a few times during other load looks faster or slower than it is, and the fastest of hundreds
-is partly luck. The true time is therefore an empirical Bayes estimate (James and Stein's). The medians
-are shrunk towards a smooth surface over unit sizes and streams, one per route, depending on how far their scatter
-around it exceeds that of the measurements. If rounds agree, nothing changes.
+A setting that was measured a few times under varying load looks faster or slower than it is, and the fastest of
+hundreds is partly luck. Therefore the true time is an empirical Bayes estimate (James and Stein's): the medians are
+shrunk towards a smooth surface over unit sizes and streams, one per route. They are shrunk less, the more their scatter
+around the surface exceeds the scatter of measurements. If rounds agree, medians stay unchanged.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from sirtaki.comm.plan import Algorithm, GradientLayout, Route, TransportKind
 from .landscape import Landscape
 
 SURFACE = 6
-"""Terms of a quadratic surface over two knobs."""
+"""Number of terms of a quadratic surface over two knobs."""
 
 RECORDED = Path(__file__).resolve().parents[2] / "recorded"
 
 
 @dataclass(kw_only=True, eq=False)
 class Recorded(Landscape):
-    """A measured landscape.
+    """A landscape whose times were measured in a real job.
 
     Attributes:
         samples_s: measured spans by setting.
-        narrow_space: the space after the real probes.
-        model: model from the real probes.
+        narrow_space: the space as narrowed by the real probes.
+        model: planners' model from the real probes; None if no model fitted.
     """
 
     samples_s: dict[Knobs, list[float]] = field(default_factory=dict)
@@ -50,21 +50,21 @@ class Recorded(Landscape):
     model: PlanningModel | None
 
     def measure_s(self, knobs: Knobs, iteration: int, noise: float, rng: np.random.Generator) -> float:
-        """Draw near a recorded measurement, with the spread of all: a smoothed bootstrap (Silverman and Young, 1987).
+        """Draw a measurement near a random recorded one: a smoothed bootstrap (Silverman and Young, 1987).
 
-        Plain draws from four or five measurements would repeat, as if there were no noise.
+        Plain draws would often repeat one of four or five measurements, as if there were no noise.
         """
         known = self.nearest(knobs)
         if known is None:
             return math.inf
         logs = np.log(self.samples_s[known])
-        width = 1.06 * len(logs) ** -0.2  # Silverman's, in standard deviations
+        width = 1.06 * len(logs) ** -0.2  # Silverman's bandwidth, in standard deviations
         middle, spread = float(np.median(logs)), float(np.std(logs))
         deviation = rng.choice(logs) - middle + width * spread * rng.standard_normal()
         return math.exp(middle + deviation / math.sqrt(1.0 + width**2))
 
     def nearest(self, knobs: Knobs) -> Knobs | None:
-        """Return the recorded setting that represents these knobs."""
+        """Return the recorded setting nearest to `knobs`; None if their route was not recorded."""
         if knobs in self.samples_s:
             return knobs
         route = knobs.route
@@ -76,15 +76,12 @@ class Recorded(Landscape):
         return min(candidates, key=distance, default=None)
 
     def probed(self, noise: float, rng: np.random.Generator) -> tuple[KnobSpace, PlanningModel | None]:
-        """Return what the real warm-up learnt from probes."""
+        """Return the space and the model that the real warm-up derived from probes."""
         return self.narrow_space, self.model
 
 
 def estimated(samples_s: Mapping[Knobs, Sequence[float]]) -> dict[Knobs, list[float]]:
-    """Return measured spans.
-
-    Those of each uniform setting are scaled so that their median is the estimated true time.
-    """
+    """Return the measured spans, scaled for each uniform setting so that their median is the estimated true time."""
     routes: dict[Route, list[Knobs]] = defaultdict(list)
     for knobs in samples_s:
         if knobs.cuts is None:
@@ -99,7 +96,7 @@ def estimated(samples_s: Mapping[Knobs, Sequence[float]]) -> dict[Knobs, list[fl
         terms = np.stack([size**0, size, streams, size**2, streams**2, size * streams], axis=1)
         surface = terms @ np.linalg.lstsq(terms, medians)[0]
         deviations = [np.median(abs(log - median)) for log, median in zip(logs, medians, strict=True)]
-        # A median's variance is π/2 times a mean's; a normal deviate's median deviation is 0.6745 of its standard one.
+        # A median's variance is π/2 times a mean's. A normal variable's median deviation is 0.6745 standard deviations.
         error = math.pi / 2 * (np.median(deviations) / 0.6745) ** 2 / statistics.fmean(len(log) for log in logs)
         scatter = float(((medians - surface) ** 2).sum() / (len(settings) - SURFACE))
         kept = max(0.0, 1.0 - error / scatter) if scatter > 0.0 else 1.0
@@ -136,7 +133,8 @@ def recorded(path: Path) -> Recorded:
         narrow_space=space(data["narrowed_routes"], data["narrowed_streams"]),
         model=model,
         steps_per_octave=1,
-        presumed=[TransportKind.SHARED_MEMORY.value, Algorithm.FLAT.value] not in data["routes"],  # of one host
+        presumed=[TransportKind.SHARED_MEMORY.value, Algorithm.FLAT.value]
+        not in data["routes"],  # probes mislead within one host
     )
 
     def truth(knobs: Knobs) -> float:
@@ -148,5 +146,5 @@ def recorded(path: Path) -> Recorded:
 
 
 def recordings() -> list[Path]:
-    """Return all recorded landscapes."""
+    """Return the files of all recorded landscapes."""
     return sorted(RECORDED.glob("*.json"))

@@ -237,7 +237,7 @@ class GradientHooks:
         this = weakref.ref(self)
         wait, progress = partial(_current_wait, this), partial(_progress_of, this, job.participants)
         job.watchdog.watch(wait, progress)
-        self._open.callback(job.watchdog.forget, wait, progress)
+        self._open.callback(job.watchdog.unwatch, wait, progress)
         self._open.callback(job.joining.forget, self.key)
         job.participants.add(self)
         in_forked_children(self, GradientHooks._leave_in_child)
@@ -643,7 +643,7 @@ class GradientHooks:
         if self.closed:
             return
         if self._rows is not None:
-            self._rows.put_in_missing(joined=True)
+            self._rows.fill_missing(joined=True)
         if self.pipeline is not None:
             self.pipeline.contribute_zeros()
 
@@ -679,7 +679,7 @@ class GradientHooks:
         ):
             self._hand_over_incomplete()
         if rows is not None and self.state is not IterationState.REDUCED:
-            rows.put_in_missing(joined=joined)
+            rows.fill_missing(joined=joined)
         profiling = pipeline is not None and pipeline.profiling
         if self.tuning is not None:
             self.tuning.finish(joined=joined)

@@ -1,1 +1,1 @@
-"""How trials run inside training."""
+"""Tuning while the job trains: trials, plans, the trial log and the registry."""

@@ -1,4 +1,4 @@
-"""Settings from the registry: looked up before the first trial, stored after the last."""
+"""Look up settings in the registry before the first trial, and store the result after the last one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 INDIFFERENCE = 0.02
-"""Share of the expected span that no model of measured links can be sure of; more where the link's fit is worse."""
+"""Minimum relative error of a model's prediction. It is larger if the fit of the link is worse."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +51,8 @@ class FirstProposal:
 
     Attributes:
         knobs: the setting.
-        arm: who found it in the other job, or planned it anew for this one.
-        message: where it comes from, for the log.
+        arm: name of the arm that found the setting in the earlier job, or that planned it again for this job.
+        message: origin of the setting, for the log.
     """
 
     knobs: Knobs
@@ -67,13 +67,14 @@ def first_proposals(
     space: KnobSpace,
     model: PlanningModel | None,
 ) -> list[FirstProposal]:
-    """What to try first, in this order.
+    """Return the settings to try first, in this order.
 
     Args:
-        starts: what similar jobs have found, the most similar first, adapted to this job.
-        layouts: of this job; what does not fit them is left out.
-        space: what may be chosen.
-        model: of this job, None if it could not be measured; then nothing is planned anew and nothing left out.
+        starts: settings of similar jobs, adapted to this job, most similar first.
+        layouts: gradient layouts of this job. Settings that do not fit are left out.
+        space: settings that may be chosen.
+        model: planners' model of this job. None if it could not be measured. Without a model, no setting is planned
+            again or left out as too slow.
     """
     planners = {} if model is None else {one.name: one for one in make_planners(space=space, model=model)}
 
@@ -86,13 +87,13 @@ def first_proposals(
         proposal = _carried_over(start, layouts)
         arm = start.record.arm
         if start.lost_cuts and (plans := planned(arm)):
-            words = f"{start.source}; planned anew by {arm}, whose plan that was"
+            words = f"{start.source}; planned again for this job by {arm}"
             proposal = FirstProposal(knobs=plans[0], arm=arm, message=words)
         if proposal is not None and all(proposal.knobs != other.knobs for other in proposals):
             proposals.append(proposal)
     if model is None or not proposals:
         return proposals
-    return _promising(proposals, planned(next(iter(planners))), model)  # the first is the one that did best in general
+    return _promising(proposals, planned(next(iter(planners))), model)  # the first planner is the best one in general
 
 
 def _carried_over(start: WarmStart, layouts: Sequence[GradientLayout]) -> FirstProposal | None:
@@ -107,7 +108,9 @@ def _carried_over(start: WarmStart, layouts: Sequence[GradientLayout]) -> FirstP
 def _promising(
     proposals: Sequence[FirstProposal], rivals: Sequence[Knobs], model: PlanningModel
 ) -> list[FirstProposal]:
-    """Those that the model expects to be about as fast as the best that it knows, and those it knows nothing of."""
+    """Return the proposals that the model predicts to be about as fast as the best one, or for which it has no
+    prediction.
+    """
     expected_s = [model.expected_s(proposal.knobs) for proposal in proposals]
     known_s = [span_s for span_s in [*expected_s, *(model.expected_s(knobs) for knobs in rivals)] if span_s is not None]
     doubt = max([INDIFFERENCE, *(link.residual for link in model.links.values())])
@@ -118,25 +121,25 @@ def _promising(
         else:
             slower = faster(min(known_s), span_s)
             which = proposal.message.replace("starting from ", "")
-            logger.info("not tried, as it would be %s than the best plan: %s", slower, which)
+            logger.info("not tried, because it is predicted to be %s than the best plan: %s", slower, which)
     return kept
 
 
 OTHER_TIMES, OTHER_TIMES_ON_ONE_HOST = 1.5, 3.0
-"""How many times as much or as little time communication may take, until its link is another one.
+"""Factor by which communication time may differ from the stored one before the link counts as a different one.
 
-Within one host it takes longer where others keep the processors busy, for as long as they do.
+It is larger on one host, because other jobs on its processors slow communication down for a while.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheHit:
-    """What an earlier job has left.
+    """Entry of this job in the registry, from an earlier run.
 
     Attributes:
-        exact: what this very job ended its warm-up with.
+        exact: result of a completed warm-up.
         history: trials of a warm-up that was cut short.
-        message: where this comes from, for the log; empty if there is nothing.
+        message: origin of the entry, for the log. "" if there is none.
     """
 
     exact: Remembered | None = None
@@ -146,10 +149,10 @@ class CacheHit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """What a rank runs on.
+    """Hardware of a rank.
 
     Attributes:
-        host: such as `machine.host_kind` gives it.
+        host: kind of host, as returned by `machine.host_kind`.
         device: "cpu", or the name of the GPU.
     """
 
@@ -163,29 +166,29 @@ class Hardware:
             name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
             return cls(host=_label(host_kind()), device=_label(name))
         except Exception:
-            logger.info("this machine does not say of what kind it is", exc_info=True)
+            logger.info("the kind of this machine could not be determined", exc_info=True)
             return cls(host="", device=device.type)
 
 
 def _label(text: str) -> str:
-    """What a graph's label may be."""
+    """Return `text` without characters that a graph's label must not contain, cut to 200 characters."""
     return "".join(character for character in text if character.isprintable())[:200]
 
 
 def condition_of(ratio: float) -> str:
-    """How many times as long as usual the default takes, in powers of two; empty = as usual, or unknown."""
+    """Return `ratio`, the relative duration of the default setting, rounded to a power of two. "" if 1 or unknown."""
     power = round(math.log2(ratio)) if 0.0 < ratio < math.inf else 0
     return f"{2.0**power:g}×" if power else ""
 
 
 def hosts_by_rank(control: ControlPlane, settings: Settings) -> list[str]:
-    """Of each rank. Nodes simulated by a setting count as hosts, so that their results are not taken for one node's."""
+    """Return the host name of each rank. Simulated nodes count as hosts, because one node's results differ."""
     simulated = control.local_size if settings.local_size else control.size
     return [f"{host}/{rank // simulated}" for rank, host in enumerate(control.hosts)]
 
 
 def cluster_fingerprint(control: ControlPlane, settings: Settings) -> str:
-    """Collective: of the topology of these ranks, which compute on their processors."""
+    """Return the fingerprint of the topology of ranks that compute on the CPU. Collective."""
     hosts = hosts_by_rank(control, settings)
     kinds = control.all_gather(Hardware.here(torch.device("cpu")))
     return Topology.from_ranks(
@@ -208,10 +211,10 @@ class TuningCache:
         """Begin to record the model's graph.
 
         Args:
-            settings: where the registry is.
-            parameters: those whose gradients are reduced.
-            hosts: of each rank; simulated nodes have different names.
-            kinds: each rank's host and device, as far as they are known.
+            settings: settings of this process, with the location of the registry.
+            parameters: parameters whose gradients are reduced.
+            hosts: host name of each rank. Simulated nodes have different names.
+            kinds: hardware of each rank. Empty if unknown.
         """
         self._settings = settings
         self._memory = SettingsMemory(settings.registry)
@@ -246,8 +249,8 @@ class TuningCache:
         return self._memory.read(look, CacheHit())
 
     def _described(self) -> JobDescription | None:
-        """This job; None where nothing is remembered. It is described when it is needed, as networkx loads slowly."""
-        asked, self._asked = self._asked, None  # once: what fails would fail again
+        """Return the description of this job. None if no graph was recorded. Lazy, because networkx loads slowly."""
+        asked, self._asked = self._asked, None  # computed once, because a failure would repeat
         if asked is not None:
             self._job = self._job_of(*asked)
         return self._job
@@ -270,7 +273,7 @@ class TuningCache:
                 device=layout.device,
                 versions={"torch": ".".join(torch.__version__.split(".")[:2]), "sirtaki": sirtaki.__version__},
                 gradients=gradients_fingerprint((each.dtype, each.sizes) for each in layouts),
-                # What loses something is found again by jobs only that allow as much.
+                # Jobs find lossy settings only if they allow the same compressors.
                 fixed=fixed_knobs(self._settings, space.lossy),
             ),
             model=graph,
@@ -287,7 +290,7 @@ class TuningCache:
             history = tuple(trial for trial in own.trials if trial.knobs.cuts is None or same_order)
             return CacheHit(
                 history=history,
-                message=f"found an unfinished tuning phase of {own.describe()} in the registry: going on after "
+                message=f"found an unfinished tuning phase of {own.describe()} in the registry: continuing after "
                 f"{len(history)} trials",
             )
         knobs = own.knobs
@@ -295,7 +298,7 @@ class TuningCache:
             if knobs not in space:
                 raise PlanError(f"{knobs.describe()} is not possible here")
             if knobs.cuts is not None and not same_order:
-                raise PlanError("its planned units are of gradients that come in another order")
+                raise PlanError("its planned units are for gradients that become ready in another order")
             checked_plans(knobs, layouts)
         except PlanError as err:
             logger.info("the registry's entry %s cannot be run as it is: %s", own.id[:8], err)
@@ -314,24 +317,30 @@ class TuningCache:
             ),
             message=f"found {own.describe()} in the registry ({own.id[:8]}): "
             + (
-                "the default, as nothing was proved to be faster"
+                "the default, because no setting was proved to be faster"
                 if own.best_span_s == own.default_span_s
                 else f"{knobs.describe()}; communication against the default: {own.describe_gain()}"
             ),
         )
 
     def disprove(self) -> None:
-        """Have `keep` replace this job's own record, which did not hold, or not for the link as it is now."""
+        """Let `keep` replace this job's stored record, because it was not fast in this run, or the link has changed."""
         self._disproved = self._own
 
     def look_again(self) -> None:
-        """Search for similar jobs once more: links have changed, so others may be nearer."""
+        """Search for similar jobs again at the next call, because links have changed."""
         self._neighbours = None
 
     def first_proposals(
         self, layouts: Sequence[GradientLayout], space: KnobSpace, model: PlanningModel | None
     ) -> list[FirstProposal]:
-        """Return what similar jobs suggest, once this job has measured what it can (`model`, None = nothing)."""
+        """Return the settings of similar jobs to try first.
+
+        Args:
+            layouts: gradient layouts of this job.
+            space: settings that may be chosen.
+            model: planners' model of this job. None if it could not be measured.
+        """
         nothing: list[FirstProposal] = []
         if not self._memory.exists or (self._own is not None and not self._own.complete):
             return nothing
@@ -361,11 +370,11 @@ class TuningCache:
         """Store the result of the warm-up. Return whether it was stored.
 
         Args:
-            result: of the session.
-            trials: of the session.
-            complete: the warm-up has come to its end.
-            links: what was measured of each route.
-            condition: see `EntryKey`; what was found under one is stored beside the job's own record.
+            result: result of the session.
+            trials: trials of the session.
+            complete: the warm-up was not cut short.
+            links: measured model of each route.
+            condition: see `EntryKey`. A result with a condition is stored in addition to the job's own record.
         """
         if not all(0 < span < math.inf for span in (result.best_span_s, result.default_span_s)):
             return False
@@ -381,7 +390,7 @@ class TuningCache:
             before = self._disproved
             kept = store.put(record, disproved=before)
             if kept and before is not None and before.complete and before.key == record.key:
-                # The earlier setting is right again if the communication time changes back.
+                # Keep the earlier setting under a condition, because the communication time may change back.
                 now = condition_of(before.default_span_s / record.default_span_s)
                 if now:
                     store.put(structs.replace(before, key=structs.replace(before.key, condition=now)))
@@ -400,7 +409,7 @@ class TuningCache:
         links: Mapping[Route, LinkModel],
     ) -> JobRecord:
         knobs = result.knobs
-        # A remembered setting that was only checked was found then, by whom it was found then.
+        # The session has only confirmed a stored setting, so the record keeps the trials of the earlier run.
         checked = own is not None and own.complete and own.knobs == knobs
         link = links.get(knobs.route)
         if link is None and own is not None and own.knobs.route == knobs.route:

@@ -47,8 +47,8 @@ _T = TypeVar("_T")
 SEED = 0
 """Seed of all that the tuner draws: equal times give equal trials."""
 
-RETUNE_ITERATIONS = 31
-"""Most iterations of a search after a change of communication time."""
+RETUNE_SEARCH_ITERATIONS, RETUNE_ITERATIONS = 12, 31
+"""Iterations of a search after a change of communication time, without and with the final comparison."""
 
 
 MEASURED, MEASURED_IN_RETUNE = 2, 1
@@ -275,7 +275,7 @@ class KnobSearch:
                 communication_s=min(spans_s),
                 best_s=best_s,
             )
-            watchers.tell_all(lambda watcher: watcher.trial(event), iteration=iteration)
+            watchers.notify(lambda watcher: watcher.trial(event), iteration=iteration)
         self.times.pause()
 
     def _learn(
@@ -348,7 +348,7 @@ class KnobSearch:
                 n_trials=result.n_trials,
                 retune=self.retuning,
             )
-            watchers.tell_all(lambda watcher: watcher.decision(event), iteration=iteration)
+            watchers.notify(lambda watcher: watcher.decision(event), iteration=iteration)
         earlier = [] if self.stays is None else [self.stays]
         self._earlier = [*earlier, *(knobs for knobs in self._earlier if knobs not in (result.knobs, *earlier))]
         self.stays = result.knobs
@@ -400,4 +400,4 @@ class KnobSearch:
 
     @property
     def _budget_iterations(self) -> int:
-        return RETUNE_ITERATIONS if self.retuning else self._settings.warmup_iterations
+        return RETUNE_SEARCH_ITERATIONS if self.retuning else self._settings.warmup_iterations

@@ -22,7 +22,7 @@ _R = TypeVar("_R", bound=StoredSetting)
 
 
 class SettingsMemory:
-    """Settings that earlier jobs found. Rank 0 reads and writes them; the other ranks have no instance.
+    """Settings that earlier jobs found. Rank 0 reads and writes them. Only rank 0 has an instance.
 
     No method raises. Whatever goes wrong is logged as one warning, and the registry then looks empty. A damaged file is
     renamed (`registry.db.broken-1`) and replaced. If a shared registry cannot be reached, the local one is used.
@@ -56,7 +56,7 @@ class SettingsMemory:
         return self.read(first, None)
 
     def similar(self, job: JobDescription) -> list[Neighbour]:
-        """Return the records of the most similar other jobs, nearest first."""
+        """Return the records of the most similar jobs, without this job's own, nearest first."""
         nothing: list[Neighbour] = []
         return self.read(lambda store: neighbours(store, job), nothing)
 
@@ -101,8 +101,8 @@ class SettingsMemory:
             store.close()
 
     def _warn(self, message: str, err: Exception, *values: object) -> None:
-        told = str(err) if isinstance(err, RegistryError) else in_a_line(err)
-        logger.log(logging.DEBUG if self.warned else logging.WARNING, message, told, *values)
+        cause = str(err) if isinstance(err, RegistryError) else in_a_line(err)
+        logger.log(logging.DEBUG if self.warned else logging.WARNING, message, cause, *values)
         logger.debug("caused by", exc_info=err)
         self.warned = True
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from sirtaki.autotune.knobs import Cut, Knobs, KnobSpace
 from sirtaki.autotune.meta.session import TuningSession
-from sirtaki.autotune.model.simulator import put_off_iteration_s
+from sirtaki.autotune.model.simulator import deferred_iteration_s
 from sirtaki.autotune.trial import Everything, Proposal, Trial
 from sirtaki.comm.control.plane import ControlPlane
 from sirtaki.comm.gradients.pipeline import GradientPipeline
@@ -30,7 +30,7 @@ from .target import TunableTarget
 logger = logging.getLogger(__name__)
 
 MOST_TRIED = 8
-"""Settings with deferred updates that are tried, the tuner's own included."""
+"""Maximum number of settings with deferred updates to try, including the tuner's own."""
 
 UNITS = 16
 """Approximate number of units of the first setting besides the tuner's own, if nothing can be predicted."""
@@ -39,13 +39,13 @@ COUNTS = (4, 6, 8, 12, 16, 24)
 """Approximate numbers of units of the settings whose iterations are predicted."""
 
 MOST_EXPECTED = 4
-"""Settings that are tried because of a prediction."""
+"""Maximum number of settings to try because of a prediction."""
 
 NEAR, NOT_FAR = 1.02, 1.1
 """Factors on the shortest predicted iteration, up to which more units, and fewer streams, are preferred."""
 
 WORTHWHILE = 0.01
-"""Share of an iteration that deferred updates must gain to be used."""
+"""Minimum gain of deferred updates, as a share of the iteration time."""
 
 SKIPPED, TIMED = 1, 2
 """Iterations of one measurement before the timed ones, and timed ones.
@@ -54,7 +54,7 @@ In one more iteration, which ends with `step()`, the ranks agree on the time.
 """
 
 BUDGET = 60
-"""Measurements of a search, those after a change of setting that do not count included."""
+"""Maximum measurements of a search, including the uncounted ones after a change of setting."""
 
 PREPARING = 2
 """Iterations that end with `step()` before one may be deferred."""
@@ -98,7 +98,7 @@ class OverlapArm:
     def expect(self, expected_s: Callable[[Knobs], float]) -> None:
         """Choose the settings to propose first by their predicted iteration time.
 
-        At most one is chosen for each number of streams, because the prediction knows little of the cost of streams.
+        Choose at most one for each number of streams, because the cost of streams is hard to predict.
         """
         best: list[tuple[float, Knobs]] = []
         for streams in self._space.streams:
@@ -110,7 +110,7 @@ class OverlapArm:
         self._expected = near[:MOST_EXPECTED]
 
     def ask(self, n: int = 1) -> Sequence[Proposal[OverlapChoice]]:
-        """Propose the next setting; none after `MOST_TRIED`."""
+        """Propose the next setting. None after `MOST_TRIED` settings."""
         untried = (choice for choice in self._candidates() if choice not in self._taken_s)
         choice = next(untried, None) if len(self._taken_s) < MOST_TRIED else None
         return [] if choice is None else [Proposal(arm=self.name, knobs=choice)]
@@ -120,7 +120,7 @@ class OverlapArm:
         self._taken_s.update((trial.knobs, trial.span_s) for trial in trials if trial.knobs.puts_off)
 
     def _candidates(self) -> Iterator[OverlapChoice]:
-        """Yield settings in the order in which to try them; some may have been tried."""
+        """Yield settings in the order in which to try them, including tried ones."""
         yield OverlapChoice(self._tuned, puts_off=True)
         if self._expected:
             yield from (OverlapChoice(knobs, puts_off=True) for knobs in self._expected)
@@ -135,7 +135,7 @@ class OverlapArm:
         yield from self._allowed(best.unit_bytes, best.streams * 2)
 
     def _allowed(self, unit_bytes: int, streams: int) -> Iterator[OverlapChoice]:
-        """Yield one setting; none if the user has fixed another, or if it needs too many streams."""
+        """Yield one setting, or none if the user's settings or the number of streams forbid it."""
         low, high = self._space.unit_bytes
         tuned = self._tuned
         if 1 <= streams <= max(2, tuned.streams):
@@ -158,7 +158,7 @@ def session_of(arm: OverlapArm, default: OverlapChoice) -> TuningSession[Overlap
 
 
 def tapered(knobs: Knobs, layout: GradientLayout) -> Knobs:
-    """About equal units, but for the last two, which are a half and a quarter as large."""
+    """Cut the layout into about equal units, except for the last two, which are a half and a quarter as large."""
     unit = knobs.unit_bytes // layout.itemsize_bytes
     half, quarter = unit // 2, unit // 4
     equal = layout.numel - half - quarter
@@ -170,7 +170,7 @@ def tapered(knobs: Knobs, layout: GradientLayout) -> Knobs:
 
 
 class Deferrable(Protocol):
-    """Interface of a gradient pipeline to deferred updates; see `PipelineTarget`."""
+    """Part of `PipelineTarget` that deferred updates use."""
 
     controller: TuningController
     synchroniser: GradientPipeline
@@ -179,7 +179,7 @@ class Deferrable(Protocol):
 
     @property
     def link_and_forward_s(self) -> tuple[LinkModel | None, float]:
-        """Return the link and the time between communications, None = not known."""
+        """Return the model of the link, None if unknown, and the time between communications in seconds."""
         ...
 
     def apply(self, knobs: Knobs) -> None:
@@ -187,7 +187,7 @@ class Deferrable(Protocol):
         ...
 
     def keep_overlap(self) -> None:
-        """Take note that the search of the overlap has ended. Collective."""
+        """Handle the end of the search for deferred updates. Collective."""
         ...
 
 
@@ -195,8 +195,7 @@ class ForwardOverlap(TunableTarget[OverlapChoice]):
     """Deferred updates of one gradient pipeline, as a target of tuning in iteration times.
 
     Attributes:
-        reads: indices of the parameters in the order in which this rank's forward pass reads them; empty = not known.
-        trying: a search is under way; the same on all ranks.
+        reads: indices of the parameters in the order in which this rank's forward pass reads them. Empty if unknown.
     """
 
     slowest = True
@@ -206,14 +205,14 @@ class ForwardOverlap(TunableTarget[OverlapChoice]):
         """Begin without deferred updates.
 
         Args:
-            control: the ranks.
+            control: control plane of the job.
             pipeline: the gradient pipeline.
-            tries: deferred updates must be proved faster to be used; the same on all ranks.
+            tries: deferred updates are used only if they are proved faster. Equal on all ranks.
         """
         self._control, self._pipeline, self._tries = control, pipeline, tries
         self.reads: Sequence[int] = ()
         self.default = OverlapChoice(pipeline.knobs, puts_off=False)
-        self._kept: OverlapChoice | None = None  # by a search that has ended
+        self._kept: OverlapChoice | None = None  # result of the last completed search
         self._now = self.default
         self._pace: IterationPace | None = None
         self._ends_s: deque[float] = deque(maxlen=TIMED + 2)
@@ -221,23 +220,23 @@ class ForwardOverlap(TunableTarget[OverlapChoice]):
         self.begin()
 
     def begin(self) -> None:
-        """Prepare anew, because another plan or order runs from now on. A search begins anew. Call on all ranks."""
+        """Restart the preparation and a search in progress, because the plan or order changes. Call on all ranks."""
         self._prepared = 0
         self._pipeline.controller.abandon(self)
 
     def forget(self) -> None:
-        """Drop the result of the search, because the job is tuned anew. Call on all ranks."""
+        """Drop the result of the search, because the job is tuned again. Call on all ranks."""
         self._kept = None
         self.begin()
 
     @property
     def trying(self) -> bool:
-        """A search is under way; the same on all ranks."""
+        """Return whether a search is in progress. Equal on all ranks."""
         return self._pipeline.controller.tries(self)
 
     @property
     def ready(self) -> bool:
-        """Updates may be deferred; the same on all ranks."""
+        """Return whether updates may be deferred. Equal on all ranks."""
         if self._prepared < PREPARING:
             return False
         if self.trying:
@@ -246,7 +245,7 @@ class ForwardOverlap(TunableTarget[OverlapChoice]):
 
     @property
     def learning(self) -> bool:
-        """The order of reads should be learned in this iteration; the same on all ranks."""
+        """Return whether to learn the order of reads in this iteration. Equal on all ranks."""
         return self._prepared == 1
 
     def iteration_ended(
@@ -257,8 +256,8 @@ class ForwardOverlap(TunableTarget[OverlapChoice]):
         Args:
             report: measurements of the iteration.
             synchroniser: the pipeline.
-            profiled: measurements of the last order-profiling iteration; None = there was none.
-            joined: this rank has no data any more, and measures nothing.
+            profiled: measurements of the last order-profiling iteration. None if there was none.
+            joined: this rank has called `join()`, so its measurements do not count.
         """
         self._ends_s.append(time.perf_counter())
         self._joined = joined
@@ -281,7 +280,7 @@ class ForwardOverlap(TunableTarget[OverlapChoice]):
         count = synchroniser.n_params
         mine = np.zeros(2 * count + 3)
         if not joined and len(self.reads) > 0 and profiled is not None:
-            mine[:count] = count  # what is never read is last
+            mine[:count] = count  # parameters that are never read come last
             mine[list(self.reads)] = np.arange(len(self.reads))
             stretch = report.backward_s / profiled.backward_s if profiled.backward_s > 0.0 else 1.0
             mine[count:-3] = stretch * np.array(profiled.ready_s)
@@ -297,7 +296,7 @@ class ForwardOverlap(TunableTarget[OverlapChoice]):
             )
 
     def _reorder(self) -> None:
-        """Launch units in the order in which the next forward pass reads their parameters, on all ranks alike."""
+        """Launch units in the order in which the next forward pass reads their parameters. Equal on all ranks."""
         if self._pace is not None:
             self._pipeline.synchroniser.reorder_units(self._pace)
 
@@ -313,7 +312,7 @@ class ForwardOverlap(TunableTarget[OverlapChoice]):
 
             def expected_s(knobs: Knobs) -> float:
                 units, ready_s = sync.reordered_units(plans_for(knobs, sync.layouts), known[0])
-                return put_off_iteration_s(units, ready_s, known[0], forward_s=forward_s, link=known[1])
+                return deferred_iteration_s(units, ready_s, known[0], forward_s=forward_s, link=known[1])
 
             arm.expect(expected_s)
         return session_of(arm, self.default)
@@ -326,11 +325,11 @@ class ForwardOverlap(TunableTarget[OverlapChoice]):
             self._reorder()
 
     def measured_s(self) -> float:
-        """Return the mean time of the timed iterations; 0 on a rank that has joined, which waits for nothing."""
+        """Return the mean time of the timed iterations. 0 on a rank in `join()`, because it does not compute."""
         return 0.0 if self._joined else (self._ends_s[-2] - self._ends_s[-2 - TIMED]) / TIMED
 
     def keep(self) -> None:
-        """Keep what runs. Collective."""
+        """Keep the current setting. Collective."""
         self._kept = self._now
         self._pipeline.keep_overlap()
 

@@ -323,7 +323,7 @@ class PipelineTarget(TunableTarget[Knobs]):
             n_bytes=self._total_bytes,
             tuning=self.tuning,
         )
-        watchers.tell_all(lambda watcher: watcher.iteration(event), iteration=event.number)
+        watchers.notify(lambda watcher: watcher.iteration(event), iteration=event.number)
 
     # ── before the search ────────────────────────────────────────────────────────────────────────────────────────────
 

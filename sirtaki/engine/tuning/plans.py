@@ -1,4 +1,4 @@
-"""What a job may run: its knob space, the untuned default, plans from outside, and what probes of links rule out."""
+"""Settings that a job may run: its knob space, the untuned default, plans from files, and probes of links."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carried:
-    """What a generation's tuning has found for one set of parameters.
+    """Tuning result of one generation for one set of parameters.
 
     Attributes:
-        knobs: what ran last, or was best until then.
-        settled: the warm-up had come to its end.
-        place: of each rank the first one on its host; what was measured in another place does not compare.
-        trials: of a warm-up that was cut short; on the rank that decided only.
+        knobs: setting that ran last, or the best one if the warm-up was cut short.
+        settled: the warm-up had ended.
+        place: first rank on the host of each rank. Times measured with another placement are not comparable.
+        trials: trials of a warm-up that was cut short, on rank 0 only.
     """
 
     knobs: Knobs
@@ -55,54 +55,54 @@ class Carried:
 
 @dataclass(slots=True)
 class CarriedTuning:
-    """What tuning has found until now, on every rank: any of them may be the one that decides in the next generation.
+    """Tuning results of earlier generations. Every rank keeps them, because any rank may be rank 0 of the next one.
 
     Attributes:
-        going_on: another generation follows, so that what an unfinished warm-up has found belongs here.
+        going_on: another generation follows, so that an unfinished warm-up must store its trials here.
     """
 
     going_on: bool = False
     _known: dict[str, dict[tuple[int, ...], Carried]] = field(default_factory=dict)
 
     def leave(self, key: str, carried: Carried) -> None:
-        """Keeps what a generation has found for these parameters (`key_of`), instead of what its place had before."""
+        """Store the result of a generation for the parameters `key`. Replace an older one with the same placement."""
         at = self._known.setdefault(key, {})
         at.pop(carried.place, None)
         at[carried.place] = carried
 
     def of(self, key: str) -> list[Carried]:
-        """What generations have left for these parameters, one a place, the last one first."""
+        """Return the stored results for the parameters `key`, one per placement, newest first."""
         return list(self._known.get(key, {}).values())[::-1]
 
 
 def key_of(names: Sequence[str], params: Sequence[torch.Tensor]) -> str:
-    """The same for the same parameters, in every generation and on every rank."""
-    said = ";".join(f"{name}{tuple(param.shape)}{param.dtype}" for name, param in zip(names, params, strict=True))
-    return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
+    """Return a hash of the parameters' names, shapes and dtypes. It is equal on all ranks and in all generations."""
+    text = ";".join(f"{name}{tuple(param.shape)}{param.dtype}" for name, param in zip(names, params, strict=True))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 DEFAULT_UNITS = 16
 DEFAULT_UNIT_BYTES = (512 * KIB, 4 * MIB)
 DEFAULT_UNIT_BYTES_NCCL = (4 * MIB, 32 * MIB)
-"""Untuned, a model is sent in about so many units of a size between these: enough to overlap, few to start up.
+"""Default number of units per iteration, and limits of their size: enough units to overlap, few start-up costs.
 
-Between GPUs, which are faster against the start-up, they are about as large as DDP's buckets of 25 MiB.
+With NCCL the limits are near DDP's bucket of 25 MiB, because GPU links transfer more in the time of one start-up.
 """
 
 DEFAULT_STREAMS_ONE_NODE = 1
 DEFAULT_STREAMS = 4
-"""Between nodes one flow may be capped; four fill most links and cost little on those that one fills."""
+"""Default number of streams between nodes. Some networks cap one flow; four flows fill most links at little cost."""
 
 STREAM_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 MOST_UNITS = 4096
-"""Of one plan, if it has not more gradients than that: more would start up for longer than they could gain."""
+"""Maximum number of units in a plan, unless the model has more gradients: start-up costs exceed any gain above it."""
 
 
 def knob_space(router: Router, settings: Settings, total_bytes: int) -> KnobSpace:
-    """What may be tuned here: what the router can do, less what the user has fixed.
+    """Return the settings that may be tuned: all that the router supports and the user's settings allow.
 
     Raises:
-        ConfigError: the user has fixed something that this job cannot do.
+        ConfigError: the user has fixed a value that this job does not support.
     """
     routes = tuple(
         (kind, algorithm)
@@ -111,8 +111,10 @@ def knob_space(router: Router, settings: Settings, total_bytes: int) -> KnobSpac
     )
     if not routes:
         possible = ", ".join(f"{kind.value} {algorithm.value}" for kind, algorithm in router.routes)
-        raise ConfigError(f"the transport and algorithm asked for are not possible here; possible: {possible}")
-    # No route is offered more streams than the best guess takes: a longer list costs trials.
+        raise ConfigError(
+            f"SIRTAKI_TRANSPORT and SIRTAKI_ALGORITHM fix a route that is not possible here; possible: {possible}"
+        )
+    # Every route is limited to the streams that the default route supports, because more choices cost trials.
     limits = {route: router.max_streams([route]) for route in routes}
     limit = limits[routes[0]]
     if settings.streams is not None:
@@ -122,8 +124,8 @@ def knob_space(router: Router, settings: Settings, total_bytes: int) -> KnobSpac
                 f"{router.why_not_more(routes)}"
             )
         routes = tuple(route for route in routes if limits[route] >= settings.streams)
-    # Each allowance, and each way of NCCL's, takes a communicator of its own, and where there is one stream only
-    # communicators must not overlap.
+    # With a limit of one stream, communicators must not run at the same time. Each thread allowance and each NCCL
+    # algorithm needs its own communicator, so neither is tuned in this case.
     allowances = router.threads() if limit > 1 else ()
     largest = min(LARGEST_UNIT_BYTES, max(SMALLEST_UNIT_BYTES, 1 << (total_bytes - 1).bit_length()))
     return KnobSpace(
@@ -137,12 +139,12 @@ def knob_space(router: Router, settings: Settings, total_bytes: int) -> KnobSpac
 
 
 def for_each_class(ways: Sequence[NcclWay]) -> tuple[NcclWays, ...]:
-    """Each way, for units of each size class."""
+    """Return a setting for each pair of an NCCL algorithm and a size class of units."""
     return tuple(NcclWays.of(sizes[0], way) for sizes in WAY_BYTES for way in ways)
 
 
 def default_knobs(space: KnobSpace, *, total_bytes: int, one_node: bool) -> Knobs:
-    """What runs untuned: the best guess that lies in the space."""
+    """Return the setting that runs without tuning: the best guess within `space`."""
     low, high = space.unit_bytes
     transport, algorithm = space.routes[0]
     smallest, largest = DEFAULT_UNIT_BYTES_NCCL if transport is TransportKind.NCCL else DEFAULT_UNIT_BYTES
@@ -159,24 +161,24 @@ def default_knobs(space: KnobSpace, *, total_bytes: int, one_node: bool) -> Knob
 
 
 def plans_for(knobs: Knobs, layouts: Sequence[GradientLayout]) -> list[CommPlan]:
-    """One plan a layout; explicit cuts belong to the first, the others are cut uniformly."""
+    """Return one plan per layout. Explicit cuts apply to the first layout; the remaining ones are cut uniformly."""
     return [(knobs if number == 0 else knobs.but(cuts=None)).to_plan(layout) for number, layout in enumerate(layouts)]
 
 
 def checked_plans(knobs: Knobs, layouts: Sequence[GradientLayout]) -> list[CommPlan]:
-    """The plans of knobs that come from elsewhere: from the registry, or from an arm.
+    """Return the plans of knobs from the registry or from an arm, after validation.
 
     Raises:
-        PlanError: explicit cuts do not fit the layout, or there are absurdly many.
+        PlanError: explicit cuts do not fit the layout, or there are more than `MOST_UNITS` units.
     """
     most = max(MOST_UNITS, STREAM_COUNTS[-1] * len(layouts[0].sizes))
     if len(knobs.cuts or ()) > most:
-        raise PlanError(f"{len(knobs.cuts or ())} units are more than the {most} that are possible here")
+        raise PlanError(f"the plan has {len(knobs.cuts or ())} units, but at most {most} are possible for this model")
     return plans_for(knobs, layouts)
 
 
 def traffic(knobs: Knobs, layouts: Sequence[GradientLayout]) -> Hashable:
-    """Equal where the same units travel in the same order on as many streams.
+    """Return a key that is equal for knobs that send the same units in the same order on as many streams.
 
     Raises:
         PlanError: see `checked_plans`.
@@ -185,7 +187,7 @@ def traffic(knobs: Knobs, layouts: Sequence[GradientLayout]) -> Hashable:
 
 
 def fixed_knobs(settings: Settings, lossy: Sequence[str] = ()) -> dict[str, str]:
-    """The knobs that the user has fixed, and their values in words; `lossy` are compressors that may be used."""
+    """Return the knobs that the user has fixed, with their values as text. `lossy`: compressors that may be used."""
     fixed = {
         "unit_bytes": settings.unit_bytes,
         "streams": settings.streams,
@@ -202,15 +204,16 @@ FORMAT, FORMAT_VERSION = "sirtaki-plan", 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenPlan:
-    """What to run, and for whom.
+    """A plan file of the user (`SIRTAKI_PLAN`): a setting, and the job that it fits.
 
     Attributes:
-        source: where it was read.
-        knobs: what to run.
-        ranks: of the job that it is for.
-        sizes: elements of the gradients of each flat buffer, control flags among them, in the order in which they came.
-        part_bytes: of gradients, at which a compiled graph is cut (`hvd.early_gradients`); 0 = it stays whole, None =
-            nothing is known of compiled graphs.
+        source: path of the file.
+        knobs: the setting.
+        ranks: number of ranks of the job that the plan was made for.
+        sizes: number of elements of each gradient in each flat buffer, with control flags, in the order in which
+            gradients became ready.
+        part_bytes: bytes of gradients after which a compiled graph is cut (`hvd.early_gradients`). 0: the graph is not
+            cut. None: the plan does not cover compiled graphs.
     """
 
     source: str
@@ -220,41 +223,41 @@ class GivenPlan:
     part_bytes: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """What the file holds; the first buffer's plan is spelled out.
+        """Return the content of the plan file, including the units of the first buffer.
 
         Raises:
             PlanError: the knobs do not fit the sizes.
         """
-        told: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
-        del told["source"]
+        values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
+        del values["source"]
         whole = self.knobs.to_plan(GradientLayout(sizes=self.sizes[0])).to_json()
-        return {"format": FORMAT, "version": FORMAT_VERSION, **told, **whole}
+        return {"format": FORMAT, "version": FORMAT_VERSION, **values, **whole}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], *, source: str) -> GivenPlan:
-        """What `to_json` described.
+        """Parse the output of `to_json`.
 
         Raises:
-            ConfigError: it is of another version, or no plan of this kind.
+            ConfigError: `data` is not a plan, or has a version that this release does not read.
         """
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
-            raise ConfigError(f"{source} is no plan that `sirtaki optimize` has written")
+            raise ConfigError(f"{source} is not a plan written by `sirtaki optimize`")
         if data.get("version") != FORMAT_VERSION:
             raise ConfigError(
-                f"{source} is a plan of version {data.get('version')}, and this Sirtaki reads version "
-                f"{FORMAT_VERSION}: have `sirtaki optimize` write it again"
+                f"{source} is a plan of version {data.get('version')}, but this release reads version "
+                f"{FORMAT_VERSION}: run `sirtaki optimize` again"
             )
         try:
             return msgspec.convert({**data, "source": source}, cls)
         except (msgspec.ValidationError, PlanError, RecursionError) as err:
-            raise ConfigError(f"{source} is no whole plan: {err!r}") from err
+            raise ConfigError(f"{source} is not a complete plan: {err!r}") from err
 
     @classmethod
     def read(cls, path: str | Path) -> GivenPlan:
-        """A file's, or that of a folder that holds a `plan.json`.
+        """Read a plan from a file, or from `plan.json` in a folder.
 
         Raises:
-            ConfigError: it cannot be read, or holds no such plan.
+            ConfigError: the file cannot be read, or is not a plan.
         """
         path = Path(path)
         try:
@@ -263,23 +266,24 @@ class GivenPlan:
         except OSError as err:
             raise ConfigError(f"the plan {path} cannot be read: {err.strerror or err}") from err
         except ValueError as err:
-            raise ConfigError(f"{path} is no plan: it is not JSON ({err})") from err
+            raise ConfigError(f"{path} is not a plan: it is not JSON ({err})") from err
         return cls.from_json(data, source=str(path))
 
     def misfit(self, layouts: Sequence[GradientLayout], ranks: int, space: KnobSpace) -> str:
-        """Why a job cannot run it, in one sentence; empty if it can."""
+        """Return why a job cannot run this plan, in one sentence. "" if it can."""
         if self.ranks != ranks:
-            return f"the plan {self.source} is for {self.ranks} ranks, and here are {ranks}"
+            return f"the plan {self.source} is for {self.ranks} ranks, but this job has {ranks}"
         mine = sorted(sorted(sizes) for sizes in self.sizes)
         if mine != sorted(sorted(layout.sizes) for layout in layouts):
             theirs = [layout.sizes for layout in layouts]
             return (
-                f"the plan {self.source} is for other gradients: {_described(self.sizes)}, and here are "
+                f"the plan {self.source} is for other gradients: {_described(self.sizes)}, but this model has "
                 f"{_described(theirs)}"
             )
         if self.knobs not in space:
             return (
-                f"the plan {self.source} is not possible here, or not with what settings fix: {self.knobs.describe()}"
+                f"the plan {self.source} is not possible on this machine or with the fixed settings: "
+                f"{self.knobs.describe()}"
             )
         try:
             checked_plans(self.knobs, layouts)
@@ -290,35 +294,40 @@ class GivenPlan:
     def accepted(
         self, layouts: Sequence[GradientLayout], control: ControlPlane, space: KnobSpace, *, must_run: bool
     ) -> Knobs | None:
-        """What to run of it in a job; None = nothing. The same on all ranks, without asking them; rank 0 tells.
+        """Return the knobs if this job can run the plan, otherwise None. Rank 0 logs which.
+
+        All ranks return the same without communication, because all have the same arguments.
 
         Args:
-            layouts: that all ranks have agreed on.
-            control: the ranks.
-            space: what may be chosen.
-            must_run: nothing else is to run.
+            layouts: gradient layouts that all ranks have agreed on.
+            control: control plane of the job.
+            space: settings that may be chosen.
+            must_run: raise an error if the plan does not fit.
 
         Raises:
-            ConfigError: on all ranks; it does not fit and must.
+            ConfigError: the plan does not fit, and `must_run` is True. Raised on all ranks.
         """
         why_not = self.misfit(layouts, control.size, space)
         if why_not and must_run:
             raise ConfigError(f"SIRTAKI_PLAN: {why_not}")
         if control.rank == 0:
             if why_not:
-                logger.warning("%s; it is left alone", why_not)
+                logger.warning("%s; the plan is ignored", why_not)
             else:
                 logger.info("the plan %s will run: %s", self.source, self.knobs.describe())
         return None if why_not else self.knobs
 
 
 def _described(sizes: Sequence[Sequence[int]]) -> str:
-    """Control flags are elements, but no gradient."""
+    # minus one, because the control flags are not a gradient
     return f"{sum(map(len, sizes)) - 1} of {sum(map(sum, sizes))} elements in all"
 
 
 def part_bytes_of(path: str | None) -> int | None:
-    """What the plan there says of compiled graphs; None also where it cannot be read, which optimizers will tell."""
+    """Return `GivenPlan.part_bytes` of the plan at `path`. None if there is no plan, or if it cannot be read.
+
+    The optimizer reports an unreadable plan later.
+    """
     if path is None:
         return None
     try:
@@ -328,42 +337,49 @@ def part_bytes_of(path: str | None) -> int | None:
 
 
 def given_to_all(control: ControlPlane, path: str | None, *, ranks_stay: bool = True) -> GivenPlan | None:
-    """Collective: what rank 0 was told to run, on every rank; None = nothing.
+    """Read the plan on rank 0 and broadcast it. Collective.
 
-    Where ranks come and go another host may be rank 0's later, on which there is no such file: that ends no job.
+    Args:
+        control: control plane of the job.
+        path: file or folder. Only rank 0's matters.
+        ranks_stay: the job is not elastic. In an elastic job, rank 0 may move to a host without the file, so that an
+            unreadable plan must not end the job.
+
+    Returns:
+        The plan. None without `path`, or if an elastic job cannot read the plan.
 
     Raises:
-        ConfigError: on all ranks, with the same words; it cannot be read, and ranks stay.
+        ConfigError: rank 0 cannot read the plan, and `ranks_stay` is True. Raised on all ranks.
     """
-    told: GivenPlan | str | None = None
+    plan_or_error: GivenPlan | str | None = None
     if control.rank == 0 and path is not None:
         try:
-            told = GivenPlan.read(path)
+            plan_or_error = GivenPlan.read(path)
         except ConfigError as err:
-            told = str(err)
-    told = control.broadcast(told)
-    if not isinstance(told, str):
-        return told
+            plan_or_error = str(err)
+    plan_or_error = control.broadcast(plan_or_error)
+    if not isinstance(plan_or_error, str):
+        return plan_or_error
     if ranks_stay:
-        raise ConfigError(f"SIRTAKI_PLAN: {told}")
+        raise ConfigError(f"SIRTAKI_PLAN: {plan_or_error}")
     if control.rank == 0:
-        logger.warning("SIRTAKI_PLAN: %s; it is left alone", told)
+        logger.warning("SIRTAKI_PLAN: %s; the plan is ignored", plan_or_error)
     return None
 
 
 def still_possible(space: KnobSpace, router: Router) -> KnobSpace:
-    """The space without the routes and numbers of streams that have turned out not to open; the same on all ranks.
+    """Return `space` without routes and numbers of streams that failed to open. Equal on all ranks.
 
     Raises:
-        TransportError: nothing is left.
+        TransportError: no route is left.
     """
     routes = tuple(
         route for route in space.routes if route in router.routes and router.max_streams([route]) >= space.streams[0]
     )
     if not routes:
         raise TransportError(
-            "nothing that may carry gradients here can be opened: see the warnings above, `sirtaki doctor`, and what "
-            "SIRTAKI_TRANSPORT, SIRTAKI_ALGORITHM and SIRTAKI_STREAMS allow"
+            "no transport for gradients can be opened: see the warnings above, run `sirtaki doctor`, and check "
+            "SIRTAKI_TRANSPORT, SIRTAKI_ALGORITHM and SIRTAKI_STREAMS"
         )
     limits = {route: router.max_streams([route]) for route in routes}
     limit = limits[routes[0]]
@@ -378,19 +394,19 @@ def still_possible(space: KnobSpace, router: Router) -> KnobSpace:
 def open_default(
     space: KnobSpace, control: ControlPlane, router: Router, choose: Callable[[KnobSpace], Knobs]
 ) -> tuple[KnobSpace, Knobs]:
-    """Collective: opens the streams of what runs untuned, or of the next best.
+    """Open the streams of the untuned setting. If they fail to open, try the next best one. Collective.
 
     Args:
-        space: what may be tuned.
-        control: the ranks.
-        router: opens the streams.
-        choose: the best guess in a space.
+        space: settings that may be tuned.
+        control: control plane of the job.
+        router: router that opens the streams.
+        choose: returns the best guess in a space.
 
     Returns:
-        What of the space is possible, and the default in it.
+        The space without routes that failed to open, and the default setting.
 
     Raises:
-        TransportError: on all ranks, nothing can be opened.
+        TransportError: no route can be opened. Raised on all ranks.
     """
     problem = ""
     while True:
@@ -407,34 +423,34 @@ def open_default(
 
 
 STREAM_BYTES = MIB
-"""What each stream carries in one pass of a probe where there is time."""
+"""Bytes that each stream sends in one pass of a probe, if the time budget allows."""
 
 PASSES = 2
-"""That are timed as one, after one that is not."""
+"""Passes of a probe that are timed together, after an untimed one."""
 
 SMALL_BYTES, LEAST_LARGE_BYTES = 64 * KIB, 128 * KIB
-"""What a small unit is, and no larger one is made smaller than the second: α shows in the difference."""
+"""Maximum size of a small unit, and minimum size of a large one. α is fitted from the difference of their times."""
 
 SOUNDING_BYTES = (4 * KIB, SMALL_BYTES)
-"""Of single all-reduces that tell what probes will take."""
+"""Sizes of two single all-reduces, from which the durations of probes are predicted."""
 
 GOES_ON = 0.5
-"""Where twice the streams have carried twice as much, four times are expected to carry so much more, as an exponent."""
+"""Exponent of the expected gain from more streams, if bandwidth has grown in proportion to streams before."""
 
 LEAST_SHARE = 0.25
-"""Of an all-reduce's time, what counts as transmission at least."""
+"""Minimum share of an all-reduce's time that counts as transmission."""
 
 OTHERS = 3
-"""So many probes that need not be are to have their share of the time, too, if one could carry less."""
+"""Number of optional probes to reserve time for, when a probe can be made smaller."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeSize:
-    """What one probe carries.
+    """Size of one probe.
 
     Attributes:
-        unit_bytes: of each all-reduce.
-        rounds: all-reduces on each stream, in one pass.
+        unit_bytes: size of each all-reduce.
+        rounds: number of all-reduces on each stream in one pass.
     """
 
     unit_bytes: int
@@ -442,25 +458,25 @@ class ProbeSize:
 
 
 class ProbeBudget:
-    """Of one route's probes and what they have shown so far."""
+    """Time budget for the probes of one route. Predicts the duration of a probe from the earlier ones."""
 
     def __init__(self, soundings_s: tuple[float, float]) -> None:
-        """Args: `soundings_s` are times of one all-reduce of `SOUNDING_BYTES` each, on one stream."""
+        """Begin with `soundings_s`, the times of one all-reduce of each of `SOUNDING_BYTES`, on one stream."""
         self._alpha_s, sounded_s = soundings_s
         self._sounded = self._rate(SOUNDING_BYTES[1], sounded_s)
         self._probed: dict[int, float] = {}  # bytes a second by number of streams
 
     def learn(self, *, streams: int, unit_bytes: int, round_s: float) -> None:
-        """A probe has run."""
+        """Record the result of a probe."""
         rate = self._rate(streams * unit_bytes, round_s)
         self._probed[streams] = max(rate, self._probed.get(streams, 0.0))
 
     def _rate(self, size_bytes: int, seconds: float) -> float:
-        """Bytes a second; a start-up time that is as long as the whole was a hiccup."""
+        # at least LEAST_SHARE, because a start-up time as long as the whole all-reduce is an outlier
         return size_bytes / max(seconds - self._alpha_s, LEAST_SHARE * seconds)
 
     def expected_s(self, size: ProbeSize, *, streams: int) -> float:
-        """What a probe takes: more streams carry more together half as much as those have that were seen."""
+        """Return the expected duration of a probe. Bandwidth grows with streams half as fast as in earlier probes."""
         probed = [(count, rate) for count, rate in self._probed.items() if count <= streams]
         count, rate = max(probed, default=(1, self._sounded))
         one = self._probed.get(1, rate)
@@ -469,17 +485,17 @@ class ProbeBudget:
         return (1 + PASSES) * size.rounds * (self._alpha_s + streams * size.unit_bytes / rate)
 
     def size(self, unit_bytes: int, streams: int, *, left_s: float, needed_more: int) -> ProbeSize | None:
-        """The largest probe of a shape that there is time for.
+        """Return the largest probe that fits into the budget.
 
         Args:
-            unit_bytes: of a unit where there is time.
-            streams: that work side by side.
-            left_s: until the budget ends; may be negative.
-            needed_more: probes that must be taken, this one included; if it is one of them, the smallest is the least.
-                0 = this one need not be.
+            unit_bytes: maximum unit size.
+            streams: number of streams.
+            left_s: remaining budget in seconds. May be negative.
+            needed_more: number of required probes that remain, including this one. 0 if this one is optional.
 
         Returns:
-            None: there is no time.
+            The size. If the probe is required, the smallest size is returned even without time for it. None if an
+            optional probe does not fit.
         """
         share_s = left_s / (needed_more + OTHERS)
         sizes = list(_sizes(unit_bytes))
@@ -490,7 +506,7 @@ class ProbeBudget:
 
 
 def _sizes(unit_bytes: int) -> Iterable[ProbeSize]:
-    """A probe's sizes, the largest first: fewer rounds, then smaller units."""
+    """Yield sizes of a probe, largest first: fewer rounds, then smaller units."""
     least = min(unit_bytes, LEAST_LARGE_BYTES)
     stream_bytes = STREAM_BYTES
     while stream_bytes >= least:
@@ -502,26 +518,26 @@ def _sizes(unit_bytes: int) -> Iterable[ProbeSize]:
 UNIT_BYTES = (2 * MIB, 16 * MIB)
 MATRIX = 2048
 COMPUTE_STEPS = 16
-"""Matrix products that are computed beside the all-reduces: some milliseconds on a current GPU."""
+"""Number of matrix products to compute during the all-reduces: some milliseconds on a current GPU."""
 
 MOST_REDUCTIONS = 64
 
 REPETITIONS = 3
 CLEAR = 3.0
-"""Threads are offered where their effect is so many times what repeated measurements differ by."""
+"""Minimum effect of thread allowances, relative to the spread of repeated measurements, for tuning them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThreadProbe:
-    """One allowance, measured `REPETITIONS` times; each time the slowest rank's.
+    """Times with one thread allowance, measured `REPETITIONS` times. Each time is the slowest rank's.
 
     Attributes:
-        threads: of each all-reduce; None = as many as NCCL takes by itself.
-        unit_bytes: of each all-reduce.
-        alone_s: an all-reduce with nothing beside it, `(REPETITIONS,)`.
-        beside_s: an all-reduce beside computation, `(REPETITIONS,)`.
-        compute_s: the computation beside all-reduces, `(REPETITIONS,)`.
-        undisturbed_s: the computation with nothing beside it, `(REPETITIONS,)`.
+        threads: threads of each all-reduce. None for NCCL's own choice.
+        unit_bytes: size of each all-reduce.
+        alone_s: times of an all-reduce without computation, `(REPETITIONS,)`.
+        beside_s: times of an all-reduce during computation, `(REPETITIONS,)`.
+        compute_s: times of the computation during all-reduces, `(REPETITIONS,)`.
+        undisturbed_s: times of the computation without all-reduces, `(REPETITIONS,)`.
     """
 
     threads: int | None
@@ -532,13 +548,12 @@ class ThreadProbe:
     undisturbed_s: tuple[float, ...]
 
 
-@outside_modes  # a counter of operations is not to see the product of matrices
+@outside_modes  # because a mode of the user that counts operations must not count the matrix products
 def probe_threads(control: ControlPlane, router: Router, route: Route) -> list[ThreadProbe]:
-    """Collective: measures no allowance and every one that the router offers, on one stream of `route`.
+    """Measure all thread allowances of the router, and none, on one stream of `route`. Collective.
 
-    Beside a fixed computation, since it must be known before the first trial whether allowances make a difference and
-    so are worth being tuned; how much they slow the training's own computation down is learnt later, from these numbers
-    on (`ContentionLearner`).
+    The computation during the all-reduces is a fixed one, because the tuner must decide before the first trial whether
+    allowances make a difference. `ContentionLearner` later corrects the results for the computation of the training.
     """
     device = router.device
     buffer = router.allocate(max(UNIT_BYTES) // 4, torch.float32)
@@ -578,7 +593,7 @@ def _round(
     matrix: torch.Tensor,
     product: torch.Tensor,
 ) -> tuple[float, float, float, float]:
-    """Collective: seconds of an all-reduce alone, beside computation, of the computation beside it, and of it alone."""
+    """Return the times of one repetition, in the order of `ThreadProbe`, in seconds on this rank. Collective."""
     device = router.device
     device.synchronise()
     begin = device.record_event(timed=True)
@@ -588,7 +603,7 @@ def _round(
     computed = device.record_event(timed=True)
     device.synchronise()
     alone_s, undisturbed_s = device.elapsed_s(begin, reduced), device.elapsed_s(reduced, computed)
-    # As many all-reduces as fill the computation's time on every rank, one behind the other beside it.
+    # Queue as many consecutive all-reduces as fill the time of the computation on every rank.
     wanted = control.maximum(np.array([undisturbed_s / max(alone_s, 1e-6)]))[0]
     count = min(MOST_REDUCTIONS, max(1, round(float(wanted))))
     beside = device.make_stream()
@@ -629,11 +644,11 @@ def threads_matter(probes: Sequence[ThreadProbe]) -> bool:
 
 
 def contention_model(probes: Sequence[ThreadProbe], *, alpha_s: float) -> ContentionModel | None:
-    """LIBRA's g, p and q from the probes; None, and a line in the log, where they do not fit.
+    """Fit LIBRA's g, p and q to the probes. Log a line and return None if they do not fit.
 
     Args:
-        probes: of none and of at least two allowances.
-        alpha_s: the start-up time of an all-reduce on the same route.
+        probes: probes without an allowance, and with at least two allowances.
+        alpha_s: start-up time of an all-reduce on the same route.
     """
     counted = [(probe.threads, probe) for probe in probes if probe.threads is not None]
     compute = [
@@ -655,7 +670,7 @@ def contention_model(probes: Sequence[ThreadProbe], *, alpha_s: float) -> Conten
 
 
 def _most_like_none(probes: Sequence[ThreadProbe]) -> int:
-    """The allowance whose times are nearest to those without one, as ratios."""
+    """Return the allowance whose times are nearest to the times without an allowance, as ratios."""
     log_s = {
         (probe.threads, probe.unit_bytes): np.log(np.median([probe.alone_s, probe.beside_s, probe.compute_s], axis=1))
         for probe in probes
@@ -669,17 +684,19 @@ def _most_like_none(probes: Sequence[ThreadProbe]) -> int:
 
 
 WAY_BYTES = ((64 * KIB, 512 * KIB), (4 * MIB, 16 * MIB))
-"""Of the units with which ways of NCCL's are probed, by size class."""
+"""Unit sizes for probes of NCCL's algorithms, by size class."""
 
 PROMISING_WAY = 0.95
-"""Of the time of what NCCL decides: a way that takes longer alone, at each size of a class, is not worth a trial."""
+"""An NCCL algorithm gets a trial if its time, relative to NCCL's own choice, is below this at some size of a class."""
 
 WayTimes = Mapping[tuple[NcclWay | None, int], float]
-"""Seconds of an all-reduce on the idle network by way and bytes; what NCCL has refused is missing."""
+"""Seconds of an all-reduce on an idle network, by algorithm and bytes. None: NCCL's own choice. Without combinations
+that NCCL rejected.
+"""
 
 
 def promising_ways(ways: Sequence[NcclWays], seconds: WayTimes) -> tuple[NcclWays, ...]:
-    """Those that were clearly faster at some size of their class than what NCCL decides, the fastest first."""
+    """Return the algorithms that were clearly faster than NCCL's own choice at some size, fastest first."""
     of_decided: dict[NcclWays, float] = {}
     for one in ways:
         for sizes in WAY_BYTES:
@@ -691,21 +708,28 @@ def promising_ways(ways: Sequence[NcclWays], seconds: WayTimes) -> tuple[NcclWay
 
 
 def probe_ways(control: ControlPlane, router: Router, route: Route, *, largest_bytes: int) -> WayTimes:
-    """Collective: times all-reduces as NCCL decides and in each way that it may be told, one at a time on `route`.
+    """Time all-reduces on `route` with NCCL's own choice and with each algorithm that can be forced. Collective.
 
-    Units are no larger than `largest_bytes`. Each way takes a communicator of its own, which may take long to connect:
-    those for which there is no time are left out.
+    Each algorithm needs its own communicator, which may take long to connect. Algorithms are skipped after
+    `MOST_PROBING_S`.
+
+    Args:
+        control: control plane of the job.
+        router: router that sends the units.
+        route: transport and algorithm.
+        largest_bytes: maximum unit size.
     """
     all_sizes = [size for sizes in WAY_BYTES for size in sizes if size <= largest_bytes]
     buffer = router.allocate(max(all_sizes, default=0) // 4, torch.float32)
     seconds: dict[tuple[NcclWay | None, int], float] = {}
     begin_s = time.perf_counter()
-    for way in (None, *router.nccl_ways(), None):  # what comes first meets a network that has slept
+    # NCCL's own choice runs first and last, because the first probe meets an idle network and is slower.
+    for way in (None, *router.nccl_ways(), None):
         for size in all_sizes:
             plan = _one_unit(route, size, None, way)
             try:
                 router.open_plan(plan)
-            except PlanError as err:  # on all ranks alike
+            except PlanError as err:  # raised on all ranks
                 logger.info("not probed: %s", err)
                 break
             own_s = [_probe_s(control, router, plan, buffer, is_first=repeat == 0)[0] for repeat in range(MOST_REPEATS)]
@@ -718,7 +742,7 @@ def probe_ways(control: ControlPlane, router: Router, route: Route, *, largest_b
 
 SHORT_S = 0.02
 MOST_REPEATS = 3
-"""A probe is repeated until it has taken so long or been taken so often: hiccups outlast short ones."""
+"""A probe is repeated until it has taken `SHORT_S` in all, or `MOST_REPEATS` times, because short ones are noisy."""
 
 SHAPES = (
     (64 * KIB, 1),
@@ -731,31 +755,31 @@ SHAPES = (
     (MIB, 2),
     (256 * KIB, 1),
 )
-"""Bytes of a unit where there is time, and streams; what a small budget should know comes first."""
+"""Probes in the order of their importance: maximum bytes of a unit, and number of streams."""
 
 NEEDED_FIRST, NEEDED, ENOUGH = 3, 2, 3
-"""So many shapes are measured on the first route and on every other, and on the others at most so many."""
+"""Required shapes on the first route, required shapes on each further route, and maximum on each further route."""
 
 TOO_SLOW = 3
-"""A route that carries less than this part of what the fastest one does is hopeless."""
+"""A route is hopeless if its bandwidth is less than the fastest route's, divided by this factor."""
 
 
 def probe_routes(
     control: ControlPlane, router: Router, routes: Sequence[Route], *, max_streams: int, budget_s: float
 ) -> dict[Route, list[LinkProbe]]:
-    """Collective: times a few all-reduces on each route, the first ones first, for about `budget_s` in all.
+    """Time a few all-reduces on each route, for about `budget_s` in all. Collective.
 
-    Where the link is slow, probes carry less (`ProbeBudget`), and only the needed shapes may exceed the budget. On one
-    host a route that these have shown to be hopeless is measured no further: streams share its processors, not links.
+    On slow links, probes are smaller (`ProbeBudget`), and only required shapes may exceed the budget. On one host, a
+    hopeless route gets only the required probes, because its streams share processors instead of links.
 
     Args:
-        control: the ranks.
-        router: carries the units.
-        routes: to measure, the most important first: where there is time, it is measured in more ways than the others.
-        max_streams: no more are opened.
-        budget_s: by the clock, opening of connections included. The smallest of all ranks' counts.
+        control: control plane of the job.
+        router: router that sends the units.
+        routes: routes to measure, most important first. The first one is measured with more shapes.
+        max_streams: maximum number of streams to open.
+        budget_s: time budget in seconds, including the opening of connections. The minimum over all ranks applies.
     """
-    # Every rank must go through the same shapes: neither its own budget nor its own clock may decide.
+    # All ranks must measure the same shapes. So they decide by the maximum of their clocks and the minimum budget.
     budget_s = float(control.minimum(np.array([budget_s]))[0])
     buffer = router.allocate(max_streams * STREAM_BYTES // 4, torch.float32)
     found: dict[Route, list[LinkProbe]] = {route: [] for route in routes}
@@ -766,7 +790,7 @@ def probe_routes(
         shapes, needed = (SHAPES, NEEDED_FIRST) if route == routes[0] else (SHAPES[:ENOUGH], NEEDED)
         try:
             soundings_s = tuple(_sounding_s(control, router, route, buffer, size) for size in SOUNDING_BYTES)
-        except (PlanError, TransportError) as err:  # on all ranks alike
+        except (PlanError, TransportError) as err:  # raised on all ranks
             logger.info("not probed: %s", err)
             needed_after -= needed
             continue
@@ -781,13 +805,13 @@ def probe_routes(
                 break
             needed_more = needed_after - number if number < needed else 0
             size = budget.size(unit_bytes, streams, left_s=budget_s - spent_s, needed_more=needed_more)
-            # What is not known to be slow would have to be tried.
+            # `streams` may exceed the route's limit, and a reduced size may have been measured already.
             if streams > most or size is None or (size.unit_bytes, streams) in seen:
                 continue
             plan = _probe_plan(route, size, streams)
             try:
                 router.open_plan(plan)
-            except (PlanError, TransportError) as err:  # on all ranks alike
+            except (PlanError, TransportError) as err:  # raised on all ranks
                 logger.info("not probed: %s", err)
                 continue
             seen.add((size.unit_bytes, streams))
@@ -816,10 +840,10 @@ def probe_routes(
 
 
 def narrowed(space: KnobSpace, probes: Mapping[Route, Sequence[LinkProbe]], *, default: Knobs) -> KnobSpace:
-    """The space without what probes have shown to be hopeless: a trial of it would cost many times a good one.
+    """Remove settings from `space` that are hopeless by the probes, because a trial of them is expensive.
 
-    Hopeless routes (`TOO_SLOW`), and numbers of streams that carry less than half of what the default's route carries
-    at best, are left out; the default stays.
+    Hopeless are routes below `TOO_SLOW`, and numbers of streams with less than half the best bandwidth of the default's
+    route. The default is never removed.
     """
     rates = {
         route: _rates([probe for probe in measured if probe.unit_bytes > SMALL_BYTES])
@@ -842,7 +866,7 @@ def narrowed(space: KnobSpace, probes: Mapping[Route, Sequence[LinkProbe]], *, d
 
 
 def _rates(probes: Sequence[LinkProbe]) -> dict[int, float]:
-    """Bytes a second by number of streams, of the faster of repeated probes."""
+    """Return bytes per second by number of streams. The fastest of repeated probes counts."""
     rates: dict[int, float] = {}
     for probe in probes:
         rate = probe.streams * probe.unit_bytes / probe.round_s
@@ -851,7 +875,7 @@ def _rates(probes: Sequence[LinkProbe]) -> dict[int, float]:
 
 
 def _probe_plan(route: Route, size: ProbeSize, streams: int) -> CommPlan:
-    """So many rounds on each stream, in units that take the streams in turn."""
+    """Return a plan with `size.rounds` units on each stream, assigned round-robin."""
     transport, algorithm = route
     numel = size.unit_bytes // 4
     units = tuple(
@@ -862,10 +886,10 @@ def _probe_plan(route: Route, size: ProbeSize, streams: int) -> CommPlan:
 
 
 def _sounding_s(control: ControlPlane, router: Router, route: Route, buffer: FlatBuffer, unit_bytes: int) -> float:
-    """Collective: seconds that one all-reduce takes, roughly, on this rank; the second one, on open connections.
+    """Return the approximate seconds of one all-reduce over open connections, on this rank. Collective.
 
     Raises:
-        PlanError | TransportError: on all ranks, the route cannot be opened.
+        PlanError, TransportError: the route cannot be opened. Raised on all ranks.
     """
     plan = _probe_plan(route, ProbeSize(unit_bytes=unit_bytes, rounds=1), 1)
     router.open_plan(plan)
@@ -876,12 +900,11 @@ def _sounding_s(control: ControlPlane, router: Router, route: Route, buffer: Fla
 def _probe_s(
     control: ControlPlane, router: Router, plan: CommPlan, buffer: FlatBuffer, *, is_first: bool
 ) -> tuple[float, float]:
-    """Collective: seconds that the plan's units take `PASSES` times in a row, and processors that they keep busy.
+    """Return the seconds of `PASSES` consecutive passes, and the number of processors in use, on this rank. Collective.
 
-    Both are this rank's.
-
-    At first a pass goes before that opens connections, touches memory, lets congestion windows grow, and uses up what
-    shapers grant a link that was idle; so the timed ones follow without a pause, not even that of a barrier.
+    If `is_first`, an untimed pass runs before. It opens connections, touches memory, grows congestion windows, and uses
+    up the burst that traffic shapers grant to an idle link. The timed passes follow without a barrier, because a pause
+    would make the link idle again.
     """
     control.barrier()
     if is_first:
@@ -897,12 +920,12 @@ def _probe_s(
 
 
 def _pass(router: Router, plan: CommPlan, buffer: FlatBuffer, *, times: int) -> None:
-    """Collective: submits all units so many times, then waits for all of them."""
+    """Submit all units `times` times, and wait until all are reduced. Collective."""
     router.wait_for([work for _ in range(times) for work in router.all_reduce_plan(buffer, plan, scale=0.0)])
 
 
 def fitted_links(probes: Mapping[Route, Sequence[LinkProbe]]) -> dict[Route, LinkModel]:
-    """What all-reduces cost on each route; those that follow no simple rule are left out, which the log says."""
+    """Return the fitted cost model of each route. Routes whose times fit no model are logged and left out."""
     from sirtaki.autotune.model.fits import fit_link  # imports scipy, which only a rank that plans should wait for
 
     links: dict[Route, LinkModel] = {}
@@ -919,25 +942,27 @@ def fitted_links(probes: Mapping[Route, Sequence[LinkProbe]]) -> dict[Route, Lin
         logger.debug("%s: α = %.3g ms, o = %.3g ms, G = %s MB/s", name, 1e3 * link.alpha_s, 1e3 * link.host_s, curve)
     if unfit:
         logger.info(
-            "no plans for %s, whose times fit no model, as is usual on one host; search techniques try it all the same",
+            "the times of %s fit no model, as is usual on one host: planners skip it, search techniques still try it",
             ", ".join(unfit),
         )
     return links
 
 
 PROBE_S, SPANS, MOST_PROBING_S = 0.2, 3, 5.0
-"""What probing may take, besides so many times the time that synchronising takes, and at most."""
+"""Time budget of probing: `PROBE_S` plus `SPANS` times the communication time of an iteration, at most
+`MOST_PROBING_S`.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What was found.
+    """Result of probing.
 
     Attributes:
-        space: what may be chosen.
-        promising: the space without what probes have shown to be hopeless, as long as probes are believed.
-        links: probes of each route; none where planners do not take part.
-        threads: what thread allowances do; empty where they make no difference.
+        space: settings that may be chosen.
+        promising: `space` without settings that are hopeless by the probes. Used as long as the model is believed.
+        links: probes of each route. Empty without planners.
+        threads: probes of thread allowances. Empty if allowances make no difference.
         host: see `PlanningModel`.
     """
 
@@ -948,9 +973,9 @@ class Measured:
     host: SharedHost | None = None
 
     def with_routes(self, routes: Sequence[Route], *, promising: Sequence[Route]) -> Measured:
-        """The same, if these may be chosen, whether or not they were probed, and only some of them promise something.
+        """Return a copy in which `routes` may be chosen, and of the promising routes only `promising` remain.
 
-        What was slow on an idle network costs too much to be tried again while probes are believed.
+        A route that was slow on an idle network is too expensive to try while the model is believed.
         """
         narrow = replace(self.promising, routes=tuple(route for route in routes if route in promising))
         return replace(self, space=replace(self.space, routes=tuple(routes)), promising=narrow)
@@ -958,13 +983,13 @@ class Measured:
     def model(
         self, layout: GradientLayout, ready_s: Sequence[float], backward_s: float, between_s: float
     ) -> PlanningModel | None:
-        """The planners' model; None where no route could be fitted, which the log says.
+        """Return the planners' model. None if no route fits a cost model.
 
         Args:
             layout: gradients in the order in which they become ready.
-            ready_s: when each did, `(n_gradients,)`, in the layout's order.
-            backward_s: when the backward pass ended.
-            between_s: from the last reduced gradient to the first ready one; not a number = unknown.
+            ready_s: time at which each gradient became ready, `(n_gradients,)`, in the order of `layout`.
+            backward_s: time at which the backward pass ended.
+            between_s: seconds from the last reduced gradient to the first ready one of the next step. NaN if unknown.
         """
         links = fitted_links(self.links)
         if not links or not all(map(math.isfinite, ready_s)):
@@ -977,20 +1002,20 @@ class Measured:
 
 
 def without_planners(space: KnobSpace) -> Measured:
-    """Nothing is measured; nobody tunes threads, or tells NCCL how to reduce, without knowing what that does."""
+    """Return a result without probes. Threads and NCCL's algorithms are not tuned, because their effect is unknown."""
     space = replace(space, threads=space.threads[:1], nccl=())
     return Measured(space=space, promising=space)
 
 
 def measure(control: ControlPlane, router: Router, space: KnobSpace, *, default: Knobs, span_s: float) -> Measured:
-    """Collective: probes the routes of a space.
+    """Probe the routes of a space. Collective.
 
     Args:
-        control: the ranks.
-        router: carries the probes.
-        space: what may be chosen as far as is known.
-        default: what runs untuned, which stays in the space.
-        span_s: what synchronising takes, by which probing may take longer.
+        control: control plane of the job.
+        router: router that sends the probes.
+        space: settings that may be chosen.
+        default: untuned setting. It stays in the space.
+        span_s: communication time of an iteration, in seconds. Probing may take longer if it is long.
     """
     budget_s = min(PROBE_S + SPANS * span_s, MOST_PROBING_S)
     try:
@@ -999,13 +1024,13 @@ def measure(control: ControlPlane, router: Router, space: KnobSpace, *, default:
         threads = probe_threads(control, router, space.routes[0]) if len(space.threads) > 1 else []
         if space.nccl:
             largest_bytes = space.unit_bytes[1]
-            # On one node NCCL decides right by its own model, and links are no bottleneck.
+            # On one node NCCL's own choice is right, and links are not the bottleneck.
             seconds = (
                 {} if control.one_node else probe_ways(control, router, space.routes[0], largest_bytes=largest_bytes)
             )
             space = replace(space, nccl=promising_ways(space.nccl, seconds))
-    except (PlanError, TransportError, TuningError) as err:  # on all ranks alike: plans and times are agreed
-        logger.warning("tuning goes on without planners, as the network could not be probed: %s", err)
+    except (PlanError, TransportError, TuningError) as err:  # raised on all ranks, which agree on plans and times
+        logger.warning("the network could not be probed, tuning continues without planners: %s", err)
         return without_planners(space)
     if not threads or not threads_matter(threads):
         threads, space = [], replace(space, threads=space.threads[:1])
@@ -1019,12 +1044,12 @@ def measure(control: ControlPlane, router: Router, space: KnobSpace, *, default:
 
 
 def _shared_host(control: ControlPlane) -> SharedHost:
-    """Collective: what all ranks may use together."""
-    told: list[tuple[tuple[int, ...], float | None, int]] = control.all_gather(
+    """Return the processors that the ranks of this host share. Collective."""
+    by_rank: list[tuple[tuple[int, ...], float | None, int]] = control.all_gather(
         (allowed_processors(), cpu_quota(), torch.get_num_threads())
     )
-    processors = float(len({number for allowed, _, _ in told for number in allowed}))
-    quotas = [processors if quota is None else quota for _, quota, _ in told]
+    processors = float(len({number for allowed, _, _ in by_rank for number in allowed}))
+    quotas = [processors if quota is None else quota for _, quota, _ in by_rank]
     return SharedHost(
-        ranks=control.size, processors=min(processors, *quotas), threads=min(threads for _, _, threads in told)
+        ranks=control.size, processors=min(processors, *quotas), threads=min(threads for _, _, threads in by_rank)
     )

@@ -1,4 +1,4 @@
-"""TuningProgress, results and losses of tuning in words. All log lines of tuning are made here."""
+"""Make the log lines of tuning: progress, results, changes and compression losses."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from sirtaki.measures import faster, in_ms
 from .trial_log import StepTime
 
 WHOLE_STEPS = StepTime(backward_s=0.0, between_s=0.0)
-"""For sessions that measure whole steps instead of communication."""
+"""Value for sessions that measure whole steps instead of communication times."""
 
 
 def describe_progress(session: TuningSession[Any], usual: StepTime | None) -> TuningProgress:
-    """Describe how long the search may still take, its best result so far, and what runs now.
+    """Describe the remaining time of a search, its best result, and the current setting.
 
     Args:
-        session: the session.
-        usual: the rest of a step, None = not known.
+        session: the search.
+        usual: durations of the parts of a step. None if unknown.
     """
     result, now = session.result, session.assignment
     default_s, best_s = result.default_span_s, result.best_span_s
@@ -47,7 +47,7 @@ def describe_progress(session: TuningSession[Any], usual: StepTime | None) -> Tu
 
 
 def _a_step(usual: StepTime | None, *spans_s: float) -> str:
-    """Return the step times with the default and with the best setting, in brackets; empty if not known."""
+    """Return the step times with the default and with the best setting, in brackets. "" if unknown."""
     if usual is None:
         return ""
     return " (" + " → ".join(in_ms(usual.step_s(span_s)) for span_s in spans_s) + ")"
@@ -58,8 +58,8 @@ def describe_result(result: SessionResult, usual: StepTime | None, who: str) -> 
 
     Args:
         result: result of the session.
-        usual: the rest of a step, None = not known.
-        who: name of the arm that has proposed the kept setting.
+        usual: durations of the parts of a step. None if unknown.
+        who: name of the arm that proposed the kept setting.
     """
     found = f"{result.knobs.describe()}, proposed by {who}" if result.tuned else "the default stays"
     gain = ""
@@ -83,8 +83,8 @@ def describe_change(ratio: float, iterations: int) -> str:
     """Describe why a search begins after a change of communication time, in one line.
 
     Args:
-        ratio: communication time now over the time before; NaN = not known.
-        iterations: iterations that the search may take.
+        ratio: communication time now, relative to the time before. NaN if unknown.
+        iterations: maximum number of iterations of the search.
     """
     takes = "communication no longer takes as long as when"
     if math.isfinite(ratio) and ratio >= 1.0:
@@ -99,9 +99,9 @@ def describe_retune(result: SessionResult, *, default: Knobs, earlier: Sequence[
 
     Args:
         result: result of the session.
-        default: setting without tuning.
-        earlier: settings that this job has kept before.
-        proposer: name of the arm that has proposed the kept setting.
+        default: the untuned setting.
+        earlier: settings that this job kept earlier.
+        proposer: name of the arm that proposed the kept setting.
     """
     if not result.tuned:
         return f"nothing better found in {result.iterations_used} steps: the setting stays ({result.reason})"
@@ -116,7 +116,7 @@ def describe_retune(result: SessionResult, *, default: Knobs, earlier: Sequence[
 
 
 def describe_lossy(knobs: Knobs, cost: Cost, iterations: int, whose: str) -> str:
-    """Describe what the kept compressors save, and what precision they cost, in one line.
+    """Describe the bytes that the kept compressors save, and the precision that they lose, in one line.
 
     Args:
         knobs: the kept setting.
@@ -124,7 +124,7 @@ def describe_lossy(knobs: Knobs, cost: Cost, iterations: int, whose: str) -> str
         iterations: number of iterations measured.
         whose: ranks whose gradients were measured.
     """
-    left = math.sqrt(cost.owed_squares / cost.gradient_squares) if cost.gradient_squares else 0.0
+    left = math.sqrt(cost.residual_squares / cost.gradient_squares) if cost.gradient_squares else 0.0
     share = cost.sent_bytes / cost.whole_bytes if cost.whole_bytes else 1.0
     return (
         f"compressed as SIRTAKI_LOSSY allows, by {knobs.compressors}: {share:.2g} of the bytes; what is left to the "

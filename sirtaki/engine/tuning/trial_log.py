@@ -1,4 +1,4 @@
-"""The log of trials, as it is written and as it is read."""
+"""Write and read the trial log: one JSON line per trial, re-tune and result."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ from sirtaki.measures import Gain
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """The parts of a step.
+    """Durations of the parts of a training step.
 
     Attributes:
-        backward_s: the backward pass, from its first ready gradient on; it hides communication.
-        between_s: from the last reduced gradient to the first ready one of the next step.
+        backward_s: the backward pass, from the first ready gradient on. Communication overlaps with it.
+        between_s: time from the last reduced gradient to the first ready gradient of the next step.
     """
 
     backward_s: float
     between_s: float
 
     def step_s(self, span_s: float) -> float:
-        """The whole step, if communication takes so long."""
+        """Return the duration of a step with communication time `span_s`."""
         return self.between_s + span_s
 
     def exposed_s(self, span_s: float) -> float:
-        """What the backward pass does not hide of it."""
+        """Return the part of communication time `span_s` that does not overlap with the backward pass."""
         return max(0.0, span_s - self.backward_s)
 
     def at_this_pace(self, cold: Profile) -> Profile:
-        """A profile of the first iterations, which are slower than later ones, at the pace of those."""
+        """Scale `cold`, a profile of the slower first iterations, to the speed of later iterations."""
         compute_s, forward_s = min(cold.compute_s, self.backward_s), min(cold.forward_s, self.between_s)
         pace = compute_s / cold.compute_s if cold.compute_s > 0.0 else 1.0
         ready_s = tuple(min(pace * moment_s, compute_s) for moment_s in cold.ready_s)
@@ -56,10 +56,10 @@ class StepTime:
 
 
 class StepTimer:
-    """Collects them.
+    """Measures `StepTime` of a job.
 
     Attributes:
-        cold_between_s: `StepTime.between_s` of the last order-profiling iteration; not a number before there is one.
+        cold_between_s: `StepTime.between_s` of the last order-profiling iteration. NaN before the first one.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class StepTimer:
         self._warm: list[StepTime] = []
 
     def note(self, report: IterationReport) -> None:
-        """An iteration has just ended."""
+        """Record an iteration. Call as soon as it has ended."""
         now_s = time.perf_counter()
         between_s = now_s - report.span_s - self._finished_s
         self._finished_s = now_s
@@ -78,14 +78,14 @@ class StepTimer:
             self._warm.append(StepTime(backward_s=report.backward_s, between_s=between_s))
 
     def pause(self) -> None:
-        """What passes until the next iteration ends belongs to tuning, not to a step."""
+        """Exclude the time until the end of the next iteration, because tuning takes it."""
         self._finished_s = math.nan
 
     @property
     def usual(self) -> StepTime | None:
-        """What each part takes, None before the first scheduled iteration.
+        """Return the typical duration of each part. None before the first scheduled iteration.
 
-        Of the backward pass the tenth part that is quickest counts: communication beside it slows it down.
+        Uses the 10th percentile of backward passes, because concurrent communication slows them down.
         """
         if not self._warm:
             return None
@@ -99,12 +99,12 @@ class StepTimer:
 logger = logging.getLogger(__name__)
 
 VERSION = 2
-"""Of the format; 1 had neither `version` and `tuner` nor predictions."""
+"""Version of the format. Version 1 has no `version`, no `tuner` and no predictions."""
 
 
 @functools.cache
 def _process() -> str:
-    """The same for all optimizers of this process."""
+    """Return a random id of this process."""
     return uuid.uuid4().hex[:8]
 
 
@@ -112,16 +112,16 @@ _OF_RESULT = ("default_span_s", "best_span_s", "noise_s", "n_trials", "reason", 
 
 
 def _finite(value: float) -> float | None:
-    """None where JSON has no number for it."""
+    """Return None for infinities and NaN, which JSON cannot represent."""
     return value if math.isfinite(value) else None
 
 
 class TrialLogWriter:
-    """Appends to a file; if it cannot be written, that is a warning and training goes on."""
+    """Appends to the trial log. If the file cannot be written, logs a warning, and training continues."""
 
     def __init__(self, path: str | None) -> None:
         self._file: IO[str] | None = None
-        self._tuner = uuid.uuid4().hex[:8]  # other optimizers and later jobs may append to the same file
+        self._tuner = uuid.uuid4().hex[:8]  # because several optimizers and jobs may append to one file
         if path is not None:
             try:
                 self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115  # stays open for the whole warm-up
@@ -129,13 +129,18 @@ class TrialLogWriter:
                 logger.warning("the trial log cannot be written: %s", err)
 
     def knows(self, model: PlanningModel) -> None:
-        """What the planners have been told about this job; also the saved profile for `sirtaki plan`."""
+        """Write the planners' model of this job, which `sirtaki plan` reads."""
         self._write({"event": "model", **model.to_json()})
 
     def retunes(self, running: Knobs, ratio: float, *, iteration: int) -> None:
-        """After `iteration` a re-tune begins: communication takes `ratio` times as long as it did by `running`."""
-        told = {"iteration": iteration, "ratio": _finite(ratio), "running": running.to_json()}
-        self._write({"event": "retune", **told})
+        """Write that a re-tune begins after `iteration`.
+
+        Args:
+            running: the current setting.
+            ratio: communication time now, relative to the time when `running` was chosen.
+            iteration: number of the training iteration.
+        """
+        self._write({"event": "retune", "iteration": iteration, "ratio": _finite(ratio), "running": running.to_json()})
 
     def ran(
         self,
@@ -148,16 +153,16 @@ class TrialLogWriter:
         predicted_s: float | None,
         forecast: Forecast | None,
     ) -> None:
-        """An assignment has run.
+        """Write the result of an assignment.
 
         Args:
-            assignment: what ran.
-            spans_s: its measured spans.
-            iteration: at which it ended.
-            best_span_s: the best setting's time so far.
-            credits: each arm's AUC since.
-            predicted_s: its span by the planners' model, None = that says nothing.
-            forecast: that model's, with this trial, None = there is no model.
+            assignment: the assignment that ran.
+            spans_s: measured communication times, in seconds.
+            iteration: training iteration at which the assignment ended.
+            best_span_s: communication time of the best setting so far, in seconds.
+            credits: AUC of each arm after this trial.
+            predicted_s: communication time predicted by the planners' model. None without a prediction.
+            forecast: accuracy of the planners' model, including this trial. None without a model.
         """
         self._write(
             {
@@ -176,7 +181,7 @@ class TrialLogWriter:
         )
 
     def ended(self, result: SessionResult, *, iteration: int, usual: StepTime | None) -> None:
-        """The warm-up is over; `usual` is what steps take besides communication."""
+        """Write the result of the warm-up. `usual`: typical durations of the parts of a step."""
         self._write(
             {
                 "event": "result",
@@ -191,7 +196,7 @@ class TrialLogWriter:
         )
 
     def sparse(self, summary: SparseSummary, *, iteration: int) -> None:
-        """After `iteration` it is decided how a parameter's sparse gradient travels."""
+        """Write the algorithm that was chosen after `iteration` for a parameter's sparse gradients."""
         self._write({"event": "sparse", "iteration": iteration, **summary.to_json()})
 
     def _write(self, record: dict[str, object]) -> None:
@@ -201,15 +206,15 @@ class TrialLogWriter:
             whose = {"version": VERSION, "tuner": self._tuner, "process": _process()}
             self._file.write(json.dumps({**whose, **record}) + "\n")
             self._file.flush()
-        except (OSError, ValueError, TypeError) as err:  # what an arm puts into knobs need be no JSON
+        except (OSError, ValueError, TypeError) as err:  # TypeError, because arms may put any values into knobs
             logger.warning("the trial log cannot be written any more: %s", err)
             self.close()
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file. Idempotent."""
         file, self._file = self._file, None
         if file is not None:
-            with contextlib.suppress(OSError):  # it writes what it could not write before
+            with contextlib.suppress(OSError):  # because closing retries a failed write
                 file.close()
 
 
@@ -217,20 +222,20 @@ Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True, rename={"credits": "auc"}):
-    """One assignment that ran.
+    """Result of one assignment, as read from the log.
 
     Attributes:
-        iteration: training iteration at which it ended.
-        arm: who proposed it.
+        iteration: training iteration at which the assignment ended.
+        arm: name of the arm that proposed the setting.
         purpose: "default", "trial", "finals", …
         knobs: the setting.
-        span_s: median of its spans; infinite where it failed.
-        was_best: it became the best so far.
-        best_s: the best so far, after it.
-        credits: the bandit's credit (AUC) of each arm after it; empty where the log has none.
-        predicted_s: its span by the planners' model; None where that says nothing.
-        agreement: of that model with what has run so far (`Forecast.agreement`); None without a model.
-        believed: that model, after it; None without a model.
+        span_s: median communication time in seconds. Infinite if the setting failed.
+        was_best: the setting was the best one up to this trial.
+        best_s: best communication time after this trial, in seconds.
+        credits: AUC credit of each arm after this trial. Empty in logs without credits.
+        predicted_s: communication time predicted by the planners' model. None without a prediction.
+        agreement: agreement of the planners' model with measurements (`Forecast.agreement`). None without a model.
+        believed: the planners' model is believed after this trial. None without a model.
     """
 
     iteration: int
@@ -247,17 +252,17 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, rename={"credits": 
 
     @property
     def succeeded(self) -> bool:
-        """Return whether there is a span to show."""
+        """Return whether a communication time was measured."""
         return math.isfinite(self.span_s)
 
 
 class LoggedResult(msgspec.Struct, frozen=True, kw_only=True, rename={"span_s": "best_span_s"}):
-    """What the warm-up kept, or the best so far where it did not end.
+    """Result of a warm-up, as read from the log. If the warm-up did not end: the best setting until then.
 
     Attributes:
-        span_s, default_span_s: communication times.
-        backward_s, between_s: what steps take besides (`StepTime`); None where the log does not say.
-        gain: that was proved; None where the default stays, in older logs, and where the warm-up did not end.
+        span_s, default_span_s: communication times of the kept setting and of the default, in seconds.
+        backward_s, between_s: see `StepTime`. None if the log has no such value.
+        gain: proved gain over the default. None if the default was kept, if the warm-up did not end, or in older logs.
     """
 
     knobs: Knobs
@@ -271,7 +276,7 @@ class LoggedResult(msgspec.Struct, frozen=True, kw_only=True, rename={"span_s": 
 
     @property
     def usual(self) -> StepTime | None:
-        """What steps take besides; None where the log does not say."""
+        """Return the durations of the parts of a step. None if the log has no such values."""
         if self.backward_s is None or self.between_s is None:
             return None
         return StepTime(backward_s=self.backward_s, between_s=self.between_s)
@@ -281,11 +286,11 @@ class Retune(msgspec.Struct, kw_only=True):
     """A short search after the warm-up.
 
     Attributes:
-        iteration: after which it began.
-        ratio: how many times as long communication took then; None where the log does not say.
-        running: what ran until then.
-        measurements: in their order.
-        result: what has run since, None if the log ends before that; its default is what ran until then.
+        iteration: training iteration after which the search began.
+        ratio: communication time at the begin, relative to the time when `running` was chosen. None if not logged.
+        running: setting that ran before the search.
+        measurements: results of assignments, in order of time.
+        result: result of the search, with `running` as the default. None if the log ends before.
     """
 
     iteration: int
@@ -297,15 +302,15 @@ class Retune(msgspec.Struct, kw_only=True):
 
 @dataclass(slots=True, kw_only=True)
 class TrialLog:
-    """Everything in a log that the report uses, of one job and optimizer.
+    """Log of one job and optimizer, as read from a file.
 
     Attributes:
-        measurements: in their order.
-        result: how its warm-up ended, None if it did not.
-        model: what its planners knew, None if the log has none.
-        retunes: what came after the warm-up.
-        process: which wrote it; empty in logs of older releases.
-        sparse: how its sparse gradients travelled in the end, by name; also those of the job's other optimizers.
+        measurements: results of the warm-up's assignments, in order of time.
+        result: result of the warm-up. None if the warm-up did not end.
+        model: the planners' model. None if the log has none.
+        retunes: searches after the warm-up.
+        process: id of the process that wrote the log. "" in logs of older releases.
+        sparse: chosen algorithms of sparse gradients, by parameter name, of all optimizers of the job.
     """
 
     measurements: list[Measurement] = field(default_factory=list)
@@ -317,24 +322,24 @@ class TrialLog:
 
     @property
     def default(self) -> Measurement | None:
-        """The first measurement of the untuned setting."""
+        """Return the first successful measurement of the untuned setting. None if there is none."""
         return next((m for m in self.measurements if m.purpose == "default" and m.succeeded), None)
 
     @property
     def last_iteration(self) -> int:
-        """At which the last measurement ended."""
+        """Return the training iteration at which the last measurement ended."""
         return max(m.iteration for m in self.measurements)
 
     @property
     def fastest_s(self) -> float:
-        """The shortest time of any measurement."""
+        """Return the shortest measured communication time, in seconds."""
         return min(m.span_s for m in self.measurements)
 
     @property
     def bound_s(self) -> float | None:
-        """What no setting falls below: the model's bound, unless a measurement has shown the link to carry more.
+        """Return a lower bound of the communication time in seconds: the model's, or a shorter measured time.
 
-        None without a model, and where it sets no bound.
+        Returns None without a model, or if the model has no bound.
         """
         if self.model is None or not self.model.bound_s > 0:
             return None
@@ -342,7 +347,7 @@ class TrialLog:
 
     @property
     def outcome(self) -> LoggedResult:
-        """The result, or without one the last new best."""
+        """Return the result. If the warm-up did not end, make one from the last best setting."""
         if self.result is not None:
             return self.result
         succeeded = [m for m in self.measurements if m.succeeded]
@@ -352,15 +357,15 @@ class TrialLog:
             arm=winners[-1].arm,
             span_s=winners[-1].span_s,
             default_span_s=self.default.span_s if self.default else None,
-            reason="the tuning phase had not ended when the log did",
+            reason="the log ends before the tuning phase does",
         )
 
 
 def read_log(path: Path) -> TrialLog:
-    """The last job's log in `path`; without measurements where all of its gradients are sparse.
+    """Read the log of the last job in `path`. It has no measurements if all gradients of the job are sparse.
 
     Raises:
-        ConfigError: it cannot be read, a line cannot be understood, or nothing was measured.
+        ConfigError: the file cannot be read, has an invalid line, or contains no measured trial.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -376,12 +381,12 @@ def read_log(path: Path) -> TrialLog:
                 raise TypeError(f"a JSON {type(data).__name__} where an object was expected")
             if int(data.get("version", 1)) > VERSION:
                 raise ConfigError(
-                    f"its version is {data['version']}, this Sirtaki knows {VERSION}: install a newer one"
+                    f"its version is {data['version']}, but this release reads up to {VERSION}: install a newer release"
                 )
-            _sort_in(logs, data)
+            _add_to_job(logs, data)
         except (KeyError, TypeError, ValueError, OverflowError, SirtakiError) as err:
-            not_written_to_its_end = number > 1 and number == len(lines) and not line.endswith("\n")
-            if not_written_to_its_end and isinstance(err, json.JSONDecodeError):
+            is_incomplete = number > 1 and number == len(lines) and not line.endswith("\n")
+            if is_incomplete and isinstance(err, json.JSONDecodeError):
                 break
             raise ConfigError(f"line {number} of {path} is not part of a log of trials: {err!r}") from err
     measured = [log for log in logs.values() if any(m.succeeded for m in log.measurements)]
@@ -390,31 +395,33 @@ def read_log(path: Path) -> TrialLog:
         raise ConfigError(f"the log {path} has no measured trial; was it written by a job that was tuned?")
     last = measured[-1]
     same_process = [log.sparse for log in logs.values() if last.process and log.process == last.process]
-    last.sparse = {name: told for sparse in same_process for name, told in sparse.items()}
+    last.sparse = {name: summary for sparse in same_process for name, summary in sparse.items()}
     return last
 
 
-def _sort_in(logs: dict[str, TrialLog], data: Mapping[str, Any]) -> None:
-    """Adds one line to the log that it belongs to; the log that was measured last is the last of `logs`."""
+def _add_to_job(logs: dict[str, TrialLog], data: Mapping[str, Any]) -> None:
+    """Add one line to the log of its job. Move the log to the end of `logs` if the line is a measurement or result."""
     tuner = str(data.get("tuner", ""))
     log = logs.get(tuner, TrialLog())
     if "tuner" not in data and _begins_another_job(log, data):
         log = TrialLog()
-    _take_in(log, data)
+    _add_to_log(log, data)
     if "knobs" in data:
         logs.pop(tuner, None)
     logs[tuner] = log
 
 
 def _begins_another_job(log: TrialLog, data: Mapping[str, Any]) -> bool:
-    """A job's log ends with its result; one that was cut short is followed by an earlier iteration."""
+    """Return whether a line of version 1 belongs to the next job.
+
+    A job ends with its result. If a job was cut short, the next one begins with a smaller iteration number.
+    """
     if log.result is not None:
         return "knobs" in data or data.get("event") == "model"
     return bool(log.measurements and "knobs" in data and int(data["iteration"]) < log.measurements[-1].iteration)
 
 
-def _take_in(log: TrialLog, data: Mapping[str, Any]) -> None:
-    """Adds one line."""
+def _add_to_log(log: TrialLog, data: Mapping[str, Any]) -> None:
     part = log.retunes[-1] if log.retunes else log
     log.process = str(data.get("process", ""))
     if data.get("event") == "retune":
@@ -432,9 +439,9 @@ def _take_in(log: TrialLog, data: Mapping[str, Any]) -> None:
 
 
 def _measurement(data: Mapping[str, Any], *, best_s: float) -> Measurement:
-    """What one line says; `best_s` was the best before. Version 1 has one span, and says if it was best."""
-    told = msgspec.convert(data.get("spans_s", [data.get("span_s")]), list[Seconds | None])
-    spans_s = [span_s for span_s in told if span_s is not None]
+    """Parse a measurement. `best_s`: best time before. Version 1 has `span_s` and `was_best` instead of `spans_s`."""
+    values = msgspec.convert(data.get("spans_s", [data.get("span_s")]), list[Seconds | None])
+    spans_s = [span_s for span_s in values if span_s is not None]
     best_after_s = msgspec.convert(data.get("best_span_s"), Seconds | None) or best_s
     found = {
         "span_s": median(spans_s) if spans_s else math.inf,

@@ -61,7 +61,7 @@ from .ranks import (
 from .ray_logger import Log, receiving_log
 
 GRACE_S = 10.0
-"""Seconds in which other ranks may detect that a rank has failed."""
+"""Seconds that the remaining ranks have to detect a rank's failure."""
 
 
 def start_actor(cls: type[Any], demand: Demand, environ: Mapping[str, str], group: Any, bundle: int) -> Any:
@@ -719,7 +719,7 @@ class RayExecutor:
         self._ranks: FixedRanks | ElasticRanks | None = None
         if min_workers is not None:
             if num_hosts is not None:
-                raise ConfigError("num_hosts and min_workers exclude each other: elastic jobs have no fixed hosts")
+                raise ConfigError("num_hosts cannot be used with min_workers, because elastic jobs have no fixed hosts")
             self._policy = elastic_policy(
                 num_workers,
                 min_workers,

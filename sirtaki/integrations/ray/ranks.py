@@ -1,6 +1,6 @@
 """Ranks that are Ray actors: their resources, placement, environment variables, and code.
 
-An actor's process survives an error of the user's function, so the other ranks must be notified. The process of a
+An actor's process survives an error of the user's function, so all ranks must be notified. The process of a
 script ends with the error, which other ranks detect themselves.
 """
 
@@ -244,7 +244,7 @@ _T = TypeVar("_T")
 
 
 def call_reporting_errors(fn: Callable[[], _T]) -> _T:
-    """Call `fn`. If it raises, leave the job, so that collectives of the other ranks fail with the reason."""
+    """Call `fn`. If it raises, leave the job, so that all ranks fail with the reason."""
     try:
         return fn()
     except BaseException as err:
@@ -256,7 +256,7 @@ def leave_job(reason: str) -> None:
     """End this rank's part in the job. Not collective. Does nothing without a job.
 
     Args:
-        reason: reason to report to the other ranks.
+        reason: reason to report to all ranks.
     """
     if "sirtaki.torch" not in sys.modules:  # init() has not been called, and importing sirtaki.torch takes seconds
         return

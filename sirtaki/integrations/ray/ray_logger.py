@@ -11,7 +11,7 @@ _queue: Any = None
 
 
 def log(values: Any) -> None:
-    """Pass values to the executor's callbacks. Does nothing on other ranks than 0, or without callbacks.
+    """Pass values to the executor's callbacks. Does nothing on ranks above 0, or without callbacks.
 
     Args:
         values: any picklable object, usually numbers by name.

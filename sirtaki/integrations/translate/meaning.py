@@ -777,7 +777,7 @@ class RankValues:
         return combined(node.operator, self._whole(node.left, left), self._whole(node.right, right))
 
     def _whole(self, node: cst.BaseExpression, value: Value) -> Value:
-        """Combine a mean, a sum or a count over the ranks. Other values are unchanged."""
+        """Combine a mean, a sum or a count over the ranks. Return any remaining value unchanged."""
         if value.over not in REDUCED | {Over.COUNT}:
             return value
         self._wrap(node, value.over)

@@ -144,7 +144,7 @@ class Source:
         return {node.value for node in self.all(cst.Name)}
 
     def imports(self, package: str) -> bool:
-        """Return whether the script imports a package or a part of it."""
+        """Return whether the script imports a package or one of its modules."""
         return any(name == package or name.startswith(package + ".") for name in self.imported.values())
 
     def method(self, class_name: str, name: str) -> cst.FunctionDef | None:
@@ -366,7 +366,7 @@ class Edits:
         self._around: dict[cst.CSTNode, str] = {}
 
     def replace(self, node: cst.BaseExpression, code: str) -> None:
-        """Replace an expression by other code."""
+        """Replace the code of an expression."""
         self._changes[node] = [lambda _: cst.parse_expression(code)]
 
     def change(self, node: cst.BaseExpression, change: Change) -> None:
@@ -374,7 +374,7 @@ class Edits:
         self._changes[node].append(change)
 
     def wrap(self, node: cst.BaseExpression, template: str) -> None:
-        """Insert an expression into other code, such as `f({it})`, at `it`. Repeated calls do nothing."""
+        """Wrap an expression in code such as `f({it})`, at `it`. Repeated calls do nothing."""
         if node not in self._wrapped:
             self._wrapped.add(node)
             self.change(node, lambda it: cst.helpers.parse_template_expression(template, it=it))

@@ -312,7 +312,7 @@ class Optimizers:
         steps, seen = list(self._training.steps()), set[cst.CSTNode]()
         for call, optimizer in steps:
             if call.args and self._source.code(call.args[0].value) != self._source.code(optimizer):
-                continue  # a closure, after each call of which gradients are reduced
+                continue  # the argument is a closure, and the optimizer reduces gradients after each of its calls
             step = self._source.statement(call)
             alone = isinstance(step, cst.SimpleStatementLine) and len(step.body) == 1
             reads = self._reads_before(call) + ([] if alone else self._reads(step))
@@ -480,7 +480,7 @@ class Output:
 
     @property
     def begins_with(self) -> list[str]:
-        """Return lines for the beginning of the script that disable output on other ranks."""
+        """Return lines for the beginning of the script that disable output on ranks above 0."""
         lines = []
         if "print" in self._source.names():
             lines.append(f"print = {self._ranks}.on_root(print)")
@@ -696,7 +696,7 @@ class HandCut:
         self._functions = self._called_in_training()
 
     def divide(self, values: RankValues) -> None:
-        """Divide the data, and tell `values` which expressions are parts of batches."""
+        """Divide the data, and mark in `values` which expressions are parts of batches."""
         flows = self._training.flows
         read = {site for loop in self._training.other_loops for site in flows.holds(loop.iter, TrackedKind.LOADER)}
         for site in flows.made(TrackedKind.LOADER):
@@ -1105,7 +1105,7 @@ def _divide(training: Training, edits: Edits, ranks: str) -> None:
             edits.refuse(call, "batches of one sample cannot be divided among ranks")
         edits.wrap(call, f"{ranks}.divided({{it}})")
         if size is not None:
-            _look_at_size(training, edits, size)
+            _refuse_batch_size(training, edits, size)
     for loop in training.loops:
         for name in training.loader_names(loop.iter):
             if name not in training.flows.sites:
@@ -1137,7 +1137,7 @@ def _begin_pass(training: Training, edits: Edits, call: cst.Call, ranks: str) ->
 
 
 def _relay(training: Training, edits: Edits, relay: cst.For) -> None:
-    """Begin passes in an endless generator. For other generators, the consuming loop begins them."""
+    """Begin passes in an endless generator. The consuming loop begins passes of finite generators."""
     source = training.source
     if not any(isinstance(there, cst.While) for there in source.above(relay)):
         return
@@ -1159,8 +1159,8 @@ def _agree(training: Training, edits: Edits, loop: Loop, ranks: str) -> None:
         edits.after(loop, f"{name} = {ranks}.agreed({name})")
 
 
-def _look_at_size(training: Training, edits: Edits, size: cst.BaseExpression) -> None:
-    """Handle the batch size in other training code: a tensor with so many rows does not match a rank's part."""
+def _refuse_batch_size(training: Training, edits: Edits, size: cst.BaseExpression) -> None:
+    """Refuse uses of the batch size outside the data loader, because a rank's part of a batch has fewer rows."""
     source = training.source
     text = source.code(size)
     if isinstance(size, cst.Integer):

@@ -1,6 +1,6 @@
 """Agent of an elastic job: parent of the ranks on one host. The driver starts `python -m sirtaki.run.elastic.agent`.
 
-If the driver is lost, an agent starts another one, which the other agents connect to.
+If the driver is lost, an agent starts a new one, to which the remaining agents connect.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class AgentRules:
         return now_s - self._heard_s <= (DRIVER_WANTED_S if is_wanted else DRIVER_SILENT_S)
 
     def driver_message(self, message: ToAgent, now_s: float) -> None:
-        """Carry out an order of the driver. Orders for ranks on other hosts are ignored."""
+        """Carry out an order of the driver. Orders for ranks on different hosts are ignored."""
         self._heard_s, act = now_s, self._actions
         match message:
             case StartRank(worker=worker, slot=slot):
@@ -348,7 +348,7 @@ class Inheritance:
 
 
 def agents_key(proof: Proof) -> bytes:
-    """Return the key with which agents and driver authenticate. Ranks of a generation have other keys."""
+    """Return the key with which agents and driver authenticate. Ranks of a generation have different keys."""
     return job_key(proof.secret, f"{proof.job}/agents")
 
 

@@ -134,20 +134,22 @@ class AgentList:
         adopts: accept any agent of the job, because the lost driver may have given it up.
     """
 
-    def __init__(self, *, expected: Iterable[int], numbers: int, start_s: float, tells: bool, now_s: float) -> None:
+    def __init__(
+        self, *, expected: Iterable[int], numbers: int, start_s: float, shares_list: bool, now_s: float
+    ) -> None:
         """Begin without agents.
 
         Args:
             expected: numbers of agents that another driver started.
             numbers: highest number that was given to an agent.
             start_s: seconds that an agent may take to connect.
-            tells: send agents the list of agents, because one of them may start the next driver.
+            shares_list: send agents the list of agents, because any agent may start the next driver.
             now_s: current time.
         """
         self.agents: dict[str, AgentRecord] = {}
         self.expected = set(expected)
         self.adopts = bool(self.expected)
-        self._numbers, self._start_s, self._tells = numbers, start_s, tells
+        self._numbers, self._start_s, self._shares_list = numbers, start_s, shares_list
         self._looked_s = now_s
         self._remembered: list[tuple[float, AgentRecord]] = []
 
@@ -199,7 +201,7 @@ class AgentList:
 
     def broadcast_agents(self) -> None:
         """Send all agents the list of agents that may start the next driver."""
-        if self._tells:
+        if self._shares_list:
             known = (*self.agents.values(), *(agent for _, agent in self._remembered))
             self.send_to(self.agents, KnownAgents([(agent.number, agent.places) for agent in known if agent.places]))
 
@@ -267,14 +269,14 @@ def agent_words(job: ElasticJob, host: str, environ: Mapping[str, str] = os.envi
                 f"--agent-command {job.agent_command!r} must contain {{command}}, for example "
                 "'kubectl exec -i {host} -- {command}'"
             )
-        # `{command}` as a separate word becomes the agent's words, within a word their quoted form.
+        # Replace `{command}` by the agent's words if it is a separate word. Otherwise insert them quoted.
         words = [
             agent if word == "{command}" else [word.replace("{host}", host).replace("{command}", shlex.join(agent))]
             for word in shlex.split(job.agent_command)
         ]
         return [*itertools.chain(*words)]
     if host in job.slurm_hosts:
-        # Allow all CPUs and variables of the allocation, whatever the site or the batch script has set for tasks.
+        # Allow all CPUs and variables of the allocation, even if the site or the batch script limits them for tasks.
         place = ["--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--mpi=none", "--export=ALL"]
         unbound = ["--cpu-bind=none"] if "SLURM_CPU_BIND" in environ else []
         return ["srun", *place, *unbound, "--unbuffered", *agent]
@@ -320,7 +322,7 @@ class Switchboard(Generic[Speaker]):
     @property
     def places(self) -> list[AgentAddress]:
         """Return the addresses at which the driver listens."""
-        return self._door.places
+        return self._door.addresses
 
     def wake(self) -> None:
         """Make `poll` return. Thread-safe."""
@@ -344,7 +346,7 @@ class Switchboard(Generic[Speaker]):
                     welcome(*found)
             else:
                 yield chosen.data
-        self._door.drop_late()
+        self._door.drop_expired()
 
     def close(self) -> None:
         """Stop listening. Connections of peers stay open."""
@@ -477,7 +479,7 @@ class AgentCrew(AgentList):
             expected=endpoint.agents,
             numbers=endpoint.numbers,
             start_s=job.agent_start_s,
-            tells=job.policy.has_successors,
+            shares_list=job.policy.has_successors,
             now_s=time.monotonic(),
         )
         self._job, self._proof, self._pump, self._environ = job, endpoint.proof, pump, environ

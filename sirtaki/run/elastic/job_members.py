@@ -457,7 +457,7 @@ class GenerationAck(Struct, tag=True, frozen=True):
 
 
 class Relayed(Struct, tag=True, frozen=True):
-    """Report to a driver: a message of a rank."""
+    """Report to a driver that contains a message of a rank."""
 
     worker: int
     message: FromRank
@@ -687,7 +687,7 @@ class MemberList:
 
     @property
     def is_diminished(self) -> bool:
-        """Return whether a member has died, or must leave while others stay."""
+        """Return whether a member has died, or must leave while at least one member stays."""
         there = self.of_generation(*ProcessPhase)
         if len(there) < len(self.members):
             return True
@@ -697,7 +697,7 @@ class MemberList:
     def candidates(self, most: int | None) -> list[RankRecord]:
         """Return the members of the next generation, chosen from the waiting processes.
 
-        A process that must leave stays if no other process holds the job's state, to pass the state on first.
+        A process that must leave stays if it is the only one with the job's state, to pass the state on first.
 
         Args:
             most: maximum number of ranks. None for any.
@@ -916,7 +916,7 @@ class JobMembers:
         self._print(f"{worker.label} {text}{what}{self._go_on()}")
 
     def _may_start(self) -> bool:
-        """Return whether a rank that starts now can join other ranks."""
+        """Return whether a rank that starts now can join a generation."""
         if self.member_list.has_succeeded or (self._ended_well and not self.member_list.generation):
             return False
         if self.member_list.generation == 0:
@@ -1011,7 +1011,7 @@ class JobMembers:
         return None
 
     def _wait_for_others(self, now_s: float) -> None:
-        """End the job if ranks have waited too long for others, or if no others can start."""
+        """End the job if ranks have waited too long for the minimum number, or if no more can start."""
         if self.member_list.is_running or self.member_list.present(ProcessPhase.FINISHED):
             self._short_since_s = None
             return
@@ -1042,7 +1042,7 @@ class JobMembers:
         return [host for host, (_, left_s) in self.pool.left_out(now_s).items() if left_s is None]
 
     def _most_candidates(self, now_s: float) -> int:
-        """Return the maximum size of the next generation if no other host is found."""
+        """Return the maximum size of the next generation if no further host is found."""
         gone = self._gone(now_s)
         slots = sum(slots for host, slots in self.pool.known.items() if host not in gone)
         return slots + sum(worker.host in gone for worker in self.member_list.candidates(None))
@@ -1067,7 +1067,7 @@ class JobMembers:
         return f", {left} continue{'s' * (left == 1)}" if left else ""
 
     def _advance(self, now_s: float) -> None:
-        """Begin the next generation once all members of the current one have left it."""
+        """Begin the next generation after all members have left the current one."""
         listed = self.member_list
         if listed.is_running:
             asked = [worker.since_s for worker in listed.of_generation(ProcessPhase.WAITING)]

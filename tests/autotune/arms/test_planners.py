@@ -100,7 +100,7 @@ def test_a_plan_that_was_measured_already_is_not_proposed():
     arm = MgWfbp(space=PLANNER_SPACE, model=model_of([100_000] * 4))
     other = MgWfbp(space=PLANNER_SPACE, model=model_of([100_000] * 4))
     knobs = other.ask()[0].knobs
-    assert arm._to_ask is None  # not planned before it was asked
+    assert arm._pending is None  # not planned before it was asked
     arm.ask(0)
     arm.tell([Trial(arm="other", knobs=knobs, iterations=1, span_s=1.0)])
     assert arm.ask() == []
@@ -542,7 +542,7 @@ def test_without_computation_everything_travels_in_one_message():
 
 def test_one_layer_and_no_layer():
     assert fuse_and_allocate([1.0], [4], STAGES).ends == (1,)
-    with pytest.raises(TuningError, match="at least one layer"):
+    with pytest.raises(TuningError, match="of each layer"):
         fuse_and_allocate([], [], STAGES)
 
 
@@ -557,7 +557,7 @@ def simulator_of(sizes_mb, durations_s, *, alpha_s=1.0, throughput_mb=(1.0,)):
     )
 
 
-def test_the_coarsened_view_joins_what_hooks_saw_a_moment_apart():
+def test_the_coarsened_view_merges_gradients_that_hooks_saw_at_nearly_the_same_time():
     durations_s = [1.0, 0.004, 1.0, 0.004, 0.004]
     assert coarsened_ends(simulator_of([1] * 5, durations_s, alpha_s=0.01)) == [2, 5]
     assert coarsened_ends(simulator_of([1] * 5, durations_s, alpha_s=0.0)) == [1, 2, 3, 4, 5]  # nothing to be saved

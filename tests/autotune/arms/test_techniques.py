@@ -120,7 +120,7 @@ def asked_of(arm: Arm) -> list[Knobs]:
     return [proposal.knobs for proposal in arm.ask(50)]
 
 
-def test_nccl_is_told_of_the_fastest_setting_and_then_of_what_lies_beside_it() -> None:
+def test_nccl_settings_are_tried_on_the_fastest_setting_and_then_on_its_neighbours() -> None:
     arm = NcclArm(NCCL)
     assert arm.ask() == []  # nothing has run yet
     told(arm, OVER_NCCL.but(streams=1), 2.0)
@@ -145,7 +145,7 @@ def test_nccl_is_told_of_the_fastest_setting_and_then_of_what_lies_beside_it() -
     assert not any(knobs.unit_bytes == 512 << 10 for knobs in asked_of(arm))  # small units may not be told that
 
 
-def test_units_of_a_plan_are_told_class_by_class() -> None:
+def test_units_of_a_plan_get_nccl_settings_by_size_class() -> None:
     arm = NcclArm(NCCL)
     planned = OVER_NCCL.but(cuts=(Cut(stop=1 << 20), Cut(stop=(1 << 20) + 10)))
     told(arm, planned, 1.0)
@@ -154,7 +154,7 @@ def test_units_of_a_plan_are_told_class_by_class() -> None:
     assert NcclWays(small=NcclWay.RING_LL, large=NcclWay.RING_SIMPLE) in [knobs.nccl for knobs in asked_of(arm)]
 
 
-def test_what_nccl_has_refused_is_not_asked_for_again() -> None:
+def test_nccl_settings_that_were_rejected_are_not_proposed_again() -> None:
     arm = NcclArm(NCCL)
     told(arm, OVER_NCCL, 1.0)
     told(arm, OVER_NCCL.but(nccl=NCCL_WAYS[0]), math.inf)
@@ -162,7 +162,7 @@ def test_what_nccl_has_refused_is_not_asked_for_again() -> None:
     assert asked_of(arm) == [OVER_NCCL.but(streams=4, nccl=NCCL_WAYS[1])]
 
 
-def test_what_goes_through_shared_memory_is_compressed_over_sockets() -> None:
+def test_units_on_shared_memory_are_compressed_over_sockets() -> None:
     space = replace(LOSSY, routes=((TransportKind.SHARED_MEMORY, Algorithm.FLAT), *LOSSY.routes))
     arm = CompressorArm(space)
     told(arm, PLAIN.but(transport=TransportKind.SHARED_MEMORY), 1.0)
@@ -224,7 +224,7 @@ def test_a_package_cannot_replace_one_of_ours(installed: Callable[..., None]) ->
 
 def test_an_unknown_name_is_refused_with_the_names_there_are(installed: Callable[..., None]) -> None:
     installed(mine=make_mine)
-    with pytest.raises(TuningError, match="'gird'; there are grid, pbt, bayesian, hyperband, scikit_optimize, mine"):
+    with pytest.raises(TuningError, match="'gird'; available: grid, pbt, bayesian, hyperband, scikit_optimize, mine"):
         make_arm("gird", space=WIDE, rng=np.random.default_rng(0))
 
 
@@ -238,7 +238,7 @@ def test_a_broken_arm_is_an_error_if_named_and_a_warning_if_not(
         default_arms(space=WIDE, rng=rng, names=["grid", "broken"])
     assert default_arms(space=WIDE, rng=rng).bandit.arms == tuple(OUR_ARMS)
     assert complaint in caplog.text
-    assert "left out" in caplog.text
+    assert "is not used" in caplog.text
 
 
 @pytest.fixture
@@ -252,11 +252,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     import_late.cache_clear()
 
 
-def test_what_is_missing_is_said_at_once_and_nothing_is_loaded(folder: Path) -> None:
+def test_a_missing_package_is_reported_at_once_and_nothing_is_loaded(folder: Path) -> None:
     (folder / "slow_one.py").write_text("raise AssertionError('loaded')")
     require("test", "slow_one", "slow-one")
     assert "slow_one" not in sys.modules
-    with pytest.raises(TuningError, match="the test arm needs fast-one: pip install fast-one, or leave the arm out"):
+    with pytest.raises(
+        TuningError, match="the test arm needs fast-one: pip install fast-one, or do not select the arm"
+    ):
         require("test", "fast_one", "fast-one")
 
 
@@ -296,7 +298,7 @@ def test_a_module_that_cannot_be_loaded_is_the_callers_error_and_is_tried_again(
 SPACE = KnobSpace(routes=((TransportKind.GLOO, Algorithm.FLAT), (TransportKind.MPI, Algorithm.FLAT)))
 
 
-def test_what_has_been_measured_is_not_proposed_whoever_asked() -> None:
+def test_a_measured_setting_is_not_proposed_by_any_arm_again() -> None:
     arm = GridArm(SPACE)
     first, second = (proposal.knobs for proposal in arm.ask(2))
     arm.tell([Trial(arm="another", knobs=first, iterations=2, span_s=1.0)])
@@ -345,7 +347,7 @@ def test_the_worst_member_moves_and_stays_where_it_has_got_to_even_if_that_is_wo
     assert members_of(arm) == {1: 1.0, 16: 1.5, 2: 2.0}
 
 
-def test_what_others_have_found_immigrates_only_if_it_is_better_than_the_worst() -> None:
+def test_settings_of_other_arms_immigrate_only_if_they_beat_the_worst_member() -> None:
     arm = with_members({1: 1.0, 2: 2.0, 4: 3.0})
     arm.tell([measured(8, 9.0, arm="grid")])
     assert members_of(arm) == {1: 1.0, 2: 2.0, 4: 3.0}
@@ -390,7 +392,7 @@ def test_a_setting_that_got_fewer_iterations_than_asked_still_waits() -> None:
     assert arm.ask()[0] == proposal
 
 
-def test_building_it_says_nothing_and_leaves_optunas_logging_as_it_was(capfd: pytest.CaptureFixture[str]) -> None:
+def test_building_the_arm_logs_nothing_and_keeps_optunas_logging(capfd: pytest.CaptureFixture[str]) -> None:
     import optuna
 
     optuna.logging.set_verbosity(logging.INFO)  # its own; other users of this process may have changed it
@@ -400,7 +402,7 @@ def test_building_it_says_nothing_and_leaves_optunas_logging_as_it_was(capfd: py
 
 
 @pytest.mark.lengthy
-def test_it_asks_for_what_nobody_has_measured_and_finds_what_is_fast() -> None:
+def test_it_proposes_unmeasured_settings_and_finds_fast_ones() -> None:
     arm = ScikitOptimizeArm(WIDE, rng=np.random.default_rng(1))
     asked: list[Proposal] = []
     for _ in range(N_INITIAL + 4):
@@ -433,14 +435,14 @@ def test_it_finds_the_best_of_hundreds_of_settings_in_a_few_dozen_trials(arm: Ba
     assert min(spans) <= 1.03 * optimum(WIDE)
 
 
-def test_it_starts_from_what_other_arms_have_measured(arm: BayesianArm) -> None:
+def test_it_starts_from_the_measurements_of_other_arms(arm: BayesianArm) -> None:
     arm.tell([trial_of(proposal) for proposal in GridArm(WIDE).ask(25)])
     (first,) = arm.ask()
     assert "promises" in first.reason
     assert span_of(first.knobs) <= 1.5 * optimum(WIDE)
 
 
-def test_the_hope_for_more_shrinks_with_what_is_known() -> None:
+def test_the_expected_improvement_shrinks_with_more_trials() -> None:
     arm = BayesianArm(GPU, rng=np.random.default_rng(0))
     assert arm.expected_improvement() is None
     converse(arm, 8)

@@ -70,7 +70,7 @@ def test_the_window_slides_within_the_budget_and_has_room_for_every_arm() -> Non
 
 @pytest.mark.parametrize(
     ("arms", "window", "words"),
-    [((), 3, "different names"), (("grid",) * 2, 3, "different names"), (ARMS, 0, "one use")],
+    [((), 3, "distinct names"), (("grid",) * 2, 3, "distinct names"), (ARMS, 0, "one use")],
 )
 def test_arms_without_a_name_of_their_own_and_an_empty_window_are_refused(
     arms: tuple[str, ...], window: int, words: str
@@ -187,12 +187,12 @@ def test_an_arm_that_raises_is_left_out_and_the_others_go_on(fault: str, caplog:
         both.tell([trial(proposal.arm, proposal.knobs.streams)])
         assert both.expected_improvement() in (None, 0.2)
     assert both.expected_improvement() == 0.2
-    assert "'faulty' failed and is left out" in caplog.text
-    assert caplog.text.count("left out") == 1
+    assert "'faulty' failed after" in caplog.text
+    assert caplog.text.count("is not used any more") == 1
     assert len(good.told) == 8
 
 
-def test_what_is_left_to_gain_is_the_most_that_any_arm_expects() -> None:
+def test_the_expected_improvement_is_the_largest_of_all_arms() -> None:
     none = bandit(ListListArm("a", []), ListListArm("b", []))
     some = bandit(ListListArm("a", [], expected=0.1), ListListArm("b", [], expected=0.3), ListListArm("c", []))
     assert not none.ask()
@@ -201,7 +201,7 @@ def test_what_is_left_to_gain_is_the_most_that_any_arm_expects() -> None:
     assert some.expected_improvement() == 0.3
 
 
-def test_nobody_says_what_is_left_to_gain_before_all_arms_have_had_their_turn() -> None:
+def test_no_expected_improvement_is_reported_before_all_arms_had_a_turn() -> None:
     arms = bandit(ListListArm("a", [1, 2], expected=0.1), ListListArm("b", [3], expected=0.1))
     for expected in (None, 0.1):
         (proposal,) = arms.ask()
@@ -232,7 +232,7 @@ def test_an_arm_that_answers_nonsense_is_left_out(answer: object, caplog: pytest
     both = bandit(mad, ListListArm("sane", [2]))
     for _ in range(3):
         assert [proposal.arm for proposal in both.ask()] == ["sane"] or not both.ask()
-    assert caplog.text.count("left out") == 1
+    assert caplog.text.count("is not used any more") == 1
 
 
 def test_an_arm_answers_no_more_than_it_is_asked_for_and_under_its_own_name() -> None:
@@ -252,13 +252,13 @@ class Judge(ListListArm):
         return [self._promises[candidate.streams] for candidate in candidates]
 
 
-def test_the_surrogate_picks_among_what_an_arm_proposes() -> None:
+def test_the_surrogate_selects_among_an_arms_proposals() -> None:
     arm = bandit(ListListArm("one", [1, 2, 3]), Judge("judge", {1: 0.01, 2: 0.2, 3: 0.0}))
     (proposal,) = arm.ask()
     assert (proposal.arm, proposal.knobs.streams) == ("one", 2)
 
 
-def test_an_arm_whose_every_proposal_is_hopeless_is_passed_over() -> None:
+def test_an_arm_with_only_hopeless_proposals_is_skipped() -> None:
     hopeless, good = ListListArm("hopeless", [1, 2]), ListListArm("good", [3])
     arm = bandit(hopeless, good, Judge("judge", {1: 0.0, 2: 0.0005, 3: 0.01}))
     assert {arm.ask()[0].arm for _ in range(20)} == {"good"}
@@ -348,8 +348,8 @@ def test_of_two_of_one_name_the_second_is_left_out(
     monkeypatch.setattr(ensemble, "OUR_ARMS", ("twin", "a"))
     with caplog.at_level(logging.WARNING):
         assert names(arms(planners=planners)) == ["a", "theirs"]
-    assert "there are two search techniques called 'a'; it is left out" in caplog.messages
-    with pytest.raises(TuningError, match="two search techniques called 'a'"):
+    assert "the search technique 'a' is not used: another search technique has the name 'a'" in caplog.messages
+    with pytest.raises(TuningError, match="another search technique has the name 'a'"):
         arms(names=["a", "twin"], planners=[])
 
 

@@ -50,7 +50,7 @@ def test_exact_probes_give_the_link_back():
         ({1: 24e6, 4: 18e6}, [24e6, 22e6, 20e6, 18e6]),
     ],
 )
-def test_streams_between_those_that_were_measured_carry_what_flows_with_a_cap_do(
+def test_streams_between_measured_ones_carry_as_much_as_capped_flows(
     measured: dict[int, float], expected: list[float]
 ) -> None:
     probes = [
@@ -157,7 +157,7 @@ def test_overlap_samples_give_libras_functions_back(noise, tolerance):
 
 def test_one_thread_count_is_too_little():
     compute, transmissions = samples_of(CONTENTION)
-    with pytest.raises(TuningError, match="computation with at least two thread counts"):
+    with pytest.raises(TuningError, match="computation with at least two numbers of threads"):
         fit_contention(compute[:1], transmissions, alpha_s=0.0)
     with pytest.raises(TuningError, match="transmission alone"):
         fit_contention(compute, [sample for sample in transmissions if sample.overlapped], alpha_s=0.0)

@@ -32,7 +32,7 @@ def test_two_ranks_meet_at_a_barrier_and_go_on_after_gaps() -> None:
     assert found.total_s == 8.75
 
 
-def test_a_lane_takes_what_was_ready_first_one_at_a_time() -> None:
+def test_a_lane_runs_ready_nodes_one_at_a_time_in_the_order_of_readiness() -> None:
     nodes = [node(0, 2.0), node(1, 1.0), node(2, 4.0), node(2, 1.0)]
     found = replay(graph(nodes, [(0, 2, 0.0), (1, 3, 0.5)]))
     assert found.start_s == (0.0, 0.0, 2.5, 1.5)
@@ -46,7 +46,7 @@ def test_units_share_a_link_after_their_start_up() -> None:
     assert replay(graph(nodes, servers=[LINK])).end_s == pytest.approx((3.0, 4.5))
 
 
-def test_what_puts_load_on_a_server_slows_down_what_that_serves() -> None:
+def test_load_on_a_server_slows_down_its_nodes() -> None:
     slow = SharedResource(name="processors", totals=(1.0,), speed=lambda load: 1 / (1 + load))
     loading = replace(node(1, 2.0), loads=(Load(server=0, amount=1.0),))
     # Half the speed for 2, in which half of 2 is done; two of 3 come later.
@@ -54,7 +54,7 @@ def test_what_puts_load_on_a_server_slows_down_what_that_serves() -> None:
     assert found.end_s == pytest.approx((4.0, 2.0))
 
 
-def test_an_end_relieves_what_is_under_way_and_what_comes_later() -> None:
+def test_an_end_relieves_running_and_later_nodes() -> None:
     relieved = ResourceDemand(server=0, seconds=3.0, relieved_by=0, relief=0.5)
     nodes = [node(0, 1.0), node(1, 0.0, relieved), node(2, 2.0, relieved)]
     alone = SharedResource(name="link", totals=(1.0, 2.0))
@@ -62,7 +62,7 @@ def test_an_end_relieves_what_is_under_way_and_what_comes_later() -> None:
 
 
 def test_nodes_that_wait_for_each_other_are_refused() -> None:
-    with pytest.raises(ReplayError, match="2 of 3 nodes wait for each other"):
+    with pytest.raises(ReplayError, match="2 of 3 nodes have a cycle"):
         replay(graph([node(0, 1.0), node(1, 1.0), node(2, 1.0)], [(1, 2, 0.0), (2, 1, 0.0)]))
 
 
@@ -72,7 +72,7 @@ def test_nodes_that_wait_for_each_other_are_refused() -> None:
         ([node(0, -1.0)], [], "finite time that is not negative"),
         ([node(0, 1.0)], [(0, 0, 0.0)], "edge from node 0 to 0"),
         ([node(0, 1.0), node(0, 1.0)], [(0, 1, float("nan"))], "gap of nan"),
-        ([node(0, 1.0, ResourceDemand(server=1, seconds=1.0))], [], "server that is not there"),
+        ([node(0, 1.0, ResourceDemand(server=1, seconds=1.0))], [], "server that does not exist"),
     ],
 )
 def test_graphs_that_make_no_sense_are_refused(nodes: list[object], edges: list[object], message: str) -> None:
@@ -136,20 +136,20 @@ def test_parts_of_jobs_leave_nothing_behind() -> None:
     share = FairShare(SharedResource(name="processors", totals=(1.0, 2.0)))
     for turn in range(100):
         for job in range(7):
-            share.begin(float(turn), job, 0.1, 0.1 * (job + 1))
-        share.take_ended(share.next_s)
-    share.begin(200.0, 1, 1.0, 0.3)
+            share.add(float(turn), job, 0.1, 0.1 * (job + 1))
+        share.pop_ended(share.next_s)
+    share.add(200.0, 1, 1.0, 0.3)
     assert share.next_s == 201.0
 
 
 def test_rounding_late_in_a_job_holds_nothing_up() -> None:
     share = FairShare(SharedResource(name="processors", totals=(1.0,)))
     now_s = 1e6 + 1 / 3
-    share.begin(now_s, 1, 0.1, 3)
-    assert share.take_ended(share.next_s) == [1]
+    share.add(now_s, 1, 0.1, 3)
+    assert share.pop_ended(share.next_s) == [1]
 
 
-def test_shares_of_a_server_beyond_what_is_known_of_it() -> None:
+def test_shares_of_a_server_beyond_the_known_range() -> None:
     link = SharedResource(name="link", totals=(1.0, 1.5))
     assert [link.share(jobs) for jobs in (1, 2, 3)] == [1.0, 0.75, 0.5]
 

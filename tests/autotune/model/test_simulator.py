@@ -27,7 +27,7 @@ from sirtaki.autotune.model.planning import (
     with_contention_learnt,
 )
 from sirtaki.autotune.model.replayer import SharedHost
-from sirtaki.autotune.model.simulator import Profile, Simulator, put_off_iteration_s
+from sirtaki.autotune.model.simulator import Profile, Simulator, deferred_iteration_s
 from sirtaki.autotune.trial import Trial
 from sirtaki.comm.gradients.schedule import IterationPace, ScheduledUnit
 from sirtaki.comm.plan import Algorithm, CommPlan, GradientLayout, TransportKind, Unit
@@ -150,7 +150,7 @@ def test_a_plan_of_another_layout_is_refused():
 
 
 def test_a_profile_of_another_model_is_refused():
-    with pytest.raises(TuningError, match="2 gradients for a layout of 1"):
+    with pytest.raises(TuningError, match="equal numbers of gradients, found 2 and 1"):
         Simulator(layout=layout_of(1), profile=Profile(ready_s=(1, 2), compute_s=2), link=two_streams())
 
 
@@ -169,18 +169,18 @@ def pace(*ready_s: float) -> IterationPace:
 
 def test_more_messages_than_a_host_gets_through_are_waited_for() -> None:
     link = LinkModel(alpha_s=0.0, throughput=(100.0,), host_s=2.0)
-    taken_s = put_off_iteration_s([unit(1, 0), unit(1, 0, stream=1)], [1.0, 1.0], pace(1.0), forward_s=0.5, link=link)
+    taken_s = deferred_iteration_s([unit(1, 0), unit(1, 0, stream=1)], [1.0, 1.0], pace(1.0), forward_s=0.5, link=link)
     assert taken_s == pytest.approx(1.0 + 4.0 + 0.5)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_units_on_one_stream_take_what_a_recurrence_says(seed: int) -> None:
+def test_units_on_one_stream_take_as_long_as_the_recurrence_predicts(seed: int) -> None:
     rng = random.Random(seed)
     count, forward_s, alpha_s, rate = rng.randint(1, 9), rng.uniform(0.0, 3.0), rng.uniform(0.0, 0.3), rng.uniform(1, 9)
     ready_s = sorted(rng.uniform(0.0, 4.0) for _ in range(count))
     sizes = [rng.randint(1, 9) for _ in range(count)]
     order = rng.sample(range(count), count)
-    taken_s = put_off_iteration_s(
+    taken_s = deferred_iteration_s(
         [unit(sizes[number], number) for number in order],
         [ready_s[number] for number in order],
         pace(*ready_s),
@@ -266,7 +266,7 @@ def test_json_keeps_the_model(model):
         {"contention": {"alpha_1": 1.0}},
     ],
 )
-def test_what_is_no_saved_model_is_refused(damage):
+def test_an_invalid_saved_model_is_rejected(damage):
     with pytest.raises(TuningError):
         PlanningModel.from_json({**MODEL.to_json(), **damage})
 
@@ -321,11 +321,11 @@ def test_a_model_is_believed_until_trials_have_run() -> None:
     assert told(0.2).believed
 
 
-def test_the_order_of_near_equals_says_little() -> None:
+def test_the_order_of_nearly_equal_plans_counts_little() -> None:
     assert told(0.4, 0.2, 0.201, 0.2015).believed
 
 
-def test_failed_trials_and_what_cannot_be_predicted_are_left_out() -> None:
+def test_failed_and_unpredictable_trials_are_ignored() -> None:
     forecast = told(float("inf"), 0.1)
     elsewhere = streams(1).but(transport=TransportKind.MPI)
     other_layout = streams(1).but(cuts=(Cut(stop=3),))
@@ -335,7 +335,7 @@ def test_failed_trials_and_what_cannot_be_predicted_are_left_out() -> None:
     assert forecast.believed
 
 
-def test_what_is_promised_is_measured_by_the_best_so_far() -> None:
+def test_a_promise_is_compared_with_the_best_measured_so_far() -> None:
     forecast = told(0.4, 0.2)
     assert forecast.promises(streams(4), gain=0.01)
     assert not forecast.promises(streams(1), gain=0.01)
@@ -469,7 +469,7 @@ def worst_miss(model: PlanningModel) -> float:
     )
 
 
-def test_what_trials_speak_against_is_fitted_to_them_and_nothing_else() -> None:
+def test_only_contention_that_trials_contradict_is_fitted_to_them() -> None:
     probed = planning_model(PROBED)
     fitted = fitted_to_trials(probed, trials_on(TRIALS_LINK, noise=0.03)[:7])
     assert worst_miss(fitted) < worst_miss(probed) / 2
@@ -569,13 +569,13 @@ def test_contention_is_learnt_from_the_default_and_three_draws(noise: float, tol
 
 @pytest.mark.lengthy
 @pytest.mark.parametrize(("truth", "noise"), [(None, 0.03), (None, 0.2), (ON_PROCESSORS, 0.9)])
-def test_what_noise_would_explain_is_not_learnt(truth: ContentionModel | None, noise: float) -> None:
+def test_a_difference_within_the_noise_is_not_learnt(truth: ContentionModel | None, noise: float) -> None:
     model = planning_model(TRIALS_LINK)
     assert all(learnt_from(model, truth, noise=noise, seed=seed) == model for seed in range(5))
 
 
 @pytest.mark.lengthy
-def test_training_corrects_what_probes_beside_another_computation_have_shown() -> None:
+def test_training_corrects_probes_that_were_taken_beside_another_computation() -> None:
     """Probes of a matrix product had shown computation that hardly notices; spans and backward passes tell."""
     probed = threads_model(replace(CONTENTION, alpha_2=1e-5))
     job = Simulator(layout=TRIALS_LAYOUT, profile=PROFILE, link=TRIALS_LINK, contention=CONTENTION)
@@ -592,7 +592,7 @@ def test_training_corrects_what_probes_beside_another_computation_have_shown() -
 
 def test_a_few_settings_teach_nothing() -> None:
     seen = [Observation(knobs=LEARNING_DEFAULT.but(streams=n), span_s=0.1, backward_s=0.05) for n in (1, 2)]
-    with pytest.raises(TuningError, match="three settings or more, not from 2"):
+    with pytest.raises(TuningError, match="at least 3 settings, found 2"):
         with_contention_learnt(planning_model(TRIALS_LINK), TRIALS_GLOO, seen)
 
 
@@ -633,12 +633,12 @@ def test_flows_add_up_until_the_link_is_full_and_crowd_each_other_then() -> None
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"ranks": 1}, "at least two ranks, not 1"),
+        ({"ranks": 1}, "at least two ranks, found 1"),
         ({"hop_s": -1e-9}, "hop_s ≥ 0"),
         ({"flow_bytes_per_s": 0.0}, "0 < flow ≤ link rate"),
         ({"flow_bytes_per_s": 1.1e9}, "0 < flow ≤ link rate"),
-        ({"crowding": 1.0}, "a share from 0 up to 1"),
-        ({"crowding": -0.1}, "a share from 0 up to 1"),
+        ({"crowding": 1.0}, "0 ≤ crowding < 1"),
+        ({"crowding": -0.1}, "0 ≤ crowding < 1"),
     ],
 )
 def test_numbers_that_cannot_be_are_refused(change: dict[str, float], words: str) -> None:

@@ -13,7 +13,7 @@ from fakes.meshes import among, at_once, until
 
 from sirtaki.comm import recorder, timeline
 from sirtaki.comm.collectives import engine as engine_module
-from sirtaki.comm.collectives.engine import EagerEngine, EagerWork, Pending, tell_of_operations
+from sirtaki.comm.collectives.engine import EagerEngine, EagerWork, Pending, trace_operations
 from sirtaki.comm.collectives.operations import CollectiveKind, Signature
 from sirtaki.comm.control.communicator import Communicator
 from sirtaki.errors import CommError
@@ -59,12 +59,12 @@ def test_operations_in_any_order_from_any_thread_give_each_its_result() -> None:
 
         at_once(some, [names[at::4] for at in range(4)], [False, False, True, True])
         assert found == {name: SIZE * float(name[1:]) for name in names}
-        assert engine.rounds.concluded == 40
+        assert engine.rounds.completed == 40
 
     on_engines(act)
 
 
-def test_what_was_submitted_quietly_is_performed_though_another_one_was_waited_for() -> None:
+def test_a_silently_submitted_operation_runs_when_another_one_is_awaited() -> None:
     def act(engine: EagerEngine) -> None:
         if engine.rank == 0:
             left = submit(engine, "left", wake=False)
@@ -117,7 +117,7 @@ def test_a_wait_that_is_interrupted_leaves_the_operation_under_way() -> None:
     on_engines(act, size=2)
 
 
-def test_who_waits_is_known_with_the_name_and_since_when() -> None:
+def test_a_waiting_operation_is_known_with_its_name_and_start() -> None:
     def act(engine: EagerEngine) -> None:
         assert engine.awaited is None
         if engine.rank == 0:
@@ -148,7 +148,7 @@ def test_a_join_is_waited_for_since_the_others_last_got_on() -> None:
             assert first is not None
             assert first.what == "join()"
             time.sleep(0.01)
-            engine.pending.moved_s = time.monotonic()
+            engine.pending.last_progress_s = time.monotonic()
             second = engine.pending.oldest_wait()
             assert second is not None
             assert second.since_s >= first.since_s + 0.01
@@ -161,7 +161,7 @@ def test_a_join_is_waited_for_since_the_others_last_got_on() -> None:
     on_engines(act, size=2)
 
 
-def test_what_is_pending_when_a_rank_takes_leave_fails_there_and_nothing_new_begins() -> None:
+def test_pending_operations_fail_when_a_rank_leaves_and_no_new_ones_begin() -> None:
     def act(comm: Communicator) -> None:
         engine = EagerEngine(comm, comm.failures)
         work = submit(engine, "alone") if comm.rank == 0 else None
@@ -221,7 +221,7 @@ def work(name: str) -> EagerWork:
     return EagerWork(Signature.of(tensors, name=name, kind=CollectiveKind.ALLREDUCE, op="sum"), tensors)
 
 
-def test_why_this_rank_cannot_take_part_is_told_though_it_takes_leave() -> None:
+def test_the_reason_why_a_rank_cannot_take_part_is_reported_although_it_leaves() -> None:
     pending = Pending("")
     unable = EagerWork(Signature(name="unable", kind=CollectiveKind.ALLREDUCE, problem="no such rows"), [])
     pending.add(unable, wake=False)
@@ -230,7 +230,7 @@ def test_why_this_rank_cannot_take_part_is_told_though_it_takes_leave() -> None:
     there = pending.snapshot(0.0)
     assert there is not None
     assert list(there[0]) == ["unable"]
-    pending.refuse("unable", "Rank 0 cannot take part")
+    pending.reject("unable", "Rank 0 cannot take part")
     assert len(pending) == 0
 
 
@@ -264,7 +264,7 @@ def test_the_negotiation_of_each_begins_when_it_was_submitted_on_the_other_clock
     early = work("early")
     early.submitted_s = time.monotonic() - 5.0
     begin_s = other.perf_counter()
-    tell_of_operations([early.signature], [early], begin_s)
+    trace_operations([early.signature], [early], begin_s)
     ((name, submitted_s, negotiated_s, arguments),) = trace.overlaps
     assert (name, arguments) == ("NEGOTIATE_ALLREDUCE", {"operation": "early"})
     assert negotiated_s == begin_s
@@ -274,12 +274,12 @@ def test_the_negotiation_of_each_begins_when_it_was_submitted_on_the_other_clock
 def test_a_rank_that_has_joined_negotiated_nothing(trace: Noting) -> None:
     mine = work("a")
     others = Signature.of([torch.zeros(2)], name="b", kind=CollectiveKind.ALLREDUCE, op="sum")
-    tell_of_operations([mine.signature, others], [mine, None], 0.0)
+    trace_operations([mine.signature, others], [mine, None], 0.0)
     assert [arguments["operation"] for _, _, _, arguments in trace.overlaps] == ["a"]
     assert len(trace.spans) == 3
 
 
-def test_a_recorder_hears_of_this_ranks_operations_and_of_their_moments_on_one_clock(
+def test_a_recorder_gets_this_ranks_operations_with_times_on_one_clock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     heard: list[Any] = []
@@ -287,7 +287,7 @@ def test_a_recorder_hears_of_this_ranks_operations_and_of_their_moments_on_one_c
     mine.submitted_s = time.monotonic() - 5.0
     agreed_s = time.perf_counter()
     monkeypatch.setattr(recorder, "current", SimpleNamespace(operation=heard.append))
-    tell_of_operations([mine.signature] * 2, [mine, None], agreed_s)
+    trace_operations([mine.signature] * 2, [mine, None], agreed_s)
     (told,) = heard
     assert (told.name, told.kind, told.agreed_s) == ("a", "ALLREDUCE", agreed_s)
     assert agreed_s - told.submitted_s == pytest.approx(5.0, abs=1.0)

@@ -186,14 +186,14 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize(("change", "words"), DIFFERENT.values(), ids=DIFFERENT)
-def test_what_differs_is_named_and_has_another_digest(change: dict[str, Any], words: str) -> None:
+def test_a_difference_is_named_and_changes_the_digest(change: dict[str, Any], words: str) -> None:
     other = replace(REDUCE, **change)
     assert re.search(words, mismatch({0: REDUCE, 1: REDUCE, 2: other}) or "nothing")
     assert other.digest != REDUCE.digest
 
 
 @pytest.mark.parametrize("change", [{"once": True}, {"by_all": True}])
-def test_what_only_this_rank_needs_to_know_is_no_difference(change: dict[str, Any]) -> None:
+def test_local_details_are_no_difference(change: dict[str, Any]) -> None:
     other = replace(REDUCE, **change)
     assert mismatch({0: REDUCE, 1: other}) is None
     assert other.digest == REDUCE.digest
@@ -210,7 +210,7 @@ def test_where_each_rank_may_have_its_own_number_of_rows_only_the_rest_must_be_t
     assert "shape" in str(mismatch({0: one, 1: scalar}))
 
 
-def test_a_problem_of_one_rank_is_told_by_its_number_before_any_difference() -> None:
+def test_a_problem_of_one_rank_is_reported_by_its_number_before_any_difference() -> None:
     fine, other, unable = REDUCE, replace(REDUCE, op="max"), replace(GATHER, problem="it has no such rows")
     assert mismatch({4: unable, 2: fine, 0: other}) == "Rank 4 cannot take part in ALLGATHER: it has no such rows"
     assert unable.digest != GATHER.digest
@@ -236,7 +236,7 @@ def test_dtypes_may_share_a_message_but_operations_and_factors_may_not() -> None
     assert sorted(found) == [["a", "d"], ["b", "e"], ["c"]]
 
 
-def test_what_is_large_or_no_element_wise_reduction_goes_alone() -> None:
+def test_large_and_non_elementwise_operations_run_separately() -> None:
     found = names_of(
         floats("a", 1),
         floats("b", FUSIBLE_BYTES // 4),

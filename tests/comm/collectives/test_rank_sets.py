@@ -24,7 +24,7 @@ class Watchdog:
     def watch(self, *who: Any) -> None:
         self.watched.append(who)  # type: ignore[arg-type]
 
-    def forget(self, *who: Any) -> None:
+    def unwatch(self, *who: Any) -> None:
         self.watched.remove(who)  # type: ignore[arg-type]
 
 
@@ -62,7 +62,7 @@ def test_members_get_a_control_plane_once_and_only_they() -> None:
     on_sets(act)
 
 
-def test_a_set_that_is_removed_ends_with_what_uses_it_and_its_number_is_not_used_again() -> None:
+def test_a_removed_set_ends_its_operations_and_its_number_is_not_reused() -> None:
     def act(sets: RankSets, control: ControlPlane, watchdog: Watchdog) -> None:
         sets.add([0, 1])
         ended: list[tuple[int, bool]] = []
@@ -78,7 +78,7 @@ def test_a_set_that_is_removed_ends_with_what_uses_it_and_its_number_is_not_used
     on_sets(act)
 
 
-def test_ranks_that_remove_different_sets_all_hear_of_it() -> None:
+def test_ranks_that_remove_different_sets_all_get_an_error() -> None:
     def act(sets: RankSets, control: ControlPlane, watchdog: Watchdog) -> None:
         for member in range(2):
             sets.add([member])
@@ -99,7 +99,7 @@ def test_a_set_in_use_is_not_removed() -> None:
             assert engine is not None
             tensor = torch.ones(1)
             work = engine.submit(Signature.of([tensor], name="x", kind=CollectiveKind.ALLREDUCE, op="sum"), [tensor])
-        with pytest.raises(CommError, match=r"process set 1 has operations under way on rank 2; synchronize\(\) them"):
+        with pytest.raises(CommError, match=r"process set 1 has operations in flight on rank 2; synchronize\(\) them"):
             sets.remove(1, lambda number: pytest.fail("nothing has ended"))
         if control.rank == 0:
             assert engine is not None

@@ -72,7 +72,7 @@ def value(work: EagerWork) -> float:
     return float(work.results[0][0])
 
 
-def test_what_all_have_pending_is_performed_in_one_round_and_without_an_exchange() -> None:
+def test_operations_pending_on_all_ranks_run_in_one_round_without_an_exchange() -> None:
     def act(rank: Rank) -> None:
         names = ["b", "a"] if rank.rank else ["a", "b"]
         works = {name: rank.submit(name, rank.rank + 1.0) for name in names}
@@ -80,7 +80,7 @@ def test_what_all_have_pending_is_performed_in_one_round_and_without_an_exchange
         assert [value(works[name]) for name in "ab"] == [6.0, 6.0]
         assert rank.exchanges == 0
         assert len(rank.pending) == 0
-        assert rank.rounds.concluded == 2
+        assert rank.rounds.completed == 2
 
     on_ranks(act)
 
@@ -131,7 +131,7 @@ def test_small_operations_take_no_message_of_their_own_where_ranks_are_few(
     assert sorted(performed) == ([] if engine.GATHERED_RANKS else sorted(["copied", "met", "reduced"] * SIZE))
 
 
-def test_what_does_not_fit_into_the_message_is_performed_and_so_is_what_comes_with_it() -> None:
+def test_operations_beyond_the_messages_size_run_with_the_others() -> None:
     def act(rank: Rank) -> None:
         tensors = [torch.full((CARRIED_BYTES // 4,), float(rank.rank))]
         large = EagerWork(Signature.of(tensors, name="large", kind=CollectiveKind.ALLREDUCE, op="sum"), tensors)
@@ -146,7 +146,7 @@ def test_what_does_not_fit_into_the_message_is_performed_and_so_is_what_comes_wi
     on_ranks(act)
 
 
-def test_what_only_some_have_pending_waits_for_the_others() -> None:
+def test_operations_pending_on_some_ranks_wait_for_the_others() -> None:
     def act(rank: Rank) -> None:
         first = rank.submit("first")
         second = rank.submit("second") if rank.rank == 1 else None
@@ -212,7 +212,7 @@ def test_names_in_use_stay_known_where_there_are_few_bits(monkeypatch: pytest.Mo
     on_ranks(act)
 
 
-def test_a_name_whose_tensor_has_changed_is_exchanged_again_and_learnt_anew() -> None:
+def test_a_name_with_a_changed_tensor_is_exchanged_and_learnt_again() -> None:
     def act(rank: Rank) -> None:
         rank.submit("a")
         rank.round()
@@ -238,7 +238,7 @@ def test_a_disagreement_is_the_same_error_on_all_ranks_and_the_rest_goes_on() ->
         assert value(fine) == SIZE
         with pytest.raises(MismatchError, match="Mismatched data types") as caught:
             odd.wait(0.0)
-        assert rank.rounds.concluded == 2
+        assert rank.rounds.completed == 2
         assert len(rank.pending) == 0
         return str(caught.value)
 
@@ -321,7 +321,7 @@ def test_of_ranks_that_join_in_one_round_the_one_that_got_farthest_joined_last()
     assert on_ranks(act) == [1, 1, 1]
 
 
-def test_who_joined_in_an_earlier_round_did_not_join_last_however_far_it_got() -> None:
+def test_a_rank_that_joined_in_an_earlier_round_is_not_the_last_to_join() -> None:
     def act(rank: Rank) -> int:
         if rank.rank == 0:
             join = rank.pending.join((9,))
@@ -349,7 +349,7 @@ def test_after_all_have_joined_unnamed_operations_have_the_same_names_again() ->
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_while_a_rank_has_joined_what_needs_its_data_is_refused(known: bool) -> None:
+def test_while_a_rank_has_joined_operations_that_need_its_data_are_rejected(known: bool) -> None:
     def act(rank: Rank) -> None:
         if known:
             rank.submit("a", kind=CollectiveKind.ALLGATHER)
@@ -371,7 +371,7 @@ def test_while_a_rank_has_joined_what_needs_its_data_is_refused(known: bool) -> 
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_what_joined_ranks_submit_too_waits_for_them(known: bool) -> None:
+def test_operations_that_joined_ranks_submit_too_wait_for_them(known: bool) -> None:
     def act(rank: Rank) -> None:
         if known:
             rank.submit("a", by_all=True)
@@ -394,7 +394,7 @@ def test_what_joined_ranks_submit_too_waits_for_them(known: bool) -> None:
     on_ranks(act)
 
 
-def test_who_takes_leave_ends_nothing_before_all_have() -> None:
+def test_a_rank_that_leaves_ends_no_operation_before_all_leave() -> None:
     def act(rank: Rank) -> None:
         rank.submit("a")
         if rank.rank == 0:

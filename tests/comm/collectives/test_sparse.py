@@ -51,7 +51,7 @@ def test_where_no_rank_has_entries_the_sum_has_none() -> None:
         assert found.shape == (5,)
 
 
-def test_two_of_them_under_one_name_are_told_apart_by_their_parts_and_a_disagreement_is_an_error_on_all() -> None:
+def test_two_parts_under_one_name_are_distinguished_and_a_disagreement_is_an_error_on_all() -> None:
     def act(comm: Communicator) -> None:
         engine = EagerEngine(comm, comm.failures)
         try:

@@ -103,23 +103,25 @@ def expect(results: Sequence[Any], kind: type[Exception], *words: str) -> None:
 @pytest.mark.lengthy
 def test_a_rank_that_does_not_come_is_named_in_time() -> None:
     begin_s = time.monotonic()
-    expect(together(meetings(3)[:2], timeout_s=1.0), CommError, "rank 2 of 3 did not come", "START_TIMEOUT")
+    expect(together(meetings(3)[:2], timeout_s=1.0), CommError, "rank 2 of 3 did not register", "START_TIMEOUT")
     assert time.monotonic() - begin_s < 5.0
 
 
 @pytest.mark.lengthy
 def test_a_master_that_is_not_there_is_an_error_with_the_remedy() -> None:
-    expect(together(meetings(2)[1:], timeout_s=0.5), CommError, "finds nobody at 127.0.0.1", "MASTER_ADDR")
-    expect(together(meetings(2, host="no.such.host.invalid")[1:], timeout_s=0.5), ConfigError, "names no host")
+    expect(together(meetings(2)[1:], timeout_s=0.5), CommError, "cannot connect to rank 0 at 127.0.0.1", "MASTER_ADDR")
+    expect(
+        together(meetings(2, host="no.such.host.invalid")[1:], timeout_s=0.5), ConfigError, "is not the name of a host"
+    )
 
 
 def test_a_port_that_is_taken_is_an_error_with_the_remedy() -> None:
     with socket.create_server(("", 0)) as other:
         places = meetings(2, port=other.getsockname()[1])
-        expect(together(places[:1], timeout_s=2.0), ConfigError, "MASTER_PORT", "a port of its own")
+        expect(together(places[:1], timeout_s=2.0), ConfigError, "MASTER_PORT", "each job a port of its own")
 
 
-def test_two_processes_of_one_rank_are_told_so() -> None:
+def test_two_processes_of_one_rank_get_an_error() -> None:
     places = meetings(2)
 
     class Uncounted(dict):  # both are this process here, which would count its meetings
@@ -129,14 +131,14 @@ def test_two_processes_of_one_rank_are_told_so() -> None:
         def __setitem__(self, key: object, value: int) -> None:
             pass
 
-    with mock.patch.object(members, "_met", Uncounted()):
+    with mock.patch.object(members, "_meeting_counts", Uncounted()):
         results = together([places[0], places[1], places[1]], timeout_s=5.0)
     errors = [result for result in results if isinstance(result, Exception)]
-    assert any("two processes say that they are rank 1" in str(error) for error in errors), results
+    assert any("two processes claim rank 1" in str(error) for error in errors), results
     leave(results)
 
 
-def test_ranks_of_different_worlds_are_told_so() -> None:
+def test_ranks_of_different_worlds_get_an_error() -> None:
     two = meetings(2)
     odd = Meeting(rank=1, size=3, host=two[0].host, port=two[0].port, name=two[0].name)
     expect(together([two[0], odd], timeout_s=10.0), ConfigError, "WORLD_SIZE is 2 on rank 0 and 3 on rank 1")
@@ -145,9 +147,12 @@ def test_ranks_of_different_worlds_are_told_so() -> None:
 @pytest.mark.lengthy
 @pytest.mark.parametrize(
     ("secrets", "words"),
-    [(["a", "b"], ["do not prove themselves", "SIRTAKI_SECRET"]), (["a", None], ["SIRTAKI_SECRET is set on one"])],
+    [
+        (["a", "b"], ["cannot authenticate each other", "SIRTAKI_SECRET"]),
+        (["a", None], ["SIRTAKI_SECRET is set on only one"]),
+    ],
 )
-def test_ranks_with_different_secrets_are_told_so(
+def test_ranks_with_different_secrets_get_an_error(
     monkeypatch: pytest.MonkeyPatch, secrets: list[str | None], words: list[str]
 ) -> None:
     monkeypatch.setattr(members, "WRONG_SECRET_S", 0.2)
@@ -174,7 +179,7 @@ def test_ranks_of_several_hosts_listen_at_the_chosen_interface(monkeypatch: pyte
 def test_nothing_stays_open_after_a_failure() -> None:
     together(meetings(2), timeout_s=5.0, secrets=["warm", "up"])
     before = len(os.listdir("/proc/self/fd"))
-    expect(together(meetings(3)[1:], timeout_s=0.3), CommError, "finds nobody")
+    expect(together(meetings(3)[1:], timeout_s=0.3), CommError, "cannot connect to rank 0")
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
@@ -208,7 +213,7 @@ def test_ranks_meet_and_their_ports_are_closed(size: int) -> None:
     close([rank._links for rank in ranks])
 
 
-def test_nobody_waits_for_whom_the_launcher_knows_to_be_gone() -> None:
+def test_ranks_that_the_launcher_knows_to_have_exited_are_not_awaited() -> None:
     gone = threading.Event()
     membership, listeners = known(3)
     for listener in listeners[1]:
@@ -229,7 +234,7 @@ def test_nobody_waits_for_whom_the_launcher_knows_to_be_gone() -> None:
 
 
 @pytest.mark.lengthy
-def test_who_comes_from_another_generation_is_refused() -> None:
+def test_a_rank_of_another_generation_is_rejected() -> None:
     membership, listeners = known(2)
     other = replace(membership, generation=2)
     first, second = at_once(
@@ -274,29 +279,29 @@ def hang_up(sock: socket.socket) -> bool:
 
 
 def test_ranks_that_know_the_secret_are_connected_each_once(acceptor: Acceptor) -> None:
-    with connect(acceptor.door.places[0], key=KEY, own=2, other=0) as two:
-        assert not acceptor.wait(0.01)
+    with connect(acceptor.handshakes.addresses[0], key=KEY, own=2, other=0) as two:
+        assert 1 in acceptor.missing
         with pytest.raises(OSError, match=r"closed|reset"):
-            connect(acceptor.door.places[0], key=KEY, own=2, other=0)
-        with connect(acceptor.door.places[0], key=KEY, own=1, other=0) as one:
-            assert acceptor.wait(5.0)
+            connect(acceptor.handshakes.addresses[0], key=KEY, own=2, other=0)
+        with connect(acceptor.handshakes.addresses[0], key=KEY, own=1, other=0) as one:
+            until(lambda: not acceptor.missing)
             accepted = acceptor.close()
             for rank, sock in ((1, one), (2, two)):
                 sock.sendall(b"frame")
                 accepted[rank].settimeout(5.0)
                 assert accepted[rank].recv(10) == b"frame"
-    assert acceptor.door.refused == 1
+    assert acceptor.handshakes.refused == 1
 
 
 @pytest.mark.parametrize("key", [job_key("wrong", "job"), job_key("secret", "another job")])
 def test_a_wrong_secret_is_noticed_by_the_connector(acceptor: Acceptor, key: bytes) -> None:
     with pytest.raises(NoProof):
-        connect(acceptor.door.places[0], key=key, own=1, other=0)
+        connect(acceptor.handshakes.addresses[0], key=key, own=1, other=0)
     assert acceptor.missing == [1, 2]
 
 
-def test_who_cannot_answer_the_challenge_is_refused(acceptor: Acceptor) -> None:
-    with socket.create_connection(acceptor.door.places[0]) as sock:
+def test_a_peer_that_cannot_answer_the_challenge_is_rejected(acceptor: Acceptor) -> None:
+    with socket.create_connection(acceptor.handshakes.addresses[0]) as sock:
         sock.sendall(handshake._HELLO.pack(handshake.MAGIC, 1, 0, bytes(32)))
         assert len(sock.recv(64)) == 64
         sock.sendall(bytes(32))
@@ -311,7 +316,7 @@ def test_a_replay_proves_nothing(acceptor: Acceptor) -> None:
 
         def forward() -> None:
             inner, _ = relay.accept()
-            with inner, socket.create_connection(acceptor.door.places[0]) as outer:
+            with inner, socket.create_connection(acceptor.handshakes.addresses[0]) as outer:
                 for source, target, length in ((inner, outer, 48), (outer, inner, 64), (inner, outer, 32)):
                     data = source.recv(length)
                     seen.append(data)
@@ -325,14 +330,14 @@ def test_a_replay_proves_nothing(acceptor: Acceptor) -> None:
     until(lambda: acceptor.missing == [2])
     hello, _, proof = seen
     for as_rank in (1, 2):
-        with socket.create_connection(acceptor.door.places[0]) as sock:
+        with socket.create_connection(acceptor.handshakes.addresses[0]) as sock:
             sock.sendall(hello[:8] + as_rank.to_bytes(4, "little") + hello[12:])
             sock.recv(64)
             sock.sendall(proof)
             assert hang_up(sock)
     assert acceptor.missing == [2]
     elsewhere = Acceptor(listen(["127.0.0.1"]), key=KEY, own=0, expected=[1])
-    with socket.create_connection(elsewhere.door.places[0]) as sock:  # where rank 1 is waited for still
+    with socket.create_connection(elsewhere.handshakes.addresses[0]) as sock:  # where rank 1 is waited for still
         sock.sendall(hello)
         sock.recv(64)
         sock.sendall(proof)
@@ -350,24 +355,24 @@ def test_a_replay_proves_nothing(acceptor: Acceptor) -> None:
     ],
 )
 def test_garbage_is_hung_up_on(acceptor: Acceptor, said: bytes) -> None:
-    with socket.create_connection(acceptor.door.places[0]) as sock:
+    with socket.create_connection(acceptor.handshakes.addresses[0]) as sock:
         with contextlib.suppress(OSError):
             sock.sendall(said)
         assert hang_up(sock)
-    connect(acceptor.door.places[0], key=KEY, own=1, other=0).close()
+    connect(acceptor.handshakes.addresses[0], key=KEY, own=1, other=0).close()
 
 
-def test_the_slow_and_the_many_hold_nobody_up(acceptor: Acceptor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_and_numerous_strangers_delay_no_rank(acceptor: Acceptor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "HANDSHAKE_S", 0.3)
     monkeypatch.setattr(handshake, "MAX_UNPROVED", 8)
     with contextlib.ExitStack() as strangers:
-        crowd = [strangers.enter_context(socket.create_connection(acceptor.door.places[0])) for _ in range(30)]
+        crowd = [strangers.enter_context(socket.create_connection(acceptor.handshakes.addresses[0])) for _ in range(30)]
         crowd[-1].sendall(handshake.MAGIC)
-        connect(acceptor.door.places[0], key=KEY, own=1, other=0).close()
-        until(lambda: acceptor.door.refused == 30)  # 22 for lack of room, the others when their time was up
+        connect(acceptor.handshakes.addresses[0], key=KEY, own=1, other=0).close()
+        until(lambda: acceptor.handshakes.refused == 30)  # 22 for lack of room, the others when their time was up
         assert hang_up(crowd[-1])
-    connect(acceptor.door.places[0], key=KEY, own=2, other=0).close()
-    assert acceptor.wait(5.0)
+    connect(acceptor.handshakes.addresses[0], key=KEY, own=2, other=0).close()
+    until(lambda: not acceptor.missing)
 
 
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
@@ -383,23 +388,23 @@ def test_hostile_connections_leave_nothing_behind(acceptor: Acceptor, count: int
     ]
     open_ones: deque[socket.socket] = deque()
     for _ in range(count):
-        sock = socket.create_connection(acceptor.door.places[0], timeout=10.0)
+        sock = socket.create_connection(acceptor.handshakes.addresses[0], timeout=10.0)
         with contextlib.suppress(OSError):
             sock.sendall(rng.choice(said)())
         open_ones.append(sock)
         while len(open_ones) > 50:
             open_ones.popleft().close()
-    connect(acceptor.door.places[0], key=KEY, own=1, other=0).close()
+    connect(acceptor.handshakes.addresses[0], key=KEY, own=1, other=0).close()
     for sock in open_ones:
         sock.close()
-    until(lambda: acceptor.door.refused == count)
+    until(lambda: acceptor.handshakes.refused == count)
     assert acceptor.missing == [2]
     until(lambda: len(os.listdir("/proc/self/fd")) <= before + 1)  # that of rank 1
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - own_kb < 20_000
 
 
-def test_it_listens_where_it_is_told_only(acceptor: Acceptor) -> None:
-    ((host, port),) = acceptor.door.places
+def test_it_listens_only_at_the_given_address(acceptor: Acceptor) -> None:
+    ((host, port),) = acceptor.handshakes.addresses
     assert host == "127.0.0.1"
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port))

@@ -142,7 +142,7 @@ def test_a_subset_needs_nothing_of_the_others(links: list[Links]) -> None:
     assert worlds[0].subset([0, 1])._context != worlds[0].subset([1, 0])._context
 
 
-def test_what_comes_early_is_kept_and_what_comes_late_is_dropped(links: list[Links]) -> None:
+def test_early_messages_are_kept_and_late_ones_dropped(links: list[Links]) -> None:
     worlds = [MeshCommunicator(each) for each in links]
     ahead = worlds[0].duplicate()
     test = ahead.broadcast(np.arange(3.0), 0)
@@ -182,7 +182,7 @@ class Collected:
     def place(self, source: int, header: Header) -> memoryview:
         return memoryview(bytearray(header.length))
 
-    def take(self, source: int, header: Header, payload: memoryview) -> None:
+    def deliver(self, source: int, header: Header, payload: memoryview) -> None:
         self.frames.append((header.sequence, bytes(payload)))
 
 
@@ -217,7 +217,7 @@ def test_frames_of_all_lengths_arrive_in_order(ends: tuple[Connection, Connectio
     assert not sender.backlogged
 
 
-def test_a_header_may_come_in_two_pieces_wherever_it_lies_in_what_was_read(
+def test_a_header_may_be_split_at_any_position_of_a_read(
     ends: tuple[Connection, Connection],
 ) -> None:
     sender, reader = ends
@@ -232,7 +232,7 @@ def test_a_header_may_come_in_two_pieces_wherever_it_lies_in_what_was_read(
     assert received.frames == [(number, bytes([number % 256]) * 41) for number in range(700)]
 
 
-def test_what_is_short_needs_its_memory_no_more(ends: tuple[Connection, Connection]) -> None:
+def test_short_messages_do_not_need_their_memory_after_the_send(ends: tuple[Connection, Connection]) -> None:
     sender, reader = ends
     while not sender.backlogged:
         sender.send(frame(0, bytes(MAX_PAYLOAD_BYTES)))
@@ -248,10 +248,10 @@ def test_what_is_short_needs_its_memory_no_more(ends: tuple[Connection, Connecti
     assert received.frames[-1] == (1, b"x" * 100)
 
 
-def test_what_is_no_frame_is_an_error(ends: tuple[Connection, Connection]) -> None:
+def test_an_invalid_frame_is_an_error(ends: tuple[Connection, Connection]) -> None:
     sender, reader = ends
     sender.send([memoryview(b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n")])
-    with pytest.raises(CommError, match="no frame"):
+    with pytest.raises(CommError, match="invalid mesh frame"):
         for _ in iter(lambda: reader.read(Collected()), "until it raises"):
             pass
 
@@ -286,7 +286,7 @@ def test_leaving_together_is_no_failure_and_leaves_nothing() -> None:
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
 
 
-def test_all_learn_at_once_who_is_gone_without_looking() -> None:
+def test_all_ranks_learn_at_once_of_an_exit_without_polling() -> None:
     links = connected(4)
     begin_s = time.monotonic()
     die(links[2])
@@ -298,7 +298,7 @@ def test_all_learn_at_once_who_is_gone_without_looking() -> None:
     close(links)
 
 
-def test_a_rank_that_ends_says_why() -> None:
+def test_a_rank_that_aborts_sends_the_reason() -> None:
     links = connected(3)
     links[1].abort("rank 1 raised ValueError: boom")
     die(links[1])
@@ -308,7 +308,7 @@ def test_a_rank_that_ends_says_why() -> None:
 
 
 @pytest.mark.parametrize("fault", [False, True])
-def test_all_hear_at_once_and_without_looking_why_a_rank_gives_up(fault: bool) -> None:
+def test_all_ranks_learn_at_once_and_without_polling_why_a_rank_aborts(fault: bool) -> None:
     links = connected(3)
     begin_s = time.monotonic()
     links[1].abort("rank 1: a broken transport", fault=fault)  # its process lives, and keeps its sockets
@@ -358,7 +358,7 @@ def test_a_silent_rank_is_named_and_a_short_silence_forgiven() -> None:
     links = connected(3, heartbeat_s=1.2)
     time.sleep(1.5)
     assert not any(each.failures.error for each in links)
-    with links[1].reading:  # as if stopped: it neither reads nor beats
+    with links[1].read_lock:  # as if stopped: it neither reads nor beats
         time.sleep(0.5)
         assert not any(each.failures.error for each in links)
         until(lambda: all(links[rank].failures.error for rank in (0, 2)), timeout_s=5.0)
@@ -378,7 +378,7 @@ def test_a_rank_that_still_connects_to_others_is_not_silent_before_its_time_is_u
         late = Links(1, {0: theirs}, heartbeat_s=0.3)
         time.sleep(0.6)
         assert own.failures.error is None
-        with late.reading:  # from its first message on, the heartbeat counts
+        with late.read_lock:  # from its first message on, the heartbeat counts
             until(lambda: own.failures.error is not None, timeout_s=5.0)
         assert "SIRTAKI_HEARTBEAT_S" in str(own.failures.error)
         close([own, late])
@@ -393,11 +393,11 @@ def test_a_rank_that_still_connects_to_others_is_not_silent_before_its_time_is_u
 def test_silences_that_are_forgiven_do_not_add_up() -> None:
     links = connected(2, heartbeat_s=30.0)
     for _ in range(3):
-        links[0]._connections[1].heard_s -= 100.0
+        links[0]._connections[1].last_read_s -= 100.0
         for _ in range(BEATS - 1):
-            links[0]._beat()
-        links[0]._connections[1].heard_s = time.monotonic()
-        links[0]._beat()
+            links[0]._exchange_heartbeat()
+        links[0]._connections[1].last_read_s = time.monotonic()
+        links[0]._exchange_heartbeat()
     assert links[0].failures.error is None
     close(links)
 
@@ -409,7 +409,7 @@ def test_an_idle_mesh_sends_next_to_nothing() -> None:
         for connection in each._connections.values():
             write = connection._write
             connection._write = lambda parts, w=write: sent.append(sum(map(len, parts))) or w(parts)
-        each._beat()
+        each._exchange_heartbeat()
     assert sent == [24] * 4  # one heartbeat to one other rank, whatever their number
     close(links)
 
@@ -438,7 +438,7 @@ def arrive(inbox: Inbox, sequence: int, data: bytes) -> None:
     header = Header(FrameKind.DATA, 0, sequence, 5, len(data))
     payload = inbox.place(header)
     payload[:] = data
-    inbox.take(header, payload)
+    inbox.deliver(header, payload)
 
 
 @pytest.mark.parametrize(("sequence", "data"), [(8, b"ab"), (7, b"too long")])
@@ -448,6 +448,6 @@ def test_ranks_at_different_operations_are_found_out(sequence: int, data: bytes)
     with pytest.raises(MismatchError):
         next(inbox.receive(memoryview(bytearray(2)), 7), None)
     other = Inbox()
-    other.post(memoryview(bytearray(2)), 7)
+    other.post_receive(memoryview(bytearray(2)), 7)
     with pytest.raises(MismatchError):
         arrive(other, sequence, data)

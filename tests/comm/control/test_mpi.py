@@ -23,7 +23,7 @@ def test_pypis_open_mpi_does_not_look_for_a_fabric(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("OMPI_MCA_btl", "")
     monkeypatch.delenv("OMPI_MCA_btl")
     monkeypatch.setattr(mpi.metadata, "version", version_of)
-    mpi._leave_out_fabric_component()
+    mpi._exclude_fabric_component()
     assert mpi.os.environ["OMPI_MCA_btl"] == "^ofi"
 
 
@@ -34,7 +34,7 @@ def test_a_clusters_mpi_is_left_as_its_administrator_has_set_it_up(monkeypatch: 
     monkeypatch.setenv("OMPI_MCA_btl", "")
     monkeypatch.delenv("OMPI_MCA_btl")
     monkeypatch.setattr(mpi.metadata, "version", none)
-    mpi._leave_out_fabric_component()
+    mpi._exclude_fabric_component()
     assert "OMPI_MCA_btl" not in mpi.os.environ
 
 
@@ -95,12 +95,12 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Communicator:
 
 
 @pytest.mark.parametrize(("value", "meant"), [("1", True), ("true", True), ("0", False), ("", False)])
-def test_mpiexec_says_whether_ranks_outlive_others(value: str, meant: bool) -> None:
+def test_mpiexec_determines_whether_ranks_outlive_others(value: str, meant: bool) -> None:
     assert started_to_survive({"OMPI_MCA_mpi_ft_enable": value}) is meant
     assert not started_to_survive({})
 
 
-def test_a_loss_is_heard_of_without_communicating(world: Communicator) -> None:
+def test_a_loss_is_noticed_without_communication(world: Communicator) -> None:
     survivors = Survivors()
     assert (survivors.origin, survivors.lost()) == (1, False)
     world.failed = 1
@@ -111,7 +111,7 @@ def test_a_loss_is_heard_of_without_communicating(world: Communicator) -> None:
     ("n_failed", "exit_code", "ends_by"),
     [(0, 0, ["exit 0"]), (0, 3, ["signal 9"]), (2, 3, ["exit 3"]), (1, 3, ["signal 9"])],
 )
-def test_a_process_ends_so_that_the_others_hear_of_it(
+def test_a_process_exits_so_that_its_peers_notice(
     world: Communicator, monkeypatch: pytest.MonkeyPatch, n_failed: int, exit_code: int, ends_by: list[str]
 ) -> None:
     class Ended(BaseException): ...
@@ -131,7 +131,7 @@ def test_a_process_ends_so_that_the_others_hear_of_it(
     assert ended == ends_by
 
 
-def test_those_who_are_left_are_the_survivors(world: Communicator) -> None:
+def test_the_remaining_ranks_are_the_survivors(world: Communicator) -> None:
     survivors = Survivors()
     world.failed = 1
     survivors.shrink(5.0)
@@ -143,13 +143,13 @@ def test_those_who_are_left_are_the_survivors(world: Communicator) -> None:
 def test_a_library_that_never_returns_is_left_in_time(world: Communicator) -> None:
     survivors = Survivors()
     world.gate.clear()
-    with pytest.raises(CommError, match="did not agree on who is left within 0 s"):
+    with pytest.raises(CommError, match="did not agree on their members within 0 s"):
         survivors.shrink(0.05)
     world.gate.set()
 
 
-def test_a_library_that_cannot_shrink_says_why(world: Communicator) -> None:
+def test_a_library_without_shrink_names_the_reason(world: Communicator) -> None:
     survivors = Survivors()
     world.error = Gone("not supported")
-    with pytest.raises(CommError, match="without the ranks that were lost: not supported"):
+    with pytest.raises(CommError, match="without the lost ranks: not supported"):
         survivors.shrink(5.0)

@@ -18,8 +18,8 @@ from torch.torch_version import TorchVersion
 
 from sirtaki.comm.control import plane
 from sirtaki.comm.control.communicator import Communicator
-from sirtaki.comm.control.failure import DUTY_PERIOD_S, FailureBoard
-from sirtaki.comm.control.plane import ClockOffset, ControlPlane, compare_clocks, connect_to_store, offset_from
+from sirtaki.comm.control.failure import WAIT_CALLBACK_PERIOD_S, FailureBoard
+from sirtaki.comm.control.plane import ClockOffset, ControlPlane, compare_clocks, connect_to_store, estimate_offset
 from sirtaki.comm.control.waiting import wait_for
 from sirtaki.comm.control.watchdog import MessageBoard, Tag
 from sirtaki.errors import ConfigError, MismatchError, PeerLostError, StallError, TransportError
@@ -53,7 +53,7 @@ def test_values_of_any_length_are_gathered_and_broadcast() -> None:
     on_planes(3, act)
 
 
-def test_what_ranks_disagree_about_is_said_on_all_of_them() -> None:
+def test_a_disagreement_is_reported_on_all_ranks() -> None:
     def act(control: ControlPlane) -> None:
         control.agree_on_success("")
         with pytest.raises(TransportError) as told:
@@ -85,7 +85,9 @@ def test_the_offset_is_wrong_by_half_the_quickest_round_trip_at_most(
         (number, number + there + offset_s, number + there + back) for number, (there, back) in enumerate(delays)
     ]
     quickest = min(there + back for there, back in delays)
-    assert abs(offset_from(answers) - offset_s) <= quickest + 1e-9  # half for the way, half for "no difference"
+    assert (
+        abs(estimate_offset(answers).offset_s - offset_s) <= quickest + 1e-9
+    )  # half for the way, half for "no difference"
 
 
 def test_every_rank_finds_how_far_its_clock_is_and_how_well_that_is_known() -> None:
@@ -107,7 +109,7 @@ def meet(comm: Communicator) -> None:
     wait_for(comm.barrier(), failures=comm.failures)
 
 
-def test_what_is_about_something_else_is_kept_until_somebody_asks() -> None:
+def test_messages_of_other_kinds_are_kept_until_they_are_requested() -> None:
     def act(comm: Communicator) -> None:
         courier = MessageBoard(comm.duplicate())
         if comm.rank == 0:
@@ -159,7 +161,7 @@ def test_the_first_failure_is_kept() -> None:
             board.check()
 
 
-def test_those_who_listen_hear_of_the_first_failure_only() -> None:
+def test_listeners_get_only_the_first_failure() -> None:
     board, heard = FailureBoard(), list[str]()
     for name in ("one", "other"):
         board.listen(lambda name=name: heard.append(f"{name}: {board.error}"))  # type: ignore[misc]
@@ -168,19 +170,19 @@ def test_those_who_listen_hear_of_the_first_failure_only() -> None:
     assert heard == ["one: first", "other: first"]
 
 
-def test_whoever_waits_does_what_it_owes_to_others_now_and_then_until_the_job_fails() -> None:
+def test_a_waiting_rank_serves_its_peers_now_and_then_until_the_job_fails() -> None:
     board, calls_s = FailureBoard(), list[float]()
-    board.while_waiting(lambda: calls_s.append(time.monotonic()))
+    board.set_wait_callback(lambda: calls_s.append(time.monotonic()))
     end_s = time.monotonic() + 0.1
     wait_for(lambda: time.monotonic() > end_s, failures=board)
-    assert 3 <= len(calls_s) <= 0.1 / DUTY_PERIOD_S + 1
-    assert all(later - earlier > 0.9 * DUTY_PERIOD_S for earlier, later in itertools.pairwise(calls_s))
-    board.while_waiting(None)
-    time.sleep(2 * DUTY_PERIOD_S)
+    assert 3 <= len(calls_s) <= 0.1 / WAIT_CALLBACK_PERIOD_S + 1
+    assert all(later - earlier > 0.9 * WAIT_CALLBACK_PERIOD_S for earlier, later in itertools.pairwise(calls_s))
+    board.set_wait_callback(None)
+    time.sleep(2 * WAIT_CALLBACK_PERIOD_S)
     board.check()
-    board.while_waiting(lambda: calls_s.append(0.0))
+    board.set_wait_callback(lambda: calls_s.append(0.0))
     board.report(StallError("rank 3 did not come"))
-    board.attend()
+    board.run_wait_callback()
     assert 0.0 not in calls_s
 
 
@@ -200,7 +202,7 @@ def test_an_unknown_interface_is_refused_with_those_there_are() -> None:
 # ── rendezvous ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_store_opens_once_and_what_one_writes_the_others_read() -> None:
+def test_a_store_opens_once_and_peers_read_its_values() -> None:
     def act(control: ControlPlane) -> None:
         store, address = control.store()
         assert address == "127.0.0.1"
@@ -214,7 +216,7 @@ def test_a_store_opens_once_and_what_one_writes_the_others_read() -> None:
     on_planes(3, act)
 
 
-def test_an_interface_that_is_not_there_is_what_all_hear_of() -> None:
+def test_a_missing_interface_is_reported_on_all_ranks() -> None:
     def act(control: ControlPlane) -> None:
         control.hosts, control._interface = [0, 1], "nowhere0"
         with pytest.raises(ConfigError, match="nowhere0"):
@@ -263,7 +265,7 @@ def test_a_rank_that_does_not_reach_the_store_is_named_on_all(
 
 
 @pytest.mark.skipif(TorchVersion(torch.__version__) < "2.6", reason="this PyTorch takes who is silent for a store")
-def test_who_connects_to_a_rank_that_is_gone_hears_of_it() -> None:
+def test_connecting_to_a_rank_that_has_exited_is_an_error() -> None:
     failures = FailureBoard()
     with socket.create_server(("127.0.0.1", 0)) as silent:  # as a process that is dying: it accepts, and never answers
         threading.Timer(0.1, failures.report, [PeerLostError("rank 0 has ended")]).start()
@@ -274,7 +276,9 @@ def test_who_connects_to_a_rank_that_is_gone_hears_of_it() -> None:
 
 
 @pytest.mark.lengthy
-def test_who_finds_nobody_is_told_in_time(monkeypatch: pytest.MonkeyPatch, reserve: Callable[..., int]) -> None:
+def test_a_rank_that_finds_no_peers_gets_an_error_in_time(
+    monkeypatch: pytest.MonkeyPatch, reserve: Callable[..., int]
+) -> None:
     monkeypatch.setattr(plane, "LIMIT_S", 0.1)
     with pytest.raises(RuntimeError):
         connect_to_store("127.0.0.1", reserve(), failures=FailureBoard())

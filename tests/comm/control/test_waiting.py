@@ -71,7 +71,7 @@ def test_a_slow_wait_sleeps_longer_the_second_time() -> None:
     assert times_s[2] - times_s[1] >= 0.1
 
 
-def test_a_deadline_tells_what_is_left() -> None:
+def test_a_deadline_returns_the_remaining_time() -> None:
     assert NEVER.left_s == Deadline.after(None).left_s == float("inf")
     assert not NEVER.passed
     assert 9.0 < Deadline.after(10.0).left_s <= 10.0
@@ -142,10 +142,10 @@ def test_a_broken_connection_is_blamed_on_the_rank_that_has_left_unless_the_call
     board, broken = FailureBoard(), CommError("connection closed")
     with pytest.raises(MismatchError, match="shapes"):
         wait_for_work([Late(1, MismatchError("shapes"))], failures=board, blame_s=None)
-    assert not board.suspicious
+    assert not board.connection_broken
     with pytest.raises(CommError, match="connection closed"):
         wait_for_work([Late(1, broken)], failures=board, blame_s=0.01)
-    assert board.suspicious
+    assert board.connection_broken
     threading.Timer(2 * WAIT_SLICE_S, board.report, [PeerLostError("rank 1 has ended")]).start()
     with pytest.raises(PeerLostError, match="rank 1 has ended"):
         wait_for_work([Late(1, broken)], failures=board)
@@ -154,7 +154,7 @@ def test_a_broken_connection_is_blamed_on_the_rank_that_has_left_unless_the_call
 # ── ranks that leave, failures that become known ──────────────────────────────────────────────────────────────────────
 
 
-def test_ranks_leave_together_or_hear_that_one_stays() -> None:
+def test_ranks_leave_together_or_learn_that_one_stays() -> None:
     def act(comm: Communicator) -> None:
         everybody, most, lost = comm.duplicate(), comm.duplicate(), comm.duplicate()
         if comm.rank != 1:
@@ -170,18 +170,18 @@ def test_ranks_leave_together_or_hear_that_one_stays() -> None:
 
 def test_after_a_broken_connection_the_failure_that_led_to_it_is_waited_for() -> None:
     failures = FailureBoard()
-    assert not failures.suspicious
+    assert not failures.connection_broken
     threading.Timer(0.1, failures.report, [PeerLostError("rank 1 has ended its script")]).start()
     assert "rank 1" in str(cause_of(TransportError("connection reset"), failures))
-    assert failures.suspicious
+    assert failures.connection_broken
 
 
-def test_where_nobody_is_to_blame_the_broken_connection_is_all_there_is() -> None:
+def test_without_a_culprit_the_broken_connection_is_reported() -> None:
     error = TransportError("connection reset")
     assert cause_of(error, FailureBoard(), within_s=0.05) is error
 
 
-def test_it_gives_what_it_gives_and_raises_what_it_raises() -> None:
+def test_it_returns_the_result_and_raises_the_error_of_the_function() -> None:
     undone = list[int]()
     assert unless_failed(lambda: 3, failures=FailureBoard(), undo=undone.append) == 3
 
@@ -208,7 +208,7 @@ def test_it_is_left_when_the_job_fails_and_undone_when_it_ends() -> None:
     assert undone.wait(5.0)
 
 
-def test_what_has_been_opened_before_the_failure_is_the_callers() -> None:
+def test_a_resource_opened_after_the_failure_is_returned_to_the_caller() -> None:
     board, undone = FailureBoard(), list[int]()
     board.report(PeerLostError("rank 1 has ended"))
     assert unless_failed(lambda: 3, failures=board, undo=undone.append) == 3

@@ -13,7 +13,7 @@ from sirtaki.comm.control import watchdog
 from sirtaki.comm.control.failure import FailureBoard
 from sirtaki.comm.control.mesh import MeshCommunicator
 from sirtaki.comm.control.mpi import load_mpi, world
-from sirtaki.comm.control.watchdog import LEAVE_GRACE_S, MOST_FAILURES, MessageBoard, PendingWait, Watchdog
+from sirtaki.comm.control.watchdog import LEAVE_GRACE_S, MAX_FAILURES, MessageBoard, PendingWait, Watchdog
 from sirtaki.errors import CommError, PeerLostError, StallError
 
 
@@ -42,12 +42,12 @@ def test_an_unexpected_error_does_not_end_the_watch(dog: Watchdog, caplog: pytes
 
     with caplog.at_level(logging.WARNING, logger="sirtaki"):
         looks(dog, look, 0.5)
-    assert len(calls) > 2 * MOST_FAILURES
+    assert len(calls) > 2 * MAX_FAILURES
     assert "KeyError" in caplog.text
 
 
 @pytest.mark.lengthy
-def test_a_watchdog_that_always_fails_says_that_it_gives_up(dog: Watchdog, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_watchdog_that_always_fails_logs_that_it_gives_up(dog: Watchdog, caplog: pytest.LogCaptureFixture) -> None:
     calls = []
 
     def look() -> None:
@@ -56,8 +56,8 @@ def test_a_watchdog_that_always_fails_says_that_it_gives_up(dog: Watchdog, caplo
 
     with caplog.at_level(logging.WARNING, logger="sirtaki"):
         looks(dog, look, 0.5)
-    assert len(calls) == MOST_FAILURES
-    assert "rank 0 does not watch for stalls any more" in caplog.text
+    assert len(calls) == MAX_FAILURES
+    assert "rank 0 stopped checking for stalls: too many errors" in caplog.text
 
 
 @pytest.mark.parametrize("folder", ["sirtaki", "torch", "project"])
@@ -132,7 +132,7 @@ def since(seconds: float, what: str = WHAT) -> PendingWait:
     return PendingWait(what=what, since_s=time.monotonic() - seconds)
 
 
-def test_a_long_wait_is_a_warning_once_that_names_who_is_missing_and_where(
+def test_a_long_wait_is_one_warning_that_names_missing_ranks_and_their_positions(
     packs: Packs, caplog: pytest.LogCaptureFixture
 ) -> None:
     pack = packs(warning_s=2.0)
@@ -177,7 +177,7 @@ def test_the_limit_may_change_while_a_rank_waits(packs: Packs) -> None:
 
 
 @pytest.mark.lengthy
-def test_who_does_not_answer_and_who_has_ended_its_script_are_told_apart(
+def test_silent_ranks_and_ranks_that_have_ended_are_distinguished(
     packs: Packs, caplog: pytest.LogCaptureFixture
 ) -> None:
     pack = packs(warning_s=1.0)
@@ -189,7 +189,7 @@ def test_who_does_not_answer_and_who_has_ended_its_script_are_told_apart(
         until(lambda: bool(caplog.records))
     assert watchdog.ANSWER_S <= time.monotonic() - begin_s < watchdog.ANSWER_S + 3.0
     said = caplog.records[0].getMessage()
-    assert "missing: rank 1 does not answer: it is gone or stopped" in said
+    assert "missing: rank 1 does not answer: it has exited or is stopped" in said
     assert "missing: rank 2 has ended its script" in said
 
 
@@ -200,8 +200,8 @@ def test_waiting_for_a_rank_that_has_left_ends_after_a_while_or_at_once_where_a_
 ) -> None:
     pack = packs(shutdown_s=120.0 if broken else 1.0)
     assert not pack.dogs[2].leave(0.01)
-    until(lambda: 2 in pack.dogs[0]._left)
-    pack.boards[0].suspicious = broken
+    until(lambda: 2 in pack.dogs[0]._ended_ranks)
+    pack.boards[0].connection_broken = broken
     begin_s = time.monotonic()
     pack.waits[0] = since(0.0)
     until(lambda: all(board.error is not None for board in pack.boards))
@@ -221,7 +221,7 @@ def test_leaving_ends_when_all_have_left_and_may_be_tried_again(packs: Packs) ->
     assert time.monotonic() - begin_s < 5.0
 
 
-def test_leaving_waits_for_nobody_once_the_job_has_failed(packs: Packs) -> None:
+def test_leaving_waits_for_no_rank_once_the_job_has_failed(packs: Packs) -> None:
     pack = packs()
     pack.waits[1] = PeerLostError("rank 2 is lost")
     until(lambda: all(board.error is not None for board in pack.boards))
@@ -231,11 +231,11 @@ def test_leaving_waits_for_nobody_once_the_job_has_failed(packs: Packs) -> None:
     assert time.monotonic() - begin_s < 5.0
 
 
-def test_what_is_forgotten_is_neither_waited_for_nor_told_of(packs: Packs) -> None:
+def test_forgotten_operations_are_neither_awaited_nor_reported(packs: Packs) -> None:
     pack = packs(shutdown_s=1.0)
     pack.progress[0] = "is in iteration 3"
     assert pack.dogs[0].progress() == ["is in iteration 3"]
-    pack.dogs[0].forget(*pack.watched[0])
+    pack.dogs[0].unwatch(*pack.watched[0])
     pack.waits[0] = since(5.0)
     time.sleep(0.1)
     assert pack.boards[0].error is None

@@ -49,7 +49,7 @@ def test_every_dtype_has_a_buffer_in_the_expected_order_and_the_first_one_the_fl
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
-def test_what_has_come_since_the_last_time_is_copied_in_and_comes_out_as_it_was(dtype: torch.dtype) -> None:
+def test_gradients_ready_since_the_last_call_are_copied_in_and_out_unchanged(dtype: torch.dtype) -> None:
     params, buffers, arrivals = made((2,), (1,), (0,), (2,), (), dtype=dtype)
     wanted = [param.grad.tolist() for param in params]  # type: ignore[union-attr]
     params[1].grad = None
@@ -64,7 +64,7 @@ def test_what_has_come_since_the_last_time_is_copied_in_and_comes_out_as_it_was(
     assert all(param.grad is buffers.view(index) for index, param in enumerate(params))
 
 
-def test_a_view_whose_memory_was_swapped_gets_the_reduced_gradient_and_is_not_used_again() -> None:
+def test_a_view_with_swapped_memory_gets_the_reduced_gradient_and_is_not_used_again() -> None:
     params, buffers, _ = made((2,), (2,))
     for _ in range(2):
         fresh = torch.tensor([3.0, 4.0])
@@ -123,7 +123,7 @@ def test_gradients_come_in_order_or_are_counted_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("copied", [False, True])
-def test_what_the_user_does_to_gradients_that_have_come_is_seen(copied: bool) -> None:
+def test_the_users_changes_of_ready_gradients_are_detected(copied: bool) -> None:
     params, buffers, arrivals = made((2, 3), (0,), (5,), (), (2, 2, 2))
     wanted = [param.grad.clone() for param in params]  # type: ignore[union-attr]
     params[2].grad.data = params[2].grad.data.clone()  # type: ignore[union-attr]
@@ -147,7 +147,7 @@ def test_what_the_user_does_to_gradients_that_have_come_is_seen(copied: bool) ->
     assert params[4].grad is None
 
 
-def test_a_frozen_parameter_keeps_what_it_has_though_zeros_were_reduced_for_it() -> None:
+def test_a_frozen_parameter_keeps_its_gradient_although_zeros_were_reduced() -> None:
     params, buffers, arrivals = made((2,), (2,), (2,))
     params[0].requires_grad_(requires_grad=False)  # with a gradient of its own
     params[1].grad = buffers.view(1)  # with one in the flat buffer
@@ -176,7 +176,7 @@ def test_where_the_place_does_not_fit_any_more_the_reduced_gradient_is_copied() 
     assert params[0].grad.data_ptr() != buffers.addresses[0]
 
 
-def test_gradients_are_handed_out_one_by_one_and_left_alone_after_that() -> None:
+def test_gradients_are_assigned_one_by_one_and_not_touched_afterwards() -> None:
     params, buffers, arrivals = made((2,), (2,), (1,))
     come(arrivals, params, 0, 1, 2)
     arrivals.copy_in()
@@ -221,7 +221,7 @@ def changed(*, replaced: bool = False, written: bool = False) -> ReadyGradients:
         ({}, RankFlags(replaced=True, complete=True), "another rank has replaced a gradient"),
     ],
 )
-def test_what_ranks_would_differ_by_is_a_problem(done: dict[str, bool], said: RankFlags, words: str) -> None:
+def test_changes_by_which_ranks_would_differ_are_a_problem(done: dict[str, bool], said: RankFlags, words: str) -> None:
     problem = EditCheck().look(changed(**done), ["a", "b"], said)
     assert problem.startswith(words)
     assert bool(problem) == bool(words)
@@ -239,7 +239,7 @@ def test_a_replaced_gradient_is_warned_of_once(caplog: pytest.LogCaptureFixture)
     ]
 
 
-def test_a_device_hears_of_others_an_iteration_later_and_of_itself_at_once() -> None:
+def test_a_device_learns_of_peers_an_iteration_later_and_of_its_own_rank_at_once() -> None:
     edits = EditCheck()
     own = edits.look(changed(written=True), ["a", "b"], RankFlags())
     assert edits.hear_late(own, RankFlags()) == own != ""
@@ -251,7 +251,7 @@ ALL = [RankFlags(*map(bool, bits)) for bits in itertools.product((0, 1), repeat=
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_what_any_rank_says_is_heard_after_the_sum(dtype: torch.dtype) -> None:
+def test_a_flag_of_any_rank_is_known_after_the_sum(dtype: torch.dtype) -> None:
     buffer = torch.zeros(FLAG_COUNT, dtype=dtype)
     flags = FlagTraffic(Device(), buffer)
     for own, others in itertools.product(ALL, repeat=2):
@@ -269,7 +269,7 @@ def test_what_any_rank_says_is_heard_after_the_sum(dtype: torch.dtype) -> None:
             assert heard.drift is (Drift.USUAL if differs else agrees)
 
 
-def test_with_streams_what_is_said_is_heard_in_the_next_iteration() -> None:
+def test_with_streams_flags_are_known_in_the_next_iteration() -> None:
     device = Device()
     device.streams = True
     buffer = torch.zeros(FLAG_COUNT)

@@ -65,7 +65,7 @@ class Request:
 
 @pytest.mark.parametrize("granularity_bytes", [1, 40, 10_000])
 @pytest.mark.parametrize("seed", range(6))
-def test_all_ranks_learn_the_same_rounds_whatever_their_orders(seed: int, granularity_bytes: int) -> None:
+def test_all_ranks_learn_the_same_rounds_from_any_orders(seed: int, granularity_bytes: int) -> None:
     rounds, rng = Rounds(), random.Random(seed)
     n_gradients = rng.randrange(1, 30)
     sizes_bytes = np.array([rng.randrange(0, 50) for _ in range(n_gradients)])
@@ -122,7 +122,7 @@ def test_a_wait_may_be_interrupted_and_goes_on_later() -> None:
     assert alone.close()
 
 
-def test_a_round_that_nobody_joins_is_given_up_and_told() -> None:
+def test_a_round_without_answers_is_given_up_and_reported() -> None:
     alone = ReadinessNegotiation(Rounds(ranks=2).communicator(), FailureBoard())  # type: ignore[arg-type]
     alone.begin(np.array([8]), granularity_bytes=1, on_agreed=lambda indices: None)
     alone.set_ready(0)

@@ -115,7 +115,7 @@ class Broken(Work):
 
 @pytest.mark.parametrize("profiled", [True, False])
 @pytest.mark.parametrize("at", ["leaving", "under way"])
-def test_an_error_says_once_in_which_iteration_and_at_which_gradients_it_came(profiled: bool, at: str) -> None:
+def test_an_error_reports_once_the_iteration_and_the_gradients(profiled: bool, at: str) -> None:
     made = Made(2, 3, 1, cuts=(2, 5))
     if profiled:
         made.profiled()
@@ -165,7 +165,7 @@ def test_units_leave_once_their_gradients_and_all_units_before_them_are_complete
     assert not made.sync.pending
 
 
-def test_what_comes_in_order_is_told_where_a_unit_may_leave_and_is_not_forgotten_by_what_does_not() -> None:
+def test_gradients_in_the_expected_order_call_back_where_units_may_launch_and_survive_others() -> None:
     made = Made(2, 3, 1, cuts=(2, 5)).profiled()
     for param in made.params:
         param.grad = torch.ones_like(param)
@@ -186,7 +186,7 @@ def test_gradients_are_copied_in_together_when_their_unit_leaves(monkeypatch: py
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_every_element_leaves_once_with_its_gradient_in_it_whatever_comes_when(seed: int) -> None:
+def test_every_element_is_launched_once_with_its_gradient_in_every_order(seed: int) -> None:
     rng = random.Random(seed)
     sizes = [rng.randrange(0, 7) for _ in range(rng.randrange(1, 9))]
     dtypes = [rng.choice([torch.float32, torch.float64]) if seed % 3 == 0 else torch.float32 for _ in sizes]
@@ -235,7 +235,7 @@ def test_every_element_leaves_once_with_its_gradient_in_it_whatever_comes_when(s
             assert sorted(made.left) == [(unit.start, unit.stop) for unit in made.sync.plans[0].units]
 
 
-def test_a_unit_whose_gradients_are_late_holds_up_its_own_stream_only_while_units_overtake() -> None:
+def test_a_unit_with_late_gradients_delays_only_its_own_stream() -> None:
     made = Made(4, 4, 4, 4, cuts=(4, 8, 12), streams=2).profiled()
     made.come(1, 3)
     assert made.left == []
@@ -254,7 +254,7 @@ def test_a_unit_whose_gradients_are_late_holds_up_its_own_stream_only_while_unit
     assert sorted(made.left) == [(0, 4), (4, 8), (8, 12), (12, 16 + FLAG_COUNT)]
 
 
-def test_gradients_are_waited_for_and_handed_out_one_by_one() -> None:
+def test_gradients_are_awaited_and_assigned_one_by_one() -> None:
     made = Made(4, 4, 2, cuts=(6,)).profiled()
     assert made.sync.can_defer
     awaited, wait = list[int](), made.router.wait_for
@@ -300,7 +300,7 @@ def test_an_interrupted_wait_goes_on_and_sends_nothing_twice_and_a_failed_one_ra
 # ── what was put in, and what was done too early ─────────────────────────────────────────────────────────────────
 
 
-def test_what_did_not_come_counts_as_it_is_or_as_zeros_and_a_frozen_parameter_is_left_alone() -> None:
+def test_a_missing_gradient_counts_as_it_is_or_as_zeros_and_a_frozen_parameter_is_ignored() -> None:
     made = Made(2, 2, 2).profiled()
     made.params[0].grad, made.params[1].grad = torch.tensor([4.0, 5.0]), None
     made.params[2].grad = torch.tensor([6.0, 7.0])
@@ -374,7 +374,7 @@ def test_with_streams_a_report_is_of_the_iteration_before_for_which_alone_it_wai
     assert [len(report.ready_s) for report in reports] == [1, 1, 0, 0]
 
 
-def test_where_somebody_records_it_hears_when_each_gradient_came_was_copied_and_left() -> None:
+def test_a_recorder_gets_when_each_gradient_was_ready_copied_and_launched() -> None:
     told: list[recorder.TracedIteration] = []
     made = Made(3, 4, cuts=(3,)).profiled()
     recorder.start(SimpleNamespace(iteration=told.append))  # type: ignore[arg-type]
@@ -408,7 +408,7 @@ def agreed(made: Made, *rounds: list[int]) -> None:
     )
 
 
-def test_what_all_ranks_have_leaves_with_its_neighbours_and_the_flags_at_last() -> None:
+def test_gradients_ready_on_all_ranks_are_launched_with_neighbours_and_the_flags_last() -> None:
     made = Made(2, 0, 1, 4)  # in the layout the other way round
     agreed(made, [0, 1], [2], [3])
     made.come(0, 1, 2, 3)
@@ -476,7 +476,7 @@ def test_plans_that_are_refused_leave_the_old_ones(plans: list[CommPlan], what: 
     assert made.left == [(0, 3), (3, 6 + FLAG_COUNT)]
 
 
-def test_the_end_of_a_unit_is_that_of_the_last_one_if_all_tell() -> None:
+def test_the_end_of_a_unit_is_the_last_one_if_all_works_report_ends() -> None:
     made = Made(2).profiled()
     made.come(0)
     made.sync.flush()
@@ -487,7 +487,7 @@ def test_the_end_of_a_unit_is_that_of_the_last_one_if_all_tell() -> None:
     assert made.sync._reduced == 1e12
 
 
-def test_what_a_job_that_compressed_owes_is_paid_once_by_one_that_does_not() -> None:
+def test_residuals_of_a_compressing_job_are_applied_once_by_one_that_does_not_compress() -> None:
     reduction = Reduction()
     made = Made(2, 3, reduction=reduction).profiled()
     reduction.feedback.load_state_dict({"owed": {"p1": torch.tensor([1.0, 2.0, 4.0])}, "factors": {}})
@@ -501,4 +501,4 @@ def test_what_a_job_that_compressed_owes_is_paid_once_by_one_that_does_not() -> 
     paid = [plain[0], [value + RANKS * owed for value, owed in zip(plain[1], (1.0, 2.0, 4.0), strict=True)]]
     assert seen.count(paid) == 1
     assert seen.count(plain) == 3
-    assert not reduction.feedback.owed
+    assert not reduction.feedback.residuals

@@ -86,7 +86,9 @@ COMES_S = [0.0, 1.0, 2.0, 3.0]
         (5.0, [0, 12, 8, 4]),  # all come meanwhile
     ],
 )
-def test_of_what_has_come_the_stream_takes_what_forward_reads_first(s_per_element: float, starts: list[int]) -> None:
+def test_of_ready_units_the_stream_takes_the_one_that_forward_reads_first(
+    s_per_element: float, starts: list[int]
+) -> None:
     units = units_of([(4,), (4,), (4,), (4,)], 4, 8, 12)
     assert order_of(units, FORWARD, COMES_S, s_per_element=s_per_element) == starts
 
@@ -98,7 +100,7 @@ def test_a_unit_is_as_urgent_as_the_first_of_its_parameters() -> None:
     assert order_of(units, [9.0, 9.0, 7.0, 5.0, 6.0], come_s, s_per_element=9.0) == [0, 12, 4]
 
 
-def test_streams_share_the_network_and_take_whatever_is_next() -> None:
+def test_streams_share_the_network_and_take_the_next_unit() -> None:
     units = units_of([(8,), (4,), (4,), (4,)], 8, 12, 16, streams=2)
     pace = IterationPace(needed=FORWARD, ready_s=[0.0] * 4, backward_s=0.0, s_per_byte=1.0)
     played = reorder_units(units, pace, held=lambda unit: False)
@@ -106,7 +108,7 @@ def test_streams_share_the_network_and_take_whatever_is_next() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_whatever_comes_whenever_every_unit_leaves_once_on_a_stream_of_its_kind(seed: int) -> None:
+def test_in_every_order_of_readiness_each_unit_is_launched_once_on_its_kind_of_stream(seed: int) -> None:
     rng = random.Random(seed)
     shapes = [(rng.randrange(0, 9),) for _ in range(rng.randrange(1, 9))]
     numel = sum(shape[0] for shape in shapes) + 2
@@ -176,7 +178,7 @@ def test_a_few_gradients_out_of_place_and_single_iterations_are_nothing() -> Non
         assert not profiling.asks
 
 
-def test_a_rank_asks_where_somebody_wants_it_or_a_gradient_does_not_fit_its_place() -> None:
+def test_an_order_is_profiled_on_request_or_if_a_gradient_does_not_fit_its_place() -> None:
     profiling, buffers = settled(3)
     profiling.watch(2, [0, 1, 2], buffers)
     assert not profiling.asks

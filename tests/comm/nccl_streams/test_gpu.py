@@ -13,7 +13,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("transport", ["nccl", "staged"])
-def test_updates_that_are_put_off_train_five_models_equally(run_ranks: RunRanks, transport: str) -> None:
+def test_deferred_updates_train_five_models_equally(run_ranks: RunRanks, transport: str) -> None:
     env = {
         "TEST_DEVICE": "cuda",
         "SIRTAKI_TEST_DOUBLE": "1",

@@ -32,7 +32,7 @@ from sirtaki.comm.nccl_streams.transport import (
     Scope,
     ask_for_launch_order,
     ctas_for,
-    ways_left,
+    tunable_ways,
 )
 from sirtaki.comm.plan import Algorithm, GradientLayout, NcclWay, TransportKind
 from sirtaki.comm.router import streams_of
@@ -131,10 +131,10 @@ def opener_of_one(monkeypatch: pytest.MonkeyPatch) -> NcclOpener:
         monkeypatch.delenv(name, raising=False)
     control: Any = ControlOfOne()
     device: Any = HOST
-    return NcclOpener(control, device, max_streams=2, timeout_s=1.0, ways=ways_left(control, {}))
+    return NcclOpener(control, device, max_streams=2, timeout_s=1.0, ways=tunable_ways(control, {}))
 
 
-def test_a_communicator_is_made_under_what_its_key_says_and_the_environment_is_as_before(
+def test_a_communicator_is_created_under_its_keys_settings_and_the_environment_is_restored(
     opener_of_one: NcclOpener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert opener_of_one.ways == tuple(NcclWay)
@@ -160,14 +160,14 @@ def test_a_way_that_nccl_refuses_makes_a_plan_impossible_and_ends_no_job(
 
 
 @pytest.mark.parametrize("name", ["NCCL_ALGO", "NCCL_PROTO", "NCCL_TUNER_PLUGIN"])
-def test_nccl_is_told_nothing_where_the_user_has_decided(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_nccl_gets_no_settings_where_the_user_has_decided(name: str, caplog: pytest.LogCaptureFixture) -> None:
     control: Any = ControlOfOne()
     with caplog.at_level(logging.INFO):
-        assert ways_left(control, {name: "Ring"}) == ()
+        assert tunable_ways(control, {name: "Ring"}) == ()
     assert f"{name} is set" in caplog.text
 
 
-def test_what_was_unused_longest_is_closed_for_others() -> None:
+def test_the_least_recently_used_communicator_is_closed_for_others() -> None:
     opener = LoneOpener()
     pool = pool_of(opener, limit=3)
     pool.require(keys(0, 1, 2))
@@ -189,7 +189,7 @@ def test_a_plan_that_needs_too_many_is_refused_before_anything_is_closed() -> No
     assert not opener.made[CommunicatorKey(7)].closed
 
 
-def test_memory_is_bounded_by_what_the_fullest_rank_has_seen() -> None:
+def test_memory_is_bounded_by_the_fullest_ranks_measurement() -> None:
     opener = LoneOpener(taken_bytes=10)
     pool = pool_of(opener, limit=24, worst=lambda value: 3 * value)  # on another rank each takes 3 % of the memory
     pool.require(keys(0, 1, 2))
@@ -200,7 +200,7 @@ def test_memory_is_bounded_by_what_the_fullest_rank_has_seen() -> None:
         pool.require(keys(3, 4, 5, 6))
 
 
-def test_only_what_the_last_plan_needs_is_kept_in_the_end() -> None:
+def test_only_communicators_of_the_last_plan_are_kept_in_the_end() -> None:
     opener = LoneOpener()
     pool = pool_of(opener)
     pool.require(keys(0, 1, 2))
@@ -254,7 +254,7 @@ def test_an_algorithm_offers_as_many_streams_as_it_can_have_communicators_for() 
     tree.open_streams([StreamSpec(number) for number in range(tree.max_streams)])
 
 
-def test_a_factor_is_applied_once_whoever_does_it() -> None:
+def test_a_factor_is_applied_once_by_nccl_or_by_us() -> None:
     for multiplies in (False, True):
         opener = LoneOpener(multiplies=multiplies)
         pool = pool_of(opener)
@@ -305,7 +305,7 @@ class SlowOpener(LoneOpener):
 
 
 @pytest.mark.parametrize("kind", [NcclTransport, NcclHierarchicalTransport])
-def test_units_of_one_stream_follow_one_another_whatever_their_threads(kind: Any) -> None:
+def test_units_of_one_stream_are_sequential_with_any_threads(kind: Any) -> None:
     """On communicators of their own, which nothing else would keep from overlapping."""
     device, notes = FakeDevice(), list[str]()
     opener = SlowOpener(device, notes, lambda: time.sleep(0.01))
@@ -324,7 +324,7 @@ def test_units_of_one_stream_follow_one_another_whatever_their_threads(kind: Any
     assert notes == [f"{what} {unit}" for unit in range(len(streams)) for what in ("begin", "end")]
 
 
-def test_streams_overlap_whatever_their_threads() -> None:
+def test_streams_overlap_with_any_threads() -> None:
     device, notes, all_at_work = FakeDevice(), list[str](), threading.Barrier(4)
     opener = SlowOpener(device, notes, lambda: all_at_work.wait(20.0))
     transport = NcclTransport(pool_of(opener), device, opener=opener)
@@ -380,7 +380,7 @@ def test_sums_and_extremes_are_asked_for_as_they_are() -> None:
     ]  # fmt: skip
 
 
-def test_a_torch_that_cannot_tell_of_errors_tells_of_none() -> None:
+def test_a_torch_without_error_queries_reports_no_errors() -> None:
     group = NcclGroup(Notes())
     assert group.error() == ""
     group.close()

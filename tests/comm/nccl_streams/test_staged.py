@@ -128,7 +128,7 @@ def test_a_unit_is_done_when_it_is_reduced_and_not_before() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_on_a_device_whose_streams_are_late_every_step_waits_for_the_one_before(seed: int) -> None:
+def test_on_a_device_with_late_streams_every_step_waits_for_the_one_before(seed: int) -> None:
     device = FakeDevice(seed)
     transport, _ = staged(device)
     buffer = buffer_of(40)
@@ -155,7 +155,7 @@ def test_on_a_device_whose_streams_are_late_every_step_waits_for_the_one_before(
         (RuntimeError("no such page"), r"staging elements \[1, 3\) failed: RuntimeError\('no such page'\)"),
     ],
 )
-def test_what_fails_on_the_way_out_is_told_and_the_next_unit_goes(problem: Exception, told: str) -> None:
+def test_an_error_on_the_way_to_the_host_is_reported_and_the_next_unit_runs(problem: Exception, told: str) -> None:
     transport, inner = staged()
     inner.problem = problem
     buffer = buffer_of(4)
@@ -167,7 +167,7 @@ def test_what_fails_on_the_way_out_is_told_and_the_next_unit_goes(problem: Excep
 
 
 @pytest.mark.lengthy
-def test_a_reduction_that_fails_is_told_and_a_lost_job_ends_one_that_goes_on() -> None:
+def test_a_failed_reduction_is_reported_and_a_lost_job_ends_a_running_one() -> None:
     failures = FailureBoard()
     transport, inner = staged(failures=failures)
     inner.holds = True

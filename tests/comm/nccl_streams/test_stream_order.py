@@ -140,7 +140,7 @@ def test_a_gradient_that_is_missing_is_zero_and_nothing_waits() -> None:
 
 
 @pytest.mark.parametrize("streams", SCENARIOS)
-def test_what_the_user_keeps_of_a_gradient_keeps_its_value(streams: Any) -> None:
+def test_a_gradient_that_the_user_keeps_keeps_its_value(streams: Any) -> None:
     cuda = FakeCuda()
     with training(cuda) as job:
         stream_of, step_on = streams(cuda)
@@ -191,7 +191,7 @@ def test_each_stream_number_has_a_cuda_stream_of_its_own() -> None:
     cuda.check()
 
 
-def test_buffers_are_aligned_whatever_the_sizes() -> None:
+def test_buffers_are_aligned_for_all_sizes() -> None:
     cuda = FakeCuda()
     with training(cuda) as job:
         job.run(*all_default(cuda))
@@ -218,7 +218,7 @@ def test_helper_threads_use_the_gpu_of_their_rank_and_leave_a_graph_capture_vali
     assert cuda.contexts == {1}
 
 
-def test_memory_that_cannot_be_page_locked_is_told_and_leaves_no_error_behind(
+def test_memory_that_cannot_be_page_locked_is_logged_and_leaves_no_error_behind(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     cuda = FakeCuda()
@@ -230,7 +230,7 @@ def test_memory_that_cannot_be_page_locked_is_told_and_leaves_no_error_behind(
     cuda.check()
 
 
-def test_nccl_that_cannot_start_is_told_once_and_gradients_are_staged(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_nccl_that_cannot_start_is_logged_once_and_gradients_are_staged(caplog: pytest.LogCaptureFixture) -> None:
     cuda = FakeCuda()
     cuda.refuse_nccl = "unhandled system error"
     with cuda:

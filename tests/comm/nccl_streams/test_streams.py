@@ -44,7 +44,7 @@ def test_units_staged_hierarchically_pass_the_conformance_suite(run_ranks: RunRa
     assert "route staged hierarchical" in run(run_ranks, "staged-conform", 4, local_size="2")
 
 
-def test_units_are_summed_right_in_whatever_way_nccl_is_told(run_ranks: RunRanks) -> None:
+def test_sums_are_right_under_every_nccl_setting(run_ranks: RunRanks) -> None:
     output = run(run_ranks, "nccl-ways", 2)
     assert output.count("summed by") == 2 * len(NcclWay)
     assert f"on {2 * len(NcclWay)} communicators" in output
@@ -80,7 +80,7 @@ def test_hundreds_of_iterations_on_late_streams_stay_right(run_ranks: RunRanks, 
 
 
 @pytest.mark.integration
-def test_a_job_tunes_on_streams_and_frees_what_its_winner_does_not_need(run_ranks: RunRanks) -> None:
+def test_a_job_tunes_on_streams_and_frees_streams_that_its_winner_does_not_need(run_ranks: RunRanks) -> None:
     job = run_ranks("streams_training.py", 2, 70, "nothing", 0, env={"SIRTAKI_WARMUP_ITERATIONS": "60"}, timeout_s=100)
     assert "tuned in" in job.stderr
     opened, left = map(int, re.findall(r"done 0; opened (\d+), left (\d+)", job.stdout)[0])
@@ -100,7 +100,7 @@ def test_a_rank_that_stays_away_from_a_gpu_that_waits_ends_the_job_by_name(run_r
     assert re.search(r"its GPU waits for unit 1 of \d+ \(2\.bias.*\) on stream 0", job.stderr)
 
 
-def test_what_nccl_reports_ends_the_job_by_name(run_ranks: RunRanks) -> None:
+def test_an_error_of_nccl_ends_the_job_by_name(run_ranks: RunRanks) -> None:
     job = run_ranks("streams_training.py", 2, 100, "error", 8, env={"SIRTAKI_TUNE": "0"}, check=False, timeout_s=60)
     assert job.returncode != 0
     assert "NCCL failed on stream 0: remote error" in job.stderr

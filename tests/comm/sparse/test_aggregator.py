@@ -131,7 +131,7 @@ def test_sums_by_tables_are_near_and_the_same_on_all_ranks() -> None:
     np.testing.assert_array_equal(sums[0], sums[2])
 
 
-def test_what_cannot_be_summed_is_refused_and_nothing_is_lost() -> None:
+def test_values_that_cannot_be_summed_are_rejected_and_nothing_is_lost() -> None:
     for addresses, rank, ranks in ((["a:1"], 2, 2), ([], 0, 1), (["nowhere"], 0, 1), (["a:99999"], 0, 1)):
         with pytest.raises(ConfigError):
             client_of(addresses, rank, ranks, SMALL)
@@ -249,7 +249,7 @@ def test_one_that_is_started_again_at_once_goes_on_without_a_standby() -> None:
 
 
 @pytest.mark.lengthy
-def test_a_rank_that_is_a_step_ahead_gives_the_others_what_the_dead_one_had_told_it() -> None:
+def test_a_rank_that_is_a_step_ahead_sends_its_peers_the_dead_aggregators_sums() -> None:
     layout, deaf = HeatLayout(rows=500, width=4), threading.Event()
 
     class Deaf(Wire):
@@ -293,7 +293,7 @@ def test_a_rank_that_is_a_step_ahead_gives_the_others_what_the_dead_one_had_told
 
 
 @pytest.mark.lengthy
-def test_where_nobody_answers_or_a_rank_does_not_come_there_is_an_error_in_time() -> None:
+def test_a_silent_aggregator_or_a_missing_rank_is_an_error_in_time() -> None:
     began_s = time.monotonic()
     nobody = client_of(["127.0.0.1:9", "127.0.0.1:10"], 0, 2, SMALL)
     with pytest.raises(AggregatorError, match="no aggregator answers"):
@@ -303,7 +303,7 @@ def test_where_nobody_answers_or_a_rank_does_not_come_there_is_an_error_in_time(
         unknown.sum(np.zeros((1, 16), np.float32))
     with serving() as (address, _):
         alone = client_of([address], 0, 2, SMALL, lost_s=0.8, stall_s=2.0)
-        with pytest.raises(AggregatorError, match="other ranks are late or gone"):
+        with pytest.raises(AggregatorError, match="a rank is slow or has exited"):
             alone.sum(np.zeros((1, 16), np.float32))
         for client in (nobody, unknown, alone):
             client.close()
@@ -338,7 +338,7 @@ def test_a_job_beyond_its_limits_is_refused_and_others_are_not_disturbed() -> No
         first = client_of([address], 0, 1, SMALL)
         values = values_of(0, 0, 2000, 16)
         np.testing.assert_array_equal(first.sum(values), values)
-        assert "serves 1 jobs already" in refusal(address)
+        assert "1 jobs are running, which is the limit" in refusal(address)
         np.testing.assert_array_equal(first.sum(values), values)
         time.sleep(0.6)
         second = client_of([address], 0, 1, SMALL, job="other")
@@ -352,9 +352,9 @@ def test_a_job_beyond_its_limits_is_refused_and_others_are_not_disturbed() -> No
 @pytest.mark.lengthy
 @pytest.mark.parametrize(
     ("rows", "width", "found"),
-    [((100, 100), (100, 50), "ranks of this job differ"), ((99, 100), (16, 16), "ranks give")],
+    [((100, 100), (100, 50), "ranks of this job differ"), ((99, 100), (16, 16), "ranks sent")],
 )
-def test_ranks_that_differ_in_their_layout_or_rows_are_told_so(
+def test_ranks_with_different_layouts_or_rows_get_an_error(
     rows: tuple[int, int], width: tuple[int, int], found: str
 ) -> None:
     with serving() as (address, _):
@@ -372,7 +372,7 @@ def test_ranks_that_differ_in_their_layout_or_rows_are_told_so(
 
 
 @pytest.mark.lengthy
-def test_it_tells_what_it_has_counted_to_whoever_asks_with_as_long_a_packet() -> None:
+def test_it_sends_its_counters_to_every_client_that_asks_with_as_long_a_packet() -> None:
     with serving() as (address, _):
         client = client_of([address], 0, 1, SMALL)
         client.sum(values_of(0, 0, 2000, 16))
@@ -402,7 +402,7 @@ CHANGED = st.tuples(st.sampled_from(SEEDS), st.lists(st.tuples(st.integers(0, 80
 @pytest.mark.lengthy
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.binary(max_size=100) | CHANGED, min_size=1, max_size=30))
-def test_whatever_it_is_sent_it_goes_on(sent: list[Any]) -> None:
+def test_it_survives_every_packet(sent: list[Any]) -> None:
     """Noise, and packets in which some bytes are others."""
     with serving(memory_bytes=10_000) as (address, aggregator):
         noisy = Wire.connected(parse_address(address))
@@ -421,7 +421,7 @@ NUMBERS = st.lists(st.integers(0, PACKETS - 1), unique=True, min_size=1)
 
 
 @given(st.lists(st.tuples(st.integers(0, RANKS - 1), NUMBERS), max_size=40), st.integers(0, PACKETS - 1))
-def test_whatever_comes_how_often_each_part_is_in_a_sum_once(
+def test_each_part_is_in_a_sum_once_for_all_orders_and_duplicates(
     batches: list[tuple[int, list[int]]], brought: int
 ) -> None:
     found = StepRegisters(ranks=RANKS, values=PACKETS * FLOATS, floats=FLOATS, by_tables=False)
@@ -472,7 +472,7 @@ def test_numbers_are_added_to_a_ten_thousandth_of_the_larger_one() -> None:
 
 
 @given(st.floats(width=32, allow_subnormal=False), st.floats(width=32, allow_subnormal=False))
-def test_order_does_not_matter_and_special_numbers_stay_what_they_are(x: float, y: float) -> None:
+def test_order_does_not_matter_and_special_numbers_are_preserved(x: float, y: float) -> None:
     one, other = np.array([x], np.float32), np.array([y], np.float32)
     np.testing.assert_array_equal(table_sum(one, other), table_sum(other, one))
     if not np.isfinite(one).all() or not np.isfinite(other).all():
@@ -487,7 +487,9 @@ def test_order_does_not_matter_and_special_numbers_stay_what_they_are(x: float, 
 
 @pytest.mark.parametrize("batches", [True, False])
 @pytest.mark.parametrize("heard_in_batches", [True, False])
-def test_what_is_sent_at_once_comes_packet_by_packet_and_can_be_answered(batches: bool, heard_in_batches: bool) -> None:
+def test_packets_sent_together_are_received_one_by_one_and_can_be_answered(
+    batches: bool, heard_in_batches: bool
+) -> None:
     heard = Wire.bound("127.0.0.1", 0, batches=heard_in_batches)
     sender = Wire.connected(heard.address, batches=batches)
 

@@ -32,14 +32,14 @@ from sirtaki.errors import CommError, ConfigError, PlanError
 @pytest.mark.parametrize(
     ("given", "found"),
     [
-        ({"path": SparsePath.HOT_COLD}, "has 0 of them"),
-        ({"path": SparsePath.GATHER, "hot_rows": (1,)}, "has 1 of them"),
+        ({"path": SparsePath.HOT_COLD}, "has 0 hot rows"),
+        ({"path": SparsePath.GATHER, "hot_rows": (1,)}, "has 1 hot rows"),
         ({"path": SparsePath.HOT_COLD, "hot_rows": (3, 3)}, "ascend"),
-        ({"path": SparsePath.HOT_COLD, "hot_rows": (3,), "cold": SparsePath.DENSE}, "not by dense"),
+        ({"path": SparsePath.HOT_COLD, "hot_rows": (3,), "cold": SparsePath.DENSE}, "not dense"),
         ({"path": SparsePath.BLOCKS, "block_rows": 0}, "at least one row"),
     ],
 )
-def test_what_makes_no_sense_is_refused(given: dict[str, Any], found: str) -> None:
+def test_invalid_rows_are_rejected(given: dict[str, Any], found: str) -> None:
     with pytest.raises(PlanError, match=found):
         SparsePlan(**given)
 
@@ -89,7 +89,7 @@ def test_rows_of_ranks_are_merged_and_put_beside_each_other() -> None:
 
 @pytest.mark.parametrize("n_rows", [9, 2**31, 2**31 + 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.complex64])
-def test_what_travels_arrives(n_rows: int, dtype: torch.dtype) -> None:
+def test_packed_rows_are_unpacked_unchanged(n_rows: int, dtype: torch.dtype) -> None:
     form = RowFormat(n_rows, 3, dtype)
     rows = Rows(torch.tensor([0, 5, n_rows - 1]), torch.arange(9).view(3, 3).to(dtype))
     parcel = form.pack(rows)
@@ -162,7 +162,7 @@ def test_sums_of_any_size(kind: TransportKind, dtype: torch.dtype, monkeypatch: 
     on_lanes(2, act, kind=kind)
 
 
-def test_shared_memory_needs_one_stream_and_grows_to_what_was_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_memory_needs_one_stream_and_grows_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes_module, "FIRST_REGION_BYTES", 1 << 12)
 
     def act(lanes: SparseLanes) -> tuple[int, ...]:
@@ -230,7 +230,7 @@ def test_ranks_may_bring_gradients_in_different_orders() -> None:
     on_workers(act)
 
 
-def test_what_fails_is_told_and_so_is_all_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_reported_with_all_operations_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise ValueError("out of luck")
 
@@ -240,7 +240,7 @@ def test_what_fails_is_told_and_so_is_all_behind_it(monkeypatch: pytest.MonkeyPa
         worker.begin("ab")
         works = [submitted(worker, name, 0) for name in "ab"]
         for work in works:
-            with pytest.raises(CommError, match=r"rows of a are not added up.*out of luck"):
+            with pytest.raises(CommError, match=r"failed to reduce the rows of a: .*out of luck"):
                 work.wait(10.0)
         until(lambda: control.failures.error is not None)
 

@@ -18,8 +18,8 @@ from sirtaki.comm.transports.contract import (
     StreamCost,
     descriptor_limit,
     descriptors_for_streams,
-    held,
     raise_descriptor_limit,
+    reserved,
     scale_,
     streams_within,
 )
@@ -68,7 +68,7 @@ def test_a_parcel_for_all_is_there_once() -> None:
     assert parcels.largest_outgoing_bytes == 9
 
 
-def test_nobody_sends_anything() -> None:
+def test_parcels_are_empty_if_no_rank_sends() -> None:
     assert Parcels.to_all([0, 0]).empty
 
 
@@ -100,28 +100,28 @@ def test_streams_fit_into_the_descriptors_and_one_is_always_tried() -> None:
     assert streams_within(0, StreamCost(threads=1), most=24) == 24
 
 
-def test_what_is_held_is_given_back() -> None:
+def test_held_descriptors_are_released() -> None:
     before = in_use()
-    with held(StreamCost(descriptors=5, threads=3)) as problem:
+    with reserved(StreamCost(descriptors=5, threads=3)) as problem:
         assert not problem
         assert in_use() == before + 5
     assert in_use() == before
-    with pytest.raises(ValueError, match="between"), held(StreamCost(descriptors=5, threads=2)):
+    with pytest.raises(ValueError, match="between"), reserved(StreamCost(descriptors=5, threads=2)):
         raise ValueError("between")
     assert in_use() == before
-    assert "sirtaki-held" not in [thread.name for thread in threading.enumerate()]
+    assert "sirtaki-reserved" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_descriptors_that_cannot_be_had_are_told_and_those_that_could_are_given_back(limits: tuple[int, int]) -> None:
+def test_unavailable_descriptors_are_reported_and_available_ones_released(limits: tuple[int, int]) -> None:
     before = in_use()
     resource.setrlimit(resource.RLIMIT_NOFILE, (before + 10, limits[1]))
-    with held(StreamCost(descriptors=1000)) as problem:
-        assert problem.startswith("1000 more descriptors cannot be had ([Errno 24]")
+    with reserved(StreamCost(descriptors=1000)) as problem:
+        assert problem.startswith("1000 more descriptors cannot be opened ([Errno 24]")
         assert problem.endswith(f"the limit is {before + 10})")
     assert in_use() == before
 
 
-def test_threads_that_cannot_be_had_are_told_unless_descriptors_are_scarce_already(
+def test_unavailable_threads_are_reported_unless_descriptors_are_scarce_already(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     started = []
@@ -134,7 +134,7 @@ def test_threads_that_cannot_be_had_are_told_unless_descriptors_are_scarce_alrea
             super().start()
 
     monkeypatch.setattr(contract.threading, "Thread", Scarce)
-    with held(StreamCost(threads=3)) as problem:
+    with reserved(StreamCost(threads=3)) as problem:
         assert problem == "3 more threads cannot be started (can't start new thread)"
     assert not any(thread.is_alive() for thread in started)
 
@@ -142,7 +142,7 @@ def test_threads_that_cannot_be_had_are_told_unless_descriptors_are_scarce_alrea
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(contract.os, "open", none_left)
-    with held(StreamCost(descriptors=1, threads=3)) as problem:
+    with reserved(StreamCost(descriptors=1, threads=3)) as problem:
         assert "1 more descriptors" in problem
 
 
@@ -168,11 +168,11 @@ def test_streams_may_take_half_of_the_descriptors_that_are_free(limits: tuple[in
     resource.setrlimit(resource.RLIMIT_NOFILE, (in_use() + 100, limits[1]))
     before = descriptors_for_streams()
     assert 45 <= before <= 55
-    with held(StreamCost(descriptors=40)):
+    with reserved(StreamCost(descriptors=40)):
         assert descriptors_for_streams() == before - 20
 
 
-def test_where_nobody_can_count_them_half_are_taken_to_be_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_descriptors_cannot_be_counted_half_count_as_used(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_proc(path: str) -> list[str]:
         raise FileNotFoundError(path)
 

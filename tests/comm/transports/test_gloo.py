@@ -49,7 +49,7 @@ def test_a_reduction_that_goes_on_is_waited_for_again() -> None:
     assert late.wait(0.1)
 
 
-def test_a_reduction_that_fails_says_what_was_reduced() -> None:
+def test_a_failed_reduction_names_the_reduced_range() -> None:
     with pytest.raises(CommError, match=r"elements \[0, 2\) on stream 0.*Connection closed"):
         work(Late(2, fails=True)).wait(0.1)
 
@@ -67,7 +67,7 @@ class Group:
         self._ended.wait(30.0)
 
 
-def test_a_stream_whose_thread_does_not_end_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_whose_thread_does_not_end_delays_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gloo, "END_S", 0.05)
     ended = threading.Event()
     transport = GlooTransport(

@@ -27,7 +27,7 @@ def reduce(there: MpiTransport, tensor: torch.Tensor, start: int, stop: int, *, 
     return there.all_reduce(FlatBuffer(tensor), start, stop, stream=StreamSpec(stream), op=ReduceOp.SUM, scale=0.5)
 
 
-def test_a_work_is_over_once_it_is_finished_for_all_who_wait() -> None:
+def test_a_work_is_done_once_it_is_finished_for_all_waiters() -> None:
     work = ThreadWork()
     assert not work.wait(0.0)
     assert not work.is_done()
@@ -48,7 +48,7 @@ def test_a_work_is_over_once_it_is_finished_for_all_who_wait() -> None:
     assert work.is_done()
 
 
-def test_everybody_who_waits_for_a_failed_work_hears_of_it() -> None:
+def test_every_waiter_of_a_failed_work_gets_the_error() -> None:
     work = ThreadWork()
     work.finish(TransportError("no stream"))
     errors = []
@@ -60,7 +60,7 @@ def test_everybody_who_waits_for_a_failed_work_hears_of_it() -> None:
     assert work.is_done()
 
 
-def test_what_mpi_raises_reaches_who_waits_and_the_next_unit_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_mpi_reaches_the_waiter_and_the_next_unit_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     there = transport()
     there.open_streams([StreamSpec(0)])
     with monkeypatch.context() as patch:
@@ -97,7 +97,7 @@ def test_a_stream_that_another_rank_cannot_open_is_closed_here() -> None:
 
 
 @pytest.mark.lengthy
-def test_threads_do_what_they_have_before_they_end_and_one_that_hangs_is_told() -> None:
+def test_threads_finish_their_work_before_they_end_and_a_hanging_one_is_reported() -> None:
     before = own_threads()
     there = transport()
     there.open_streams([StreamSpec(1)])

@@ -74,13 +74,13 @@ def test_halves_are_accumulated_wide_and_rounded_once(op: ReduceOp) -> None:
     assert buffers[2].tolist() == [4100.0 if op is ReduceOp.SUM else 4096.0]
 
 
-def test_what_overflows_is_added_up_in_silence_as_torch_does() -> None:
+def test_overflow_in_sums_is_silent_as_in_torch() -> None:
     buffers = [torch.tensor([3e38, torch.inf]), torch.tensor([3e38, -torch.inf])]
     reduce_share(buffers, 0, 2, op=ReduceOp.SUM, scale=1.0, outputs=buffers)
     torch.testing.assert_close(buffers[1], torch.tensor([torch.inf, torch.nan]), equal_nan=True)
 
 
-def test_a_unit_waits_for_the_last_rank_and_everybody_sleeps_meanwhile() -> None:
+def test_a_unit_waits_for_the_last_rank_and_all_ranks_sleep_meanwhile() -> None:
     def act(control: ControlPlane) -> None:
         transport = SharedMemoryTransport(control)
         transport.open_streams([StreamSpec(0)])
@@ -172,7 +172,7 @@ def test_where_nodes_are_of_different_sizes_some_ranks_carry_nothing_across() ->
     assert on_planes(3, act) == [[(0, 5)], [(0, 0)], [(0, 5)]]
 
 
-def test_the_last_to_post_a_unit_needs_nobody_to_wake_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_rank_to_post_a_unit_needs_no_wake_up(monkeypatch: pytest.MonkeyPatch) -> None:
     listen = Doorbell.listen
     monkeypatch.setattr(Doorbell, "listen", lambda bell, timeout_s: listen(bell, 60.0))
 
@@ -209,7 +209,7 @@ def test_a_failure_across_the_nodes_is_reported_on_this_rank() -> None:
     on_planes(1, act)
 
 
-def test_a_rank_that_ends_fails_what_waits_for_it_and_is_no_failure_where_nothing_does() -> None:
+def test_a_rank_that_exits_fails_operations_that_wait_for_it_and_nothing_else() -> None:
     def act(control: ControlPlane) -> None:
         transport = SharedMemoryTransport(control)
         transport.open_streams([StreamSpec(0)])
@@ -232,7 +232,7 @@ def test_a_rank_that_ends_fails_what_waits_for_it_and_is_no_failure_where_nothin
     on_planes(2, act)
 
 
-def test_an_error_in_a_streams_thread_is_reported_to_those_who_wait_alone() -> None:
+def test_an_error_in_a_streams_thread_is_reported_to_its_waiters_only() -> None:
     def act(control: ControlPlane) -> None:
         transport = SharedMemoryTransport(control)
         transport.open_streams([StreamSpec(0)])
@@ -302,7 +302,7 @@ def descriptors() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
 
 
-def test_memory_lives_as_long_as_somebody_holds_it_and_no_descriptor_stays_open() -> None:
+def test_memory_lives_as_long_as_a_reference_and_no_descriptor_stays_open() -> None:
     kept: dict[int, torch.Tensor] = {}
 
     def act(control: ControlPlane) -> None:
@@ -323,7 +323,7 @@ def test_memory_lives_as_long_as_somebody_holds_it_and_no_descriptor_stays_open(
 
 
 @pytest.mark.parametrize("how", ["no memory", "no descriptor", "cannot be mapped"])
-def test_what_one_rank_cannot_share_is_an_error_on_all_and_leaves_nothing(
+def test_memory_that_one_rank_cannot_share_is_an_error_on_all_and_leaves_nothing(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unlucky: set[int] = set()
@@ -376,7 +376,7 @@ def test_a_file_that_is_not_the_one_that_was_offered_means_another_container() -
         control.all_gather = lambda value: gather(  # type: ignore[method-assign]
             (value[0], value[1], 12345, value[3]) if wrong and isinstance(value, tuple) else value
         )
-        with pytest.raises(TransportError, match="is not rank 1: they live in different containers"):
+        with pytest.raises(TransportError, match="is not rank 1: the ranks are in different containers"):
             open_peers(control, offered, os.O_RDONLY)
         control.barrier()
         if control.rank == 0:
@@ -388,7 +388,7 @@ def test_a_file_that_is_not_the_one_that_was_offered_means_another_container() -
     on_planes(2, act)
 
 
-def test_ringing_never_blocks_and_who_has_closed_the_bell_hurts_nobody() -> None:
+def test_ringing_never_blocks_and_a_closed_bell_does_no_harm() -> None:
     def act(control: ControlPlane) -> None:
         bell = Doorbell(control)
         for _ in range(70_000):  # more than a pipe holds
@@ -398,7 +398,7 @@ def test_ringing_never_blocks_and_who_has_closed_the_bell_hurts_nobody() -> None
             bell.close()
         control.barrier()
         if control.rank == 0:
-            bell.ring_others()
+            bell.ring_peers()
             bell.close()
 
     on_planes(2, act)
@@ -423,7 +423,7 @@ def test_a_doorbell_leaves_no_descriptor_whether_it_was_hung_or_not(monkeypatch:
 
 
 @pytest.mark.parametrize("has_pidfd", [True, False])
-def test_the_end_of_a_process_of_the_node_is_told_once(has_pidfd: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_exit_of_a_process_of_the_node_is_reported_once(has_pidfd: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not has_pidfd:
 
         def no_pidfd(pid: int) -> int:

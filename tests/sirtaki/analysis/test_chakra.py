@@ -48,7 +48,7 @@ def own(nodes: list[chakra_files.ReadNode]) -> list[chakra_files.ReadNode]:
     return [node for node in nodes if node.kind == chakra_files.COMP_NODE]
 
 
-def test_a_unit_is_one_number_on_all_ranks_and_waits_for_what_issued_it_and_its_stream(tmp_path: Path) -> None:
+def test_a_unit_has_one_number_on_all_ranks_and_waits_for_its_launch_and_its_stream(tmp_path: Path) -> None:
     ranks = nodes_of(tmp_path, record(over_a_link(streams=2)))
     units = [[node for node in nodes if node.kind == COMM_COLL_NODE] for nodes in ranks]
     assert [node.number for node in units[0]] == [node.number for node in units[1]]
@@ -64,7 +64,7 @@ def test_a_unit_is_one_number_on_all_ranks_and_waits_for_what_issued_it_and_its_
     assert told == [0, 4000, str(ALL_RANKS), False]
 
 
-def test_what_an_operator_reads_is_waited_for_and_a_cut_operator_counts_once(tmp_path: Path) -> None:
+def test_inputs_of_an_operator_are_dependencies_and_a_divided_operator_counts_once(tmp_path: Path) -> None:
     nodes = [node for node in nodes_of(tmp_path, recordings.recording())[0] if node.attributes["iteration"] == 102]
     named = {node.name: node for node in nodes}
     backward = [node for node in nodes if node.name == "AddmmBackward0"]
@@ -111,5 +111,5 @@ def test_a_collective_without_a_name_is_an_error(tmp_path: Path) -> None:
     def strange(one: RecordedIteration) -> RecordedIteration:
         return replace(one, collectives=tuple(call._replace(kind="gossip") for call in one.collectives))
 
-    with pytest.raises(RecordingError, match="loss is gossip"):
+    with pytest.raises(RecordingError, match=r"no type for the collective loss \(gossip\)"):
         written(tmp_path, recordings.with_iterations(recordings.recording(), strange))

@@ -235,7 +235,7 @@ seconds = st.floats(0.001, 0.05)
     st.sampled_from([1.0, 2.0, 64.0]),
     st.sampled_from([{}, {"offsets_s": {1: 5.0}}, {"detail": Detail.UNITS}]),
 )
-def test_whatever_was_played_is_played_again(
+def test_a_simulated_job_is_reproduced_from_its_recording(
     durations_s: list[tuple[float, ...]],
     cuts: tuple[int, ...],
     streams: int,

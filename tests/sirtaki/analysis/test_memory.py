@@ -39,7 +39,7 @@ def replay_of(blocks: int = 4) -> MemoryReplay:
     return MemoryReplay(chain(blocks), 0)
 
 
-def test_a_curve_tells_what_for() -> None:
+def test_a_curve_shows_memory_by_use() -> None:
     moments = replay_of().curve()
     assert moments[0].n_bytes == {Holds.PARAMETERS: PARAMETERS, Holds.FLAT_BUFFERS: FLAT}
     highest = max(moments, key=lambda moment: moment.total_bytes)
@@ -48,7 +48,7 @@ def test_a_curve_tells_what_for() -> None:
     assert moments[-1].total_bytes == THERE
 
 
-def test_blocks_that_compute_again_hold_what_they_leave_only_then() -> None:
+def test_recomputed_blocks_hold_their_activations_only_briefly() -> None:
     # While the last one is done again, its own is there, and all outputs; the others have left nothing.
     peak = replay_of().peak([1, 2, 3, 4])
     assert peak.n_bytes == THERE + 4 * OUTPUT + LEFT
@@ -56,7 +56,7 @@ def test_blocks_that_compute_again_hold_what_they_leave_only_then() -> None:
     assert replay_of().peak([1]).n_bytes == THERE + 3 * LEFT + 4 * OUTPUT
 
 
-def test_what_is_needed_for_a_while_is_needed_again() -> None:
+def test_temporary_memory_is_needed_again() -> None:
     memory = chain(2)
     larger = tuple(one._replace(n_bytes=5000) if one.n_bytes == TEMPORARY else one for one in memory.allocations)
     peak = MemoryReplay(replace(memory, allocations=larger), 0).peak([1, 2])
@@ -64,7 +64,7 @@ def test_what_is_needed_for_a_while_is_needed_again() -> None:
     assert peak.at_s == 4.0 - 1  # the second block's backward pass begins
 
 
-def test_what_a_block_gets_stays_until_it_is_done_again() -> None:
+def test_a_blocks_input_stays_until_it_is_recomputed() -> None:
     """Its predecessor's output, which nobody else needs any more."""
     memory = chain(2)
     gone_early = tuple(
@@ -95,7 +95,7 @@ def step_s(job: JobModel) -> float:
     return replayed(play(job)).iteration_s
 
 
-def test_passes_share_what_samples_take_and_repeat_the_rest() -> None:
+def test_passes_share_the_memory_of_samples_and_repeat_the_rest() -> None:
     was = job(gap_s=0.02)
     program = was.iterations[0].programs[0]
     copy_s = sum(piece.seconds for piece in program if piece.activity is Activity.COPY)
@@ -163,7 +163,7 @@ def test_a_step_that_has_several_passes_gets_so_many_times_as_many() -> None:
     assert "4 samples instead of 8; for each step 4 times: (loss(model(part)) / 4)" in remedy.lines[1]
 
 
-def test_what_a_batchs_statistics_come_to_is_said() -> None:
+def test_the_effect_on_batch_statistics_is_reported() -> None:
     for one in (recomputation, accumulation):
         assert only(one, question(WHOLE - 500)).notes == ()
         (note,) = only(one, question(WHOLE - 500, kind="BatchNorm2d")).notes
@@ -229,7 +229,7 @@ def test_the_rank_that_holds_most_is_looked_at() -> None:
 # ── memory words ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_peak_is_told_with_its_moment_and_what_for() -> None:
+def test_a_peak_is_reported_with_its_time_and_uses() -> None:
     rank, replay = highest_rank(memories.recorded_job())
     assert peak_words(rank, replay, replay.peak()) == (
         "At its peak rank 0 holds 2.89 KiB of cpu, 3500 ms into the step (other): 1.72 KiB activations, "

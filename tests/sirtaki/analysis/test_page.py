@@ -25,7 +25,7 @@ from sirtaki.analysis import page as module
 from sirtaki.analysis.global_graph import ms, parts, percent
 from sirtaki.analysis.job_model import histories
 from sirtaki.analysis.page import (
-    MOST_MOMENTS,
+    MAX_MOMENTS,
     findings,
     heading,
     memory_section,
@@ -42,7 +42,7 @@ from sirtaki.errors import ConfigError, RecordingError, ReplayError
 
 
 @pytest.mark.parametrize("detail", Detail)
-def test_the_parts_of_each_rank_are_what_the_job_was_made_of_and_add_up_to_its_mean_step(detail: Detail) -> None:
+def test_the_parts_of_each_rank_add_up_to_its_mean_step(detail: Detail) -> None:
     recording = record(over_a_link(ranks=3, iterations=3), detail=detail)
     found = step_parts(histories(recording))
     assert [one.rank for one in found] == [0, 1, 2]
@@ -58,7 +58,7 @@ def test_the_parts_of_each_rank_are_what_the_job_was_made_of_and_add_up_to_its_m
 # ── exposure ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_waiting_for_a_late_rank_is_told_from_waiting_for_units() -> None:
+def test_waiting_for_a_late_rank_is_distinguished_from_waiting_for_units() -> None:
     job = on_one_host(slow={1: 2.0}, cuts=(4,), seconds_per_byte=1e-6)
     quick, slow = exposures(histories(record(job)))
     unit_s = 4 * sum(SIZES) * 1e-6
@@ -77,7 +77,7 @@ def test_units_that_end_after_the_backward_pass_are_late() -> None:
 # ── findings ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_rank_that_was_killed_is_said_and_the_others_are_shown(tmp_path: Path) -> None:
+def test_a_killed_rank_is_reported_and_the_others_are_shown(tmp_path: Path) -> None:
     folder = written(tmp_path, record(over_a_link(ranks=3)))
     rank_path(folder, 2).write_bytes(rank_path(folder, 2).read_bytes()[:100])
     found = findings(folder)
@@ -92,7 +92,7 @@ def test_ranks_without_iterations_in_common_are_left_out_while_some_have_any(tmp
 
     found = findings(written(tmp_path / "one", with_ranks(made(3), short, 1)))
     assert found.histories.ranks == (0, 2)
-    assert "rank 1 has no iteration that most others have recorded, and is left out" in found.problems
+    assert "rank 1 has no iteration in common with most ranks, and is omitted" in found.problems
     with pytest.raises(RecordingError, match="no iteration was recorded"):
         findings(written(tmp_path / "all", with_ranks(made(2), short)))
 
@@ -100,14 +100,16 @@ def test_ranks_without_iterations_in_common_are_left_out_while_some_have_any(tmp
 # ── sentences ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_what_cannot_be_replayed_is_shown_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recording_that_cannot_be_replayed_is_shown_without_predictions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise ReplayError("it goes round in a circle")
 
     monkeypatch.setattr(module, "job_model", refuse)
     page = page_of(tmp_path, record(on_one_host()))
-    assert '<p class="note">What is here cannot be replayed: it goes round in a circle.</p>' in page
-    assert re.findall("<h2>(.*?)</h2>", page)[1:] == ["Exposed communication", "What this rests on"]
+    assert '<p class="note">The recording cannot be replayed: it goes round in a circle.</p>' in page
+    assert re.findall("<h2>(.*?)</h2>", page)[1:] == ["Exposed communication", "Data of this page"]
 
 
 def test_the_most_important_comes_in_a_few_sentences(tmp_path: Path) -> None:
@@ -120,22 +122,22 @@ def test_the_most_important_comes_in_a_few_sentences(tmp_path: Path) -> None:
     best = found.answers[0]
     assert best.is_sure
     assert waits == (
-        f"Training waits for the network: {ms(found.exposed_s)} of a step, {share}, are not hidden; most would help if "
-        f"{best.words}: {best.describe()}."
+        f"Training waits for the network: {ms(found.exposed_s)} of a step, {share}, are not hidden; the largest gain "
+        f"is predicted if {best.words}: {best.describe()}."
     )
     assert length == f"A step takes {ms(found.times.iteration_s)}."
     assert path == f"The largest part of the critical path: {parts(found.replay)[0].describe()}."
     assert list(problems(found)) == []
 
 
-def test_the_first_sentence_says_so_where_nothing_is_waited_for_or_nothing_is_sure(tmp_path: Path) -> None:
+def test_the_first_sentence_reports_that_nothing_is_waited_for_or_certain(tmp_path: Path) -> None:
     found = findings(written(tmp_path / "job", record(on_one_host())))
     hidden = next(sentences(replace(found, exposed_s=0.0, answers=())))
     assert hidden == (
-        "Training does not wait for what its ranks exchange on one host (0.0 % of a step); nothing that was asked for "
-        "is sure to help."
+        "Training does not wait for communication on one host (0.0 % of a step); none of the simulated changes is sure "
+        "to help."
     )
-    assert next(sentences(replace(found, base=None))).endswith("cannot be told, as the replay does not fit.")
+    assert next(sentences(replace(found, base=None))).endswith("because the replay does not match the recording.")
 
 
 # ── memory ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -145,16 +147,16 @@ def section(folder: Path, recording: Recording) -> str:
     return "\n".join(memory_section(findings(written(folder, recording))))
 
 
-def test_the_peak_is_named_with_what_holds_it_and_what_would_lower_it(tmp_path: Path) -> None:
+def test_the_peak_is_reported_with_its_uses_and_remedies(tmp_path: Path) -> None:
     text = section(tmp_path / "one", memories.recorded_job())
     assert "At its peak rank 0 holds 2.89 KiB of cpu, 3500 ms into the step" in text
     assert "1.72 KiB activations, 1000 B parameters, 200 B flat buffers" in text
     assert all(f"<td>blocks.{block}</td>" in text for block in range(4))
     assert "passes over parts of the batch" in text
-    assert "How long a step then takes is not known until it is tried" in text
+    assert "Only a trial shows the step time with a remedy" in text
     (areas,) = figures(text)
     assert [one["name"] for one in areas.traces] == ["parameters", "flat buffers", "gradients", "activations", "other"]
-    assert all(len(one["x"]) == len(one["y"]) <= MOST_MOMENTS + 1 for one in areas.traces)
+    assert all(len(one["x"]) == len(one["y"]) <= MAX_MOMENTS + 1 for one in areas.traces)
     assert max(map(sum, zip(*(one["y"] for one in areas.traces), strict=True))) == pytest.approx(2.89 / 1024, rel=1e-2)
     several = section(tmp_path / "several", memories.recorded_job(of=(0, 1)))
     assert ("The peak of each rank" in text, "The peak of each rank" in several) == (False, True)
@@ -214,12 +216,12 @@ def bars(page: str) -> dict[str, dict[str, float]]:
     return found
 
 
-def test_the_page_says_all_that_is_known(tmp_path: Path) -> None:
+def test_the_page_reports_all_known_facts(tmp_path: Path) -> None:
     page = page_of(tmp_path / "job", record(over_a_link(ranks=3)))
     headings = re.findall("<h2>(.*?)</h2>", page)
     assert headings == [
         "Where each rank’s time goes", "The critical path", "Exposed communication",
-        "What would help", "What this rests on",
+        "What would help", "Data of this page",
     ]  # fmt: skip
     assert "is the link between hosts" in page
     assert "if the links were twice as fast" in page
@@ -259,7 +261,7 @@ def test_a_page_loads_nothing_and_allows_no_script_but_its_own(tmp_path: Path) -
     assert re.findall("'sha256-(.*?)'", unescape(policy[1])) == digests
 
 
-def test_the_command_for_the_timeline_is_told(tmp_path: Path) -> None:
+def test_the_command_for_the_timeline_is_shown(tmp_path: Path) -> None:
     folder = written(tmp_path / "a job", record(over_a_link()))
     assert f"<code>sirtaki trace {escape(shlex.quote(str(folder)))}</code>" in render(findings(folder))
 
@@ -296,7 +298,7 @@ def test_names_from_the_recording_are_shown_and_not_obeyed(tmp_path: Path) -> No
 def test_without_operators_the_page_does_not_pretend_to_know_phases(tmp_path: Path) -> None:
     page = page_of(tmp_path, record(over_a_link(), detail=Detail.UNITS))
     read(page)
-    assert "told apart only where operators are recorded" in page
+    assert "divided only if operators are recorded" in page
     assert "Operators were not recorded on every rank" in page
     assert {"forward", "backward computation"} & set(bars(page)["rank 0"])
 
@@ -310,13 +312,13 @@ def test_without_units_the_rest_is_shown(tmp_path: Path) -> None:
 
 
 def test_a_replay_that_is_far_off_claims_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FAR", -1.0)
+    monkeypatch.setattr(module, "MAX_ERROR", -1.0)
     page = page_of(tmp_path, record(on_one_host()))
-    assert page.count("too much to be believed") == 2
+    assert page.count("so there are no predictions here") == 2
     assert "if gradients travelled" not in page
 
 
-def test_what_is_smaller_than_its_error_is_grey_and_says_so(tmp_path: Path) -> None:
+def test_a_value_smaller_than_its_error_is_grey_and_marked(tmp_path: Path) -> None:
     found = findings(written(tmp_path, record(over_a_link())))
     unsure = tuple(
         replace(one, gain=share, is_sure=False) for one, share in zip(found.answers, (0.2, 0.0), strict=False)
@@ -330,17 +332,17 @@ def test_what_is_smaller_than_its_error_is_grey_and_says_so(tmp_path: Path) -> N
 
 
 def test_many_ranks_are_few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_RANKS", 2)
-    monkeypatch.setattr(module, "MOST_ROWS", 2)
+    monkeypatch.setattr(module, "MAX_RANKS", 2)
+    monkeypatch.setattr(module, "MAX_ROWS", 2)
     job = on_one_host(ranks=4, slow={2: 1.5}, cuts=(1, 2, 3, 4), seconds_per_byte=1e-5)
     page = page_of(tmp_path, record(job))
-    assert "The 2 ranks with most to do are drawn, of 4." in page
+    assert "The plot shows the 2 busiest of 4 ranks." in page
     assert "rank 2" in bars(page)
     assert "Shown are the 2 ranks that wait longest, of 4." in page
     assert len(bars(page)) == 2
 
 
-def test_the_command_writes_the_page_and_says_the_most_important(
+def test_the_command_writes_the_page_and_prints_the_main_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = written(tmp_path / "job", record(over_a_link(ranks=3)))
@@ -355,7 +357,9 @@ def test_the_command_writes_the_page_and_says_the_most_important(
     assert (tmp_path / "other.html").exists()
 
 
-def test_what_cannot_be_read_or_written_gets_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreadable_input_or_unwritable_output_gets_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = written(tmp_path / "job", record(on_one_host()))
     assert main(["report", str(folder), "-o", str(tmp_path / "nowhere" / "page.html")]) == 1
     assert "the report cannot be written" in capsys.readouterr().err

@@ -20,12 +20,12 @@ from sirtaki.analysis.job_model import JobModel, Program
 from sirtaki.analysis.plan_search import (
     FEW_RANKS,
     INDIFFERENCE,
-    MOST_RIVALS,
+    MAX_RIVALS,
     STREAMS_ON_ONE_HOST,
     PlanSearch,
-    as_it_ran,
     optimize,
     planned,
+    recorded_knobs_of,
 )
 from sirtaki.analysis.what_if import WORTH_A_LINE, Baseline, with_knobs, with_plans
 from sirtaki.autotune.knobs import Cut, Knobs
@@ -43,13 +43,15 @@ def test_knobs_that_ran_cut_a_buffer_as_it_was_cut(unit_bytes: int | None) -> No
     if unit_bytes is not None:
         knobs = Knobs(unit_bytes=unit_bytes, streams=2, transport=GLOO[0])
         buffer = replace(buffer, knobs=knobs, plan=knobs.to_plan(buffer.layout))
-    assert as_it_ran(buffer).to_plan(buffer.layout) == buffer.plan
-    assert (as_it_ran(buffer).cuts is None) is (unit_bytes is not None)
+    assert recorded_knobs_of(buffer).to_plan(buffer.layout) == buffer.plan
+    assert (recorded_knobs_of(buffer).cuts is None) is (unit_bytes is not None)
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10_000), st.integers(14, 20), st.integers(1, 4))
-def test_the_smaller_job_tells_of_another_plan_what_the_whole_one_does(seed: int, octave: int, streams: int) -> None:
+def test_the_smaller_job_predicts_the_same_effect_of_a_plan_as_the_whole_one(
+    seed: int, octave: int, streams: int
+) -> None:
     job = drawn_job(seed)
     search = PlanSearch(job, {})
     knobs = Knobs(unit_bytes=1 << octave, streams=streams, transport=job.buffers[0].plan.transport)
@@ -89,7 +91,7 @@ def fastest_grouping_s(job: JobModel) -> float:
 
 @pytest.mark.lengthy
 @pytest.mark.parametrize("seed", range(8))
-def test_it_is_never_slower_than_what_ran_and_hardly_than_the_best_grouping_of_gradients(seed: int) -> None:
+def test_the_plan_is_never_slower_than_the_current_one_and_hardly_than_the_best_grouping(seed: int) -> None:
     job = drawn_job(seed, gradients=5, ranks=2)
     search = PlanSearch(job, {})
     knobs = search.run(least_bytes=SMALL)
@@ -124,7 +126,7 @@ def test_another_route_is_taken_where_it_was_probed_and_is_faster() -> None:
         ({"SIRTAKI_TRANSPORT": "nccl"}, (GLOO,), 24),  # what ran is known, at least
     ],
 )
-def test_what_variables_fix_is_not_changed(variables: Mapping[str, str], routes: object, streams: int) -> None:
+def test_knobs_fixed_by_variables_are_not_changed(variables: Mapping[str, str], routes: object, streams: int) -> None:
     job = over_a_link()
     search = PlanSearch(replace(job, links={**job.links, MPI: job.links[GLOO]}), variables)
     assert (search.routes, search.streams[-1]) == (routes, streams)
@@ -136,7 +138,7 @@ def test_on_one_host_there_are_as_many_streams_as_shared_memory_has() -> None:
     assert PlanSearch(on_one_host(), {"SIRTAKI_TRANSPORT": "gloo"}).streams[-1] == 24
 
 
-def test_when_the_time_is_up_what_was_found_until_then_is_the_result() -> None:
+def test_at_the_time_limit_the_best_plan_so_far_is_the_result() -> None:
     found = planned(Baseline.of(drawn_job(0)), limit_s=0.0)
     assert not found.in_time
     assert (found.replays, found.is_faster) == (0, False)
@@ -187,7 +189,7 @@ def test_the_result_is_the_step_of_the_whole_job_beside_the_recorded_plan_at_the
     assert found.gain == pytest.approx(1 - times(best).iteration_s / base.priced_s)
     assert found.without_communication_s <= found.best.answer.times.iteration_s
     assert sum(part.share for part in parts(play(best))) == pytest.approx(1.0)
-    assert len(found.rivals) <= MOST_RIVALS
+    assert len(found.rivals) <= MAX_RIVALS
     assert all(one.answer.overlaps(found.best.answer) and one.knobs != found.best.knobs for one in found.rivals)
 
 
@@ -222,7 +224,7 @@ def test_a_compiled_model_is_advised_to_be_compiled_in_parts_where_its_gradients
         LinkModel(alpha_s=1e-3, throughput=(4e4, 8e4), host_s=0.0),  # 100 s: there is nothing to hide it behind
     ],
 )
-def test_where_parts_bring_nothing_the_plan_says_that_the_model_stays_whole(link: LinkModel) -> None:
+def test_where_parts_gain_nothing_the_plan_keeps_the_model_whole(link: LinkModel) -> None:
     found = optimize(Baseline.of(compiled_job(link)))
     assert (found.best.plan.part_bytes, found.best.extras, found.plan_alone) == (0, (), None)
 

@@ -27,7 +27,7 @@ from sirtaki.analysis.operators import (
     ACCUMULATING,
     BACKWARD,
     LOADER,
-    UNSEEN,
+    UNLISTED,
     ZEROING,
     ClockMap,
     LiveStorage,
@@ -70,7 +70,7 @@ from sirtaki.uncompiled import something_is_compiled
 # ── profiling ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_what_cannot_be_recorded_is_refused(monkeypatch, tmp_path) -> None:
+def test_an_impossible_recording_is_rejected(monkeypatch, tmp_path) -> None:
     with pytest.raises(NotInitializedError), profile(tmp_path):
         pass
     asked = SimpleNamespace(settings=SimpleNamespace(profile=None))
@@ -130,7 +130,7 @@ def draft() -> Draft:
     return Draft(1.0, traced=[((0, 2), traced)], updates=[(1.9, 2.0)], number=12, end_s=2.0, operations=[loss])
 
 
-def test_a_step_without_operators_has_what_gradients_tell_by_buffers_of_the_whole_job() -> None:
+def test_a_step_without_operators_has_gradients_of_all_buffers_of_the_job() -> None:
     one = recorded(draft(), None)
     assert (one.number, one.begin_s, one.end_s, one.profiling) == (12, 1.0, 2.0, False)
     assert one.spans == ((Phase.BACKWARD, 1.2, 1.5), (Phase.UPDATE, 1.9, 2.0))
@@ -142,7 +142,7 @@ def test_a_step_without_operators_has_what_gradients_tell_by_buffers_of_the_whol
     assert one.ready == ((buffers[0], 2, 1.2), (buffers[1], 0, 1.3))
 
 
-def test_a_step_that_nobody_saw_has_the_operators_of_one_that_was_seen() -> None:
+def test_an_unprofiled_step_has_the_operators_of_a_profiled_one() -> None:
     lender, borrower = draft(), draft()
     lender.slowed = True
     borrower.begin_s = 0.0  # its forward pass took six times as long as that of the lender
@@ -206,9 +206,7 @@ def mark(true_s: float, *, early_s: float, late_s: float, ahead_s: float) -> Mar
     ahead_s=st.floats(-1e3, 1e3),
     widths=st.lists(st.tuples(st.floats(0, 1e-3), st.floats(0, 1e-3)), min_size=1, max_size=8),
 )
-def test_the_clock_is_known_within_what_the_quickest_marks_leave_open(
-    ahead_s: float, widths: list[tuple[float, float]]
-) -> None:
+def test_the_clock_error_is_bounded_by_the_quickest_marks(ahead_s: float, widths: list[tuple[float, float]]) -> None:
     marks = [mark(50.0 + number, early_s=a, late_s=b, ahead_s=ahead_s) for number, (a, b) in enumerate(widths)]
     clock = map_clock(marks)
     told_s = clock.at(EPOCH_NS + round((52.5 + ahead_s) * 1e9))
@@ -256,7 +254,7 @@ def test_only_the_thread_that_has_switched_it_on_switches_it_off() -> None:
     assert watch.stop() is not None
 
 
-def test_memory_is_told_in_its_order_with_who_asked_for_it() -> None:
+def test_memory_is_recorded_in_order_with_its_requester() -> None:
     weight = torch.ones(1000, requires_grad=True)
     kineto = StepWatch()
     before_s = time.perf_counter()
@@ -271,7 +269,7 @@ def test_memory_is_told_in_its_order_with_who_asked_for_it() -> None:
     assert not any(event.name == "[memory]" for event in seen.events)
 
 
-def test_what_operators_read_is_watched_until_the_next_mark() -> None:
+def test_inputs_of_operators_are_watched_until_the_next_mark() -> None:
     kineto = StepWatch(edges=True)
     torch.ones(4).sum()
     kineto.mark()
@@ -317,7 +315,7 @@ def only(events: list[ProfilerEvent], step: StepWindow = STEP) -> StepOperators:
     return found
 
 
-def test_phases_are_told_by_pytorchs_names_and_what_others_have_called_is_left_out() -> None:
+def test_phases_follow_pytorchs_names_and_nested_calls_are_ignored() -> None:
     found = only(USUAL)
     assert [(one.name, one.phase) for one in found.operators] == [
         ("aten::stack", Phase.DATA), ("aten::zero_", Phase.OTHER), ("aten::linear", Phase.FORWARD),
@@ -329,7 +327,7 @@ def test_phases_are_told_by_pytorchs_names_and_what_others_have_called_is_left_o
     )  # fmt: skip
 
 
-def test_what_comes_before_the_data_is_not_forward() -> None:
+def test_work_before_the_data_is_not_forward() -> None:
     metric = event("aten::mul_", 0.1, 0.2, sequence=5)  # the number of the node that is made next
     operators = only([metric, *USUAL]).operators
     assert operators[0].phase is Phase.OTHER
@@ -350,7 +348,7 @@ def test_an_operator_is_cut_around_copies() -> None:
     assert pieces == [(4.5, 4.6), (4.7, 5.0), (5.5, 5.9)]
 
 
-def test_threads_and_streams_are_lanes_and_kernels_have_the_phase_of_who_launched_them() -> None:
+def test_threads_and_streams_are_lanes_and_kernels_have_their_launchers_phase() -> None:
     events = [
         *USUAL,
         event(BACKWARD + "MulBackward0", 5.0, 5.2, thread=ENGINE, sequence=3),
@@ -459,7 +457,7 @@ A, VIEW, B = tensor(20, 21), tensor(22, 21), tensor(30, 31)
         ),
     ],
 )  # fmt: skip
-def test_operators_read_what_others_have_made(nodes, found) -> None:
+def test_operators_depend_on_the_producers_of_their_inputs(nodes, found) -> None:
     assert list(readers(nodes)) == found
 
 
@@ -483,7 +481,7 @@ def operator(name: str, begin_s: float, *, lane: int = 0) -> Operator:
         ),
     ],
 )  # fmt: skip
-def test_what_was_watched_in_one_step_is_told_of_others(pieces, found, after) -> None:
+def test_dependencies_watched_in_one_step_apply_to_others(pieces, found, after) -> None:
     assert [one.after for one in with_edges(pieces, found)] == after
     assert with_edges(pieces, ()) == tuple(one for _, one in pieces)
 
@@ -494,7 +492,7 @@ def test_a_trace_that_cannot_be_read_tells_nothing_but_why(caplog: pytest.LogCap
     with open(watch._path, "w") as file:
         file.write("{")
     assert watch.readers() == ()
-    assert "cannot be told" in caplog.text
+    assert "data dependencies of operators could not be read" in caplog.text
 
 
 # ── live tensors ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -505,7 +503,7 @@ def of(tensor: torch.Tensor, found: list[LiveStorage]) -> LiveStorage:
     return one
 
 
-def test_each_storage_is_told_once_and_what_for() -> None:
+def test_each_storage_is_recorded_once_with_its_use() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(4, 8)).sum().backward()
@@ -526,7 +524,7 @@ def test_each_storage_is_told_once_and_what_for() -> None:
     assert of(view, found).n_bytes == 4000
 
 
-def test_what_has_no_memory_of_its_own_is_not_held() -> None:
+def test_tensors_without_memory_of_their_own_are_not_held() -> None:
     assert address_of(torch.empty(0)) is address_of(torch.eye(3).to_sparse()) is None
     kept = torch.ones(5, device="meta")
     with tempfile.NamedTemporaryFile() as file:
@@ -637,7 +635,7 @@ def memory_seen(*memory: MemoryEvent, storages: tuple[LiveStorage, ...] = ()) ->
     return memory_of_step(seen, number=7, begin_s=0.0, end_s=10.0, spans=SPANS)
 
 
-def test_it_is_told_apart_by_when_it_comes_and_goes() -> None:
+def test_reused_memory_is_distinguished_by_allocation_and_release() -> None:
     events = [
         event_in_step(2.0, 1, 10), event_in_step(2.5, 1, -10),  # soon gone
         event_in_step(2.6, 2, 20), event_in_step(4.5, 2, -20),  # the backward pass takes it
@@ -654,7 +652,7 @@ def test_it_is_told_apart_by_when_it_comes_and_goes() -> None:
     }  # fmt: skip
 
 
-WEIGHT, UNKNOWN = LiveStorage("cpu", 3, 33, Holds.PARAMETERS), LiveStorage("cpu", UNSEEN, 100, Holds.OTHER)
+WEIGHT, UNKNOWN = LiveStorage("cpu", 3, 33, Holds.PARAMETERS), LiveStorage("cpu", UNLISTED, 100, Holds.OTHER)
 BEFORE = ((-3.0, 1, 10), (-2.0, 2, 20), (-1.0, 2, -20), (-0.5, 3, 33), (1.5, 1, -10))
 
 
@@ -676,7 +674,7 @@ BEFORE = ((-3.0, 1, 10), (-2.0, 2, 20), (-1.0, 2, -20), (-0.5, 3, 33), (1.5, 1, 
         ),
     ],
 )
-def test_what_was_there_is_known_from_tensors_and_from_events(events, storages, found) -> None:
+def test_existing_memory_is_known_from_tensors_and_events(events, storages, found) -> None:
     memory = memory_seen(*(event_in_step(*one) for one in events), storages=storages)
     assert [(one.n_bytes, one.holds, one.end_s) for one in memory.allocations] == found
 
@@ -743,7 +741,7 @@ for when in sys.argv[1:]:
         one = Kept(ProfileRequest(folder=""))
         if when == "with a handler of the script's":
             signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
-        one.watch_for_termination()
+        one.handle_termination()
         one.stage = recorder.Stage.RECORDING
         if when in ("while it is written", "after it was written"):
             one.end()
@@ -755,7 +753,7 @@ for when in sys.argv[1:]:
 
 
 @pytest.mark.lengthy
-def test_what_was_recorded_is_written_before_sigterm_ends_the_process() -> None:
+def test_a_recording_is_written_before_sigterm_ends_the_process() -> None:
     cases = ["before it is written", "while it is written", "after it was written", "with a handler of the script's"]
     done = subprocess.run([sys.executable, "-c", PROGRAM, *cases], capture_output=True, text=True, check=False)
     killed = -int(signal.SIGTERM)

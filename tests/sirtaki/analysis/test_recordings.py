@@ -40,7 +40,7 @@ from sirtaki.errors import RecordingError
 # ── recording ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_what_was_slowed_shows_what_a_step_takes_only_where_there_is_nothing_else() -> None:
+def test_slowed_steps_determine_the_step_time_only_if_there_are_no_others() -> None:
     recorded = recordings.recording()
 
     def marked(*marks: dict[str, bool]) -> tuple[int, ...]:
@@ -85,7 +85,7 @@ def again(rank: RankRecording) -> RankRecording:
     return rank_from_json(json.loads(json.dumps(rank_to_json(rank))))
 
 
-def test_what_is_written_is_read_as_it_was_to_the_nanosecond() -> None:
+def test_a_recording_is_read_as_written_to_the_nanosecond() -> None:
     rank = recordings.rank(1, late_s=0.01)
     back = again(rank)
     assert replace(back, iterations=()) == replace(rank, iterations=())
@@ -124,7 +124,7 @@ def test_a_whole_folder_is_read_without_a_word(written: Path) -> None:
     assert recording.job == recordings.job(4)
 
 
-def test_what_ranks_that_were_killed_leave_is_shown(written: Path) -> None:
+def test_recordings_of_killed_ranks_are_shown(written: Path) -> None:
     folder.rank_path(written, 2).unlink()
     folder.write_rank(written, replace(recordings.rank(3, n_iterations=1), complete=False))
     recording = folder.read_folder(written)
@@ -362,11 +362,11 @@ def lines(recording: Recording) -> tuple[str, str]:
     return headlines(recording, align(recording))
 
 
-def test_steps_and_phases_of_each_rank_are_told() -> None:
+def test_steps_and_phases_of_each_rank_are_shown() -> None:
     shown = recordings.recording()
     assert lines(shown) == (
         "3 iterations of 2 ranks on 1 host, with operators",
-        "one clock; times of operators within 2.0 µs",
+        "one clock; operator times within 2.0 µs",
     )
     first, _ = rank_rows(shown)
     assert list(first) == ["rank", "step_s", "data_s", "forward_s", "backward_s", "update_s", "exposed_s"]
@@ -377,12 +377,12 @@ def test_steps_and_phases_of_each_rank_are_told() -> None:
     assert set(rank_rows(none)[0].values()) == {0, None}
 
 
-def test_how_clocks_were_found_is_said() -> None:
+def test_the_alignment_of_clocks_is_described() -> None:
     apart = recordings.recording(2, ranks_per_host=1)
     assert "2 ranks on 2 hosts" in lines(apart)[0]
-    assert lines(apart)[1].startswith("clocks are aligned by the units, within ")
+    assert lines(apart)[1].startswith("clocks are aligned by units, within ")
     silent = recordings.with_iterations(apart, lambda one: replace(one, units=()), 1)
-    assert "what was asked for at the start, within 20 µs" in lines(silent)[1]
+    assert "the offsets measured at the start, within 20 µs" in lines(silent)[1]
 
 
 # ── trace file ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -407,7 +407,7 @@ def tracks(found: list[dict[str, Any]]) -> dict[tuple[int, str], list[dict[str, 
     return by_track
 
 
-def test_a_rank_is_a_process_and_what_follows_each_other_a_thread() -> None:
+def test_a_rank_is_a_process_and_each_sequence_a_thread() -> None:
     found = entries()
     by_track = tracks(found)
     assert {name for pid, name in by_track if pid == 1} == {
@@ -439,7 +439,7 @@ def test_the_critical_path_is_a_process_above_the_ranks_that_fills_each_replayed
     assert set(where[: where.index("gloo stream 0")]) == {"rank 1"}  # the unit waits for the slow rank
 
 
-def test_ranks_whose_clocks_differ_stand_on_one() -> None:
+def test_ranks_with_different_clocks_are_shown_on_one() -> None:
     found = entries(wrong(recordings.recording(2, ranks_per_host=1), {1: (3.0, 0.0)}))
     begins = [tracks(found)[rank, "steps"][0]["ts"] for rank in (0, 1)]
     assert begins[1] == pytest.approx(begins[0], abs=2e4)  # units of 20 ms

@@ -47,7 +47,7 @@ def test_a_recording_is_a_table_of_each_kind_on_one_clock(tmp_path: Path) -> Non
     assert {row["name"] for row in tables["gradients"]} == {"head.weight", "body.weight"}
 
 
-def test_memory_is_told_with_the_module_that_made_it(tmp_path: Path) -> None:
+def test_memory_is_recorded_with_the_module_that_allocated_it(tmp_path: Path) -> None:
     tables = read(written(tmp_path, memories.recorded_job()))
     made = [row for row in tables["memory"] if row["holds"] == "activations"]
     assert {row["module"] for row in made} == {f"blocks.{number}" for number in range(4)}
@@ -83,7 +83,7 @@ def test_a_timeline_is_a_table_of_events(tmp_path: Path) -> None:
         ]
     }
     path.write_text("[1")
-    with pytest.raises(ConfigError, match="is no timeline"):
+    with pytest.raises(ConfigError, match="is not a timeline"):
         read(path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(RecordingError, match="holds no recording"):

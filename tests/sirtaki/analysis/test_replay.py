@@ -42,9 +42,9 @@ from sirtaki.analysis.what_if import (
     daydream,
     in_parts,
     knobs_of,
+    limitations,
     plan_refusal,
     sizes_worth_trying,
-    unanswered,
     unit_cost,
     with_batches,
     with_faster_loader,
@@ -106,13 +106,13 @@ def test_chains_become_one_and_take_as_long(parts: int, capacity: float, between
 def test_when_gradients_come_stays_known_until_the_plan_is_settled() -> None:
     job = finer(over_a_link(cuts=(4,)), 3)
     plan = plan_of(SIZES, (1, 2, 4), streams=2)
-    small = coarse(job, settled=False)
+    small = coarse(job, plan_is_fixed=False)
     assert len(small.iterations[0].programs[0]) < len(job.iterations[0].programs[0]) / 2
     asked = times(with_plans(small, {0: plan}))
     assert asked.iteration_s == pytest.approx(times(with_plans(job, {0: plan})).iteration_s)
 
 
-def test_the_mean_iteration_takes_what_most_iterations_take_on_average() -> None:
+def test_the_mean_iteration_takes_the_average_of_most_iterations() -> None:
     job = over_a_link(iterations=2)
     slow = job.changed(program=lambda _, mine: tuple(replace(piece, seconds=3 * piece.seconds) for piece in mine))
     mean = mean_iteration(replace(job, iterations=(job.iterations[0], slow.iterations[1])))
@@ -197,7 +197,7 @@ def test_results_that_ranks_see_late_are_named() -> None:
         return tuple(replace(one, waits=tuple((key, 0.5 * rank) for key, _ in one.waits)) for one in program)
 
     found = parts(played(over_a_link(iterations=1).changed(program=late)))
-    assert (found[0].words, found[0].seconds) == ("is ranks that see results later than the first", pytest.approx(0.5))
+    assert (found[0].words, found[0].seconds) == ("is delays between ranks in receiving results", pytest.approx(0.5))
 
 
 # ── partial ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -296,7 +296,7 @@ UNPROBED, LINKED = on_one_host(cuts=(1, 2, 4)), over_a_link()
         "probes scaled to what was recorded",
     ],
 )
-def test_what_a_unit_costs_follows_from_probes_and_recorded_units(job: JobModel, cost: tuple[float, ...]) -> None:
+def test_the_cost_of_a_unit_follows_from_probes_and_recorded_units(job: JobModel, cost: tuple[float, ...]) -> None:
     found = unit_cost(job, GLOO, (0, 1))
     assert (found.startup_s, found.s_per_byte, found.host_s) == pytest.approx(cost)
     assert found.across is (job.link is not None)
@@ -309,7 +309,7 @@ CUTS = [(4,), (1, 4), (2, 3, 4), (1, 2, 3, 4)]
 
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(CUTS), st.integers(1, 3), st.sampled_from(CUTS), st.integers(1, 3), st.booleans())
-def test_another_plan_takes_what_a_job_with_it_takes(
+def test_a_replayed_plan_takes_as_long_as_a_job_with_it(
     cuts: tuple[int, ...], streams: int, others: tuple[int, ...], other_streams: int, recorded: bool
 ) -> None:
     durations_s = {0: DURATIONS, 1: (0.03, 0.01, 0.01, 0.02)}
@@ -329,7 +329,7 @@ def test_copies_take_as_long_by_the_byte_wherever_they_come() -> None:
     assert [piece.issues for piece in copies if piece.issues] == [((0, 0, 6500),)]
 
 
-def test_units_end_in_the_midst_of_gradients_and_what_never_comes_leaves_last() -> None:
+def test_units_may_end_within_gradients_and_units_without_ready_gradients_are_launched_last() -> None:
     job = over_a_link(cuts=(4,))
     plan = Knobs(unit_bytes=4 * 1500, streams=2, transport=TransportKind.GLOO).to_plan(job.buffers[0].layout)
     dropped = job.changed(
@@ -346,12 +346,12 @@ def test_units_end_in_the_midst_of_gradients_and_what_never_comes_leaves_last() 
 
 def test_an_unknown_route_another_layout_and_missing_gradients_are_refused() -> None:
     job = over_a_link()
-    with pytest.raises(ReplayError, match=r"nothing is known of mpi flat.*known: gloo flat"):
+    with pytest.raises(ReplayError, match=r"cost of mpi flat is unknown.*known: gloo flat"):
         with_knobs(job, Knobs(unit_bytes=4000, streams=1, transport=TransportKind.MPI))
     with pytest.raises(ReplayError, match="plan is of 10 elements, buffer 0 has 6500"):
         with_plans(job, {0: plan_of((10,), (1,))})
     bare = job.changed(program=lambda _, mine: tuple(replace(piece, ready=()) for piece in mine))
-    with pytest.raises(ReplayError, match="gradients of buffer 0 come was not recorded"):
+    with pytest.raises(ReplayError, match="not every rank recorded when the gradients of buffer 0"):
         with_plans(bare, {0: plan_of(SIZES, (4,))})
 
 
@@ -389,16 +389,16 @@ def test_a_faster_link_helps_flows_only_side_by_side() -> None:
     [
         (lambda: with_link(on_one_host(), 1e9), "all ranks are on one host"),
         (lambda: with_link(over_a_link(), 0.0), "must be positive"),
-        (lambda: with_ranks(over_a_link(), 1), "two is the least"),
-        (lambda: with_faster_loader(over_a_link(), 0), "0 times as fast"),
-        (lambda: with_less_traffic(on_one_host(), 0), "0 times the bytes"),
-        (lambda: with_batches(on_one_host(), -1), "-1 times as large"),
+        (lambda: with_ranks(over_a_link(), 1), "must be at least 2"),
+        (lambda: with_faster_loader(over_a_link(), 0), "loader's speed must be positive, not 0"),
+        (lambda: with_less_traffic(on_one_host(), 0), "bytes of gradients must be positive, not 0"),
+        (lambda: with_batches(on_one_host(), -1), "batch size must be positive, not -1"),
         (lambda: knobs_of(replace(over_a_link(), buffers=()), streams=2), "no gradients were exchanged"),
         (lambda: unit_cost(on_one_host(), (TransportKind.NCCL, Algorithm.FLAT), (0, 1)),
-         r"nothing is known of nccl flat: .*\(known: gloo flat\)"),
+         r"cost of nccl flat is unknown: .*\(known: gloo flat\)"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_asked_is_refused_with_the_reason(ask: Callable[[], object], reason: str) -> None:
+def test_an_unanswerable_question_is_rejected_with_the_reason(ask: Callable[[], object], reason: str) -> None:
     with pytest.raises(ReplayError, match=reason):
         ask()
 
@@ -488,7 +488,7 @@ def test_parts_have_their_share_of_the_time_and_cuts_their_price() -> None:
     assert computed_s(in_parts(job, 8 * MB)) == pytest.approx(computed_s(job))
 
 
-def test_what_travels_is_hidden_behind_later_parts() -> None:
+def test_communication_is_hidden_behind_later_parts() -> None:
     job = compiled_job(SLOW)
     whole_s, early_s = times(in_parts(job, 8 * MB)).iteration_s, times(in_parts(job, 2 * MB)).iteration_s
     # 8 MB at 40 MB/s take 0.2 s, of which a part of four can be left at the end.
@@ -516,7 +516,7 @@ def test_gradients_go_back_to_their_block() -> None:
     assert backward_order(replace(layout, names=()), [3, 1]) == [3, 1]
 
 
-def test_theorem_1_leaves_out_what_travels_in_less_time_than_a_cut_costs() -> None:
+def test_theorem_1_ignores_communication_shorter_than_the_cost_of_a_cut() -> None:
     job = compiled_job(SLOW)
     (one,) = compiled_backwards(job)
     assert sizes_worth_trying(job) == (500_000, 666_667, 1_000_000, 1_333_334, 2_000_000, 2_666_667, 4_000_000)
@@ -539,7 +539,7 @@ def test_each_graph_is_cut_by_itself() -> None:
     assert ready(in_parts(job, 2 * MB)) == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
-def test_on_one_host_what_hands_messages_on_costs_processor_time_for_each_unit() -> None:
+def test_on_one_host_forwarding_messages_costs_processor_time_per_unit() -> None:
     link = LinkModel(alpha_s=0.001, throughput=(1e6,), host_s=0.002)
     job = replace(on_one_host(), links={GLOO: link})
     small, large = (
@@ -553,10 +553,10 @@ def test_on_one_host_what_hands_messages_on_costs_processor_time_for_each_unit()
 
 
 def remedies(job: JobModel) -> tuple[Answer, ...]:
-    return tuple(one for one in Baseline.of(job).single_remedies() if one.is_worth_saying)
+    return tuple(one for one in Baseline.of(job).single_remedies() if one.is_worth_reporting)
 
 
-def test_remedies_are_for_what_is_there_the_best_first() -> None:
+def test_possible_remedies_are_listed_best_first() -> None:
     job = over_a_link(ranks=3, slow={2: 9.0}, cuts=(4,), data_s=dict.fromkeys(range(3), 0.03))
     found = remedies(job)
     words = [one.words for one in found]
@@ -601,10 +601,10 @@ def test_where_units_are_not_of_one_size_there_is_another_plan_only() -> None:
 
 def test_no_other_plan_is_asked_for_where_a_rank_had_no_gradients() -> None:
     job = over_a_link()
-    assert unanswered(job) == ()
+    assert limitations(job) == ()
     idle = job.changed(program=lambda rank, mine: tuple(replace(one, ready=() if rank else one.ready) for one in mine))
     job = replace(job, iterations=(job.iterations[0], idle.iterations[-1]))
-    (sentence,) = unanswered(job)
+    (sentence,) = limitations(job)
     assert "a rank had no gradients of its own" in sentence
     words = [one.words for one in remedies(job)]
     assert words
@@ -638,20 +638,18 @@ SMALL_UNITS = Knobs(unit_bytes=2000, streams=2, transport=TransportKind.GLOO)
     [
         (on_one_host(cuts=(2, 4)), plan_of(SIZES, (1, 2, 3, 4)), "so much smaller units"),
         (replace(over_a_link(cuts=(4,)), links={}), SMALL_UNITS, "so much smaller units"),
-        (over_a_link(cuts=(4,), link=replace(LINK, host_s=0.01)), SMALL_UNITS, "handing such small units"),
+        (over_a_link(cuts=(4,), link=replace(LINK, host_s=0.01)), SMALL_UNITS, "passing such small units"),
         (
             over_a_link(cuts=(2, 4), link=replace(LINK, residual=0.13)),
             plan_of(SIZES, (4,)),
-            "not the same from one probe",
+            "contradict each other",
         ),
-        (on_one_host(ranks=3, capacity=2.0), plan_of(SIZES, (4,)), "take turns"),
+        (on_one_host(ranks=3, capacity=2.0), plan_of(SIZES, (4,)), "more compute threads"),
         (on_one_host(), replace(plan_of(SIZES, (4,)), transport=TransportKind.SHARED_MEMORY), "another transport"),
-        (on_one_host(), plan_of(SIZES, (4,)), "but through shared memory"),
+        (on_one_host(), plan_of(SIZES, (4,)), "only through shared memory"),
     ],
 )
-def test_what_replays_were_found_to_tell_nothing_of_is_refused(
-    job: JobModel, asked: CommPlan | Knobs, why: str
-) -> None:
+def test_questions_that_replays_cannot_answer_are_rejected(job: JobModel, asked: CommPlan | Knobs, why: str) -> None:
     (buffer,) = job.buffers
     plan = asked if isinstance(asked, CommPlan) else asked.to_plan(buffer.layout)
     assert why in (plan_refusal(job, {0: plan}) or "")
@@ -660,7 +658,7 @@ def test_what_replays_were_found_to_tell_nothing_of_is_refused(
     assert plan_refusal(over_a_link(cuts=(1, 2, 4)), {0: larger.buffers[0].plan}) is None
 
 
-def test_larger_units_through_shared_memory_and_between_hosts_are_told() -> None:
+def test_larger_units_through_shared_memory_and_between_hosts_are_predicted() -> None:
     larger = plan_of(SIZES, (4,))
     assert plan_refusal(over_a_link(cuts=(2, 4)), {0: larger}) is None
     job = on_one_host()
@@ -670,9 +668,9 @@ def test_larger_units_through_shared_memory_and_between_hosts_are_told() -> None
     assert plan_refusal(job, {0: replace(larger, transport=TransportKind.SHARED_MEMORY)}) is None
 
 
-def test_units_that_are_handed_on_for_longer_than_they_move_are_refused_as_what_ran_too() -> None:
+def test_units_dominated_by_forwarding_are_rejected_unless_the_job_ran_them() -> None:
     job = over_a_link(link=replace(LINK, host_s=0.1))
-    assert "handing such small units" in (plan_refusal(job, {0: plan_of(SIZES, (4,))}) or "")
+    assert "passing such small units" in (plan_refusal(job, {0: plan_of(SIZES, (4,))}) or "")
     assert plan_refusal(job, job.plans) is None
 
 
@@ -697,7 +695,7 @@ def test_scatter_of_the_recording_and_a_replay_that_is_off_widen_every_interval(
     assert more.high_s < noisy.high_s
 
 
-def test_between_hosts_no_interval_reaches_below_what_the_job_computes() -> None:
+def test_between_hosts_no_interval_is_below_the_jobs_computation() -> None:
     job = over_a_link()
     answer = Baseline.of(job, times(job).scaled(0.2)).answer("", job)
     assert answer.low_s == pytest.approx(computation_s(global_graph(job)) / 2)
@@ -722,7 +720,7 @@ def test_another_plan_is_compared_with_the_recorded_units_at_the_same_prices() -
     assert Baseline.of(replace(job, buffers=())).priced_s is None
 
 
-def test_answers_are_told_with_their_interval_and_doubt() -> None:
+def test_answers_are_reported_with_interval_and_doubt() -> None:
     step = times(over_a_link()).scaled(0.32 / times(over_a_link()).iteration_s)
     sure = Answer(words="x", times=step, gain=0.22, low_s=0.298, high_s=0.344, is_sure=True)
     assert sure.describe() == "320 ms a step (298 to 344), 22 % less"
@@ -730,8 +728,8 @@ def test_answers_are_told_with_their_interval_and_doubt() -> None:
     assert unsure.describe() == "320 ms a step (298 to 390), 2 % more, which is within the error"
     assert sure.overlaps(unsure)
     wide = replace(sure, low_s=0.2, high_s=0.5)
-    assert wide.describe() == "200 to 500 ms a step, so nothing that a replay can tell: only a trial does"
-    assert (sure.is_worth_saying, wide.is_worth_saying) == (True, False)
+    assert wide.describe() == "200 to 500 ms a step: too uncertain to predict, only a trial can show it"
+    assert (sure.is_worth_reporting, wide.is_worth_reporting) == (True, False)
     assert not sure.overlaps(replace(sure, low_s=0.4, high_s=0.5))
 
 

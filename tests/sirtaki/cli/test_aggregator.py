@@ -24,7 +24,7 @@ def test_it_serves_tells_its_counters_and_ends_on_sigterm(capsys: pytest.Capture
 
 
 @pytest.mark.lengthy
-def test_where_nobody_answers_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_aggregator_that_does_not_answer_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["aggregator", "--status", "127.0.0.1:9"]) == 1
     assert "no aggregator answers at 127.0.0.1:9" in capsys.readouterr().err
 

@@ -32,7 +32,7 @@ HEALTHY = doctor.DoctorFinding("a", "b", "c")
 ILL = doctor.DoctorFinding("a", "disc", "none", "it is [full]", "delete something")
 
 
-def test_the_exit_code_says_whether_something_is_wrong(monkeypatch, capsys):
+def test_the_exit_code_is_nonzero_after_a_problem(monkeypatch, capsys):
     assert answer(monkeypatch, capsys, HEALTHY)[0] == 0
     code, said = answer(monkeypatch, capsys, HEALTHY, ILL)
     assert (code, said["healthy"], said["findings"][1]["remedy"]) == (1, False, "delete something")
@@ -52,7 +52,7 @@ def test_a_problem_has_its_remedy_within_80_columns_but_paths_stay_whole(monkeyp
 
 
 @pytest.mark.lengthy
-def test_what_libraries_print_while_mpi_starts_is_no_thread_level(monkeypatch):
+def test_output_of_libraries_at_the_start_of_mpi_is_not_a_thread_level(monkeypatch):
     monkeypatch.setattr(doctor, "_MPI_START", "print('[vm:1:0] UCX  WARN old')" + doctor._MPI_START)
     assert ("thread level", "MULTIPLE") in [finding[1:3] for finding in doctor.check_mpi()]
     assert not problems(doctor.check_mpi)
@@ -66,7 +66,7 @@ def test_what_libraries_print_while_mpi_starts_is_no_thread_level(monkeypatch):
         ((128, 256), "24 streams up to 1 rank; 4 streams up to 14 ranks", True),
     ],
 )
-def test_it_says_how_many_ranks_the_limit_of_open_files_lets_streams_reach(monkeypatch, limits, says, wrong):
+def test_the_number_of_ranks_that_the_limit_of_open_files_permits_is_reported(monkeypatch, limits, says, wrong):
     monkeypatch.setattr("resource.getrlimit", lambda _: limits)
     found = doctor.open_files()
     assert says in found.value

@@ -107,7 +107,7 @@ def test_the_expected_scaling_is_plotted_as_a_page_of_its_own(
     assert len(plots) == 2
 
 
-def test_what_is_called_default_is_what_the_job_ran_untuned(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_default_names_the_setting_that_the_job_ran_untuned(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = rows(capsys, str(log), "--ranks", "4", "--link-gbit", "10")
     (untuned,) = [row for row in table if row["planner"] == "default"]
     assert (untuned["knobs"]["unit_bytes"], untuned["knobs"]["streams"]) == (MIB, 2)
@@ -117,12 +117,14 @@ def test_what_is_called_default_is_what_the_job_ran_untuned(log: Path, capsys: p
     ("options", "reason"),
     [(["--link-gbit", "10", "--plot", "{log}/inside"], "cannot be written"), ([], "--link-gbit")],
 )
-def test_what_cannot_be_done_is_one_sentence(options, reason, log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_impossible_plan_is_reported_in_one_sentence(
+    options, reason, log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", str(log), *(option.format(log=log) for option in options)]) == 1
     assert reason in capsys.readouterr().err
 
 
-def test_what_is_no_log_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_log_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     garbage = tmp_path / "garbage"
     garbage.write_text("no log\n")
     assert main(["report", str(garbage)]) == 1

@@ -101,7 +101,7 @@ def test_a_job_is_recorded_and_shown(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
-def test_what_the_rank_that_is_left_has_recorded_is_shown(
+def test_the_recording_of_the_only_remaining_rank_is_shown(
     record_script: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, killed: int
 ) -> None:
     done = record_script("-o", "here", SIRTAKI_TEST_KILL=str(killed))
@@ -149,7 +149,7 @@ def test_a_script_may_be_named_alone(tmp_path: Path, capfd: pytest.CaptureFixtur
         ("runs nothing: leave out true", ["--show", "{recorded}", "true"]),
     ],
 )
-def test_what_is_wrong_is_said_in_one_sentence(
+def test_an_error_is_reported_in_one_sentence(
     sentence: str, words: list[str], tmp_path: Path, recorded_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
@@ -196,7 +196,7 @@ def test_recorded_and_replayed_times_the_path_and_remedies_are_shown(
     assert "the links were twice as fast" in out
 
 
-def test_what_is_asked_is_answered_all_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_questions_are_answered_together(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = asked(folder, capsys, "--ranks", "6", "--streams", "1", "--unit-mib", "1", "--no-straggler")
     assert "the plan were units of 1 MiB, 1 streams, no rank were slower than most, there were 6 ranks: " in out
     assert "% more" in out or "% less" in out
@@ -205,7 +205,7 @@ def test_what_is_asked_is_answered_all_at_once(folder: Path, capsys: pytest.Capt
     assert answer["gain"] < -1
 
 
-def test_throughput_is_told_for_batches_of_other_sizes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_throughput_is_reported_for_batches_of_other_sizes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = asked(folder, capsys, "--batches", "8", "0.5")
     assert (status, err) == (0, "")
     assert re.findall(r"([\d.]+) × +\S+ ms ", out) == ["0.5", "1", "8"]
@@ -226,7 +226,7 @@ def test_throughput_is_told_for_batches_of_other_sizes(folder: Path, capsys: pyt
         asked(folder, capsys, "--batches", "0")
 
 
-def test_of_batches_whose_step_no_replay_knows_only_the_interval_is_told(
+def test_for_batches_beyond_all_replays_only_the_interval_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, out, _ = asked(written(tmp_path / "one", record(on_one_host())), capsys, "--batches", "8")
@@ -247,7 +247,7 @@ def test_a_plan_can_be_asked_for(folder: Path, tmp_path: Path, capsys: pytest.Ca
     assert (status, "is no plan" in err) == (1, True)
 
 
-def test_a_plan_that_no_replay_can_tell_of_is_refused_with_the_reason(
+def test_a_plan_that_cannot_be_replayed_is_rejected_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one = written(tmp_path / "one", record(on_one_host(cuts=(4,))))
@@ -257,12 +257,15 @@ def test_a_plan_that_no_replay_can_tell_of_is_refused_with_the_reason(
     assert "smaller units" in err
     status, out, err = optimized(one, capsys)
     assert (status, err) == (0, "")
-    assert re.search(r"Note: of \d+ more plans no replay tells anything, since what so much smaller units", out)
+    assert re.search(
+        r"Note: of \d+ more plans no replay tells anything, since the recording does not show the cost of so much",
+        out,
+    )
     assert sum(json.loads(optimized(one, capsys, "--json")[1])["search"]["refused"].values()) > 1
 
 
 @pytest.mark.parametrize("missing", [0, 2])
-def test_what_is_missing_is_said_and_the_rest_is_shown(
+def test_missing_parts_are_reported_and_the_rest_is_shown(
     folder: Path, missing: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rank_path(folder, missing).unlink()
@@ -271,7 +274,7 @@ def test_what_is_missing_is_said_and_the_rest_is_shown(
     assert f"rank {missing} of 3 is missing" in err
 
 
-def test_a_recording_without_units_shows_what_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recording_without_units_is_shown_without_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bare = recordings.with_iterations(record(on_one_host()), lambda one: replace(one, units=()))
     folder = written(tmp_path / "bare", bare)
     status, out, err = asked(folder, capsys)
@@ -287,7 +290,7 @@ def test_nonsense_gets_one_sentence(folder: Path, tmp_path: Path, capsys: pytest
     assert asked(tmp_path, capsys)[0] == 1
     status, _, err = asked(folder, capsys, "--transport", "mpi")
     assert (status, err.count("\n")) == (1, 1)
-    assert "nothing is known of mpi flat" in err
+    assert "cost of mpi flat is unknown" in err
     with pytest.raises(SystemExit):
         asked(folder, capsys, "--ranks", "none")
     one = written(tmp_path / "one", record(on_one_host()))
@@ -303,7 +306,9 @@ def drawn(tmp_path: Path) -> Path:
     return written(tmp_path / "recording", record(drawn_job(0)))
 
 
-def test_what_is_found_is_said_and_written_for_job_and_replay(drawn: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_found_plan_is_printed_and_written_for_job_and_replay(
+    drawn: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     status, out, err = optimized(drawn, capsys)
     assert (status, err) == (0, "")
     assert out.splitlines()[1].startswith("Instead of ")
@@ -337,7 +342,9 @@ def test_a_search_may_be_cut_off_and_its_plan_be_written_elsewhere(
     assert "the time was up" in out
 
 
-def test_what_changes_numbers_is_said_with_a_line_of_code(drawn: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_change_that_affects_results_is_printed_with_a_line_of_code(
+    drawn: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "bf16" not in optimized(drawn, capsys)[1]
     _, out, _ = optimized(drawn, capsys, "--allow", "bf16")
     assert "hvd.DistributedOptimizer(..., compression=hvd.Compression.bf16)" in out
@@ -411,14 +418,14 @@ def test_bad_input_gets_one_sentence(drawn: Path, tmp_path: Path, capsys: pytest
         optimized(drawn, capsys, "--limit-s", "soon")
 
 
-def test_a_replay_that_is_far_from_the_recording_is_said_to_be(
+def test_a_replay_far_from_the_recording_is_reported(
     drawn: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(optimize_command, "DOUBTFUL", -1.0)
     assert "the replay is 0.0 % " in optimized(drawn, capsys)[1]
 
 
-def test_what_cannot_be_told_from_the_best_gets_a_plan_of_its_own_and_a_trial_is_proposed(
+def test_an_undecided_alternative_gets_a_plan_file_and_a_trial_is_proposed(
     drawn: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plans = json.loads(optimized(drawn, capsys, "--json")[1])["plans"]
@@ -449,7 +456,7 @@ def with_memory(tmp_path: Path) -> Path:
     return written(tmp_path / "memory", memories.recorded_job())
 
 
-def test_what_meets_a_budget_is_said(with_memory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_remedy_that_meets_a_budget_is_reported(with_memory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = optimized(with_memory, capsys, "--memory-budget", "2.5K")
     assert (status, err) == (0, "")
     assert out.startswith("At its peak rank 0 holds 2.89 KiB (cpu), more than 2.5 KiB.")
@@ -458,11 +465,9 @@ def test_what_meets_a_budget_is_said(with_memory: Path, capsys: pytest.CaptureFi
     assert memory["remedies"][memory["chosen"]]["peak_bytes"] <= memory["budget_bytes"] == 2560
 
 
-def test_with_a_remedy_no_time_is_told_that_nobody_has_proved(
-    with_memory: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_with_a_remedy_no_unproved_time_is_reported(with_memory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = optimized(with_memory, capsys, "--memory-budget", "2.5K")
-    assert "How long a step then takes is not known until it is tried." in out
+    assert "The step time with a change is unknown until it is tried." in out
     assert " ms" not in out.split("\nNote: ")[0]
     assert "% of the step" not in out
     found = json.loads(optimized(with_memory, capsys, "--memory-budget", "2.5K", "--json")[1])
@@ -472,7 +477,7 @@ def test_with_a_remedy_no_time_is_told_that_nobody_has_proved(
     assert json.loads(optimized(with_memory, capsys, "--memory-budget", "1M", "--json")[1])["before_s"] > 0
 
 
-def test_without_a_budget_nothing_is_said_of_memory(with_memory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_budget_memory_is_not_reported(with_memory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "peak" not in optimized(with_memory, capsys)[1]
     assert "memory" not in json.loads(optimized(with_memory, capsys, "--json")[1])
 
@@ -498,7 +503,7 @@ def test_amounts_of_memory_are_read_in_powers_of_1024() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "much", "-1G", "0", "0.1", "6X", "1e9", "nan"])
-def test_what_is_no_amount_of_memory_is_said(text: str) -> None:
+def test_an_invalid_amount_of_memory_is_reported(text: str) -> None:
     with pytest.raises(ArgumentTypeError, match=f"{text!r} is not an amount of memory, such as 6G or 512M"):
         memory_bytes(text)
 
@@ -512,7 +517,7 @@ def test_the_trace_for_perfetto_is_written_into_the_folder(tmp_path: Path, capsy
     assert (tmp_path / TRACE_FILE).exists()
 
 
-def test_chakra_traces_are_counted_from_0_on_and_it_is_said_of_whom(
+def test_chakra_traces_are_numbered_from_0_and_their_ranks_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("google.protobuf", minversion="5.28")
@@ -526,7 +531,7 @@ def test_chakra_traces_are_counted_from_0_on_and_it_is_said_of_whom(
     assert not (folder / TRACE_FILE).exists()
 
 
-def test_what_cannot_be_done_is_one_sentence(
+def test_an_impossible_request_is_reported_in_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["trace", str(tmp_path / "nothing")]) == 1

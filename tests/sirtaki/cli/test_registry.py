@@ -117,7 +117,7 @@ def test_settings_of_sharded_training_are_shown_and_carried_elsewhere(run: Run, 
     assert run("shards") == ""
 
 
-def test_models_of_one_name_are_told_apart(run: Run, store: Store) -> None:
+def test_models_of_one_name_are_distinguished(run: Run, store: Store) -> None:
     entries = [make_entry(model=chain_graph([100] * layers)) for layers in (3, 4)]
     assert store.put_all(entries) == 2
     lines = run("list").splitlines()[1:]
@@ -179,7 +179,7 @@ def test_similar_draws_the_two_models(run: Run, entries: list[JobRecord], tmp_pa
         run("similar", entries[0].id, "--max-distance", 0.0, "--plot", tmp_path / "none.png")
 
 
-def test_what_is_exported_can_be_imported_elsewhere(run: Run, entries: list[JobRecord], tmp_path: Path) -> None:
+def test_exported_entries_can_be_imported_elsewhere(run: Run, entries: list[JobRecord], tmp_path: Path) -> None:
     file, elsewhere = tmp_path / "all.json", f"--registry={tmp_path / 'other.db'}"
     run("export", "-o", file)
     assert run(elsewhere, "import", file) == "imported: 3, kept as they were: 0\n"
@@ -226,7 +226,7 @@ def test_one_way_of_rows_is_exported_and_forgotten(run: Run, store: Store) -> No
     assert len(store.summaries()) == 1
 
 
-def test_import_keeps_what_is_better_here(run: Run, store: Store, tmp_path: Path) -> None:
+def test_import_keeps_better_local_entries(run: Run, store: Store, tmp_path: Path) -> None:
     file = tmp_path / "worse.json"
     store.put(make_entry(best_span_s=0.9))
     run("export", "-o", file)
@@ -247,13 +247,13 @@ def test_a_bad_import_names_entry_and_field_and_changes_nothing(
         run("import", file)
     assert store.summaries() == []
     file.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(RegistryError, match="no text"):
+    with pytest.raises(RegistryError, match="must be UTF-8 text"):
         run("import", file)
     with pytest.raises(RegistryError, match="cannot be read"):
         run("import", tmp_path / "missing.json")
 
 
-def test_prune_wants_to_know_what(run: Run, entries: list[JobRecord], store: Store) -> None:
+def test_prune_requires_a_selection(run: Run, entries: list[JobRecord], store: Store) -> None:
     with pytest.raises(RegistryError, match="--keep"):
         run("prune")
     assert run("prune", "--keep", 2) == "removed: 1\n"
@@ -277,7 +277,7 @@ def test_arguments_that_cannot_be_meant_are_refused(arguments: list[str]) -> Non
         parser.parse_args(arguments)
 
 
-def test_a_registry_that_is_off_is_said_to_be(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disabled_registry_is_reported(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SIRTAKI_REGISTRY", "off")
     with pytest.raises(RegistryError, match="is off"):
         run("list")

@@ -17,7 +17,7 @@ JOB = {
 }  # fmt: skip
 
 
-def test_a_row_says_what_a_job_does_and_what_is_not_known_is_empty() -> None:
+def test_a_row_shows_a_jobs_state_and_unknown_values_are_empty() -> None:
     shown = row({**JOB, "began_s": time.time() - 3725})
     assert shown == [
         "train.py (12)", "0 of 4, generation 2", "1:02:05", "120", "200 ms", "100 ms", "25 %",

@@ -53,6 +53,6 @@ def test_a_refusal_names_line_and_reason_and_writes_nothing(
     assert not (tmp_path / "new.py").exists()
 
 
-def test_a_script_that_is_not_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_script_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["translate", str(tmp_path / "none.py")]) == 1
     assert "the script cannot be read" in capsys.readouterr().err

@@ -57,7 +57,7 @@ def test_with_the_jobs_model_the_default_and_the_winner_are_drawn_as_timelines(l
     assert boxes["x"][0] == pytest.approx(30.0)
 
 
-def test_the_terminal_shows_what_the_page_says(log_of, tmp_path, capsys):
+def test_the_terminal_shows_the_same_facts_as_the_page(log_of, tmp_path, capsys):
     log = log_of(predicted(JOB[0], 0.21), predicted(JOB[1], 0.05), *JOB[2:])
     assert main(["report", str(log), "-o", str(tmp_path / "page.html")]) == 0
     said = " ".join(capsys.readouterr().out.split())
@@ -68,14 +68,14 @@ def test_the_terminal_shows_what_the_page_says(log_of, tmp_path, capsys):
     assert said.endswith("page.html")
 
 
-def test_a_default_that_stays_is_told_without_comparing_it_with_itself(log_of, tmp_path, capsys):
+def test_a_kept_default_is_reported_without_a_comparison(log_of, tmp_path, capsys):
     assert main(["report", str(log_of(JOB[0])), "-o", str(tmp_path / "page.html")]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "Kept: the default, gloo flat, " in said
     assert "by default (" not in said
 
 
-def test_with_the_jobs_model_the_bound_is_drawn_and_told(log_of):
+def test_with_the_jobs_model_the_lower_bound_is_drawn_and_reported(log_of):
     assert PLANNING.bound_s == pytest.approx(0.02)  # from the first ready gradient to the last
     page = render(read_log(log_of(MODEL, *JOB)))
     assert "No plan can take less than 20 ms" in page
@@ -134,7 +134,7 @@ def cells(page):
     return [[re.sub("<[^>]*>", "", cell) for cell in re.findall(r"<td.*?</td>", row)] for row in rows[1:]]
 
 
-def test_a_line_of_the_table_says_what_was_touched_which_way_was_taken_and_what_that_saves(log_with):
+def test_a_row_of_the_table_has_touched_rows_algorithm_and_saving(log_with):
     page = render(read_log(log_with(*JOB, TABLE)))
     assert cells(page) == [
         [
@@ -153,7 +153,7 @@ def test_a_line_of_the_table_says_what_was_touched_which_way_was_taken_and_what_
     assert "by Horovod&#39;s rule 6.49 MB (2.8 times as much)" in page
 
 
-def test_what_was_not_tried_and_where_nothing_was_counted_stays_empty(log_with):
+def test_untried_algorithms_and_uncounted_accesses_are_empty(log_with):
     fixed = {**HOT, "curve": [], "popular_rows": 0}
     page = render(read_log(log_with(*JOB, fixed)))
     assert cells(page)[0][3:6] == ["", HOT_COLD, ""]
@@ -169,19 +169,19 @@ def test_each_parameter_is_a_curve_with_a_dot_at_its_popular_rows(log_with):
     assert "<b>hot" not in page
 
 
-def test_the_terminal_says_it_too_also_where_all_gradients_are_sparse(log_with, capsys):
+def test_the_terminal_reports_sparse_gradients_also_where_all_are_sparse(log_with, capsys):
     for records in ([*JOB, TABLE], [TABLE]):
         assert main(["report", str(log_with(*records))]) == 0
         said = " ".join(capsys.readouterr().out.split())
         assert "Sparse gradients: a rank receives 2.34 MB" in said
-        assert "table (200000 × 64): 4.50% of rows in an iteration, 300 of them are 40% of touches; by gather" in said
+        assert "table (200000 × 64): 4.50% of rows in an iteration, 300 of them get 40% of accesses; by gather" in said
     assert said.startswith("No settings were tried: this optimizer's gradients are all sparse.")
 
 
 # ── report trust ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_credit_that_is_zero_for_all_is_said(log_of):
+def test_a_credit_of_zero_for_all_arms_is_reported(log_of):
     flat = [{**record, "auc": {"grid": 0.0}} for record in JOB[:-1]]
     assert "None has found a setting that is clearly better" in render(read_log(log_of(*flat, RESULT)))
     assert "None has found" not in render(read_log(log_of(*JOB)))
@@ -204,7 +204,7 @@ def test_planners_have_no_row_of_credit_while_their_model_is_not_believed(log_of
     assert credits_of(render(read_log(log_of(*records)))) == {"grid": [0.5] * 3, "libra": [0.5, None, None]}
 
 
-def test_every_prediction_is_drawn_against_what_was_measured_and_a_doubted_model_is_said_to_be(log_of):
+def test_every_prediction_is_drawn_against_its_measurement_and_a_distrusted_model_is_named(log_of):
     page = render(read_log(log_of(predicted(JOB[0], 0.21), predicted(JOB[1], 0.05), JOB[2], RESULT)))
     assert "<h2>Predicted and measured</h2>" in page
     titles = figures(page)[3].texts()
@@ -230,7 +230,7 @@ def test_a_trial_is_a_dot_in_its_arms_row_and_a_repetition_in_the_finals_is_none
 # ── report words ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_page_says_what_was_kept_and_what_it_gained_and_of_steps_where_the_log_knows(log_of):
+def test_the_page_reports_the_kept_setting_its_gain_and_known_step_times(log_of):
     page = render(read_log(log_of(*JOB)))
     assert all(words in page for words in ("512 KiB units, 4 streams", "200 ms by default (2.00× faster)"))
     assert ("A step takes" in page, "the budget was used up" in page) == (False, True)
@@ -261,7 +261,7 @@ def test_a_kept_setting_that_is_not_the_fastest_of_all_is_explained(log_of):
         (knobs().but(threads=1024), "with 1024 GPU threads each"),
     ],
 )
-def test_the_chosen_knobs_are_told_in_words(log_of, setting, words):
+def test_the_chosen_knobs_are_described_in_words(log_of, setting, words):
     record = RESULT | {"knobs": setting.to_json()}
     assert words in render(read_log(log_of(*JOB[:-1], record)))
 
@@ -270,7 +270,7 @@ def of_one_tuner(*records):
     return [{**record, "version": 2, "tuner": "1f2e"} for record in records]
 
 
-def test_a_re_tune_is_told_and_leaves_what_the_warm_up_has_found_as_it_is(log_of):
+def test_a_re_tune_is_reported_and_the_warm_ups_result_is_unchanged(log_of):
     again = {**RESULT, "iteration": 130, "knobs": knobs(512, 1).to_json(), "default_span_s": 0.4, "best_span_s": 0.2}
     retune = {"event": "retune", "iteration": 112, "ratio": 4.04, "running": RESULT["knobs"]}
     path = log_of(*of_one_tuner(*JOB, retune, trial(115, "default", knobs(512, 4), 0.4, 0.4, "default"), again))
@@ -283,7 +283,7 @@ def test_a_re_tune_is_told_and_leaves_what_the_warm_up_has_found_as_it_is(log_of
     assert "2.00× faster than what ran" in page
 
 
-def test_of_a_re_tune_that_found_nothing_or_did_not_end_that_is_said(log_of):
+def test_a_re_tune_without_a_result_or_an_end_is_reported(log_of):
     retune = {"event": "retune", "iteration": 112, "ratio": None, "running": RESULT["knobs"]}
     assert "the log ends before another setting was chosen" in render(read_log(log_of(*of_one_tuner(*JOB, retune))))
     assert "nothing better was found" in render(read_log(log_of(*of_one_tuner(*JOB, retune, RESULT))))

@@ -79,7 +79,7 @@ def start(stderr: io.StringIO, settings: Settings = DEFAULTS) -> None:
         start_logging(settings, 0)
 
 
-def test_a_bar_stands_below_what_a_script_prints_and_goes_when_something_is_found(terminal: Terminal) -> None:
+def test_a_bar_is_below_a_scripts_output_and_disappears_at_the_result(terminal: Terminal) -> None:
     start(terminal)
     logger = logging.getLogger("sirtaki.test")
     log_progress(logger, PROGRESS)
@@ -125,7 +125,7 @@ def test_no_bar_is_drawn_where_only_warnings_are_wanted(terminal: Terminal) -> N
     assert terminal.getvalue() == ""
 
 
-def test_what_is_no_terminal_gets_lines(terminal: Terminal) -> None:
+def test_output_without_a_terminal_is_lines(terminal: Terminal) -> None:
     plain = io.StringIO()
     start(plain)
     log_progress(logging.getLogger("sirtaki.test"), PROGRESS)

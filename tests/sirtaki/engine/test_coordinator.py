@@ -95,7 +95,7 @@ def run(job: KnobJob, spans_s: dict[Knobs, float]) -> int:
     return job.run(lambda knobs: (spans_s.get(knobs, 1.0), math.nan))
 
 
-def test_a_warm_up_begins_with_the_default_and_what_it_finds_runs_from_then_on(
+def test_a_warm_up_begins_with_the_default_and_ends_with_the_found_setting(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -121,14 +121,14 @@ def test_a_better_setting_takes_over_within_the_budget(caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize("arm", [Proposes(DEFAULT), Proposes()])
-def test_what_runs_stays_where_nothing_is_better_or_the_search_fails(arm: Proposes) -> None:
+def test_the_current_setting_stays_if_nothing_is_better_or_the_search_fails(arm: Proposes) -> None:
     job = after_warm_up(arm)
     run(job, {WINNER: 0.5})
     assert job.running == WINNER
     assert not job.controller.failed
 
 
-def test_a_job_that_ends_in_a_re_tune_leaves_what_ran(tmp_path: Path) -> None:
+def test_a_job_that_ends_in_a_re_tune_keeps_the_current_setting(tmp_path: Path) -> None:
     job = after_warm_up(Proposes(DEFAULT), tmp_path / "log")
     job.search_of_knobs.remember(job.controller.release(job))
     run(job, {})
@@ -148,7 +148,7 @@ class Listener(Watcher):
         self.decisions.append(event)
 
 
-def test_watchers_hear_of_every_trial_and_of_what_it_led_to() -> None:
+def test_watchers_get_every_trial_and_its_decision() -> None:
     listener, job = Listener(), begun(Proposes(WINNER))
     watchers.add(listener)
     try:
@@ -249,7 +249,7 @@ def test_a_winner_runs_on_where_it_has_won_and_begins_the_search_elsewhere() -> 
     assert WINNER in tried(elsewhere)[:3]
 
 
-def test_ranks_that_come_back_find_what_they_had_found() -> None:
+def test_ranks_of_a_new_generation_use_the_found_setting() -> None:
     brought = CarriedTuning()
     brought.leave("model", carried(DEFAULT, settled=True))
     brought.leave("model", carried(WINNER, settled=True))
@@ -258,7 +258,7 @@ def test_ranks_that_come_back_find_what_they_had_found() -> None:
     assert next_generation(*brought.of("model"), goes_on=True).running == WINNER
 
 
-def test_what_earlier_generations_ran_is_left_for_the_default_where_it_cannot_be_run() -> None:
+def test_an_earlier_generations_setting_that_cannot_run_is_replaced_by_the_default() -> None:
     job = made(before=[carried(WINNER, settled=True)], place=HERE)
     job.broken.add(WINNER)
     job.begin()
@@ -311,19 +311,19 @@ def session(*spans_s: float) -> TuningSession:
     return job
 
 
-def test_what_is_seen_is_told_in_milliseconds_a_step_and_as_not_yet_proved() -> None:
+def test_progress_is_logged_in_milliseconds_per_step_and_as_not_yet_confirmed() -> None:
     nothing = describe_progress(session(), None)
     assert nothing.line() == (
-        "tuning, step 0 of at most 100: now measuring the default: gloo flat, 32 MiB units, 1 stream"
+        "tuning, step 0 of at most 250: now measuring the default: gloo flat, 32 MiB units, 1 stream"
     )
-    assert nothing.bar().startswith("tuning [.....] 0/100; now measuring the default: ")
+    assert nothing.bar().startswith("tuning [.....] 0/250; now measuring the default: ")
     assert describe_progress(session(0.2), USUAL).line() == (
-        "tuning, step 3 of at most 100, at most 29 s more: nothing seen that beats the default (300 ms); "
+        "tuning, step 3 of at most 250, at most 29 s more: nothing seen that beats the default (300 ms); "
         "now trying: gloo flat, 32 MiB units, 2 streams"
     )
     progress = describe_progress(session(0.2, 0.15, 0.15), USUAL)
     assert progress.line().startswith(
-        "tuning, step 6 of at most 100, at most 24 s more: fastest seen so far, not yet proved: "
+        "tuning, step 6 of at most 250, at most 24 s more: fastest seen so far, not yet proved: "
         "50 ms a step less (300 ms → 250 ms); "
         "now"
     )
@@ -332,7 +332,7 @@ def test_what_is_seen_is_told_in_milliseconds_a_step_and_as_not_yet_proved() -> 
     assert len(longest.bar()) < 80
 
 
-def test_the_result_says_what_is_proved_and_of_a_search_cut_short_that_nothing_is() -> None:
+def test_the_result_reports_proofs_and_none_for_a_search_cut_short() -> None:
     found = session(0.2, 0.15, 0.15).result
     assert "1 stream" not in describe_result(found, USUAL, "the search technique two")
     assert "not yet proved" in describe_result(found, USUAL, "the search technique two")
@@ -344,7 +344,7 @@ def test_the_result_says_what_is_proved_and_of_a_search_cut_short_that_nothing_i
     assert "2 streams, proposed by the search technique two" in said
 
 
-def test_why_a_re_tune_begins_is_told_also_where_the_ratio_is_unknown() -> None:
+def test_the_reason_of_a_re_tune_is_logged_also_with_an_unknown_ratio() -> None:
     assert describe_change(0.2, 20).startswith("communication is 5 times as fast as when this setting was chosen")
     assert describe_change(2.34, 20).startswith("communication takes 2.3 times as long as when this setting was chosen")
     assert describe_change(math.nan, 20).startswith(

@@ -54,7 +54,7 @@ def by_nccl(index: int, how: str) -> Opened:
         (["cuda"], TransportKind.STAGED, {**HOST, "device": "cuda 3"}),
     ],
 )
-def test_nccl_reduces_gradients_on_gpus_unless_told_otherwise(
+def test_nccl_reduces_gradients_on_gpus_by_default(
     places: list[str], transport: TransportKind | None, wanted: Opened, opened: Opened
 ) -> None:
     params: list[Any] = [SimpleNamespace(device=torch.device(place)) for place in places]

@@ -31,7 +31,7 @@ def test_everything_is_closed_in_order_by_another_thread(caplog: pytest.LogCaptu
     assert closed == [0, 1, 2, 3]
 
 
-def test_nobody_waits_for_what_was_never_started() -> None:
+def test_draining_and_stopping_an_unused_disposal_does_not_block() -> None:
     disposal = Disposal()
     disposal.drain()
     disposal.stop()

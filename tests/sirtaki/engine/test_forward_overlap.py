@@ -124,7 +124,7 @@ def test_two_iterations_prepare_it_and_then_all_ranks_have_one_order() -> None:
     assert not overlap.ready
 
 
-def test_where_nobody_knows_the_order_stays() -> None:
+def test_with_an_unknown_order_the_units_stay_unchanged() -> None:
     control = Control([0.0] * 9)
     pipeline = Pipeline(control)
     overlap = overlap_of(pipeline, control)
@@ -195,14 +195,14 @@ def test_it_is_not_used_where_iterations_are_as_fast_without(monkeypatch: pytest
     assert played.pipeline.knobs == KNOBS
 
 
-def test_what_a_replayed_iteration_is_about_shortest_with_is_tried_after_the_tuners_choice(
+def test_the_best_replayed_order_is_tried_after_the_tuners_choice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def replayed_s(units: list[ScheduledUnit], come_s: list[float], pace: Any, *, forward_s: float, link: Any) -> float:
         assert (len(units), forward_s, link) == (len(come_s), 0.0, LINK)
         return 10.0 + abs(len(units) - 12) / (1 + len({unit.stream for unit in units}))
 
-    monkeypatch.setattr(forward_overlap, "put_off_iteration_s", replayed_s)
+    monkeypatch.setattr(forward_overlap, "deferred_iteration_s", replayed_s)
     played = Played(monkeypatch, link=LINK)
     played.search()
     tried = list(dict.fromkeys(played.pipeline.applied))[:3]
@@ -212,7 +212,7 @@ def test_what_a_replayed_iteration_is_about_shortest_with_is_tried_after_the_tun
     assert counts[1:] == [13, 13]
 
 
-def test_another_order_ends_a_search_and_keeps_what_one_has_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_order_ends_a_search_and_keeps_a_found_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     played = Played(monkeypatch)
     played.iterate(2 + 3 * MEASUREMENT)
     assert played.overlap.trying
@@ -298,7 +298,7 @@ def test_where_it_gains_nothing_noise_hardly_ever_keeps_it() -> None:
     assert kept <= 4
 
 
-def test_what_the_user_has_fixed_is_not_tried_otherwise() -> None:
+def test_knobs_fixed_by_the_user_are_not_tried_otherwise() -> None:
     fixed = KnobSpace(routes=TRIED_SPACE.routes, unit_bytes=(2 * MIB, 2 * MIB), streams=(4,))
     run, _ = play(lambda choice: 1.0, made(space=fixed))
     assert {choice.knobs for choice in run} == {TUNED}
@@ -331,7 +331,7 @@ def test_the_last_units_are_a_half_and_a_quarter_of_the_others(unit_bytes: int, 
     assert units[0] == pytest.approx(unit, rel=0.5)
 
 
-def test_what_is_expected_to_be_fast_is_tried_first_and_then_the_neighbours_of_what_was() -> None:
+def test_the_fastest_predictions_are_tried_first_and_then_neighbours_of_the_best() -> None:
     arm, units = made(), dict[Knobs, int]()
 
     def expected_s(knobs: Knobs) -> float:
@@ -359,11 +359,11 @@ def test_where_nothing_can_be_expected_it_begins_with_smaller_units() -> None:
     assert tried[1].unit_bytes == LAYOUT.total_bytes // UNITS
 
 
-def test_the_log_says_what_is_proved_or_how_fast_it_was_at_best() -> None:
+def test_the_log_reports_the_proved_gain_or_the_best_measurement() -> None:
     _, faster = play(lambda choice: 0.8 if choice.puts_off else 1.0)
     assert "overlap_forward: iterations are 25.0 % faster" in describe_overlap(faster, TUNED)
     assert ": 800 ms instead of 1000 ms; 2 MiB units on 4 streams" in describe_overlap(faster, TUNED)
     _, slower = play(lambda choice: 1.2 if choice.puts_off else 1.0)
     said = describe_overlap(slower, TUNED)
-    assert said.startswith("overlap_forward: not used, because nothing ")
+    assert said.startswith("overlap_forward: not used, because no setting ")
     assert said.endswith("(1000 ms an iteration without it, 1200 ms with it at best)")

@@ -69,7 +69,7 @@ class Source:
         self.n_finished += 1
 
 
-def test_a_rank_says_where_it_comes_from() -> None:
+def test_a_rank_reports_its_host_and_addresses() -> None:
     membership = Source(True, False)
     elastic = Generations(membership)
     assert not elastic.in_step
@@ -106,7 +106,7 @@ def test_where_there_is_no_next_generation_it_is_no_failure_of_communication() -
         Generations(Source(CommError("too few hosts"))).join_next(Settings())
 
 
-def test_who_is_dismissed_has_not_finished_the_job() -> None:
+def test_a_dismissed_rank_has_not_finished_the_job() -> None:
     membership = Source(Dismissed("its host is drained"))
     elastic = Generations(membership)
     with pytest.raises(Dismissed):
@@ -115,7 +115,7 @@ def test_who_is_dismissed_has_not_finished_the_job() -> None:
     assert membership.n_finished == 0
 
 
-def test_who_is_registered_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registered_object_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generations, "of_process", None)
     try:
         register(lambda: None)
@@ -179,7 +179,7 @@ def joined(client: AgentClient, agent: Agent, **changes: Any) -> Generation:
     return found[0]
 
 
-def test_a_rank_says_what_it_has_and_hears_who_the_members_are(ends: tuple[AgentClient, Agent]) -> None:
+def test_a_rank_sends_its_state_and_receives_the_members(ends: tuple[AgentClient, Agent]) -> None:
     client, agent = ends
     thread, found = join(client, after=3, has_state=True)
     asked = agent.hear()
@@ -213,7 +213,7 @@ def test_changes_add_up_until_the_next_generation(ends: tuple[AgentClient, Agent
 
 
 @pytest.mark.parametrize("when", ["while it meets the others", "before it asks", "while it trains"])
-def test_a_rank_hears_of_a_member_that_has_died_and_fails_what_waits_for_it(
+def test_a_rank_learns_of_a_dead_member_and_fails_operations_that_wait_for_it(
     ends: tuple[AgentClient, Agent], when: str
 ) -> None:
     client, agent = ends
@@ -237,7 +237,7 @@ def test_a_rank_hears_of_a_member_that_has_died_and_fails_what_waits_for_it(
     assert "host d is lost" not in told  # it concerns another generation, for which nobody has asked
 
 
-def test_a_rank_that_has_computed_for_long_says_so_once(
+def test_a_rank_that_computes_for_long_reports_it_once(
     ends: tuple[AgentClient, Agent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, agent = ends
@@ -250,7 +250,7 @@ def test_a_rank_that_has_computed_for_long_says_so_once(
     assert [round(message.seconds) for message in agent.channel.receive() if isinstance(message, Patience)] == [40, 51]
 
 
-def test_a_rank_that_is_dismissed_is_told(ends: tuple[AgentClient, Agent]) -> None:
+def test_a_dismissed_rank_is_notified(ends: tuple[AgentClient, Agent]) -> None:
     client, agent = ends
     thread, found = join(client)
     agent.hear()
@@ -259,7 +259,7 @@ def test_a_rank_that_is_dismissed_is_told(ends: tuple[AgentClient, Agent]) -> No
     assert isinstance(found[0], Dismissed)
 
 
-def test_nobody_waits_for_an_agent_that_is_gone_nor_for_ever(ends: tuple[AgentClient, Agent]) -> None:
+def test_waiting_for_an_agent_ends_when_it_exits_or_at_the_time_limit(ends: tuple[AgentClient, Agent]) -> None:
     client, agent = ends
     with pytest.raises(CommError, match="in time"):
         client.join(after=0, has_state=False, timeout_s=0.1)
@@ -281,12 +281,12 @@ def test_the_socket_is_found_in_the_environment_and_not_passed_on() -> None:
     assert open_agent(interface=None, environ={}) is None
 
 
-def test_a_process_that_has_inherited_the_variable_only_is_told_so() -> None:
+def test_a_process_that_inherited_only_the_variable_gets_an_error() -> None:
     with pytest.raises(ConfigError, match="Was it started by a rank"):
         open_agent(interface=None, environ={AGENT: "9999,one"})
 
 
-def test_ranks_meet_under_one_name_only_if_they_were_told_the_same() -> None:
+def test_ranks_meet_only_if_they_have_the_same_membership() -> None:
     def name(*ports: int) -> str:
         members = tuple(Member(host=("h",), addresses=(("127.0.0.1", port),)) for port in ports)
         return Membership(generation=4, members=members, name="job", secret="").mesh_name
@@ -364,7 +364,7 @@ def test_survivors_of_one_host_meet_at_loopback_alone() -> None:
     assert [rank.n_shrunk for rank in world.ranks] == [0, 0, 0]
 
 
-def test_who_holds_the_jobs_state_comes_first_and_the_number_is_past_everybodys() -> None:
+def test_ranks_with_the_jobs_state_are_first_and_the_next_number_exceeds_all_members() -> None:
     world = World(3)
     told = at_once(
         lambda rank: join_left(rank, after=4 if rank.origin == 1 else 3, has_state=rank.origin > 0), world.ranks
@@ -416,7 +416,7 @@ def test_a_loss_while_they_meet_begins_it_again(monkeypatch: pytest.MonkeyPatch)
     close_places(generation)
 
 
-def test_a_loss_is_a_change_and_nobody_waits_for_the_lost() -> None:
+def test_a_loss_is_a_change_and_no_rank_waits_for_the_lost_one() -> None:
     (rank,) = World(1).ranks
     membership = SurvivingMembership(rank, interface="lo")  # type: ignore[arg-type]
     assert membership.change() == Change(0)

@@ -52,7 +52,7 @@ def test_a_file_holds_knobs_and_the_units_that_they_come_to(tmp_path: Path) -> N
         assert GivenPlan.read(path) == replace(GIVEN, source=str(tmp_path / "plan.json"))
 
 
-def test_a_file_says_what_nccl_is_told_and_asks_for_nccl() -> None:
+def test_a_plan_file_with_nccl_settings_needs_nccl() -> None:
     told = NcclWays(small=NcclWay.RING_LL)
     given = replace(GIVEN, knobs=KNOBS.but(transport=TransportKind.NCCL, nccl=told))
     data = json.loads(json.dumps(given.to_json()))
@@ -60,11 +60,11 @@ def test_a_file_says_what_nccl_is_told_and_asks_for_nccl() -> None:
     assert [unit["nccl"] for unit in data["units"]] == ["ring/ll", "ring/ll"]
     assert CommPlan.from_json(data) == given.knobs.to_plan(LAYOUTS[0])
     over_nccl = replace(SPACE, routes=((TransportKind.NCCL, Algorithm.FLAT),))
-    assert "is not possible here" in given.misfit(LAYOUTS, 4, over_nccl)  # where the user has set NCCL_ALGO
+    assert "is not possible on this machine" in given.misfit(LAYOUTS, 4, over_nccl)  # where the user has set NCCL_ALGO
     assert given.misfit(LAYOUTS, 4, replace(over_nccl, nccl=(told,))) == ""
 
 
-def test_what_it_says_of_compiled_graphs_is_read_by_itself(tmp_path: Path) -> None:
+def test_the_part_on_compiled_graphs_is_read_separately(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     for part_bytes in (None, 0, 3_000_000):
         path.write_text(json.dumps(replace(GIVEN, part_bytes=part_bytes).to_json()))
@@ -80,26 +80,26 @@ def test_what_it_says_of_compiled_graphs_is_read_by_itself(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"version": 2}, "is a plan of version 2, and this Sirtaki reads version 1"),
-        ({"format": "other"}, "is no plan that `sirtaki optimize` has written"),
-        ({"knobs": {}}, "is no whole plan"),
-        ({"sizes": [["many"]]}, "is no whole plan"),
-        ({"ranks": None}, "is no whole plan"),
+        ({"version": 2}, "is a plan of version 2, but this release reads version 1"),
+        ({"format": "other"}, "is not a plan written by `sirtaki optimize`"),
+        ({"knobs": {}}, "is not a complete plan"),
+        ({"sizes": [["many"]]}, "is not a complete plan"),
+        ({"ranks": None}, "is not a complete plan"),
     ],
 )
-def test_what_is_no_plan_is_refused_in_words(changes: dict[str, Any], words: str) -> None:
+def test_an_invalid_plan_file_is_rejected_with_a_message(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         GivenPlan.from_json({**GIVEN.to_json(), **changes}, source="x")
 
 
-def test_what_cannot_be_read_is_told_to_all_ranks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unreadable_plan_file_is_reported_on_all_ranks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ConfigError, match=r"SIRTAKI_PLAN: the plan .*nowhere cannot be read: No such file"):
         given_to_all(ranks(), str(tmp_path / "nowhere"))
     (tmp_path / "broken").write_text("{")
-    with pytest.raises(ConfigError, match="is no plan: it is not JSON"):
+    with pytest.raises(ConfigError, match="is not a plan: it is not JSON"):
         given_to_all(ranks(), str(tmp_path / "broken"))
     assert given_to_all(ranks(), str(tmp_path / "nowhere"), ranks_stay=False) is None
-    assert "nowhere cannot be read: No such file or directory; it is left alone" in caplog.text
+    assert "nowhere cannot be read: No such file or directory; the plan is ignored" in caplog.text
     assert given_to_all(ranks(), None) is None
     assert given_to_all(ranks(1), str(tmp_path / "nowhere")) is None  # rank 0 reads
 
@@ -107,18 +107,23 @@ def test_what_cannot_be_read_is_told_to_all_ranks(tmp_path: Path, caplog: pytest
 @pytest.mark.parametrize(
     ("layouts", "size", "space", "words"),
     [
-        (LAYOUTS, 2, SPACE, "is for 4 ranks, and here are 2"),
+        (LAYOUTS, 2, SPACE, "is for 4 ranks, but this job has 2"),
         (
             [GradientLayout(sizes=(30_000, 70_000, 2))],
             4,
             SPACE,
-            "is for other gradients: 3 of 100002 elements in all, and here are 2 of 100002",
+            "is for other gradients: 3 of 100002 elements in all, but this model has 2 of 100002",
         ),
-        (LAYOUTS, 4, replace(SPACE, streams=(1,)), "is not possible here, or not with what settings fix: gloo flat"),
+        (
+            LAYOUTS,
+            4,
+            replace(SPACE, streams=(1,)),
+            "is not possible on this machine or with the fixed settings: gloo flat",
+        ),
         (LAYOUTS * 2, 4, SPACE, "is for other gradients"),
     ],
 )
-def test_what_does_not_fit_is_left_alone_or_if_it_must_run_an_error(
+def test_a_plan_that_does_not_fit_is_ignored_or_an_error_if_it_is_required(
     layouts: list[GradientLayout], size: int, space: KnobSpace, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(ConfigError, match=f"SIRTAKI_PLAN: the plan plan.json {words}"):
@@ -127,7 +132,7 @@ def test_what_does_not_fit_is_left_alone_or_if_it_must_run_an_error(
         assert GIVEN.accepted(layouts, ranks(rank, size), space, must_run=False) is None
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert words in caplog.text
-    assert "it is left alone" in caplog.text
+    assert "the plan is ignored" in caplog.text
 
 
 def test_gradients_may_come_in_another_order(caplog: pytest.LogCaptureFixture) -> None:

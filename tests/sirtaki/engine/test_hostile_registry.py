@@ -114,7 +114,7 @@ def fresh(folder: Path) -> Path:
 @pytest.mark.lengthy
 @given(st.data())
 @settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_warm_up_ends_well_whatever_is_remembered(entries: Path, tmp_path: Path, data: st.DataObject) -> None:
+def test_a_warm_up_ends_well_with_any_remembered_setting(entries: Path, tmp_path: Path, data: st.DataObject) -> None:
     registry = fresh(tmp_path)
     registry.write_bytes(entries.read_bytes())
     connection = sqlite3.connect(registry)
@@ -134,7 +134,7 @@ def test_a_warm_up_ends_well_whatever_is_remembered(entries: Path, tmp_path: Pat
 @pytest.mark.lengthy
 @given(st.data())
 @settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_warm_up_ends_well_whatever_bytes_have_changed(entries: Path, tmp_path: Path, data: st.DataObject) -> None:
+def test_a_warm_up_ends_well_with_any_changed_bytes(entries: Path, tmp_path: Path, data: st.DataObject) -> None:
     registry = fresh(tmp_path)
     raw = bytearray(entries.read_bytes())
     for _ in range(data.draw(st.integers(1, 3))):
@@ -169,7 +169,7 @@ def faults() -> list[tuple[str, str]]:
 
 @pytest.mark.lengthy
 @pytest.mark.parametrize(("place", "says"), faults(), ids=lambda value: value.rpartition(".")[2])
-def test_a_fault_anywhere_is_told_once_and_tuning_goes_on_without_it(
+def test_a_fault_anywhere_is_logged_once_and_tuning_continues_without_the_registry(
     place: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fault(*args: object, **options: object) -> None:

@@ -33,7 +33,7 @@ def framed(text: bytes) -> bytes:
     return struct.pack("<I", len(text)) + text
 
 
-def test_messages_come_whole_whatever_the_pieces(ends: tuple[JsonChannel[Count], socket.socket]) -> None:
+def test_messages_arrive_complete_in_any_pieces(ends: tuple[JsonChannel[Count], socket.socket]) -> None:
     channel, other = ends
     sent = [Count(number, "ä" * number) for number in range(5)]
     data = b"".join(map(encoded, sent))
@@ -62,7 +62,7 @@ def test_messages_come_whole_whatever_the_pieces(ends: tuple[JsonChannel[Count],
         (framed(b'{"type":"Count"}'), "number"),
     ],
 )
-def test_what_is_unknown_or_damaged_ends_the_connection_by_name(
+def test_an_unknown_or_damaged_message_ends_the_connection_with_its_name(
     ends: tuple[JsonChannel[Count], socket.socket], data: bytes, named: str
 ) -> None:
     channel, other = ends
@@ -71,7 +71,7 @@ def test_what_is_unknown_or_damaged_ends_the_connection_by_name(
         channel.receive()
 
 
-def test_who_does_not_read_holds_nobody_up(ends: tuple[JsonChannel[Count], socket.socket]) -> None:
+def test_a_peer_that_does_not_read_does_not_block_the_sender(ends: tuple[JsonChannel[Count], socket.socket]) -> None:
     channel, other = ends
     message = Count(1, "x" * 1_000_000)
     channel.send(message)
@@ -91,7 +91,7 @@ def test_who_does_not_read_holds_nobody_up(ends: tuple[JsonChannel[Count], socke
         assert [chosen.data for chosen, _ in events.select(5.0)] == ["reader"]  # which finds the end
 
 
-def test_what_is_sent_to_nobody_is_dropped(ends: tuple[JsonChannel[Count], socket.socket]) -> None:
+def test_a_message_without_a_receiver_is_dropped(ends: tuple[JsonChannel[Count], socket.socket]) -> None:
     channel, other = ends
     other.close()
     for _ in range(3):

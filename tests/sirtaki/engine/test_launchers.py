@@ -68,7 +68,7 @@ def test_a_launcher_that_meant_more_ranks_than_mpi_sees_is_refused_with_the_reme
         ({"PMI_SIZE": "?"}, 1),
     ],
 )
-def test_a_world_as_large_as_its_launcher_says_is_accepted(environ, size):
+def test_a_world_of_the_launchers_size_is_accepted(environ, size):
     check_world_size(size, environ)
 
 
@@ -97,7 +97,7 @@ def test_torchruns_variables_are_a_place():
     assert (alone.size, alone.port) == (1, 0)
 
 
-def test_tasks_of_srun_meet_at_its_first_node_unless_told_otherwise():
+def test_tasks_of_srun_meet_at_its_first_node_by_default():
     place = torch_place(SRUN)
     assert place is not None
     assert (place.rank, place.size, place.host, place.attempt) == (5, 8, "node1", "slurm/7.0/0")
@@ -162,7 +162,7 @@ def test_a_task_knows_its_place_where_nodes_have_different_numbers_of_them():
     assert place.host == "gpu03"
 
 
-def test_one_task_has_no_place_nor_has_what_another_launcher_has_started():
+def test_one_task_alone_and_tasks_of_another_launcher_have_no_place():
     assert step_place(STEP | {"SLURM_STEP_NUM_TASKS": "1"}) is None
     assert step_place({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}) is None
     for name in ("OMPI_COMM_WORLD_SIZE", "MPI_LOCALRANKID", "TORCHELASTIC_RUN_ID"):

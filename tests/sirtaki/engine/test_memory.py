@@ -40,7 +40,7 @@ def found(memory: SettingsMemory, key: EntryKey) -> JobRecord | None:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_later_job_recalls_what_an_earlier_one_kept_unless_it_refuses_it(
+def test_a_later_job_recalls_an_earlier_ones_record_unless_it_is_rejected(
     record: StoredSetting, wanted: object, path: Path
 ) -> None:
     for memory in (SettingsMemory(str(path)), SettingsMemory(REGISTRY_OFF)):
@@ -67,7 +67,7 @@ def test_the_setting_of_a_job_with_as_much_memory_or_the_least_above_is_recalled
     )
 
 
-def test_what_fails_while_a_record_is_used_is_one_warning(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_while_a_record_is_used_is_one_warning(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     memory = SettingsMemory(str(path))
     memory.keep(make_way(created_s=time.time()))
     for _ in range(2):

@@ -49,7 +49,7 @@ def test_one_of_another_vendor_or_version_is_passed_over(install, tmp_path):
         ("MVAPICH", (3, 0), MPICH),
     ],
 )
-def test_each_vendor_is_known_by_what_its_mpiexec_says(install, vendor, version, answer):
+def test_each_mpi_library_is_recognised_by_its_mpiexecs_output(install, vendor, version, answer):
     own = install("path", answer)
     assert find_mpiexec(library(vendor=vendor, version=version)) == own
     assert library(vendor=vendor).launcher is Launcher.HYDRA

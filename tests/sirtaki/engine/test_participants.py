@@ -37,7 +37,7 @@ def test_in_use_are_the_newest_and_the_one_that_was_stepped_last() -> None:
     assert second not in participants.in_use
 
 
-def test_what_all_have_put_off_is_settled_and_none_is_kept_alive_by_that() -> None:
+def test_iterations_that_all_ranks_have_deferred_are_drained_without_references_to_them() -> None:
     class Late(Reducer):
         settled = 0
 

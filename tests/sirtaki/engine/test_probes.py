@@ -117,7 +117,7 @@ def test_many_streams_are_probed_where_each_flow_is_capped() -> None:
     assert 16 in {streams for _, streams in taken}
 
 
-def test_what_is_needed_is_probed_by_the_least_that_tells_something_however_late_it_is() -> None:
+def test_a_late_warm_up_still_takes_the_fewest_probes_that_suffice() -> None:
     budget = ProbeBudget((1.0, 20.0))
     assert budget.size(SMALL_BYTES, 1, left_s=-1.0, needed_more=3) == ProbeSize(unit_bytes=SMALL_BYTES, rounds=1)
     assert budget.size(MIB, 4, left_s=-1.0, needed_more=1) == ProbeSize(unit_bytes=LEAST_LARGE_BYTES, rounds=1)
@@ -192,7 +192,7 @@ def test_routes_that_were_not_probed_again_may_be_chosen_and_only_some_of_them_p
     assert found.promising.routes == (SHARED, GLOO)
 
 
-def test_without_probes_nobody_tunes_threads() -> None:
+def test_without_probes_threads_are_not_tuned() -> None:
     found = without_planners(KnobSpace(routes=(GLOO,), threads=(None, 512)))
     assert found.space.threads == found.promising.threads == (None,)
     assert found.links == {}
@@ -235,7 +235,7 @@ def test_several_allowances_are_offered_where_their_communicators_may_overlap(
     assert space.streams[-1] == streams
 
 
-def test_nccl_may_be_told_what_was_clearly_faster_alone_than_what_it_decides() -> None:
+def test_nccl_settings_are_tried_if_they_were_clearly_faster_in_probes() -> None:
     space = knob_space(NcclRouter(24), Settings.from_environ({}), 64 * MIB)  # type: ignore[arg-type]
     sizes = [size for of_class in WAY_BYTES for size in of_class]
     probed = {(way, size): 1.0 for way in (None, *NcclWay) for size in sizes}

@@ -53,7 +53,7 @@ def test_the_nearest_launcher_decides(environ: dict[str, str], expected: Backend
         assert choose_backend(Settings(control=backend), environ) is backend
 
 
-def test_a_rank_that_nobody_has_launched_needs_mpi_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_a_launcher_needs_mpi_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_backend(Settings.from_environ({"SIRTAKI_TRANSPORT": "mpi"}), {}) is Backend.MPI
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", object())  # the script has it
     assert choose_backend(Settings(), {}) is Backend.MPI
@@ -108,7 +108,7 @@ def test_ranks_that_meet_in_a_store_listen_beyond_loopback_only_if_they_have_sev
     close([mesh._links for mesh in meshes])  # type: ignore[attr-defined]
 
 
-def test_a_secret_of_the_users_is_told_to_nobody_and_all_or_none_must_have_one() -> None:
+def test_a_users_secret_is_not_shown_and_all_ranks_or_none_must_have_one() -> None:
     def meet(store: HashStore, given: list[str | None]) -> list[object]:
         def one(rank: int) -> object:
             try:
@@ -124,4 +124,4 @@ def test_a_secret_of_the_users_is_told_to_nobody_and_all_or_none_must_have_one()
     close([mesh._links for mesh in meshes])  # type: ignore[attr-defined]
     assert all(b"of the user" not in store.get(f"{what}/{rank}") for what in ("host", "addresses") for rank in range(2))
     told = meet(HashStore(), ["of the user", None])
-    assert told == ["SIRTAKI_SECRET is set on one of the ranks 0 and 1 only; all need the same"] * 2
+    assert told == ["SIRTAKI_SECRET is set on only one of the ranks 0 and 1; set it to one value on all ranks"] * 2

@@ -74,12 +74,12 @@ def tried_out(target: RowsTarget, seconds: Callable[[SparsePlan, int], float]) -
         ran.append(target.plan)
         target.note_accesses(seen())
         controller.iteration_ended()
-    assert len(ran) <= 2 * TRIAL_BUDGET
+    assert len(ran) <= 2.5 * TRIAL_BUDGET
     return ran
 
 
 @pytest.mark.parametrize("fastest", range(N_CANDIDATES))
-def test_the_fastest_that_was_measured_is_kept_whatever_was_predicted(fastest: int) -> None:
+def test_the_fastest_measured_algorithm_is_kept_against_predictions(fastest: int) -> None:
     target = chosen(made())
     plans = target.decision.candidates
     assert len(plans) == N_CANDIDATES
@@ -127,7 +127,7 @@ def test_hot_rows_are_learned_also_where_their_path_is_fixed_and_nothing_is_trie
     assert (untuned.kept, untuned.plan) == (True, GATHER)
 
 
-def test_what_is_hopeless_is_not_tried() -> None:
+def test_hopeless_algorithms_are_not_tried() -> None:
     target = learned(made())
     slow = CollectiveCosts(
         exchange_s=1e-4, exchange_bytes_per_s=1e7, reduce_s=1.0, reduce_bytes_per_s=7e6, add_bytes_per_s=1e9
@@ -191,7 +191,7 @@ def test_one_surprising_trial_changes_no_choice(surprise: float) -> None:
         assert target.plan == plans[0]
 
 
-def test_what_does_not_hold_gives_way_to_what_the_model_says_and_is_not_asked_for_again() -> None:
+def test_a_refuted_record_is_replaced_by_the_models_choice_and_not_asked_for_again() -> None:
     target = learned(made())
     target.recall_plan(OWNER)
     tried_out(target, lambda plan, _: 1.05 if plan == OWNER else 1.0)

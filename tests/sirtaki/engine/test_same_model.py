@@ -17,7 +17,7 @@ def test_the_first_parameter_that_differs_is_named_with_the_remedy(run_ranks: Ru
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
-def test_checksums_tell_the_last_bit_of_any_dtype_and_layout(dtype: torch.dtype) -> None:
+def test_checksums_depend_on_every_bit_of_any_dtype_and_layout(dtype: torch.dtype) -> None:
     for shape in ((), (1,), (3, 4, 5, 6), (1000,)):
         param = torch.rand(shape, dtype=torch.float64).to(dtype)
         other = param.clone()
@@ -28,6 +28,6 @@ def test_checksums_tell_the_last_bit_of_any_dtype_and_layout(dtype: torch.dtype)
     assert checksums([image.to(memory_format=torch.channels_last), image]).shape == (2,)
 
 
-def test_checksums_take_what_has_no_elements_and_what_is_a_view() -> None:
+def test_checksums_accept_empty_tensors_and_views() -> None:
     matrix = torch.rand(6, 8)
     assert checksums([torch.empty(0), matrix[:, ::2]])[1] == checksums([matrix[:, ::2].clone()])[0]

@@ -90,7 +90,7 @@ def test_a_variable_sets_its_field(environ, field, value):
         *(("SIRTAKI_PROFILE", text) for text in ("?edges=1", "here?edges", "here?edges=2", "here?what=1")),
     ],
 )
-def test_a_value_that_cannot_be_meant_is_refused_with_what_is_accepted(name, value):
+def test_an_implausible_value_is_rejected_with_the_accepted_ones(name, value):
     accepts = next(variable.accepts for variable in VARIABLES if variable.name == name)
     with pytest.raises(ConfigError) as caught:
         Settings.from_environ({name: value})
@@ -127,7 +127,7 @@ def test_variables_without_effect_leave_a_note_each():
     assert dataclasses.replace(settings, notes=()) == Settings()
 
 
-def test_a_setting_of_earlier_releases_is_one_warning_that_says_what_takes_its_place():
+def test_a_removed_setting_is_one_warning_that_names_its_replacement():
     settings = Settings.from_environ({"SIRTAKI_SEED": "7", "SIRTAKI_PROFILE_EDGES": "1"})
     assert settings.warnings == (
         "SIRTAKI_SEED is no setting any more: the tuner always draws from the same seed",
@@ -137,7 +137,7 @@ def test_a_setting_of_earlier_releases_is_one_warning_that_says_what_takes_its_p
     assert not set(REMOVED) & {variable.name for variable in VARIABLES}
 
 
-def test_what_a_job_is_to_record_can_be_read_from_its_text():
+def test_the_recording_options_are_parsed_from_text():
     asked = ProfileRequest(folder="/tmp/a b", iterations=4, operators=True, edges=True)
     assert ProfileRequest.parse(str(asked)) == asked
 

@@ -66,7 +66,7 @@ class Rank:
         self.sparse.start(name, gradient, gradient._version)
 
     def finish(self, *, joined: bool = False) -> None:
-        self.sparse.put_in_missing(joined=joined)
+        self.sparse.fill_missing(joined=joined)
         assert self.sparse.reduce(None)
         self.sparse.end_iteration()
 
@@ -150,7 +150,7 @@ def is_dense_on_one_rank(rank: Rank) -> None:
         (is_dense_on_one_rank, [1.0, 2.0, 1.0, 1.0], [0.0] * 4, {}),
     ],
 )
-def test_rows_of_all_ranks_add_up_whatever_comes_where(
+def test_rows_of_all_ranks_are_summed_in_any_distribution(
     act: Callable[[Rank], None], a: list[float], b: list[float] | None, options: dict[str, Any]
 ) -> None:
     def play(rank: Rank) -> None:
@@ -165,7 +165,7 @@ def test_rows_of_all_ranks_add_up_whatever_comes_where(
     on_ranks(play, **options)
 
 
-def test_what_the_user_set_to_none_stays_so_and_what_is_reduced_is_handed_out_once() -> None:
+def test_a_gradient_set_to_none_stays_none_and_a_reduced_one_is_assigned_once() -> None:
     def act(rank: Rank) -> None:
         for name in "ab":
             rank.give(name, rows(rank.rank))
@@ -193,7 +193,7 @@ def test_a_joined_rank_and_a_frozen_parameter_give_nothing() -> None:
 
 
 @pytest.mark.parametrize("edit", ["write", "replace", None])
-def test_changes_before_the_reduction_are_lost_and_told_once(
+def test_changes_before_the_reduction_are_lost_and_logged_once(
     edit: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     def act(rank: Rank) -> None:
@@ -217,7 +217,7 @@ def test_changes_before_the_reduction_are_lost_and_told_once(
     assert len(told) == (2 if edit else 0)  # once a rank
 
 
-def test_what_is_found_sparse_travels_dense_until_all_have_agreed() -> None:
+def test_a_gradient_found_to_be_sparse_is_sent_dense_until_all_ranks_agree() -> None:
     def act(rank: Rank) -> None:
         for name in "ab":
             rank.params[name].grad = torch.ones(ROWS, WIDTH)
@@ -254,7 +254,7 @@ def test_where_sparse_ones_are_made_dense_nothing_is_found() -> None:
     on_ranks(act, known="", as_dense=True)
 
 
-def test_a_wait_may_be_interrupted_and_goes_on_and_what_is_on_its_way_cannot_be_written() -> None:
+def test_an_interrupted_wait_continues_and_gradients_in_flight_cannot_be_written() -> None:
     def act(rank: Rank) -> None:
         rank.known.watch({"b": rank.params["b"]})
         assert (rank.known.names, rank.known.known, rank.sparse.missing) == ({"b"}, {"a", "b"}, {"b"})
@@ -361,7 +361,7 @@ def test_all_ranks_learn_try_and_keep_the_same_and_one_writes_it_down(tmp_path: 
 
 
 @pytest.mark.usefixtures("_several_ways_promise_something")
-def test_what_is_decided_anew_is_told_anew() -> None:
+def test_a_new_decision_is_logged_again() -> None:
     def act(rank: Trains) -> list[float]:
         rank.iterate(UNTIL_KEPT)
         before = rank.sparse.summaries
@@ -372,7 +372,7 @@ def test_what_is_decided_anew_is_told_anew() -> None:
 
 
 @pytest.mark.parametrize("path", [path for path in SparsePath if path is not HOT_COLD])
-def test_what_is_fixed_on_rank_0_holds_for_all_and_is_told_after_a_few_iterations(path: SparsePath) -> None:
+def test_rank_0s_fixed_algorithm_applies_to_all_and_is_logged_after_a_few_iterations(path: SparsePath) -> None:
     def act(rank: Trains) -> tuple[SparsePlan, str, bool]:
         rank.iterate(LEARNING_ITERATIONS)
         (found,) = rank.sparse.summaries
@@ -461,7 +461,7 @@ def counts(n: int = 40, *, shift: int = 0) -> TouchCounts:
     found, random = TouchCounts(), np.random.default_rng(1)
     for _ in range(8):
         by_rank = [np.unique((random.random(n) ** 3 * TABLE_ROWS).astype(np.int64) + shift) for _ in range(2)]
-        found.note(by_rank, len(np.unique(np.concatenate(by_rank))))
+        found.add(by_rank, len(np.unique(np.concatenate(by_rank))))
     return found
 
 
@@ -471,7 +471,7 @@ def counts_by_turns(popular: int) -> TouchCounts:
     for iteration in range(8):
         others = popular + (np.arange(40 - popular) + iteration * (40 - popular)) % (TABLE_ROWS - popular)
         rows = np.sort(np.concatenate([np.arange(popular), others]))
-        found.note([rows[::2], rows[1::2]], 40)
+        found.add([rows[::2], rows[1::2]], 40)
     return found
 
 
@@ -528,14 +528,14 @@ def test_a_second_training_starts_from_the_first_ones_way_and_another_skew_is_tr
     assert [skew for skew, *_ in told] == skews
     for first, second in ((0, 1), (2, 3)):
         assert told[first][2] == "probed"
-        assert "are touched like those" not in logs[first]
-        assert f"are touched like those of weight in an earlier job, which went by {told[first][3]}" in logs[second]
+        assert "are skewed like those" not in logs[first]
+        assert f"are skewed like those to weight in an earlier job, which used {told[first][3]}" in logs[second]
         if "is clearly faster than" in logs[second]:  # trials are short, and the machine may be busy
             assert told[second][2] == "probed"
         else:
             # In the first iteration gradients travel dense; it is found out then which are sparse.
             assert told[second][2] == "not probed"
             assert int(told[second][1]) - LEARNING_ITERATIONS in recalled
-    assert "are accessed like those of weight" in logs[4]
+    assert "are skewed like those to weight" in logs[4]
     ways = open_store(str(registry)).all(RowsRecord)
     assert {way.skew.covered(ranks * 150) > 0.45 for way in ways} == {False, True}

@@ -80,23 +80,23 @@ def test_where_two_are_not_possible_one_is_tried() -> None:
 @pytest.mark.parametrize(
     ("one_s", "two_s", "words"),
     [
-        (2.0, 1.0, "two NCCL streams overlap: 16 × 2 MiB travel 2.00× faster than on one"),
+        (2.0, 1.0, "two NCCL streams overlap: 16 × 2 MiB are reduced 2.00× faster than on one"),
         (
             1.02,
             1.0,
-            "two NCCL streams do not overlap, or one fills the link: 16 × 2 MiB travel 1.02× faster than on one",
+            "two NCCL streams do not overlap, or one fills the link: 16 × 2 MiB are reduced 1.02× faster than on one",
         ),
         (
             1.0,
             1.25,
-            "two NCCL streams do not overlap, or one fills the link: 16 × 2 MiB travel 1.25× slower than on one",
+            "two NCCL streams do not overlap, or one fills the link: 16 × 2 MiB are reduced 1.25× slower than on one",
         ),
     ],
 )
-def test_the_result_is_told_in_words(one_s: float, two_s: float, words: str) -> None:
+def test_the_result_is_described_in_words(one_s: float, two_s: float, words: str) -> None:
     assert StreamTrial(transport="nccl", max_streams=2, one_s=one_s, two_s=two_s).describe() == words
 
 
-def test_ranks_that_nccl_does_not_join_are_told_so() -> None:
+def test_ranks_that_nccl_cannot_connect_get_an_error() -> None:
     trial = StreamTrial(transport="staged", max_streams=2, one_s=1.0, two_s=1.0)
-    assert "NCCL does not join these GPUs" in trial.describe()
+    assert "NCCL does not connect these GPUs" in trial.describe()

@@ -65,5 +65,5 @@ def overlap(control: ControlPlane) -> ForwardOverlap:
 
 @pytest.mark.parametrize("make", [pipeline, overlap, rows])
 @pytest.mark.parametrize("check", TUNABLE_CHECKS)
-def test_a_target_does_what_the_controller_expects(check: Callable[[MakeTarget], None], make: Any) -> None:
+def test_a_target_meets_the_controllers_contract(check: Callable[[MakeTarget], None], make: Any) -> None:
     check(make)

@@ -50,7 +50,7 @@ def write(log: TrialLogWriter, knobs: Knobs, span_s: float, *, iteration: int, f
     )
 
 
-def test_what_a_model_predicted_and_whether_it_was_believed_can_be_read_again(tmp_path: Path) -> None:
+def test_a_models_prediction_and_whether_it_was_trusted_can_be_read_again(tmp_path: Path) -> None:
     path, forecast = tmp_path / "log", Forecast(MODEL)
     log = TrialLogWriter(str(path))
     for count, span_s in ((1, 0.1), (2, 0.2), (4, 0.4)):  # the model expects the other order
@@ -72,7 +72,7 @@ def test_without_a_model_nothing_is_predicted(tmp_path: Path) -> None:
     assert (only.predicted_s, only.agreement, only.believed) == (None, None, None)
 
 
-def test_two_optimizers_that_write_one_log_are_told_apart(tmp_path: Path) -> None:
+def test_two_optimizers_that_write_one_log_are_distinguished(tmp_path: Path) -> None:
     path = str(tmp_path / "log")
     with closing(TrialLogWriter(path)) as first, closing(TrialLogWriter(path)) as second:
         for iteration in (3, 6, 9):
@@ -84,7 +84,7 @@ def test_two_optimizers_that_write_one_log_are_told_apart(tmp_path: Path) -> Non
 
 def test_a_log_of_a_newer_release_is_refused(tmp_path: Path) -> None:
     (tmp_path / "log").write_text(json.dumps({"version": 3, "event": "trial"}) + "\n")
-    with pytest.raises(ConfigError, match="its version is 3, this Sirtaki knows 2"):
+    with pytest.raises(ConfigError, match="its version is 3, but this release reads up to 2"):
         read_log(tmp_path / "log")
 
 
@@ -126,7 +126,7 @@ def test_a_plain_record_with_one_span_is_read_too(log_of):
         (json.dumps(trial(3, "x", knobs(), None, None)) + "\n", "no measured trial"),
     ],
 )
-def test_what_is_no_log_is_refused_with_the_line(tmp_path, text, message):
+def test_an_invalid_log_is_rejected_with_the_line(tmp_path, text, message):
     path = tmp_path / "trials.jsonl"
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
@@ -154,7 +154,7 @@ def test_sparse_gradients_are_those_of_the_process_that_measured_last_whichever_
     assert read_log(log_of(TABLE, *JOB)).sparse == {}  # nobody knows whose
 
 
-def test_what_was_told_last_of_a_sparse_gradient_counts(log_of):
+def test_the_last_record_of_a_sparse_gradient_counts(log_of):
     again = {**TABLE, "plan": "owner"}
     assert read_log(log_of(*of("p", TABLE, *JOB, again))).sparse["table"].plan == "owner"
 
@@ -173,7 +173,7 @@ def test_a_line_of_sparse_gradients_that_cannot_be_understood_is_refused(log_of,
 USUAL = StepTime(backward_s=0.02, between_s=0.03)
 
 
-def test_a_step_is_what_lies_between_and_the_communication_time() -> None:
+def test_a_step_is_the_time_between_plus_the_communication_time() -> None:
     assert USUAL.step_s(0.05) == pytest.approx(0.08)
     assert USUAL.exposed_s(0.05) == pytest.approx(0.03)
     assert USUAL.exposed_s(0.01) == 0.0

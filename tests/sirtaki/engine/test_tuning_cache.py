@@ -98,7 +98,7 @@ def planning_model(layout: GradientLayout, link: LinkModel) -> PlanningModel:
     return PlanningModel(layout=layout, profile=profile, links={ROUTE: link})
 
 
-def test_hosts_and_devices_are_told_apart_by_their_kind(path: Path) -> None:
+def test_hosts_and_devices_are_distinguished_by_their_kind(path: Path) -> None:
     model = torch.nn.Linear(4, 4)
     settings = Settings.from_environ({"SIRTAKI_REGISTRY": str(path)})
     for name in ("small", "large"):
@@ -127,7 +127,7 @@ def test_the_same_job_starts_tuned_and_its_check_forgets_nothing(path: Path) -> 
 
 
 @pytest.mark.parametrize(("times", "condition"), [(4.0, "0.25×"), (0.5, "2×"), (1.1, None)])
-def test_what_was_found_on_another_link_is_kept_aside(path: Path, times: float, condition: str | None) -> None:
+def test_a_setting_found_on_another_link_is_stored_separately(path: Path, times: float, condition: str | None) -> None:
     keep_winner(path)
     again, layout = job(path)
     again.look_up([layout], SPACE)
@@ -151,14 +151,14 @@ def test_an_entry_tells_the_gain_that_its_job_proved_and_more_is_forgiven_within
     assert OTHER_TIMES < OTHER_TIMES_ON_ONE_HOST
 
 
-def test_what_the_user_has_fixed_since_makes_the_own_entry_a_proposal(path: Path) -> None:
+def test_if_the_user_fixes_a_knob_the_jobs_own_entry_becomes_a_proposal(path: Path) -> None:
     keep_winner(path)
     again, layout = job(path)
     narrow = replace(SPACE, streams=(2,))
     assert again.look_up([layout], narrow).exact is None
     (proposal,) = again.first_proposals([layout], narrow, None)
     assert proposal.knobs == KNOBS.but(streams=2)
-    assert "what an earlier job found" in proposal.message
+    assert "an earlier job's setting" in proposal.message
     assert "streams 2 instead of 4" in proposal.message
 
 
@@ -170,7 +170,7 @@ def test_a_similar_job_gets_proposals_scaled_to_the_link_that_it_has_measured(pa
     slow = replace(LINK, alpha_s=16e-3, residual=100.0)  # so vague a fit that it leaves nothing out
     (proposal,) = deeper.first_proposals([layout], SPACE, planning_model(layout, slow))
     assert proposal.message.startswith(
-        "Sequential on 4 ranks on 4 hosts: starting from what a similar job found, Sequential on 2 ranks on 2 hosts"
+        "Sequential on 4 ranks on 4 hosts: starting from a similar job's setting (Sequential on 2 ranks on 2 hosts"
     )
     assert "its latency × 16" in proposal.message
     assert proposal.knobs.unit_bytes > 3 * MIB
@@ -186,7 +186,7 @@ def test_the_technique_that_travelled_is_named_when_its_setting_wins_again(path:
     deeper, layout = job(path, layers=7)
     deeper.look_up([layout], SPACE)
     (proposal,) = deeper.first_proposals([layout], SPACE, planning_model(layout, replace(LINK, residual=100.0)))
-    assert "planned anew by libra" in proposal.message
+    assert "planned again for this job by libra" in proposal.message
     assert proposal.knobs.cuts is not None
     assert proposal.knobs.cuts[-1].stop == layout.numel
     assert deeper.keep(replace(WINNER, knobs=proposal.knobs, arm="registry"), TRIALS, complete=True, links={})
@@ -194,7 +194,7 @@ def test_the_technique_that_travelled_is_named_when_its_setting_wins_again(path:
     assert {entry.arm for entry in store.all(JobRecord)} == {"libra"}
 
 
-def test_a_fault_in_what_others_have_stored_never_reaches_the_user(
+def test_an_error_in_entries_of_other_jobs_never_reaches_the_user(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     keep_winner(path)
@@ -210,7 +210,7 @@ def test_an_unfinished_warm_up_is_gone_on_from(path: Path) -> None:
     again, layout = job(path)
     found = again.look_up([layout], SPACE)
     assert found.history == tuple(TRIALS)
-    assert "going on after 3 trials" in found.message
+    assert "continuing after 3 trials" in found.message
     assert again.first_proposals([layout], SPACE, None) == []
 
 
@@ -224,7 +224,7 @@ def test_nothing_is_kept_of_a_job_that_was_not_measured_or_has_no_registry(path:
     assert not off.keep(WINNER, TRIALS, complete=True, links={})
 
 
-def test_what_was_found_on_a_changed_link_leaves_the_jobs_own_entry_alone(path: Path) -> None:
+def test_a_setting_found_on_a_changed_link_does_not_replace_the_jobs_own_entry(path: Path) -> None:
     memory, layout = keep_winner(path)
     slower = LinkModel(alpha_s=1e-3, throughput=(1e8, 1.1e8))
     other = replace(WINNER, knobs=KNOBS.but(streams=1), default_span_s=4.0, best_span_s=3.9)
@@ -244,7 +244,7 @@ def test_what_was_found_on_a_changed_link_leaves_the_jobs_own_entry_alone(path: 
     ("ratio", "condition"),
     [(1.0, ""), (1.3, ""), (1.6, "2×"), (4.4, "4×"), (0.3, "0.25×"), (math.nan, ""), (math.inf, ""), (0.0, "")],
 )
-def test_conditions_are_told_apart_by_powers_of_two(ratio: float, condition: str) -> None:
+def test_conditions_are_distinguished_by_powers_of_two(ratio: float, condition: str) -> None:
     assert condition_of(ratio) == condition
 
 
@@ -300,14 +300,14 @@ def test_without_a_model_the_nearest_jobs_settings_come_first_and_each_once() ->
     assert found[0].message == "starting from a job like this; scaled"
 
 
-def test_what_the_model_expects_to_be_slow_is_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_proposals_that_the_model_predicts_to_be_slow_are_dropped_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     plan = best_plan()
     with caplog.at_level(logging.INFO):
         found = first_proposals(
             [start(POOR, name="Poor"), start(plan, name="Good")], layouts=[LAYOUT], space=SPACE, model=MODEL
         )
     assert [proposal.knobs for proposal in found] == [plan]
-    assert "not tried, as" in caplog.text
+    assert "not tried, because" in caplog.text
     assert "the best plan: Poor" in caplog.text
 
 

@@ -72,7 +72,7 @@ def test_a_job_that_ends_early_leaves_its_trials_to_the_next(run_ranks: RunRanks
     assert "tuned in" in second
 
 
-def test_a_job_that_ends_early_and_remembers_nothing_says_so(run_ranks: RunRanks) -> None:
+def test_a_job_that_ends_early_and_stores_nothing_logs_it(run_ranks: RunRanks) -> None:
     told = run_ranks("tuning.py", 2, 15, env={"SIRTAKI_REGISTRY": "off"}).stderr
     assert re.search(r"the job ends while settings are tried; until now tuned in .* the next job begins anew", told)
 
@@ -100,7 +100,7 @@ def test_settings_travel_to_another_deployment_and_to_a_deeper_model(run_ranks: 
 
     deeper_log = tmp_path / "deeper.jsonl"
     deeper = run_ranks("tuning.py", 4, 50, 4, env={**env, "SIRTAKI_TRIAL_LOG": str(deeper_log)}, timeout_s=120).stderr
-    assert "what a similar job found, Sequential on 2 ranks" in deeper
+    assert "a similar job's setting (Sequential on 2 ranks" in deeper
     # What runs right after the default is what those jobs found, unless this job's own probes speak against it, or it
     # is what runs anyway.
     ran = read_records(deeper_log)
@@ -125,7 +125,7 @@ def test_tuning_can_be_switched_off(run_ranks: RunRanks, tmp_path: Path) -> None
     assert not (tmp_path / "cache" / "sirtaki").exists()
 
 
-def test_what_the_user_fixes_is_not_tuned(run_ranks: RunRanks, tmp_path: Path) -> None:
+def test_knobs_fixed_by_the_user_are_not_tuned(run_ranks: RunRanks, tmp_path: Path) -> None:
     log = tmp_path / "trials.jsonl"
     env = {
         "HOROVOD_FUSION_THRESHOLD": "131072",
@@ -228,7 +228,7 @@ def test_jobs_that_reduce_other_parts_of_one_model_do_not_run_each_others_settin
     ],
     ids=["2-some", "2-all", "3-all"],
 )
-def test_whatever_is_in_the_registry_jobs_train_right_and_put_it_right(
+def test_with_any_registry_contents_jobs_train_correctly_and_repair_them(
     run_ranks: RunRanks, tmp_path: Path, ranks: int, damages: list[str]
 ) -> None:
     registry = tmp_path / "registry.db"

@@ -64,7 +64,7 @@ def test_elastic_arguments_are_refused_before_anything_starts(name: str, launche
     ("fails", "words"),
     [
         (lambda options: 3, "a rank failed with exit code 3; its traceback is in the output above"),
-        (lambda options: 0, "there is no result of rank 0"),
+        (lambda options: 0, "rank 0 has written no result"),
     ],
 )
 def test_a_rank_that_failed_or_left_no_result_is_an_error_and_the_folder_is_gone(

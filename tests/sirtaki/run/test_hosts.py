@@ -47,7 +47,7 @@ def test_hosts_written_in_any_of_the_three_forms_are_read_alike(tmp_path_factory
 
 
 @pytest.mark.parametrize("text", ["", "a:", "a:4097", "a:0", "a:x", "a:-1", ":2", "a b:2", "a,,b", "[::1]:2"])
-def test_what_is_not_a_host_is_refused_with_the_form_to_write(text):
+def test_an_invalid_host_is_rejected_with_the_expected_form(text):
     with pytest.raises(ConfigError, match="slots"):
         parse_hosts(text)
 
@@ -76,7 +76,7 @@ def test_a_slurm_allocation_gives_hosts_and_slots():
     ]  # fmt: skip
 
 
-def test_a_sirtakirun_that_srun_has_started_says_how_it_is_meant():
+def test_a_sirtakirun_started_by_srun_explains_its_use():
     job = {"SLURM_JOB_NODELIST": "a,b", "SLURM_TASKS_PER_NODE": "1", "SLURM_STEP_NUM_TASKS": "1"}
     with pytest.raises(
         ConfigError, match="2 nodes, but SLURM_TASKS_PER_NODE='1' is for 1 nodes; start sirtakirun without srun"
@@ -166,7 +166,7 @@ def test_a_host_that_has_all_tells_its_networks_and_another_one_why_it_cannot_be
     assert answers["c"].problem.endswith("Connection refused: start sshd there, or set its port with --ssh-port")
 
 
-def test_networks_with_one_address_on_several_hosts_join_nobody() -> None:
+def test_networks_with_one_address_on_several_hosts_are_ignored() -> None:
     assert shared(a="10.0.0.1/24 172.17.0.1/16", b="10.0.0.2/24 172.17.0.1/16", c="10.0.0.3/24") == ("172.17.0.0/16",)
     assert shared(a="10.0.0.1/24 10.0.0.9/24", b="10.0.0.2/24 10.0.0.9/24") == ()
     host = HostReport(problem="", networks=("10.0.0.1/24",), identity="a")
@@ -174,7 +174,7 @@ def test_networks_with_one_address_on_several_hosts_join_nobody() -> None:
 
 
 @pytest.mark.usefixtures("ssh")
-def test_where_something_else_than_ssh_starts_daemons_nobody_is_asked() -> None:
+def test_with_a_launcher_other_than_ssh_no_host_is_asked() -> None:
     assert is_by_ssh({}, "")
     assert is_by_ssh({"HYDRA_LAUNCHER_EXTRA_ARGS": "-C"}, "--quiet")
     assert not is_by_ssh({"SLURM_JOB_ID": "3"}, "")

@@ -177,7 +177,7 @@ def test_variables_reach_the_ranks_and_an_option_wins_over_the_environment(launc
         (["-np", 1, "--config-file", "nothere", "python", "-V"], "--config-file nothere cannot be read"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_before_anything_starts(tmp_path, monkeypatch, capsys, words, says):
+def test_implausible_options_are_rejected_before_anything_starts(tmp_path, monkeypatch, capsys, words, says):
     monkeypatch.chdir(tmp_path)
     assert main(list(map(str, words))) == 2
     assert says in capsys.readouterr().err
@@ -220,7 +220,7 @@ def test_a_function_that_raises_is_an_error(monkeypatch, capfd):
     assert "ZeroDivisionError" in capfd.readouterr().err
 
 
-def test_a_script_sees_what_the_interpreter_would_show_it(launch, tmp_path):
+def test_a_script_sees_the_same_environment_as_under_the_interpreter(launch, tmp_path):
     folder = tmp_path / "mine and größer"
     folder.mkdir()
     (folder / "script é.py").write_text("import sys; print([__file__, *sys.argv, sys.path[0]])")
@@ -350,7 +350,7 @@ def test_a_killed_launcher_leaves_nothing_behind(environ, script):
 
 
 @pytest.mark.integration
-def test_what_a_killed_launchers_mpiexec_and_ranks_leave_is_removed(environ, script):
+def test_files_of_a_killed_launchers_mpiexec_and_ranks_are_removed(environ, script):
     """Whoever would clean up is killed with them."""
     with hanging(environ, script) as job:
         own = left_behind(environ)
@@ -372,7 +372,7 @@ def test_what_a_killed_launchers_mpiexec_and_ranks_leave_is_removed(environ, scr
 
 
 @pytest.mark.integration
-def test_what_killed_mpiexecs_have_left_does_not_keep_a_job_from_starting(environ, tmp_path):
+def test_files_of_killed_mpiexecs_do_not_block_a_job(environ, tmp_path):
     last = int(Path("/proc/sys/kernel/ns_last_pid").read_text())
     for pid in range(last, last + 2000):  # as in a container that is started again, where the same numbers come
         (tmp_path / f"ompi.{pid}").mkdir()

@@ -44,7 +44,7 @@ def test_every_option_of_horovodrun_is_known():
     assert set(re.findall(r"-\S+", HOROVODRUN)) <= known
 
 
-def test_what_follows_the_script_belongs_to_the_script():
+def test_arguments_after_the_script_belong_to_the_script():
     options = parse(["-np", "2", "python", "train.py", "-np", "7", "--verbose", "--lr", "1"])
     assert options.ranks == 2
     assert not options.verbose
@@ -123,7 +123,7 @@ def test_an_option_that_does_not_exist_gets_the_one_that_was_probably_meant(word
     assert f"{word.partition('=')[0]} is not an option; {hint}" in capsys.readouterr().err
 
 
-def test_help_has_examples_and_keeps_what_has_no_effect_to_one_paragraph():
+def test_help_has_examples_and_one_paragraph_on_options_without_effect():
     text = build_parser().format_help()
     assert "sirtakirun -np 4 python train.py" in text
     options, accepted = text.split("accepted from horovodrun, without effect: ")
@@ -181,7 +181,7 @@ def test_toml_and_yaml_say_the_same_as_json(tmp_path):
         ("c.toml", "=", "cannot be read"),
     ],
 )
-def test_a_wrong_file_is_refused_with_what_is_wrong(tmp_path, name, content, message):
+def test_an_invalid_file_is_rejected_with_the_reason(tmp_path, name, content, message):
     with pytest.raises(ConfigError, match=message):
         arguments(tmp_path, content, name)
 
@@ -228,7 +228,7 @@ def test_an_executable_python_script_is_run_by_its_interpreter(tmp_path):
 @pytest.mark.parametrize(
     "command", [("sh", "-c", "true"), (sys.executable,), (sys.executable, "-"), (sys.executable, "-V")]
 )
-def test_what_is_not_a_python_script_is_handed_over(command):
+def test_programs_other_than_python_scripts_are_run_unchanged(command):
     assert words(*command) == (sys.executable, *RUNNER, "--exec", "--", *command)
 
 
@@ -241,7 +241,7 @@ def test_what_is_not_a_python_script_is_handed_over(command):
         (("train.py",), "python train.py"),
     ],
 )
-def test_what_does_not_exist_is_refused_before_anything_starts(script, command, message):
+def test_a_missing_file_is_rejected_before_anything_starts(script, command, message):
     with pytest.raises(ConfigError, match=message):
         words(*command)
 
@@ -299,7 +299,7 @@ def test_hosts_network_and_binding_in_the_words_of_each():
         assert part in hydra
 
 
-def test_ssh_options_reach_whatever_mpiexec_it_is():
+def test_ssh_options_reach_every_kind_of_mpiexec():
     job = LaunchSpec(ranks=1, hosts=(), command=(), exported=(), oversubscribed=False, ssh=("-p", "22", "-i", "my key"))
     assert set(ssh_variables(job, {}).values()) == {"-p 22 -i 'my key'"}
     assert len(ssh_variables(job, {})) == 3
@@ -307,7 +307,7 @@ def test_ssh_options_reach_whatever_mpiexec_it_is():
     assert ssh_words(job, {"OMPI_MCA_plm_rsh_args": "-o A=1"}) == ("-p", "22", "-i", "my key", "-o", "A=1")
 
 
-def test_a_silent_host_is_noticed_within_the_heartbeat_and_networks_that_join_nobody_are_left_out():
+def test_a_silent_host_is_noticed_within_the_heartbeat_and_unshared_networks_are_ignored():
     changes = {"hosts": (Host(name="a", slots=2), Host(name="b", slots=1)), "left_out": ("172.17.0.0/16",)}
     words = line("Open MPI", 5, 0, 11, silent_s=30.0, **changes)
     for part in (
@@ -336,7 +336,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     forget()
 
 
-def test_what_is_imported_is_sirtakis_own_object() -> None:
+def test_imported_names_are_sirtakis_own_objects() -> None:
     install()
     install()
     assert [isinstance(finder, HorovodFinder) for finder in sys.meta_path].count(True) == 1
@@ -355,7 +355,7 @@ def test_what_is_imported_is_sirtakis_own_object() -> None:
     "name",
     ["horovod.tensorflow", "horovod.torch.nothing", "horovod.common.nothing", "horovod.ray.nothing", "horovod.x.y"],
 )
-def test_what_has_no_counterpart_is_not_there_and_says_so(name: str) -> None:
+def test_names_without_a_counterpart_raise_an_error(name: str) -> None:
     with pytest.raises(ModuleNotFoundError, match=f"{name} has no counterpart in Sirtaki, which stands in") as caught:
         HorovodFinder().find_spec(name)
     assert caught.value.name == name

@@ -55,7 +55,7 @@ def test_each_line_comes_out_behind_its_rank_under_both_families(lines):
 
 
 @pytest.mark.parametrize("event", RankEvent)
-def test_messages_are_heard_and_not_shown(event):
+def test_messages_are_received_and_not_shown(event):
     message = ChannelLine(event=event, rank=3, pid=77, host="node-1.x", exit_code=4)
     assert shown(b"[1,3]<stderr>: " + message.encode().encode()) == ("", [message])
     assert shown(b"[1,0]<stderr>: tail" + message.encode().encode()) == ("[0] tail\n", [message])
@@ -89,7 +89,7 @@ def test_an_error_is_shown_though_its_rank_is_ended_meanwhile(end):
     assert shown(b"".join(error_of(0, b"Traceback", b"E: x", end=end)))[0] == "[0] Traceback\n[0] E: x\n"
 
 
-def test_files_get_what_each_rank_wrote_and_a_place_has_one_for_all_that_have_been_there_in_this_job(tmp_path):
+def test_files_contain_each_ranks_output_and_a_slot_has_one_file_for_all_its_processes(tmp_path):
     (tmp_path / "rank.0").mkdir()
     (tmp_path / "rank.0" / "stdout").write_text("of another job")
     lines = unfinished((0, b"\rstep 1"), (1, b"b\xff\n"), (0, b"\rstep 2\n"), (2, b"replaced\n")) + b"own\n"
@@ -130,7 +130,7 @@ def test_lines_that_are_not_finished_are_shown_and_go_on(parts, expected):
 # ── console ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_bytes_reach_a_file_as_they_are_behind_what_was_printed_before(tmp_path: Path) -> None:
+def test_bytes_are_appended_to_a_file_unchanged(tmp_path: Path) -> None:
     with (tmp_path / "out").open("w") as stream:
         print("before", file=stream)
         console = Console(stream)
@@ -170,7 +170,7 @@ def test_a_reader_that_has_gone_is_left_in_peace(capfd: pytest.CaptureFixture[st
     assert capfd.readouterr().err == ""
 
 
-def test_a_full_disk_is_told_once_and_tried_again(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_reported_once_and_retried(capfd: pytest.CaptureFixture[str]) -> None:
     stream = Fails(OSError(errno.ENOSPC, "No space left on device"))
     console = Console(stream, "stdout")
     console.write(b"a\n")
@@ -246,7 +246,7 @@ def test_whole_lines_are_as_they_were_and_unfinished_ones_have_a_mark() -> None:
     ("encoding", "written"),
     [("ascii", b"gr\\xf6\\xdfe \\udcff\n"), ("utf-8", "größe \\udcff\n".encode()), ("utf-8:surrogateescape", b"")],
 )
-def test_what_the_encoding_lacks_is_an_escape(encoding: str, written: bytes) -> None:
+def test_characters_that_the_encoding_lacks_are_escaped(encoding: str, written: bytes) -> None:
     out, _ = output('print("gr\\u00f6\\u00dfe \\udcff")', PYTHONIOENCODING=encoding)
     assert out == (written or "größe ".encode() + b"\xff\n")
 
@@ -275,7 +275,7 @@ def test_any_reason_comes_back_in_one_line(reason: str) -> None:
     "text",
     [b"sirtaki started 0 1 0 h \n", b"\x1esirtaki started 0 1 h \x1e\n", b"\x1esirtaki started a 1 0 h \x1e\n"],
 )
-def test_what_only_looks_like_one_is_left_in_the_output(text: bytes) -> None:
+def test_output_that_only_resembles_a_message_is_shown(text: bytes) -> None:
     assert PATTERN.search(text) is None
 
 
@@ -337,7 +337,7 @@ def taken(text):
         (HYDRA, [(None, 9, "exit code 9")]),
     ],
 )
-def test_what_mpiexec_says_of_ended_ranks_is_understood_and_not_shown(box, endings):
+def test_mpiexecs_messages_about_ended_ranks_are_parsed_and_not_shown(box, endings):
     assert taken(f"before\n{RULE}\n{box}\n{RULE}\nafter") == ("before\nafter\n", endings, [])
 
 

@@ -58,7 +58,7 @@ def processes(marker):
     return found
 
 
-def test_the_exit_code_of_mpiexec_counts_where_no_rank_told_one():
+def test_the_exit_code_of_mpiexec_counts_where_no_rank_reported_one():
     assert run(say(RankEvent.STARTED) + "exit 5") == 5
     assert run(say(RankEvent.STARTED) + "kill -9 $$") == 137
 
@@ -80,7 +80,7 @@ def test_an_mpiexec_that_starts_nothing_is_an_error_that_names_the_host(capfd, s
     assert "A daemon" not in capfd.readouterr().err
 
 
-def test_a_rank_that_waited_for_the_killed_one_is_heard(capfd):
+def test_a_message_of_a_rank_that_waited_for_the_killed_one_is_received(capfd):
     says = [(0, "runs train.py:7 in main"), (2, "waits for the gradients of iteration 7"), (3, "")]
     others = "".join(say(RankEvent.TERMINATED, rank=rank, reason=reason) for rank, reason in says)
     box = f"(echo {'-' * 74}; echo 'prterun noticed that process rank 1 with PID 7 on node vm exited on signal 11'; "
@@ -91,7 +91,7 @@ def test_a_rank_that_waited_for_the_killed_one_is_heard(capfd):
     assert capfd.readouterr().err == f"sirtakirun: {expected}\n"
 
 
-def test_the_first_failure_is_said_once_and_what_follows_from_it_is_not(capfd):
+def test_the_first_failure_is_reported_once_and_its_consequences_are_not(capfd):
     failures = say(RankEvent.FAILED, rank=1, exit_code=3, reason="ValueError: a bad batch") + say(
         RankEvent.FAILED, exit_code=1
     )
@@ -103,7 +103,7 @@ def test_the_first_failure_is_said_once_and_what_follows_from_it_is_not(capfd):
 
 
 @pytest.mark.lengthy
-def test_how_many_ranks_have_started_is_said_while_some_have_not(capfd, monkeypatch):
+def test_the_number_of_started_ranks_is_reported_while_some_are_missing(capfd, monkeypatch):
     monkeypatch.setattr(supervisor, "START_REPORT_S", 0.2)
     run(say(RankEvent.STARTED, pid=os.getpid()) + "sleep 1", ranks=2)
     assert "1 of 2 ranks have started" in capfd.readouterr().err
@@ -136,7 +136,7 @@ def test_a_rank_that_is_stopped_is_not_blamed_for_the_errors_of_a_script(capfd, 
     assert "rank 0 on" in capfd.readouterr().err
 
 
-def test_a_killed_rank_is_blamed_though_another_one_says_first_what_it_misses(capfd):
+def test_a_killed_rank_is_blamed_although_a_peer_reports_first(capfd):
     told = say(RankEvent.STARTED, pid=os.getpid()) + say(RankEvent.STARTED, rank=1, pid=99999999)
     assert (
         run(told + say(RankEvent.FAILED, exit_code=1, reason="PeerLostError: rank 1 has ended") + "exit 1", ranks=2)
@@ -238,7 +238,7 @@ def run_janitor(monkeypatch: pytest.MonkeyPatch, mpiexec: int, *lines: str) -> f
         return time.monotonic() - begin_s
 
 
-def test_what_is_left_is_killed_after_a_while_and_its_files_are_removed(
+def test_remaining_processes_are_killed_after_a_while_and_their_files_removed(
     left: subprocess.Popen[bytes], folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leftovers, "END_S", 0.3)
@@ -279,7 +279,7 @@ def test_only_the_mpi_librarys_files_that_a_process_has_mapped_are_its_segments(
     assert mapped_segments("self") == set()
 
 
-def test_what_would_keep_an_mpiexec_of_the_same_number_from_starting_is_removed_and_nothing_else(
+def test_only_files_that_would_block_an_mpiexec_of_the_same_process_id_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -337,7 +337,7 @@ else:
         ("its child", "", signal.SIGTERM),
     ],
 )
-def test_a_rank_says_what_it_did_before_sigterm_ends_it_and_its_children_say_nothing(whom, says, returncode):
+def test_a_rank_reports_its_position_before_sigterm_ends_it_and_its_children_do_not(whom, says, returncode):
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", PROGRAM, whom]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
     assert (done.stdout, done.returncode, done.stderr) == (says, returncode, "")

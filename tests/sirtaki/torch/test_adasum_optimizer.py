@@ -57,7 +57,7 @@ def test_it_is_the_wrapped_optimizers_own_update_that_travels_smaller_if_wanted_
     on_jobs(2, act)
 
 
-def test_what_adasum_has_no_use_for_is_harmless_or_refused() -> None:
+def test_options_that_adasum_cannot_use_are_harmless_or_rejected() -> None:
     def act(rank: int) -> None:
         optimizer, param = made()
         optimizer.synchronize()

@@ -139,7 +139,7 @@ def test_failed_communication_is_horovods_internal_error() -> None:
         assert issubclass(cls, HorovodInternalError)
 
 
-def test_an_interrupt_says_whether_to_synchronise() -> None:
+def test_an_interrupt_has_the_flag_whether_to_synchronise() -> None:
     assert not HostsUpdatedInterrupt().skip_sync
     assert HostsUpdatedInterrupt(skip_sync=True).skip_sync
     assert not issubclass(HostsUpdatedInterrupt, HorovodInternalError)
@@ -174,6 +174,6 @@ def test_no_operation_on_tensors_is_left_out_there() -> None:
     assert len(on_tensors) > 15
 
 
-def test_without_a_job_sparse_gradients_tell_nothing() -> None:
+def test_without_a_job_sparse_gradients_report_nothing() -> None:
     with pytest.raises(NotInitializedError):
         hvd.sparse_gradients()

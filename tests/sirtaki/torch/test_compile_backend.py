@@ -205,7 +205,7 @@ def test_batches_of_other_sizes_are_compiled_once_with_a_size_that_is_open() -> 
 
 
 @pytest.mark.lengthy
-def test_what_needs_no_gradients_stays_whole() -> None:
+def test_graphs_without_gradients_stay_whole() -> None:
     inner = Counting()
     model = plain().eval()
     forward = torch.compile(model, backend=hvd.early_gradients(inner, part_bytes=PART_BYTES))
@@ -284,7 +284,7 @@ def test_without_a_size_the_plan_and_the_place_decide(
         assert usual_part_bytes(1000) == LEAST_PART_BYTES
 
 
-def test_what_cannot_be_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_impossible_backend_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="must be positive, not 0"):
         hvd.early_gradients(part_bytes=0)
     monkeypatch.setitem(sys.modules, "torch._dynamo.backends.distributed", None)

@@ -51,7 +51,7 @@ def test_a_failing_rank_ends_the_job_and_is_named(
         pytest.param("transport", "shared_memory", marks=pytest.mark.slow),
     ],
 )
-def test_a_fault_below_training_says_where_training_was_and_is_told_once(
+def test_an_error_below_training_is_reported_once_with_the_position_of_training(
     run_ranks: RunRanks, fault: str, transport: str
 ) -> None:
     env = {**STALL, "SIRTAKI_TRANSPORT": transport, "SIRTAKI_TUNE": "0"}
@@ -64,7 +64,7 @@ def test_a_fault_below_training_says_where_training_was_and_is_told_once(
     assert "done" not in job.stdout
 
 
-def test_what_ranks_disagree_about_is_told_in_full_by_rank_0_and_in_a_line_by_the_others(run_ranks: RunRanks) -> None:
+def test_a_disagreement_is_reported_in_full_by_rank_0_and_in_a_line_by_its_peers(run_ranks: RunRanks) -> None:
     job = run_ranks("faults.py", 3, "mismatch", env={**STALL, "SIRTAKI_TUNE": "0"}, check=False, timeout_s=90)
     assert job.returncode == 1, job.stderr
     assert job.stderr.count("Traceback") == 1, job.stderr

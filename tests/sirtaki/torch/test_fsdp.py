@@ -47,14 +47,14 @@ def test_attached_models_train_as_in_one_process(play: Play, rank_case: RankCase
 
 
 @pytest.mark.parametrize("env", [pytest.param(SHARED, marks=pytest.mark.slow), SOCKETS])
-def test_a_rank_that_dies_is_named_to_those_who_wait(run_ranks: RunRanks, env: dict[str, str]) -> None:
+def test_a_rank_that_dies_is_named_to_its_peers(run_ranks: RunRanks, env: dict[str, str]) -> None:
     job = run_ranks("fsdp_faults.py", 3, env=env, check=False, timeout_s=60)
     assert job.stdout.count("PeerLostError: rank 1 has ended") == 2, job.stdout + job.stderr
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_no_setting_takes_more_memory_than_is_said_of_it(run_ranks: RunRanks, ranks: int) -> None:
+def test_no_setting_takes_more_memory_than_predicted(run_ranks: RunRanks, ranks: int) -> None:
     run_ranks("fsdp_peaks.py", ranks, env={**SOCKETS, "SIRTAKI_TUNE": "0"}, timeout_s=90)
 
 
@@ -68,9 +68,7 @@ def test_a_rank_that_alone_catches_an_exception_and_leaves_a_step_out_does_not_t
 
 @pytest.mark.integration
 @pytest.mark.parametrize("env", [SHARED, SOCKETS])
-def test_a_rank_that_ends_in_the_middle_of_a_search_is_named_to_those_who_wait(
-    run_ranks: RunRanks, env: dict[str, str]
-) -> None:
+def test_a_rank_that_exits_during_a_search_is_named_to_its_peers(run_ranks: RunRanks, env: dict[str, str]) -> None:
     job = run_ranks("fsdp_left.py", 3, env=env, check=False, timeout_s=40)
     assert job.stdout.count("PeerLostError: rank 0 has ended") == 2, job.stdout + job.stderr
 
@@ -91,7 +89,7 @@ def search(faster_times: float, steps: int = 1000) -> TuningSession[ShardKnobs]:
     return session
 
 
-def test_progress_says_what_is_seen_how_long_it_may_take_and_that_nothing_is_proved() -> None:
+def test_progress_reports_times_remaining_steps_and_that_nothing_is_confirmed() -> None:
     untuned = "1 stream, gathers 1 ahead and 1 behind"
     line = describe_progress(search(1.2, 0), WHOLE_STEPS).line()
     assert line == f"tuning, step 0 of at most 100: now measuring the default: {untuned}"
@@ -105,7 +103,7 @@ def test_progress_says_what_is_seen_how_long_it_may_take_and_that_nothing_is_pro
     assert progress.bar().endswith(f"/100; {seen}")
 
 
-def test_the_result_says_what_was_proved_with_its_interval() -> None:
+def test_the_result_reports_the_proved_gain_with_its_interval() -> None:
     said = describe_steps(search(1.2).result, "sockets")
     assert "steps are 20.0 % faster, ± 0.0: 250 ms instead of 300 ms; sockets (beat the default in 6 paired" in said
     said = describe_steps(search(1.0).result, "sockets")
@@ -160,7 +158,7 @@ def test_a_model_that_is_trained_through_a_method_of_its_own_is_tuned(run_ranks:
 
 
 @pytest.mark.integration
-def test_how_far_to_gather_ahead_is_not_tried_where_the_script_says_it(run_ranks: RunRanks) -> None:
+def test_prefetching_is_not_tuned_if_the_script_sets_it(run_ranks: RunRanks) -> None:
     found = settings_run(run_ranks, "slow", "gathers 2 ahead", "prefetched")
     assert len(set(found)) > 1
     assert {re.search("gathers .* behind", setting)[0] for setting in found} == {"gathers 2 ahead and 1 behind"}  # type: ignore[index]
@@ -218,7 +216,7 @@ def test_the_tuner_packs_shards_only_where_that_is_allowed_and_pays_and_the_next
 
 
 @pytest.mark.integration
-def test_the_next_job_tries_what_was_found_first_keeps_it_while_it_is_faster_and_replaces_it(
+def test_the_next_job_tries_the_found_setting_first_keeps_it_while_it_is_faster_and_replaces_it(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "registry.db")
@@ -254,7 +252,7 @@ def test_the_next_job_tries_what_was_found_first_keeps_it_while_it_is_faster_and
 
 
 @pytest.mark.integration
-def test_who_allows_no_memory_is_told_how_much_would_let_parameters_be_kept(run_ranks: RunRanks) -> None:
+def test_without_allowed_memory_the_amount_that_would_keep_parameters_is_reported(run_ranks: RunRanks) -> None:
     def log(**env: str) -> str:
         env = {"SIRTAKI_WARMUP_ITERATIONS": "45", "SIRTAKI_REGISTRY": "off", "SIRTAKI_LOG": "info", **env}
         return run_ranks("fsdp_tuned.py", 2, "slow", "no such setting", env=env, timeout_s=90).stderr

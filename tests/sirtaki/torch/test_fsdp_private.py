@@ -100,7 +100,7 @@ def test_a_group_knows_its_parameters(model: nn.Module) -> None:
     assert not second.has_gradient_hooks
 
 
-def test_a_group_knows_what_is_prefetched_and_what_carries_it(model: nn.Module) -> None:
+def test_a_group_reports_its_prefetching_and_its_carrier(model: nn.Module) -> None:
     first, second = groups_of(model)
     assert not first.has_user_prefetch
     first.set_prefetch([second], [])
@@ -113,7 +113,7 @@ def test_a_group_knows_what_is_prefetched_and_what_carries_it(model: nn.Module) 
     assert not first.replicated
 
 
-def test_the_phase_is_told_in_each_pass(model: nn.Module) -> None:
+def test_the_phase_is_known_in_each_pass(model: nn.Module) -> None:
     first, _ = groups_of(model)
     phases = [first.phase]
     hook = model[0].register_forward_hook(lambda *args: phases.append(first.phase), prepend=True)

@@ -25,7 +25,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     logger.removeHandler(caplog.handler)
 
 
-def test_what_is_not_finite_is_named_with_how_much_of_it(
+def test_non_finite_gradients_are_named_with_their_share(
     control: ControlPlane, caplog: pytest.LogCaptureFixture
 ) -> None:
     nan, inf, check = float("nan"), float("inf"), NanCheck(control)

@@ -37,7 +37,7 @@ def test_a_handle_gives_the_result_once() -> None:
     on_jobs(SIZE, act)
 
 
-def test_what_can_be_had_without_a_wait_can_be_asked() -> None:
+def test_results_can_be_polled_without_a_wait() -> None:
     def act(rank: int) -> None:
         assert poll(-1)
         if rank == 0:
@@ -58,7 +58,7 @@ def test_what_can_be_had_without_a_wait_can_be_asked() -> None:
     ("name", "grouped", "full"),
     [("x", False, "allreduce.x"), ("x", True, "grouped_allreduce.x"), (None, False, "allreduce.noname.1")],
 )
-def test_names_tell_the_kind_and_unnamed_ones_are_counted(name: str | None, grouped: bool, full: str) -> None:
+def test_names_contain_the_kind_and_unnamed_operations_are_counted(name: str | None, grouped: bool, full: str) -> None:
     def start() -> int:
         if grouped:
             return grouped_allreduce_async_([torch.ones(1)], name=name)

@@ -76,7 +76,7 @@ def test_of_several_alike_the_newest_are_taken_for_each_other() -> None:
 
 
 @pytest.mark.lengthy
-def test_a_generation_that_ends_leaves_no_gradients_and_the_next_attaches_what_fits() -> None:
+def test_a_generation_that_ends_drops_gradients_and_the_next_attaches_matching_parameters() -> None:
     fits, does_not = Optimizer("a"), Optimizer("b")
     for optimizer in (fits, does_not):
         keep(optimizer, job_that(training=True))
@@ -89,7 +89,7 @@ def test_a_generation_that_ends_leaves_no_gradients_and_the_next_attaches_what_f
 
 
 @pytest.mark.lengthy
-def test_what_a_function_has_left_in_cycles_is_not_attached_again() -> None:
+def test_optimizers_left_in_reference_cycles_are_not_attached_again() -> None:
     gc.disable()
     try:
         left = Optimizer("a")

@@ -24,7 +24,7 @@ def result_of(log: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("ranks", "env"), [(2, {}), pytest.param(3, OVER_MESH, marks=pytest.mark.slow)], ids=["2-ranks", "3-ranks"]
 )
-def test_a_compressor_is_kept_on_a_slow_link_and_what_it_costs_is_told(
+def test_a_codec_is_kept_on_a_slow_link_and_its_error_is_reported(
     run_ranks: RunRanks, tmp_path: Path, ranks: int, env: dict[str, str]
 ) -> None:
     log = tmp_path / "trials.jsonl"
@@ -47,7 +47,7 @@ def test_a_compressor_is_kept_on_a_slow_link_and_what_it_costs_is_told(
 @pytest.mark.parametrize(
     ("ranks", "env"), [(3, OVER_MESH), pytest.param(2, {}, marks=pytest.mark.slow)], ids=["3-ranks", "2-ranks"]
 )
-def test_nothing_is_kept_where_bytes_cost_nothing_and_what_was_owed_is_given_back(
+def test_nothing_is_kept_where_bytes_are_free_and_residuals_are_applied(
     run_ranks: RunRanks, tmp_path: Path, ranks: int, env: dict[str, str]
 ) -> None:
     log = tmp_path / "trials.jsonl"
@@ -59,7 +59,7 @@ def test_nothing_is_kept_where_bytes_cost_nothing_and_what_was_owed_is_given_bac
     assert "compressed as" not in job.stderr
 
 
-def test_what_the_tuner_may_not_compress_is_told(run_ranks: RunRanks) -> None:
+def test_gradients_that_may_not_be_compressed_are_reported(run_ranks: RunRanks) -> None:
     said = run_ranks("lossy.py", 2, "refused", env=ALLOWED).stderr
     unset = {
         "SIRTAKI_LOSSY=int8,powersgd:2,topk:0.05 has no effect: " + why

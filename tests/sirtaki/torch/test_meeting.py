@@ -14,7 +14,7 @@ from sirtaki.torch.collectives import barrier, join
 SIZE = 3
 
 
-def test_nobody_leaves_a_barrier_before_all_have_come() -> None:
+def test_no_rank_leaves_a_barrier_before_all_have_entered() -> None:
     came: list[int] = []
     lock = threading.Lock()
 

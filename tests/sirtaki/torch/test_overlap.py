@@ -80,7 +80,7 @@ def test_every_parameter_that_is_used_is_waited_for_once(module: nn.Module, use:
     assert all(type(param) is nn.Parameter for param in params)
 
 
-def test_what_says_nothing_of_values_does_not_wait() -> None:
+def test_reads_of_metadata_do_not_wait() -> None:
     notes, (weight, bias) = held(nn.Linear(3, 4))
     assert (weight.shape, weight.dtype, weight.device.type, weight.numel(), bias.dim()) == (
         torch.Size([4, 3]),
@@ -183,7 +183,7 @@ def test_watching_neither_begins_nor_ends_in_inference_mode() -> None:
     assert not torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.Python)
 
 
-def test_modes_of_the_script_go_on_whatever_begins_and_ends_within() -> None:
+def test_modes_of_the_script_survive_everything_that_begins_and_ends_within() -> None:
     class Counts(TorchDispatchMode):
         seen = 0
 
@@ -201,7 +201,7 @@ def test_modes_of_the_script_go_on_whatever_begins_and_ends_within() -> None:
     assert not _get_current_dispatch_mode_stack()
 
 
-def test_modules_of_ones_own_wait_for_what_they_hold() -> None:
+def test_custom_modules_wait_for_the_parameters_that_they_hold() -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -258,7 +258,7 @@ def put_gradients(module: nn.Module, seed: int) -> None:
         (torch.optim.ASGD, {}),
     ],
 )
-def test_parameters_one_by_one_become_what_they_do_together(
+def test_parameters_updated_one_by_one_equal_a_joint_update(
     kind: type[torch.optim.Optimizer], options: dict[str, Any]
 ) -> None:
     whole, parts = net(), net()
@@ -408,7 +408,7 @@ def test_gradients_that_are_not_finite_are_no_reason() -> None:
     assert refusal_by_trial(own, SignDescent) == ""
 
 
-def test_what_the_class_says_is_heard_at_once() -> None:
+def test_a_changed_class_takes_effect_at_once() -> None:
     params, own = made()
     assert refusal(own, SignDescent) == ""
     assert "LBFGS" in refusal(torch.optim.LBFGS(params), torch.optim.LBFGS)

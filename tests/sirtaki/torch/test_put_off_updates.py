@@ -87,7 +87,7 @@ def made() -> Any:
     made.updates.drop()
 
 
-def test_where_this_rank_is_needed_elsewhere_everything_is_as_without(made: Made) -> None:
+def test_where_this_rank_is_needed_elsewhere_results_equal_those_without_deferral(made: Made) -> None:
     made.late.needed_elsewhere = True
     assert made.keep()
     gradient = made.params[0].grad
@@ -98,7 +98,7 @@ def test_where_this_rank_is_needed_elsewhere_everything_is_as_without(made: Made
     assert made.updates.state is IterationState.COLLECTING
 
 
-def test_what_is_zeroed_meanwhile_is_zeroed_after_its_update(made: Made) -> None:
+def test_gradients_zeroed_meanwhile_are_zeroed_after_the_update(made: Made) -> None:
     made.backward_and_step()
     made.params[2].detach()
     assert made.updates.zero(made.params[0], Zeroing.NONE)
@@ -123,27 +123,27 @@ def test_a_gradient_of_another_pass_is_added_to_the_reduced_one(made: Made) -> N
     assert made.params[0].grad.item() == 7.0
 
 
-def test_what_is_read_past_python_is_updated_by_step(made: Made) -> None:
+def test_parameters_read_outside_of_python_are_updated_by_step(made: Made) -> None:
     made.updates.uncovered = frozenset([id(made.params[1])])
     made.backward_and_step()
     assert made.held == [False, False, True, True]
 
 
-def test_what_has_its_memory_elsewhere_is_updated_by_step(made: Made) -> None:
+def test_parameters_with_external_memory_are_updated_by_step(made: Made) -> None:
     alias = made.params[1].data
     made.backward_and_step()
     assert made.held == [False, False, True, True]
     assert alias.item() == -2.0
 
 
-def test_a_graph_from_before_the_step_does_not_take_a_parameter_for_what_it_was(made: Made) -> None:
+def test_a_graph_from_before_the_step_detects_the_changed_parameter(made: Made) -> None:
     loss = (made.params[0] * made.params[0]).sum()
     made.backward_and_step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
-def test_a_step_whose_gradients_did_not_all_come_is_put_off_too(made: Made) -> None:
+def test_a_step_with_missing_gradients_is_deferred_too(made: Made) -> None:
     assert made.updates.step()
     assert made.held == [True] * 4
     made.allowed = False
@@ -152,7 +152,7 @@ def test_a_step_whose_gradients_did_not_all_come_is_put_off_too(made: Made) -> N
     assert not made.keep()
 
 
-def test_where_the_ranks_are_gone_parameters_stay_what_they_are(made: Made) -> None:
+def test_where_the_ranks_have_exited_parameters_stay_unchanged(made: Made) -> None:
     made.backward_and_step()
     made.updates.drop()
     assert made.held == [False] * 4

@@ -23,6 +23,6 @@ def test_samples_are_padded_from_their_beginning() -> None:
     assert shares([], 4) == []
 
 
-def test_before_there_are_ranks_everybody_prints() -> None:
+def test_before_init_every_process_prints() -> None:
     assert on_root(len)([1, 2]) == 2
     assert on_root(len).__name__ == "len"

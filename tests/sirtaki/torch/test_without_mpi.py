@@ -36,7 +36,7 @@ def test_training_needs_no_mpi(run_ranks: RunRanks, ranks: int) -> None:
 
 
 @pytest.mark.lengthy
-def test_a_rank_alone_loads_neither_mpi_nor_what_only_tuning_needs(tmp_path: Path) -> None:
+def test_a_single_rank_loads_neither_mpi_nor_modules_for_tuning(tmp_path: Path) -> None:
     code = (
         "import sys, sirtaki.torch as hvd; loaded = {'networkx', 'sqlalchemy'} & {*sys.modules}; "
         "hvd.init(); print(hvd.size(), loaded | {'mpi4py.MPI'} & {*sys.modules})"
@@ -51,7 +51,7 @@ def test_a_rank_alone_loads_neither_mpi_nor_what_only_tuning_needs(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("registry", "loaded"), [("on", 1), ("off", 0)])
-def test_rank_0_loads_what_a_lookup_takes_while_the_script_goes_on(
+def test_rank_0_loads_modules_for_a_look_up_while_the_script_runs(
     run_ranks: RunRanks, tmp_path: Path, registry: str, loaded: int
 ) -> None:
     registry = str(tmp_path / "registry.db") if registry == "on" else "off"
@@ -101,7 +101,7 @@ def test_torchrun_starts_ranks_and_starts_them_again(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["kill", "interrupt"])
-def test_torchrun_names_who_failed_and_nothing_is_left(tmp_path: Path, fault: str) -> None:
+def test_torchrun_names_the_failed_rank_and_no_process_remains(tmp_path: Path, fault: str) -> None:
     job = torchrun(tmp_path, 3, 5000, 0 if fault == "kill" else -1)
     assert job.stdout is not None
     job.stdout.readline()

@@ -22,7 +22,7 @@ from sirtaki.engine import job
 from sirtaki.errors import ConfigError
 from sirtaki.watch import Decision, GenerationBegun, IterationEnded, TensorBoard, TrialEnded, Watcher, watchers
 from sirtaki.watch.prometheus import CONNECTIONS, MetricsServer
-from sirtaki.watch.watchers import RECENT, JobBeacon, Totals, look, run_folder
+from sirtaki.watch.watchers import RECENT, JobBeacon, Totals, run_folder, running_jobs
 
 TOGETHER = GenerationBegun(number=2, rank=0, size=4)
 DECISION = Decision(
@@ -61,14 +61,14 @@ def _nobody_watches() -> None:
     watchers.end(for_good=True)
 
 
-def test_who_comes_later_hears_that_the_ranks_are_together() -> None:
+def test_a_late_watcher_learns_that_the_ranks_are_connected() -> None:
     watchers.begin(TOGETHER)
     seen = Seen()
     watchers.add(seen)
     watchers.add(gone := Seen())
     for _ in range(2):
         watchers.remove(gone)
-    watchers.tell_all(lambda watcher: watcher.iteration(EVENT))
+    watchers.notify(lambda watcher: watcher.iteration(EVENT))
     watchers.end(for_good=False)
     assert gone.events == [TOGETHER]
     assert seen.events == [TOGETHER, EVENT]
@@ -77,32 +77,32 @@ def test_who_comes_later_hears_that_the_ranks_are_together() -> None:
     assert watchers.watching == []
 
 
-def test_one_that_raises_is_removed_and_the_others_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_watcher_that_raises_is_removed_and_the_others_are_notified(caplog: pytest.LogCaptureFixture) -> None:
     seen = Seen()
     watchers.add(Failing())
     watchers.add(seen)
     with caplog.at_level(logging.WARNING):
-        watchers.tell_all(lambda watcher: watcher.iteration(EVENT), iteration=3)
-        watchers.tell_all(lambda watcher: watcher.iteration(EVENT), iteration=4)
+        watchers.notify(lambda watcher: watcher.iteration(EVENT), iteration=3)
+        watchers.notify(lambda watcher: watcher.iteration(EVENT), iteration=4)
     assert seen.events == [EVENT, EVENT]
     (said,) = caplog.records
-    assert "Failing has failed in iteration 3 and watches no more: RuntimeError: no (test_watch.py:" in said.message
+    assert "watcher Failing raised in iteration 3 and was removed: RuntimeError: no (test_watch.py:" in said.message
     assert said.exc_info is None
 
 
 def test_iterations_are_added_up_and_the_last_ones_averaged() -> None:
     totals = Totals()
-    assert totals.now() == {}
+    assert totals.recent_means() == {}
     totals.iteration(iteration(1, math.nan))
     for number in range(RECENT):
         totals.iteration(iteration(number, 0.2))
     assert totals.iterations == RECENT + 1
     assert totals.n_bytes == 100 * (RECENT + 1)
     assert totals.step_s == pytest.approx(0.2 * RECENT)
-    assert totals.now() == pytest.approx({"step_s": 0.2, "communication_s": 0.1, "exposed_s": 0.05})
+    assert totals.recent_means() == pytest.approx({"step_s": 0.2, "communication_s": 0.1, "exposed_s": 0.05})
 
 
-def test_a_decision_tells_what_it_gains() -> None:
+def test_a_decision_reports_its_gain() -> None:
     totals = Totals()
     assert math.isnan(totals.gain)
     totals.decision(DECISION)
@@ -122,7 +122,7 @@ class Writer:
         self.texts.append((tag, text, step))
 
 
-def test_what_is_known_is_written_at_its_iteration() -> None:
+def test_values_are_written_at_their_iteration() -> None:
     writer = Writer()
     board = TensorBoard(writer=writer, every=2)
     board.iteration(iteration(1, 0.1))
@@ -142,7 +142,7 @@ def test_what_is_known_is_written_at_its_iteration() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorboard") is not None, reason="TensorBoard is here")
-def test_where_it_is_missing_the_remedy_is_told() -> None:
+def test_a_missing_package_is_reported_with_the_remedy() -> None:
     with pytest.raises(ConfigError, match="pip install tensorboard"):
         TensorBoard()
 
@@ -179,7 +179,7 @@ def test_a_port_answers_with_each_metric_until_it_is_closed() -> None:
     }
 
 
-def test_a_job_that_is_to_serve_metrics_without_the_package_is_told_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serving_metrics_without_the_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SIRTAKI_METRICS_PORT", "9400")
     monkeypatch.setattr(sys, "path", [])  # nothing can be imported that has not been yet
     monkeypatch.delitem(sys.modules, "prometheus_client", raising=False)
@@ -251,17 +251,17 @@ def test_strangers_at_the_port_cost_neither_threads_nor_descriptors(
     assert capfd.readouterr().err == ""
 
 
-def test_a_job_says_of_itself_what_it_is_until_it_ends(tmp_path: Path) -> None:
+def test_a_job_reports_its_state_until_it_ends(tmp_path: Path) -> None:
     presence = JobBeacon(lambda: {"iteration": 7}, folder=tmp_path)
-    assert list(look(tmp_path)) == [{"iteration": 7}]
-    assert list(look(tmp_path)) == [{"iteration": 7}]
+    assert list(running_jobs(tmp_path)) == [{"iteration": 7}]
+    assert list(running_jobs(tmp_path)) == [{"iteration": 7}]
     presence.close()
     presence.close()
-    assert list(look(tmp_path)) == []
+    assert list(running_jobs(tmp_path)) == []
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_dead_processes_have_left_is_removed(tmp_path: Path) -> None:
+def test_files_of_dead_processes_are_removed(tmp_path: Path) -> None:
     (tmp_path / "strange").touch()
     job = (
         "import os, pathlib, sys; from sirtaki.watch.watchers import JobBeacon\n"
@@ -269,11 +269,11 @@ def test_what_dead_processes_have_left_is_removed(tmp_path: Path) -> None:
     )
     subprocess.run([sys.executable, "-c", job, tmp_path], check=True)
     assert len(list(tmp_path.iterdir())) == 2
-    assert list(look(tmp_path)) == []
+    assert list(running_jobs(tmp_path)) == []
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_job_whose_data_loader_lives_on_is_not_taken_for_alive(tmp_path: Path) -> None:
+def test_a_job_is_not_alive_because_its_data_loader_is(tmp_path: Path) -> None:
     job = (
         "import os, pathlib, sys; from sirtaki.watch.watchers import JobBeacon\n"
         "presence = JobBeacon(lambda: {}, folder=pathlib.Path(sys.argv[1]))\n"
@@ -288,11 +288,11 @@ def test_a_job_whose_data_loader_lives_on_is_not_taken_for_alive(tmp_path: Path)
         assert begun.stdout.readline()
         assert begun.wait() == 0
         assert len(list(tmp_path.iterdir())) == 1
-        assert list(look(tmp_path)) == []
+        assert list(running_jobs(tmp_path)) == []
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_job_that_cannot_tell_is_left_out_and_asked_again(tmp_path: Path) -> None:
+def test_a_job_that_does_not_answer_is_left_out_and_asked_again(tmp_path: Path) -> None:
     answers = iter([None, {"iteration": 1}])
 
     def answer() -> dict[str, int]:
@@ -302,8 +302,8 @@ def test_a_job_that_cannot_tell_is_left_out_and_asked_again(tmp_path: Path) -> N
 
     presence = JobBeacon(answer, folder=tmp_path)
     try:
-        assert list(look(tmp_path)) == []
-        assert list(look(tmp_path)) == [{"iteration": 1}]
+        assert list(running_jobs(tmp_path)) == []
+        assert list(running_jobs(tmp_path)) == [{"iteration": 1}]
     finally:
         presence.close()
 
@@ -313,4 +313,4 @@ def test_the_folder_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert run_folder() == tmp_path / "sirtaki"
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     assert run_folder().name == f"sirtaki-{os.getuid()}"
-    assert list(look(tmp_path / "none")) == []
+    assert list(running_jobs(tmp_path / "none")) == []

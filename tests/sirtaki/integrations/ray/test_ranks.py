@@ -26,7 +26,7 @@ from sirtaki.run.as_horovod import SHIM
 from sirtaki.run.elastic.job_members import OnFailure
 
 
-def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_the_error_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for name in ("RayExecutor", "SirtakiConfig"):
         with pytest.raises(ModuleNotFoundError, match=r"pip install 'sirtaki\[ray\]'"):
@@ -34,7 +34,7 @@ def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_other_ranks_hear_of_it_and_all_can_begin_anew(run_ranks: RunRanks, ranks: int) -> None:
+def test_peers_learn_of_a_failed_rank_and_all_can_start_again(run_ranks: RunRanks, ranks: int) -> None:
     assert run_ranks("ray_telling.py", ranks, env={**UNTUNED, **OVER_MESH}).stdout.count("went on") == ranks
 
 
@@ -59,7 +59,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> FakeQueue:
     return made
 
 
-def test_rank_0_is_heard_by_all_listeners_in_order(queue: FakeQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_listeners_receive_rank_0s_output_in_order(queue: FakeQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[Any] = []
     monkeypatch.setenv("HOROVOD_RANK", "0")
     ray_logger.log(1)
@@ -106,7 +106,7 @@ def test_nonsense_is_refused(make: object, said: str) -> None:
         make()  # type: ignore[operator]
 
 
-def test_an_elastic_job_begins_with_the_least_unless_told_otherwise() -> None:
+def test_an_elastic_job_starts_with_the_minimum_by_default() -> None:
     policy = elastic_policy(None, 2, None, reset_limit=3)
     assert (policy.start_ranks, policy.min_ranks, policy.max_ranks, policy.reset_limit) == (2, 2, None, 3)
     assert (policy.on_failure, policy.cooldown_s) == (OnFailure.REPLACE_RANK, (30.0, 600.0))
@@ -143,7 +143,7 @@ def environ_of(environ: dict[str, str], added: dict[str, str], **more: object) -
     return actor_environ(environ, added, Demand(cpus=2.0), settings)
 
 
-def test_settings_go_along_and_what_an_outer_job_has_set_does_not() -> None:
+def test_settings_are_passed_on_and_an_outer_jobs_variables_are_not() -> None:
     outer = {"SIRTAKI_TUNE": "0", "HOROVOD_TIMELINE": "t.json", "HOROVOD_RANK": "3", "RANK": "3", "HOME": "/root"}
     found = environ_of(outer, {"MINE": "1"})
     assert (found["SIRTAKI_TUNE"], found["HOROVOD_TIMELINE"], found["MINE"]) == ("0", "t.json", "1")
@@ -151,7 +151,7 @@ def test_settings_go_along_and_what_an_outer_job_has_set_does_not() -> None:
     assert (found["OMP_NUM_THREADS"], found["SIRTAKI_START_TIMEOUT_S"]) == ("2", "30")
 
 
-def test_what_the_user_adds_counts_most_and_the_secret_is_not_shown_to_ray() -> None:
+def test_the_users_variables_have_priority_and_ray_does_not_see_the_secret() -> None:
     outer = {"SIRTAKI_SECRET": "s", "SIRTAKI_START_TIMEOUT_S": "7"}
     found = environ_of(outer, {"OMP_NUM_THREADS": "9", "SIRTAKI_GLOO_IFACE": "eth9"}, interfaces="eth0")
     assert (found["OMP_NUM_THREADS"], found["SIRTAKI_START_TIMEOUT_S"]) == ("9", "7")

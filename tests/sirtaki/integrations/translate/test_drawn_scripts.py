@@ -116,13 +116,13 @@ def found_in(folder: Path, seeds: range, mpiexec: list[str], several: tuple[int,
     return found
 
 
-def test_drawn_scripts_do_what_one_process_does(tmp_path: Path, mpiexec: list[str]) -> None:
+def test_translated_drawn_scripts_act_like_one_process(tmp_path: Path, mpiexec: list[str]) -> None:
     assert not set().union(*found_in(tmp_path, range(3, 9), mpiexec, (3,)).values())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("begin", range(1000, 1300, 60))
-def test_many_drawn_scripts_do_what_one_process_does(begin: int, tmp_path: Path, mpiexec: list[str]) -> None:
+def test_many_translated_drawn_scripts_act_like_one_process(begin: int, tmp_path: Path, mpiexec: list[str]) -> None:
     found = found_in(tmp_path, range(begin, begin + 60), mpiexec)
     refused = [seed for seed, differs in found.items() if differs == {"refused"}]
     assert len(refused) < 10

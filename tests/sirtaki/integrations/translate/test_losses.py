@@ -217,7 +217,7 @@ def check(played: Callable[[str, int], dict[str, Any]], name: str, ranks: int) -
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.integration)])
 @pytest.mark.parametrize("name", SHORT)
-def test_it_trains_and_shows_what_one_process_does(
+def test_translated_losses_train_and_print_like_one_process(
     short: Callable[[str, int], dict[str, Any]], name: str, ranks: int
 ) -> None:
     check(short, name, ranks)

@@ -114,7 +114,7 @@ def test_on_two_ranks_a_script_prints_the_numbers_that_it_printed_alone(played: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SEVERAL_BEFORE))
-def test_a_script_for_several_ranks_prints_what_it_printed_on_as_many(played: Played, name: str) -> None:
+def test_a_script_for_several_ranks_prints_the_same_on_as_many_ranks(played: Played, name: str) -> None:
     before, after = played("several", name), played("two", name)
     wanted, shown = (list(map(float, NUMBER.findall(there["printed"]))) for there in (before, after))
     assert shown == pytest.approx(wanted, rel=1e-5)

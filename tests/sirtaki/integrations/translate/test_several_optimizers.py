@@ -219,7 +219,7 @@ def reduced_in_step(code: str) -> bool:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_train_as_one_process_is_refused_with_line_and_reason(name: str) -> None:
+def test_scripts_that_cannot_train_as_one_process_are_rejected_with_line_and_reason(name: str) -> None:
     code, reason = REFUSED[name]
     with pytest.raises(TranslationError, match=reason) as refusal:
         translate(code)
@@ -244,7 +244,7 @@ def test_names_that_nothing_defines_are_found_in_every_scope() -> None:
     assert undefined_names(text) == {"outer", "missing", "Base", "x", "net", "late"}
 
 
-def test_imports_that_a_translation_needs_stand_in_front_of_what_it_adds() -> None:
+def test_imports_of_a_translation_precede_the_added_lines() -> None:
     head, rest = script(BY_MODULE).split("import torch\n", 1)
     wrapped = translate(f"{head}class Before:\n    pass\nimport torch\nimport os\n{rest}").after
     assert undefined_names(wrapped) == set()

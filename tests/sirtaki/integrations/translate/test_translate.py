@@ -128,7 +128,7 @@ def test_a_line_that_is_among_those(where: dict[str, str], line: str) -> None:
     assert line in added(**where)
 
 
-def test_what_a_loss_is_made_of_is_left_alone_and_gradients_are_reduced_at_the_step() -> None:
+def test_the_computation_of_a_loss_is_unchanged_and_gradients_are_reduced_at_the_step() -> None:
     lines = added("extra = 0.0\nextra += F.mse_loss(model(x), x)\nextra.backward()")
     assert lines[-1].startswith("optimizer = ")
     assert "backward_passes_per_step=1_000_000" in lines[-1]
@@ -294,7 +294,7 @@ AFTER: dict[str, tuple[str, tuple[str, str], list[str]]] = {
 
 @pytest.mark.lengthy
 @pytest.mark.parametrize("name", AFTER)
-def test_what_becomes_of_a_script(name: str) -> None:
+def test_each_kind_of_script_is_translated_as_expected(name: str) -> None:
     script, (old, new), texts = AFTER[name]
     after = translate(script.replace(old, new) if old else script).after
     for text in texts:
@@ -312,7 +312,7 @@ def test_ranks_are_known_in_the_main_block_and_seeded_ones_need_no_seed() -> Non
     assert free_name(Source("ranks = 1"), "ranks") == "sirtaki_ranks"
 
 
-def test_a_translation_has_a_diff_and_notes_and_what_uses_sirtaki_stays() -> None:
+def test_a_translation_has_a_diff_and_notes_and_scripts_with_sirtaki_stay_unchanged() -> None:
     done = translate(HEAD)
     assert done.before == HEAD
     assert "+hvd.init()\n" in done.diff("train.py")
@@ -423,7 +423,7 @@ REFUSED: dict[str, tuple[str, str]] = {
 
 @pytest.mark.lengthy
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_with_line_and_reason(name: str) -> None:
+def test_unsupported_scripts_are_rejected_with_line_and_reason(name: str) -> None:
     script, reason = REFUSED[name]
     with pytest.raises(TranslationError, match=reason):
         translate(script)
@@ -453,12 +453,12 @@ NAMED: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_what_is_named(name: str) -> None:
+def test_remaining_tasks_are_named(name: str) -> None:
     script, text = NAMED[name]
     assert any(text in note for _, note in translate(script).notes)
 
 
-def test_a_loss_is_followed_into_a_function_whatever_its_name_is() -> None:
+def test_a_loss_is_followed_into_a_function_of_any_name() -> None:
     update = "def update(loss):\n    loss.backward()\n    optimizer.step()\nfor epoch"
     before = "        loss.backward()\n        optimizer.step()\n"
     assert before in HEAD

@@ -65,7 +65,7 @@ def until(true: Callable[[], object]) -> Any:
         (None, {"SIRTAKI_CHECKPOINT_DIR": "/shared"}, KILL_GRACE_S),
     ],
 )
-def test_at_the_end_who_trains_has_time_to_write_a_checkpoint_and_who_waits_for_others_has_not(
+def test_at_the_end_a_training_rank_has_time_for_a_checkpoint_and_a_waiting_one_has_not(
     number: int | None, environ: dict[str, str], grace_s: float
 ) -> None:
     actions = mock.Mock()
@@ -117,7 +117,7 @@ def crew() -> Iterator[AgentCrew]:
 
 @pytest.mark.lengthy
 @pytest.mark.parametrize(("at_once", "exit_code"), [(True, 137), (False, 143)])
-def test_it_ends_a_rank_as_it_is_told(crew: AgentCrew, at_once: bool, exit_code: int) -> None:
+def test_it_ends_a_rank_on_request(crew: AgentCrew, at_once: bool, exit_code: int) -> None:
     crew.send_to(["localhost"], StartRank(worker=5, slot=0))
     crew.send_to(["localhost"], KillRank(worker=5, at_once=at_once))
     assert events(crew, 1) == [AgentMessage("localhost", RankEnded(worker=5, end=RankEnd(exit_code=exit_code)))]
@@ -169,7 +169,7 @@ def test_an_agent_that_was_given_up_finds_no_driver_in_the_one_that_goes_on_with
         found.result()
 
 
-def test_an_agent_that_is_told_what_it_does_not_understand_ends(crew: AgentCrew) -> None:
+def test_an_agent_that_gets_an_unexpected_message_ends(crew: AgentCrew) -> None:
     crew.send_to(["localhost"], Finished())  # type: ignore[arg-type]  # which is a rank's
     assert isinstance(events(crew, 1)[0], Lost)
 
@@ -200,7 +200,7 @@ def test_an_agent_that_does_not_come_is_given_up_with_the_reason(code: str, why:
     crew.close()
 
 
-def test_a_host_that_lacks_what_ranks_need_says_so_before_it_understands_the_rest() -> None:
+def test_a_host_without_requirements_of_ranks_reports_it_before_parsing_the_rest() -> None:
     need = Need(folder="/", script="", interfaces=(), versions={"Sirtaki": "0.0"})
     line = msgspec.json.encode({"need": need, "of another version": 1}) + b"\n"
     shown: list[bytes] = []
@@ -215,7 +215,7 @@ def started_agent(words: list[str], shown: list[bytes], line: bytes = b"told\n")
     return StartedAgent("a", 1, words, os.environ, line, lambda name, lines: shown.extend(lines))
 
 
-def test_what_says_why_it_does_not_come_is_kept_and_the_rest_is_shown(tmp_path: Path) -> None:
+def test_the_reason_of_a_failed_ssh_is_kept_and_its_other_output_is_shown(tmp_path: Path) -> None:
     ssh = tmp_path / "ssh"
     ssh.write_text(
         "#!/bin/sh\nprintf 'Welcome\\nssh: connect to host a port 22: Connection refused\\n' >&2; exit 255\n"
@@ -306,7 +306,7 @@ def test_a_driver_that_is_not_there_is_looked_for_for_so_long_only() -> None:
 
 
 @pytest.mark.integration
-def test_an_agent_whose_driver_goes_on_without_it_starts_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_whose_driver_continues_without_it_starts_no_successor(monkeypatch: pytest.MonkeyPatch) -> None:
     need = Need(folder="/", script="", interfaces=(), versions={})
     config = AgentConfig(need=need, host="a", number=1, places=(), proof=PROOF, environ={}, job=job_of())
     succession = Succession(config)

@@ -41,7 +41,7 @@ def test_survivors_of_a_killed_rank_go_on_at_once_and_another_one_takes_its_plac
 
 
 @pytest.mark.integration
-def test_hosts_come_and_go_as_discovery_says_and_nonsense_changes_nothing(start: Callable, tmp_path: Path) -> None:
+def test_hosts_follow_discovery_and_invalid_output_changes_nothing(start: Callable, tmp_path: Path) -> None:
     hosts, script = tmp_path / "hosts", tmp_path / "hosts.sh"
     hosts.write_text("a:1\n\nb\n")
     script.write_text(f"#!/bin/sh\ncat {hosts}\n")
@@ -91,7 +91,7 @@ def test_the_ranks_of_a_killed_agent_end_with_all_that_they_have_started(start: 
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_nothing_is_left_of_a_job_whose_driver_is_killed(start: Callable, number: signal.Signals) -> None:
+def test_no_process_remains_of_a_job_whose_driver_is_killed(start: Callable, number: signal.Signals) -> None:
     job = start("-H", "a:1,b:1", "--min-np", 1, *AGENTS)
     job.of_size(2)
     for pid in job.processes():  # nor does what proves who belongs to the job stand where others can read it
@@ -132,7 +132,7 @@ def test_an_agent_takes_the_place_of_a_driver_that_is_killed(start: Callable) ->
     assert "finished after" in "".join(log.read_text() for log in logs)
 
 
-def test_a_script_that_fails_everywhere_fails_once_and_says_why(start: Callable) -> None:
+def test_a_script_that_fails_everywhere_fails_once_with_its_reason(start: Callable) -> None:
     job = start("-np", 2, "--min-np", 1, command=[sys.executable, "-c", "raise ValueError('a bad batch')"])
     assert job.wait() == 1
     assert job.said[-1].startswith("no rank was able to join the job; the first")
@@ -215,7 +215,7 @@ def test_a_host_that_stands_still_ends_its_ranks_when_it_comes_back_to_a_driver_
 
 
 @pytest.mark.slow
-def test_ranks_that_wait_for_a_vanished_host_hear_of_it_from_the_driver(
+def test_ranks_that_wait_for_a_vanished_host_are_notified_by_the_driver(
     start: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SIRTAKI_TEST_HEARTBEAT_S", "60")

@@ -27,7 +27,7 @@ def script(folder: Path, text: str, *, mode: int = 0o755) -> str:
     return str(path)
 
 
-def test_what_is_an_answer(tmp_path: Path) -> None:
+def test_valid_answers_are_parsed(tmp_path: Path) -> None:
     text = "echo node1:4; echo; echo '  node2  '; echo '# none'; echo node3.x-y:1 '# spot'"
     assert ask_script(script(tmp_path, text), 2) == {"node1": 4, "node2": 2, "node3.x-y": 1}
     assert ask_script(script(tmp_path, "true"), 1) == {}
@@ -46,18 +46,18 @@ def test_what_is_an_answer(tmp_path: Path) -> None:
         ("seq 1 20000", "printed more than 10000 hosts"),
     ],
 )
-def test_what_is_no_answer_says_why(tmp_path: Path, text: str, message: str) -> None:
+def test_an_invalid_answer_is_reported_with_the_reason(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(LaunchError, match=message):
         ask_script(script(tmp_path, text), 1)
 
 
-def test_a_file_that_cannot_be_executed_is_told_so(tmp_path: Path) -> None:
+def test_a_file_that_is_not_executable_is_reported(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="make it executable"):
         ask_script(script(tmp_path, "echo a", mode=0o644), 1)
 
 
 @pytest.mark.lengthy
-def test_a_script_that_hangs_is_killed_with_what_it_has_started(tmp_path: Path) -> None:
+def test_a_hanging_script_is_killed_with_its_children(tmp_path: Path) -> None:
     begin_s = time.monotonic()
     with pytest.raises(LaunchError, match=r"has not ended within 0\.5 s"):
         ask_script(script(tmp_path, f"sleep 60 & echo $! > {tmp_path}/pid; sleep 60"), 1, limit_s=0.5)
@@ -69,7 +69,7 @@ def test_a_script_that_hangs_is_killed_with_what_it_has_started(tmp_path: Path) 
         time.sleep(0.01)
 
 
-def test_answers_come_in_order_and_what_stays_is_told_once() -> None:
+def test_answers_keep_their_order_and_an_unchanged_one_is_reported_once() -> None:
     answers = [{"a": 1}, {"a": 1}, LaunchError("closed"), LaunchError("closed"), {"a": 1}]
     woken = []
 
@@ -123,7 +123,7 @@ def test_under_horovods_name_a_failure_drops_the_host_for_good_as_there() -> Non
         (("--min-np", "1", "--reset-limit", "-1"), "must not be negative"),
     ],
 )
-def test_what_contradicts_itself_is_refused(words: tuple[str, ...], message: str) -> None:
+def test_contradictory_options_are_rejected(words: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         policy(*words)
 
@@ -141,7 +141,7 @@ def test_jobs_with_a_fixed_number_of_ranks_stay_as_they_are(capsys: pytest.Captu
 # ── a driver in the place of one that is lost ────────────────────────────────────────────────────────────────────────
 
 
-def test_what_a_driver_leaves_behind_comes_back_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_drivers_job_reaches_its_successor_unchanged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     held = Policy(
         start_ranks=2, min_ranks=1, max_ranks=4, on_failure=OnFailure.DROP_HOST, cooldown_s=(1.0, 2.0),
         has_successors=True,

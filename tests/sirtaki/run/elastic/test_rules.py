@@ -217,7 +217,7 @@ def test_a_host_that_discovery_takes_away_is_left_at_the_next_commit() -> None:
     assert "host b was removed" in story.said
 
 
-def test_very_many_hosts_and_slots_hold_nobody_up() -> None:
+def test_very_many_hosts_and_slots_cause_no_delay() -> None:
     story = running({"a": 2}, max_ranks=2)
     begin_s = time.monotonic()
     actions = story.find({"a": 2} | {f"h{number}": 4096 for number in range(10_000)})
@@ -226,7 +226,7 @@ def test_very_many_hosts_and_slots_hold_nobody_up() -> None:
     assert time.monotonic() - begin_s < 5.0
 
 
-def test_what_has_been_told_is_not_told_again() -> None:
+def test_a_reported_fact_is_not_reported_again() -> None:
     story = running({"a": 2})
     for worker in (1, 2):
         story.end(worker, RankEnd(exit_code=1, reason="ValueError: a bad batch"))
@@ -236,7 +236,7 @@ def test_what_has_been_told_is_not_told_again() -> None:
     ]
 
 
-def test_who_is_to_leave_hands_the_state_over_first() -> None:
+def test_a_rank_to_be_dismissed_hands_the_state_over_first() -> None:
     story = running({"a": 1}, start_ranks=1, min_ranks=1)
     story.find({"b": 1})
     story.join(1, has_state=True)  # and nobody else is there: it goes on
@@ -310,7 +310,7 @@ def test_the_limit_of_resets_holds() -> None:
     assert "--reset-limit 1: the job would need one more reset" in end.text
 
 
-def test_a_lost_host_is_told_in_one_line_and_left_out() -> None:
+def test_a_lost_host_is_reported_in_one_line_and_dropped() -> None:
     story = running({"a": 1, "b": 2}, min_ranks=1, cooldown_s=(30.0, 60.0))
     story.lose("b", "it is silent")
     assert story.said[-1].startswith("host b is lost (it is silent) with ranks 1, 2; host b is excluded for 3")
@@ -326,7 +326,7 @@ def test_a_host_that_cannot_be_reached_does_not_keep_another_one_from_starting_a
     assert end == JobEnd(exit_code=1, text="host b is lost (ssh ended with exit code 255); no host is left")
 
 
-def test_what_a_host_says_of_a_rank_that_is_not_its_own_does_not_count() -> None:
+def test_a_hosts_message_about_a_rank_of_another_host_is_ignored() -> None:
     story = running({"a": 1, "b": 1})
     story.does(story.members.answer, [AgentMessage("b", RankEnded(worker=1, end=WELL))])
     assert 1 in story.members.member_list.workers
@@ -365,14 +365,14 @@ def test_a_new_driver_goes_on_with_more_than_half_of_the_members() -> None:
     assert not taken_over({}, (), generation=0)[1]
 
 
-def test_members_that_are_lost_with_the_driver_are_told_and_replaced() -> None:
+def test_members_lost_with_the_driver_are_reported_and_replaced() -> None:
     story, _ = taken_over(dict.fromkeys((1, 2), (ProcessPhase.MEMBER, 5)), (1, 2, 3))
     assert Relay((1, 2), Changed(Change.REMOVED, "the driver was lost")) in story.all
     assert StartRank(worker=4, slot=0) in story.all
     assert of(FormGeneration, story.join(1, 2, has_state=True))[0].number == 6
 
 
-def test_a_generation_of_which_the_lost_driver_has_told_some_only_is_left() -> None:
+def test_a_generation_that_only_some_members_have_received_is_abandoned() -> None:
     story, goes_on = taken_over(
         {1: (ProcessPhase.MEMBER, 5), 2: (ProcessPhase.WAITING, 4), 3: (ProcessPhase.MEMBER, 5)}, (1, 2, 3)
     )
@@ -388,7 +388,7 @@ def test_members_that_have_not_synchronised_yet_do_not_go_on_without_those_that_
     assert "no remaining rank holds the state" in end.text
 
 
-def test_who_takes_over_believes_the_newest_generation_and_leaves_out_what_the_lost_driver_had() -> None:
+def test_a_new_driver_trusts_the_newest_generation_and_keeps_its_dropped_hosts() -> None:
     before = FormGeneration(number=4, workers=(1, 3, 4), older=(), has_state=True)
     for older, expected in ((((1, 3, 4),), False), ((), True)):  # 3 and 4 may go on: they know of no other generation
         newest = FormGeneration(number=5, workers=(1, 2), older=older, has_state=True, left_out={"z": (2, None)})
@@ -417,7 +417,7 @@ def test_waiting_has_an_end_which_running_puts_off() -> None:
     assert "1 of at least 2 ranks were ready within 10 s" in of(JobEnd, story.wait(0.6))[0].text
 
 
-def test_where_no_other_rank_can_come_nobody_waits_and_the_end_says_what_would_have_helped() -> None:
+def test_where_no_rank_can_be_added_the_job_ends_and_names_the_remedy() -> None:
     story = running({"a": 2}, hosts_stay=True, on_failure=OnFailure.DROP_HOST)
     story.end(2, KILLED)
     (end,) = of(JobEnd, story.join(1, has_state=True))
@@ -427,7 +427,7 @@ def test_where_no_other_rank_can_come_nobody_waits_and_the_end_says_what_would_h
     assert end.exit_code == 137
 
 
-def test_nobody_waits_for_a_host_that_is_lost_for_good_either_before_or_after_the_first_generation() -> None:
+def test_a_permanently_lost_host_is_not_awaited_before_or_after_the_first_generation() -> None:
     drop = {"hosts_stay": True, "on_failure": OnFailure.DROP_HOST}
     story = running({"a": 2, "b": 2}, start_ranks=4, min_ranks=3, **drop)
     story.lose("b", "its connection broke")
@@ -482,7 +482,7 @@ def test_failures_of_generations_before_are_forgotten() -> None:
     assert of(JobEnd, story.end(3, KILLED))[0].exit_code == 137
 
 
-def test_who_has_only_been_started_is_ended_gently_and_who_does_not_end_is_killed() -> None:
+def test_a_rank_that_has_only_started_is_ended_gently_and_killed_if_it_does_not_end() -> None:
     story = Story({"a": 1, "b": 1}, start_ranks=9)
     story.join(1)
     actions = story.find({"c": 1})
@@ -493,7 +493,7 @@ def test_who_has_only_been_started_is_ended_gently_and_who_does_not_end_is_kille
     assert agents(story.end(1, KILLED), starts=False) == ["a"]
 
 
-def test_a_death_is_told_though_it_was_told_that_somebody_leaves_and_nobody_is_told_twice() -> None:
+def test_a_death_is_reported_after_a_dismissal_and_only_once() -> None:
     story = running({"a": 1, "b": 1, "c": 1})
     assert changes(story.find({"a": 1, "b": 1}))[0].message.change == Change.REMOVED
     (tell,) = changes(story.end(2, KILLED))
@@ -502,14 +502,14 @@ def test_a_death_is_told_though_it_was_told_that_somebody_leaves_and_nobody_is_t
     assert changes(story.wait(1.0)) == []
 
 
-def test_what_comes_at_once_is_decided_once() -> None:
+def test_simultaneous_events_lead_to_one_decision() -> None:
     story = running({"a": 2})
     both = [AgentMessage("a", Relayed(worker, Join(member=Member(has_state=True)))) for worker in (1, 2)]
     assert len(of(FormGeneration, story.does(story.members.answer, both))) == 1
     assert changes(story.all) == []
 
 
-def test_what_has_changed_is_told_in_words() -> None:
+def test_changes_are_described_in_words() -> None:
     story = running({"a": 2, "b": 1}, min_ranks=1)
     assert story.said == ["generation 1: 3 ranks (2 on a, 1 on b)"]
     story.end(1, KILLED)
@@ -566,7 +566,7 @@ def test_old_ranks_keep_their_order_and_new_ones_follow_hosts_and_slots(workers:
     assert [each.number for each in ranked(workers, ["a", "b", "c"])] == order
 
 
-def test_one_who_hands_the_state_over_finds_room_where_there_is_a_limit() -> None:
+def test_a_rank_that_hands_over_its_state_counts_within_the_limit() -> None:
     story = running({"a": 2}, max_ranks=2)
     story.find({"b": 2})
     story.join(3, 4)
@@ -616,7 +616,7 @@ def test_three_strikes_in_a_row_are_one_too_many() -> None:
     assert not hosts.strike("b")
 
 
-def test_another_driver_goes_on_with_what_was_left_out() -> None:
+def test_a_new_driver_keeps_the_dropped_hosts() -> None:
     first, second = pool((10.0, 1000.0)), pool((10.0, 1000.0))
     first.drop("b", 0.0)
     assert first.take_back(12.0) == ["b"]
@@ -682,7 +682,7 @@ def test_until_enough_know_of_a_generation_the_one_before_counts() -> None:
     assert not quorum.is_lost
 
 
-def test_who_takes_over_must_do_so_in_each_generation_that_counts() -> None:
+def test_a_new_driver_must_have_a_quorum_of_each_generation_that_counts() -> None:
     lists = (1, 2, 3, 4, 5), (1, 6, 7, 8, 2, 3)
     assert successor((1, 6, 7, 8), *lists).is_lost
     assert not successor((2, 3, 4, 5), lists[0]).is_lost

@@ -26,9 +26,7 @@ def test_ranks_meet(run_ranks: RunRanks, env: dict[str, str]) -> None:
         pytest.param("SIRTAKI_LOG=warning", "", marks=pytest.mark.integration),
     ],
 )
-def test_the_group_says_once_what_happens_to_gradients_and_how_to_switch_it_off(
-    run_ranks: RunRanks, name: str, says: str
-) -> None:
+def test_the_group_logs_once_that_it_attaches_and_how_to_disable_it(run_ranks: RunRanks, name: str, says: str) -> None:
     variable, _, value = name.partition("=")
     told = run_ranks("torch_backend_meeting.py", 2, env={**OVER_MESH, variable: value}).stderr
     assert told.count("process group of 2 ranks") == (1 if says else 0)

@@ -20,17 +20,17 @@ JOBS = (
 
 
 @on_ranks("torch_backend", *JOBS)
-def test_the_backend_gives_what_one_process_gives(play: Play, rank_case: RankCase) -> None:
+def test_the_backends_operations_equal_one_process(play: Play, rank_case: RankCase) -> None:
     play(rank_case)
 
 
 @on_ranks("torch_backend_training", *JOBS, slow(Job(2, "unattached", env={**OVER_MESH, "SIRTAKI_ATTACH": "0"})))
-def test_what_trains_over_the_backend_trains_as_one_process(play: Play, rank_case: RankCase) -> None:
+def test_training_over_the_backend_equals_one_process(play: Play, rank_case: RankCase) -> None:
     play(rank_case)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.integration)])
-def test_drawn_sequences_of_collectives_give_what_gloo_gives(run_ranks: RunRanks, ranks: int) -> None:
+def test_drawn_sequences_of_collectives_equal_gloos(run_ranks: RunRanks, ranks: int) -> None:
     output = run_ranks("torch_backend_reference.py", ranks, 120, env=OVER_MESH).stdout
     assert output.count("120 sequences agree") == ranks
 
@@ -38,6 +38,6 @@ def test_drawn_sequences_of_collectives_give_what_gloo_gives(run_ranks: RunRanks
 @pytest.mark.slow
 @pytest.mark.parametrize("env", [OVER_MESH, FLAT, NODES], ids=["host", "gloo", "nodes"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_many_drawn_sequences_give_what_gloo_gives(run_ranks: RunRanks, ranks: int, env: dict[str, str]) -> None:
+def test_many_drawn_sequences_equal_gloos(run_ranks: RunRanks, ranks: int, env: dict[str, str]) -> None:
     output = run_ranks("torch_backend_reference.py", ranks, 400, 1, env=env, timeout_s=110).stdout
     assert output.count("400 sequences agree") == ranks

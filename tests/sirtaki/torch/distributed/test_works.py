@@ -37,7 +37,7 @@ def lane_work() -> tuple[LaneWork, TensorReduction, Lanes]:
     return LaneWork(lanes, reduction, [tensor]), reduction, lanes  # type: ignore[arg-type]
 
 
-def test_a_future_and_a_question_have_the_tensor_move_though_nobody_waits() -> None:
+def test_a_future_or_a_query_makes_progress_without_a_wait() -> None:
     work, reduction, lanes = lane_work()
     future = work.get_future()
     assert work.get_future() is future
@@ -48,7 +48,7 @@ def test_a_future_and_a_question_have_the_tensor_move_though_nobody_waits() -> N
     assert (work.wait(), work.is_completed(), work.is_success(), work.exception()) == (True, True, True, None)
 
 
-def test_a_failure_is_told_to_all_who_ask() -> None:
+def test_a_failure_is_reported_to_all_waiters() -> None:
     work, reduction, _ = lane_work()
     future = work.get_future()
     reduction.finish(PeerLostError("rank 1 has ended"))
@@ -94,7 +94,7 @@ def followed(*inner: Inner) -> tuple[FollowedWork, list[str]]:
     return FollowedWork(inner, lambda: told.append("then"), [torch.ones(1)]), told  # type: ignore[arg-type]
 
 
-def test_what_follows_is_done_once_and_after_all() -> None:
+def test_callbacks_run_once_and_in_the_end() -> None:
     one, other = Inner(), Inner()
     work, told = followed(one, other)
     future = work.get_future()
@@ -118,7 +118,7 @@ def test_nothing_follows_a_failure() -> None:
     assert not told
 
 
-def test_what_follows_a_tensor_that_has_failed_tells_its_future_so() -> None:
+def test_the_future_of_a_failed_tensor_gets_the_error() -> None:
     lane, reduction, _ = lane_work()
     told: list[str] = []
     work = FollowedWork([lane], lambda: told.append("then"), [torch.ones(1)])
@@ -163,7 +163,7 @@ def test_a_work_that_only_cpp_has_is_waited_for_before_and_after_its_end(ends_fi
     assert reduction.ended.done()
 
 
-def test_a_work_that_only_cpp_has_raises_what_it_has_failed_with() -> None:
+def test_a_work_that_only_cpp_references_raises_its_error() -> None:
     for follows in (False, True):
         lane, reduction, _ = lane_work()
         wait = given_to_cpp(FollowedWork([lane], lambda: None, []) if follows else lane)
@@ -172,7 +172,7 @@ def test_a_work_that_only_cpp_has_raises_what_it_has_failed_with() -> None:
             wait()
 
 
-def test_works_that_nobody_waits_for_keep_few_tensors_and_those_that_somebody_has_waited_for_none() -> None:
+def test_works_without_a_waiter_keep_few_tensors_and_awaited_ones_none() -> None:
     refs = []
     for asks in (True, False):
         for _ in range(40):

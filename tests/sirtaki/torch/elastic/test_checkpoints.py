@@ -38,7 +38,7 @@ def names(path: Path) -> list[str]:
     return sorted(os.listdir(path))
 
 
-def test_what_is_written_is_found_and_plain_torch_opens_it(tmp_path: Path) -> None:
+def test_a_written_checkpoint_is_found_and_plain_torch_opens_it(tmp_path: Path) -> None:
     found = folder_with(tmp_path / "new" / "folder", 7).newest()
     assert found is not None
     assert found.number == 7
@@ -46,7 +46,7 @@ def test_what_is_written_is_found_and_plain_torch_opens_it(tmp_path: Path) -> No
     assert torch.equal(torch.load(found.path / STATE)["weights"], torch.full((3,), 7.0))
 
 
-def test_what_is_plain_is_read_without_running_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_values_are_read_without_running_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = {"values": {"step": 3, "seen": {1, 2}, "name": "a"}, "states": {"model": {"w": torch.ones(2)}}}
     CheckpointFolder(tmp_path).write(1, {**tree, "generators": [RandomState.now().plain()]})
     loads = torch.load
@@ -112,7 +112,7 @@ def test_one_that_may_not_be_read_is_passed_over_and_stays_as_it_is(
     assert names(tmp_path) == ["checkpoint-00000001", "checkpoint-00000002"]
 
 
-def test_where_all_are_damaged_a_job_that_begins_anew_keeps_what_it_writes(tmp_path: Path) -> None:
+def test_where_all_are_damaged_a_fresh_job_keeps_its_checkpoints(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, 7, 8, 9)
     for number in (7, 8, 9):
         (tmp_path / f"checkpoint-{number:08}" / STATE).write_bytes(b"")
@@ -125,7 +125,7 @@ def test_where_all_are_damaged_a_job_that_begins_anew_keeps_what_it_writes(tmp_p
     assert names(tmp_path)[2:] == [f"damaged-1-checkpoint-{number:08}" for number in (7, 8, 9)]
 
 
-def test_what_is_written_last_is_found_though_newer_ones_of_another_line_are_there(
+def test_the_last_written_checkpoint_is_found_beside_newer_ones_of_another_history(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = folder_with(tmp_path, 7, 8, 9)
@@ -137,7 +137,7 @@ def test_what_is_written_last_is_found_though_newer_ones_of_another_line_are_the
     assert "this job did not continue from it" in caplog.text
 
 
-def test_what_cannot_be_read_back_is_not_said_to_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_checkpoint_is_not_reported_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folder_with(tmp_path, 1)
     sync = checkpoints._sync
 
@@ -152,7 +152,7 @@ def test_what_cannot_be_read_back_is_not_said_to_be_written(tmp_path: Path, monk
     assert names(tmp_path) == ["checkpoint-00000001"]
 
 
-def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(
+def test_a_failed_write_keeps_the_previous_checkpoint_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = folder_with(tmp_path, 1)
@@ -167,7 +167,7 @@ def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(
     assert names(tmp_path) == ["checkpoint-00000001"]
 
 
-def test_a_write_that_the_disk_takes_half_of_is_an_error_and_what_was_there_stays(tmp_path: Path) -> None:
+def test_a_partial_write_is_an_error_and_the_previous_checkpoint_stays(tmp_path: Path) -> None:
     folder, limits = folder_with(tmp_path, 1), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 21, limits[1]))
     try:
@@ -207,7 +207,7 @@ def test_a_commit_may_be_written_again(tmp_path: Path) -> None:
     assert names(tmp_path) == ["checkpoint-00000001", "checkpoint-00000002"]
 
 
-def test_what_a_killed_writer_has_left_is_cleaned_up_by_the_next(tmp_path: Path) -> None:
+def test_files_of_a_killed_writer_are_removed_by_the_next(tmp_path: Path) -> None:
     (tmp_path / "writing-123").mkdir()
     (tmp_path / "writing-123" / STATE).write_bytes(b"half")
     assert CheckpointFolder(tmp_path).newest() is None
@@ -287,7 +287,7 @@ def handlers() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_what_is_told_twice_at_once_is_told_once(tmp_path: Path, handlers: None, number: int) -> None:
+def test_a_repeated_termination_signal_is_handled_once(tmp_path: Path, handlers: None, number: int) -> None:
     now_s = [10.0]
     kept = Checkpoints(CheckpointFolder(tmp_path), every_s=10.0, clock=lambda: now_s[0])
     answer_termination(lambda doing: None)  # as under sirtakirun
@@ -351,9 +351,7 @@ def test_one_is_due_after_a_while_and_not_while_another_is_written(
     assert not kept.due
 
 
-def test_a_write_rests_beside_training_until_somebody_waits_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_yields_to_training_until_a_rank_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoints, "RESTS", 1e9)
     monkeypatch.setattr(checkpoints, "LONGEST_REST_S", 50.0)
     kept = Checkpoints(CheckpointFolder(tmp_path), every_s=1e9)
@@ -395,7 +393,7 @@ def test_a_script_that_ends_does_not_wait_for_rests(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["no folder can be made", "it cannot be pickled"])
-def test_what_cannot_be_written_is_told_and_does_not_end_training(
+def test_a_failed_write_is_logged_and_does_not_end_training(
     what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -407,7 +405,7 @@ def test_what_cannot_be_written_is_told_and_does_not_end_training(
     assert CheckpointFolder(folder).newest() is None
 
 
-def test_a_checkpoint_whose_classes_are_gone_is_named_on_all_ranks(
+def test_a_checkpoint_with_missing_classes_is_named_on_all_ranks(
     run_ranks: RunRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "gone_by_then.py").write_text("class Thing:\n    pass\n")

@@ -120,7 +120,7 @@ def test_a_hundred_generations_leave_nothing(start: Start, env: dict[str, str]) 
 
 
 @pytest.mark.integration
-def test_what_the_tuner_has_found_runs_on(start: Start) -> None:
+def test_the_tuners_result_survives_generations(start: Start) -> None:
     env = {"SIRTAKI_WARMUP_ITERATIONS": "8", "SIRTAKI_TRANSPORT": "shared_memory"}
     with start(ranks=3, iterations=40, env=env, faults=[(0, 30, "in_step", "kill")]) as job:
         judge = job.run()
@@ -231,7 +231,7 @@ def test_diloco_goes_on_with_the_ranks_that_there_are(launcher: Launcher, tmp_pa
 
 
 @pytest.mark.integration
-def test_what_compression_owes_goes_with_those_who_stay(launcher: Launcher, tmp_path: Path) -> None:
+def test_residuals_of_compression_stay_with_the_remaining_ranks(launcher: Launcher, tmp_path: Path) -> None:
     env = {"SIRTAKI_TRANSPORT": "gloo"}
     with ElasticJob(
         launcher, tmp_path, ranks=3, env=env, program="elastic_features.py", replaces=True, play="compressed"

@@ -232,7 +232,7 @@ def told(states: list[TorchState]) -> None:
         state._complete(news)
 
 
-def test_what_is_recorded_after_a_commit_is_told_and_is_undone_with_it() -> None:
+def test_indices_recorded_after_a_commit_are_sent_and_are_undone_with_it() -> None:
     states = [TorchState(sampler=ElasticSampler(range(8))) for _ in range(2)]
     for number, state in enumerate(states):
         state.sampler.record_indices([number])
@@ -246,7 +246,7 @@ def test_what_is_recorded_after_a_commit_is_told_and_is_undone_with_it() -> None
         assert state.sampler.processed_indices == {0, 1}
 
 
-def test_what_was_saved_and_restored_before_others_heard_of_it_is_told_later() -> None:
+def test_indices_restored_before_they_were_sent_are_sent_later() -> None:
     states = [TorchState(sampler=ElasticSampler(range(8))) for _ in range(2)]
     states[0].sampler.record_indices([3])
     for _ in range(2):
@@ -257,7 +257,7 @@ def test_what_was_saved_and_restored_before_others_heard_of_it_is_told_later() -
     assert [state.sampler.processed_indices for state in states] == [{3}, {3}]
 
 
-def test_a_state_of_horovod_counts_what_is_processed_in_horovods_order() -> None:
+def test_a_state_of_horovod_counts_processed_indices_in_horovods_order() -> None:
     for seed, epoch, order in HOROVODS_ORDERS:
         sampler = ElasticSampler(range(len(order)), seed=seed)
         sampler.load_state_dict({"epoch": epoch, "processed_num": 4})

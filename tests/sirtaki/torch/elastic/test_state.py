@@ -74,7 +74,7 @@ def test_model_optimizer_and_sampler_go_back_together(be: Be) -> None:
     assert sampler.processed_indices == {3, 4}
 
 
-def test_what_is_assigned_takes_the_place_of_what_was_given() -> None:
+def test_an_assigned_value_replaces_the_given_one() -> None:
     state = TorchState(model=torch.nn.Linear(2, 1), step=0)
     other = torch.nn.Linear(2, 1)
     state.model = other
@@ -93,7 +93,7 @@ class Refuses:
         raise MemoryError
 
 
-def test_what_fails_while_it_is_written_leaves_the_one_before() -> None:
+def test_an_error_while_a_commit_is_written_keeps_the_previous_one() -> None:
     commits = Commits()
     commits.write({"a": torch.tensor([1.0]), "b": 1})
     commits.write({"a": torch.tensor([2.0]), "b": 2})
@@ -142,7 +142,7 @@ def samplers_of(be: Be, size: int, length: int = 23) -> list[ElasticSampler]:
     return samplers
 
 
-def test_what_one_rank_has_heard_of_is_dealt_out_to_nobody(be: Be) -> None:
+def test_indices_processed_on_one_rank_are_not_dealt_again(be: Be) -> None:
     first, second, third = samplers_of(be, 3)
     for sampler in (first, second, third):
         sampler.record_batch(0, 2)
@@ -159,7 +159,7 @@ def test_what_one_rank_has_heard_of_is_dealt_out_to_nobody(be: Be) -> None:
     assert len(first) == len(second)
 
 
-def test_what_was_recorded_after_a_mark_is_forgotten_and_what_others_never_heard_is_told_again(be: Be) -> None:
+def test_indices_recorded_after_a_mark_are_forgotten_and_unsent_ones_are_sent_again(be: Be) -> None:
     (sampler,) = samplers_of(be, 1)
     sampler.record_indices([1, 2])
     sampler.merge(sampler.mark(), [sampler.news(sampler.mark())])
@@ -176,7 +176,7 @@ def test_what_was_recorded_after_a_mark_is_forgotten_and_what_others_never_heard
     assert (sampler.epoch, sampler.processed_indices) == (0, {1, 2, 3})
 
 
-def test_a_deal_is_even_covers_what_is_left_and_is_that_of_the_moment_of_the_reset(be: Be) -> None:
+def test_a_deal_is_even_covers_the_remaining_indices_and_is_fixed_at_the_reset(be: Be) -> None:
     for size, length in ((1, 5), (3, 7), (4, 2), (2, 0)):
         samplers = samplers_of(be, size, length)
         dealt = [list(sampler) for sampler in samplers]

@@ -64,11 +64,11 @@ def test_an_error_of_the_scripts_own_is_recovered_from_by_all(play: Play) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["fail", "exit"])
-def test_others_hear_of_a_rank_that_ends_with_an_exit_code(play: Play, how: str) -> None:
+def test_peers_learn_of_a_rank_that_exits_with_an_error(play: Play, how: str) -> None:
     play(3, faults=[(1, 5, "before_step", how)]).check(ended=2, killed=1)
 
 
-def test_a_job_whose_ranks_all_fail_has_failed(play: Play) -> None:
+def test_a_job_fails_if_all_its_ranks_fail(play: Play) -> None:
     judge = play(3, exit_code=1, faults=[(rank, 5, "before_step", "fail") for rank in range(3)])
     assert judge.lines("end") == []
 
