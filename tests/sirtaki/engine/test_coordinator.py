@@ -318,7 +318,7 @@ def test_progress_is_logged_in_milliseconds_per_step_and_as_not_yet_confirmed() 
     )
     assert nothing.bar().startswith("tuning [.....] 0/250; now measuring the default: ")
     assert describe_progress(session(0.2), USUAL).line() == (
-        "tuning, step 3 of at most 250, at most 29 s more: nothing seen that beats the default (300 ms); "
+        "tuning, step 3 of at most 250, at most 74 s more: nothing seen that beats the default (300 ms); "
         "now trying: gloo flat, 32 MiB units, 2 streams"
     )
     progress = describe_progress(session(0.2, 0.15, 0.15), USUAL)

@@ -92,22 +92,22 @@ def search(faster_times: float, steps: int = 1000) -> TuningSession[ShardKnobs]:
 def test_progress_reports_times_remaining_steps_and_that_nothing_is_confirmed() -> None:
     untuned = "1 stream, gathers 1 ahead and 1 behind"
     line = describe_progress(search(1.2, 0), WHOLE_STEPS).line()
-    assert line == f"tuning, step 0 of at most 100: now measuring the default: {untuned}"
+    assert line == f"tuning, step 0 of at most 250: now measuring the default: {untuned}"
     line = describe_progress(search(1.2, 3), WHOLE_STEPS).line()
     assert line.startswith(
-        "tuning, step 3 of at most 100, at most 29 s more: nothing seen that beats the default (300 ms); now trying: "
+        "tuning, step 3 of at most 250, at most 74 s more: nothing seen that beats the default (300 ms); now trying: "
     )
     progress = describe_progress(search(1.2, 12), WHOLE_STEPS)
     seen = "fastest seen so far, not yet proved: 50 ms a step less"
     assert f"{seen} (300 ms → 250 ms); now " in progress.line()
-    assert progress.bar().endswith(f"/100; {seen}")
+    assert progress.bar().endswith(f"/250; {seen}")
 
 
 def test_the_result_reports_the_proved_gain_with_its_interval() -> None:
     said = describe_steps(search(1.2).result, "sockets")
     assert "steps are 20.0 % faster, ± 0.0: 250 ms instead of 300 ms; sockets (beat the default in 6 paired" in said
     said = describe_steps(search(1.0).result, "sockets")
-    assert "the default stays; sockets (nothing " in said
+    assert "the default stays; sockets (no setting was proved " in said
 
 
 @pytest.mark.integration
