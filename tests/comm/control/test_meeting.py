@@ -148,7 +148,7 @@ def test_ranks_of_different_worlds_get_an_error() -> None:
 @pytest.mark.parametrize(
     ("secrets", "words"),
     [
-        (["a", "b"], ["cannot authenticate each other", "SIRTAKI_SECRET"]),
+        (["a", "b"], ["authentication between ranks", "SIRTAKI_SECRET"]),
         (["a", None], ["SIRTAKI_SECRET is set on only one"]),
     ],
 )
