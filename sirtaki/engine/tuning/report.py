@@ -142,7 +142,7 @@ def describe_overlap(session: TuningSession[Any], tuned: Knobs) -> str:
     result, knobs = session.result, session.result.knobs.knobs
     without = in_ms(result.default_span_s)
     if result.gain is None:
-        best_s = min((trial.span_s for trial in session.trials if trial.knobs.puts_off), default=math.inf)
+        best_s = min((trial.span_s for trial in session.trials if trial.knobs.is_deferred), default=math.inf)
         times = f"{without} an iteration without it" + (
             f", {in_ms(best_s)} with it at best" if best_s < math.inf else ""
         )
