@@ -112,7 +112,7 @@ def knob_space(router: Router, settings: Settings, total_bytes: int) -> KnobSpac
     )
     if not routes:
         possible = ", ".join(f"{kind.value} {algorithm.value}" for kind, algorithm in router.routes)
-        raise ConfigError(f"no route matches SIRTAKI_TRANSPORT and SIRTAKI_ALGORITHM; possible here: {possible}")
+        raise ConfigError(f"no route matches SIRTAKI_TRANSPORT and SIRTAKI_ALGORITHM; possible: {possible}")
     # Every route is limited to the streams that the default route supports, because more choices cost trials.
     limits = {route: router.max_streams([route]) for route in routes}
     limit = limits[routes[0]]
