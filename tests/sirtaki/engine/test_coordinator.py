@@ -318,17 +318,17 @@ def test_progress_is_logged_in_milliseconds_per_step_and_as_not_yet_confirmed() 
     )
     assert nothing.bar().startswith("tuning [.....] 0/100; now measuring the default: ")
     assert describe_progress(session(0.2), USUAL).line() == (
-        "tuning, step 3 of at most 100, at most 29 s more: nothing seen that beats the default (300 ms); "
+        "tuning, step 3 of at most 100, at most 29 s more: so far no setting is faster than the default (300 ms); "
         "now trying: gloo flat, 32 MiB units, 2 streams"
     )
     progress = describe_progress(session(0.2, 0.15, 0.15), USUAL)
     assert progress.line().startswith(
-        "tuning, step 6 of at most 100, at most 24 s more: fastest seen so far, not yet proved: "
-        "50 ms a step less (300 ms → 250 ms); "
+        "tuning, step 6 of at most 100, at most 24 s more: best so far, not yet proved: "
+        "50 ms less per step (300 ms → 250 ms); "
         "now"
     )
-    assert progress.bar() == "tuning [.....] 6/100; fastest seen so far, not yet proved: 50 ms a step less"
-    longest = replace(progress, used=99, seen="fastest seen so far, not yet proved: 1120 ms a step less")
+    assert progress.bar() == "tuning [.....] 6/100; best so far, not yet proved: 50 ms less per step"
+    longest = replace(progress, used=99, seen="best so far, not yet proved: 1120 ms less per step")
     assert len(longest.bar()) < 80
 
 
@@ -347,6 +347,4 @@ def test_the_result_reports_proofs_and_none_for_a_search_cut_short() -> None:
 def test_the_reason_of_a_re_tune_is_logged_also_with_an_unknown_ratio() -> None:
     assert describe_change(0.2, 20).startswith("communication is 5 times as fast as when this setting was chosen")
     assert describe_change(2.34, 20).startswith("communication takes 2.3 times as long as when this setting was chosen")
-    assert describe_change(math.nan, 20).startswith(
-        "communication no longer takes as long as when this setting was chosen"
-    )
+    assert describe_change(math.nan, 20).startswith("communication time has changed since this setting was chosen")

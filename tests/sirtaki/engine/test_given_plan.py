@@ -60,7 +60,7 @@ def test_a_plan_file_with_nccl_settings_needs_nccl() -> None:
     assert [unit["nccl"] for unit in data["units"]] == ["ring/ll", "ring/ll"]
     assert CommPlan.from_json(data) == given.knobs.to_plan(LAYOUTS[0])
     over_nccl = replace(SPACE, routes=((TransportKind.NCCL, Algorithm.FLAT),))
-    assert "is not possible on this machine" in given.misfit(LAYOUTS, 4, over_nccl)  # where the user has set NCCL_ALGO
+    assert "is outside what this job may run" in given.misfit(LAYOUTS, 4, over_nccl)  # where the user has set NCCL_ALGO
     assert given.misfit(LAYOUTS, 4, replace(over_nccl, nccl=(told,))) == ""
 
 
@@ -118,7 +118,7 @@ def test_an_unreadable_plan_file_is_reported_on_all_ranks(tmp_path: Path, caplog
             LAYOUTS,
             4,
             replace(SPACE, streams=(1,)),
-            "is not possible on this machine or with the fixed settings: gloo flat",
+            "is outside what this job may run: gloo flat",
         ),
         (LAYOUTS * 2, 4, SPACE, "is for other gradients"),
     ],

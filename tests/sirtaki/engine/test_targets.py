@@ -33,7 +33,7 @@ def rows(control: ControlPlane) -> RowsTarget:
     form = RowFormat(1000, 16, torch.float32)
     target = RowsTarget("table", form, control, fixed=None, tries=True)
     for _ in range(LEARNING_ITERATIONS):
-        target.note_accesses(AccessSample(120, 0, 40, [np.arange(30)] * 4))
+        target.count_accesses(AccessSample(120, 0, 40, [np.arange(30)] * 4))
     pace = CollectiveCosts(
         exchange_s=1e-4, exchange_bytes_per_s=1e7, reduce_s=1e-4, reduce_bytes_per_s=7e6, add_bytes_per_s=1e9
     )

@@ -95,10 +95,11 @@ def test_progress_reports_times_remaining_steps_and_that_nothing_is_confirmed() 
     assert line == f"tuning, step 0 of at most 100: now measuring the default: {untuned}"
     line = describe_progress(search(1.2, 3), WHOLE_STEPS).line()
     assert line.startswith(
-        "tuning, step 3 of at most 100, at most 29 s more: nothing seen that beats the default (300 ms); now trying: "
+        "tuning, step 3 of at most 100, at most 29 s more: so far no setting is faster than the default (300 ms); "
+        "now trying: "
     )
     progress = describe_progress(search(1.2, 12), WHOLE_STEPS)
-    seen = "fastest seen so far, not yet proved: 50 ms a step less"
+    seen = "best so far, not yet proved: 50 ms less per step"
     assert f"{seen} (300 ms → 250 ms); now " in progress.line()
     assert progress.bar().endswith(f"/100; {seen}")
 
