@@ -1,4 +1,4 @@
-"""Settings: plans of them, JSON, the space they are chosen from and the lattice that searches move on; trials."""
+"""Knobs: their plans, JSON, their space, the search lattice, and trials."""
 
 import json
 import math

@@ -26,7 +26,7 @@ LUCK = (0.001, -0.002, 0.003, -0.001, 0.002, 0.0005, -0.0015, 0.0025, -0.0005, 0
 
 
 def compared(leads: Sequence[float], **options: object) -> PairedComparison:
-    """A comparison that gets these leads until it has a verdict."""
+    """Return a comparison that gets these leads until it has a verdict."""
     pairs = PairedComparison(**{"looks": (FEWEST_PAIRS, len(LUCK)), **options})  # type: ignore[arg-type]
     for lead in leads:
         if pairs.verdict is not Verdict.OPEN:

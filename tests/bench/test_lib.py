@@ -1,4 +1,4 @@
-"""What the benchmarks share: the emulated cluster, figures and their pages, models and workloads."""
+"""Common parts of the benchmarks: the emulated cluster, figures and their pages, models and workloads."""
 
 import json
 import os

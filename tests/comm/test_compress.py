@@ -15,7 +15,7 @@ from sirtaki.errors import ConfigError
 
 CODECS = [Blockwise(), Blockwise(torch.float8_e4m3fn), Blockwise(block=7)]
 FINEST = {torch.int8: 1 / 254, torch.float8_e4m3fn: 1 / 16}
-"""What a number may be off by, of its block's largest; of float8, of itself."""
+"""Largest error of a number, relative to its block's largest value; for float8, relative to the number."""
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -1,4 +1,4 @@
-"""Layouts and plans: what is valid, and what is the same."""
+"""Layouts and plans: validity and equality."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What can carry units, how many streams of it, and what is left when something cannot be opened."""
+"""Available transports, their numbers of streams, and the fallback if one cannot be opened."""
 
 import logging
 import sys
@@ -29,7 +29,7 @@ GLOO, MPI, STAGED = TransportKind.GLOO, TransportKind.MPI, TransportKind.STAGED
 
 
 class Transport:
-    """Opens at most `possible` streams, and notes what is asked of it."""
+    """A transport that opens at most `possible` streams, and records calls."""
 
     def __init__(self, route: Route, *, max_streams: int, threads: tuple[int, ...], descriptors: int) -> None:
         self.kind, self.max_streams, self.threads = route[0], max_streams, threads

@@ -20,7 +20,7 @@ UNIT_BYTES = 64
 
 
 class FakeWork:
-    """A unit of two ranks that have the same: done when asked for, unless the router holds it."""
+    """A unit of two ranks with equal values. Done at the first poll, unless the router holds it."""
 
     def __init__(self, router: "FakeRouter", part: torch.Tensor, op: ReduceOp) -> None:
         self._router, self._part, self._op = router, part, op

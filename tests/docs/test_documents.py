@@ -1,4 +1,4 @@
-"""What the documents say is what the code does: tables, snippets, messages, names and links."""
+"""The documents match the code: tables, snippets, messages, names and links."""
 
 import argparse
 import ast
@@ -33,7 +33,7 @@ SCRIPTS = sorted((ROOT / "examples" / "tutorial").glob("*.py"))
 
 @cache
 def script(name: str) -> ModuleType:
-    """A program of docs/, which is no package."""
+    """Import a program of docs/, which is not a package."""
     spec = importlib.util.spec_from_file_location(f"documents_{name}", DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

@@ -1,4 +1,4 @@
-"""Every example runs and does what it says."""
+"""Every example runs and does what its description promises."""
 
 import re
 import runpy

@@ -1,4 +1,4 @@
-"""The scripts of the tutorials run, and do what the pages say."""
+"""The scripts of the tutorials run, and do what the pages promise."""
 
 import os
 import re
@@ -24,7 +24,7 @@ def losses(out: str) -> list[float]:
 
 
 def learns(out: str) -> bool:
-    """The loss of guessing among ten digits is 2.3; that of an epoch's last, small batch scatters."""
+    """Return whether the loss is below 2.3, the loss of guessing among ten digits; the last, small batch scatters."""
     found = losses(out)
     return len(found) == 10 and max(found[-3:]) < 0.5
 

@@ -20,7 +20,7 @@ def fit(launcher: str, folder: Path, *args: object, epochs: int = 3, over_sirtak
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """What Lightning's own strategy gives."""
+    """Return the losses with Lightning's own strategy."""
     found = fit("torchrun", tmp_path_factory.mktemp("ddp"), "--trainer.strategy", "ddp", over_sirtaki=False)
     assert sorted(found) == [1, 2, 3]
     assert found[3] < 0.5

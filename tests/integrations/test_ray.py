@@ -123,7 +123,7 @@ def test_contradictory_options_and_too_few_resources_are_reported(cluster: Any) 
 
 
 def loop(config: dict[str, Any]) -> None:
-    """Of Ray Train: fails on rank 1 after the first checkpoint, and goes on from it."""
+    """Train under Ray Train; fail on rank 1 after the first checkpoint, and resume from it."""
     import torch
     import torch.distributed as dist
     from ray import train

@@ -230,7 +230,7 @@ def test_a_signature_survives_the_database_and_the_largest_graphs() -> None:
 
 
 def with_attributes(graph: ModelGraph) -> ModelGraph:
-    """A copy whose nodes bear their labels, for networkx's own routines."""
+    """Return a copy whose nodes have their labels, for networkx's routines."""
     made = nx.DiGraph(edges_of(graph))
     made.add_nodes_from((index, {"label": label}) for index, label in enumerate(labels(graph)))
     return made

@@ -363,7 +363,7 @@ def test_it_can_be_stopped_and_started_again(recorder: ModelGraphRecorder) -> No
 
 
 NEW = TorchVersion(torch.__version__) >= "2.7"
-"""Whether hooks on all modules break no graph."""
+"""True if hooks on all modules break no graph in this version of PyTorch."""
 
 
 class Compiled(nn.Module):

@@ -1,4 +1,4 @@
-"""Records: which of two is kept, and that what comes from elsewhere is checked."""
+"""Records: which of two is kept, and the validation of imported ones."""
 
 import copy
 import io

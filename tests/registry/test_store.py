@@ -166,7 +166,7 @@ def test_a_read_only_store_reads_and_refuses_to_write(path: Path) -> None:
 
 @pytest.mark.lengthy
 def test_a_file_that_may_not_be_written_is_read() -> None:
-    """As another user, in a process of its own: root may write anything."""
+    """Runs as another user in a separate process, because root may write everything."""
     script = textwrap.dedent("""
         import os, sys
         from conformance.store import make_entry
@@ -462,13 +462,13 @@ N_ENTRIES = 8
 
 
 def numbered_entry(writer: int, number: int) -> JobRecord:
-    """An entry of its own key; graph and topology are shared by all."""
+    """Return an entry with its own key. All entries share graph and topology."""
     entry = make_entry()
     return structs.replace(entry, key=structs.replace(entry.key, versions={"n": str(number), "writer": str(writer)}))
 
 
 def fork_writer(path: str, writer: int, n_entries: int) -> tuple[int, int]:
-    """A process that saves its entries and the common one, and acknowledges each own one by a byte; pid and pipe."""
+    """Fork a process that saves entries and acknowledges its own ones by a byte each. Return process id and pipe."""
     reader, sender = os.pipe()
     pid = os.fork()
     if pid:
@@ -512,7 +512,7 @@ def write_at_once(path: str, n_writers: int) -> None:
 
 
 def kill_while_writing(path: str) -> None:
-    """Whatever was acknowledged is there, all that is there is whole, and the store goes on."""
+    """Kill writers, and check that every acknowledged entry is stored, all entries are valid, and the store works."""
     rng = random.Random(20)
     for round_number in range(2):
         children = [fork_writer(path, 100 * round_number + writer, 1000) for writer in range(4)]

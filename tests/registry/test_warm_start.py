@@ -1,4 +1,4 @@
-"""What earlier jobs offer a new one: the nearest entries, and how their settings are adapted."""
+"""Proposals from earlier jobs: the nearest entries, and the adaptation of their settings."""
 
 from dataclasses import replace
 from itertools import count
@@ -151,7 +151,7 @@ CLUSTERS = st.builds(
 
 
 def host_graph(topology: Topology) -> "nx.Graph[int]":
-    """A node a host, all joined to the network's one node."""
+    """Return a graph with one node per host, all connected to the network's node."""
     shape = topology.shape()
     hosts = [
         OperationLabel(kind="host", detail=detail, size=ranks)
@@ -265,7 +265,7 @@ def test_nearer_entries_come_first_and_equal_knobs_once(store: Store) -> None:
 
 
 def test_of_equally_similar_jobs_that_on_the_most_similar_link_comes_first(store: Store) -> None:
-    """The key knows no measured link: other models of a cluster are looked through for theirs."""
+    """The key does not contain the measured link, so entries of other models on the cluster are searched for it."""
     own = make_entry(model=chain_graph([100] * 10))
     for number, rate in enumerate((1e10, 1e7, 1e8, 1e9)):
         other = make_entry(model=chain_graph([100] * 9 + [101 + number]))

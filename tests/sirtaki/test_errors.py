@@ -16,7 +16,7 @@ CLASSES = {
 
 
 def drawn() -> dict[str, tuple[str, str]]:
-    """Of each class: the one above it, and the built-in that it also is."""
+    """Return, for each class, its base class and its built-in base class."""
     found: dict[str, tuple[str, str]] = {}
     above: dict[int, str] = {}
     for line in (errors.__doc__ or "").splitlines()[2:]:

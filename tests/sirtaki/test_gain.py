@@ -1,4 +1,4 @@
-"""How a gain is told: two times by a factor, what is proved with its interval."""
+"""Descriptions of a gain: times and factor, and the interval if it is proved."""
 
 import math
 

@@ -219,7 +219,7 @@ ROUTE = (TransportKind.GLOO, Algorithm.FLAT)
 
 
 def end_s(ready_s, sizes, ends, *, alpha_s, beta):
-    """When groups sent one behind the other are through."""
+    """Return the ends of groups that are sent in sequence."""
     free_s, begin = 0.0, 0
     for end in ends:
         free_s = max(ready_s[end - 1], free_s) + alpha_s + beta * sum(sizes[begin:end])
@@ -280,7 +280,7 @@ def test_a_layer_whose_successor_comes_later_but_in_its_transmission_is_simultan
 
 
 def test_theorem_1_merges_where_the_papers_own_model_says_that_two_at_once_are_faster():
-    """Two layers that are ready at once: eq. (32) compares merging with sending one *after* the other."""
+    """For two layers that are ready at once, eq. (32) compares merging with sending them in sequence."""
     sizes, alpha_s, beta_s_per_byte, gamma = (10_000_000, 10_000_000), 1.0, 1e-6, 1.5
     assert layer_types([0.0, 0.0], sizes, alpha_s=alpha_s, beta_s_per_byte=beta_s_per_byte, gamma=gamma) == [M, S]
     model = PlanningModel(
@@ -407,14 +407,14 @@ def backward_s(
     choices: Sequence[int],
     model: StageModel,
 ) -> float:
-    """The backward time of a plan by eq. (7)-(15), with starts wherever they fall.
+    """Return the backward time of a plan by eq. (7)-(15), with arbitrary starts.
 
     Args:
         compute_s: computation of each layer in the order of the backward pass, `(L,)`.
         sizes_bytes: `(L,)`.
-        ends: of each group, `(n_groups,)`.
+        ends: ends of the groups, `(n_groups,)`.
         choices: thread allocation of each group, `(n_groups,)`.
-        model: what overlapping costs.
+        model: cost of overlap.
     """
     ready = np.concatenate([[0.0], np.cumsum(compute_s)])
     sent = np.concatenate([[0.0], np.cumsum(sizes_bytes)])

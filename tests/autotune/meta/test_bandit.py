@@ -1,4 +1,4 @@
-"""The bandit over arms: credit by the papers' formula, turns, faults of arms, and who takes part."""
+"""The bandit over arms: credit by the papers' formula, turns, faults of arms, and participation."""
 
 import logging
 import math
@@ -95,7 +95,7 @@ def knobs(streams: int) -> Knobs:
 
 
 class ListListArm:
-    """Proposes the given stream counts in turn and remembers what it was told."""
+    """An arm that proposes given numbers of streams in turn and records results."""
 
     def __init__(self, name: str, streams: Sequence[int], *, expected: float | None = None) -> None:
         self.name = name
@@ -242,7 +242,7 @@ def test_an_arm_answers_no_more_than_it_is_asked_for_and_under_its_own_name() ->
 
 
 class Judge(ListListArm):
-    """Its surrogate promises what it is told to, by the number of streams."""
+    """An arm whose surrogate predicts given times by number of streams."""
 
     def __init__(self, name: str, promises: dict[int, float]) -> None:
         super().__init__(name, [])

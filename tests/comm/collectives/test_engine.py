@@ -1,4 +1,4 @@
-"""Operations from any thread in any order: performed once, waited for by anybody, told of, and never left behind."""
+"""Operations from any thread in any order run once, can be awaited by any thread, are recorded, and always end."""
 
 import random
 import threading
@@ -32,7 +32,7 @@ def submit(engine: EagerEngine, name: str, value: float = 1.0, *, wake: bool = T
 
 
 def on_engines(act: Callable[[EagerEngine], Any], *, size: int = SIZE) -> list[Any]:
-    """What `act` returns on each rank; its engine is closed with those of the others."""
+    """Call `act` with each rank's engine in a thread. Return the results. Engines are closed together."""
 
     def run(comm: Communicator) -> Any:
         engine = EagerEngine(comm, comm.failures)
@@ -235,7 +235,7 @@ def test_the_reason_why_a_rank_cannot_take_part_is_reported_although_it_leaves()
 
 
 class Noting:
-    """A timeline that keeps what it is told."""
+    """A timeline that keeps its entries."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[str, str, float, float, dict[str, Any]]] = []

@@ -36,7 +36,7 @@ Tensors = list[torch.Tensor]
 
 
 def run(kind: CollectiveKind, tensors_of: Any, *, size: int = SIZE, **rest: Any) -> list[Tensors]:
-    """What each rank gets of one operation, to which rank r contributes `tensors_of(r)`, which stay as they are."""
+    """Run one operation to which rank r contributes `tensors_of(r)`. Return the results by rank. Checks the inputs."""
 
     def act(comm: Communicator) -> Tensors:
         tensors: Sequence[torch.Tensor] = tensors_of(comm.rank)
@@ -265,7 +265,7 @@ def tree(vectors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def over(vectors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What each rank finds in its vector's place."""
+    """Return the result on each rank, in place of its vector."""
 
     def act(comm: Communicator) -> torch.Tensor:
         mine, waits = vectors[comm.rank].clone(), list[Test]()

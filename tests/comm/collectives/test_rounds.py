@@ -1,4 +1,4 @@
-"""One round after the other: what all have pending is performed, what they disagree about is refused on all alike."""
+"""Rounds: operations pending on all ranks run, and a disagreement is an error on all of them."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Sums of sparse tensors: entries in one place add up, whoever has how many."""
+"""Sums of sparse tensors: entries at one position are added, for any numbers of entries."""
 
 import pytest
 import torch

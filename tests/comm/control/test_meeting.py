@@ -1,4 +1,4 @@
-"""Ranks find each other and prove to each other who they are, or are told why not, within a time limit."""
+"""Ranks connect and authenticate each other, or get an error with the reason, within a time limit."""
 
 import contextlib
 import itertools
@@ -61,7 +61,7 @@ def meetings(size: int, **changes: Any) -> list[Meeting]:
 def together(
     places: Sequence[Meeting], *, timeout_s: float = 20.0, secrets: Sequence[str | None] = ()
 ) -> list[MeshCommunicator | Exception]:
-    """What each rank gets, in a thread each."""
+    """Connect ranks in one thread each. Return the results by rank."""
 
     def join(place: Meeting, secret: str | None) -> MeshCommunicator | Exception:
         try:
@@ -95,7 +95,7 @@ def test_some_of_the_ranks_may_meet_without_the_others() -> None:
 
 
 def expect(results: Sequence[Any], kind: type[Exception], *words: str) -> None:
-    """Every rank raises, and one of them says all of this."""
+    """Check that every rank raises, and that one of the messages contains all words."""
     assert all(isinstance(result, (ConfigError, CommError)) for result in results), results
     assert any(isinstance(result, kind) and all(word in str(result) for word in words) for result in results), results
 
@@ -187,7 +187,7 @@ def test_nothing_stays_open_after_a_failure() -> None:
 
 
 def known(size: int) -> tuple[Membership, list[Listeners]]:
-    """A membership of ranks that listen, and their listeners."""
+    """Return a membership of ranks that listen, and their listeners."""
     listeners = [open_listeners(None, loopback_only=True) for _ in range(size)]
     ranks = tuple(listening(Member(number=rank), own) for rank, own in enumerate(listeners))
     return Membership(generation=1, members=ranks, name="job", secret="secret"), listeners
@@ -263,7 +263,7 @@ KEY = job_key("secret", "job")
 
 @pytest.fixture
 def acceptor() -> Iterator[Acceptor]:
-    """Of rank 0, which waits for ranks 1 and 2."""
+    """Yield rank 0's acceptor, which waits for ranks 1 and 2."""
     acceptor = Acceptor(listen(["127.0.0.1"]), key=KEY, own=0, expected=[1, 2])
     yield acceptor
     for sock in acceptor.close().values():
@@ -271,7 +271,7 @@ def acceptor() -> Iterator[Acceptor]:
 
 
 def hang_up(sock: socket.socket) -> bool:
-    """Whether the other end closes the connection without a word."""
+    """Return whether the peer closes the connection without an answer."""
     sock.settimeout(5.0)
     with contextlib.suppress(ConnectionResetError):
         return sock.recv(1000) == b""
@@ -310,7 +310,7 @@ def test_a_peer_that_cannot_answer_the_challenge_is_rejected(acceptor: Acceptor)
 
 
 def test_a_replay_proves_nothing(acceptor: Acceptor) -> None:
-    """What one connection was proved with is sent again on another."""
+    """The proof of one connection is sent again on another one."""
     with socket.create_server(("127.0.0.1", 0)) as relay:
         seen: list[bytes] = []
 

@@ -268,7 +268,7 @@ def test_to_an_end_that_is_gone_everything_can_be_sent(ends: tuple[Connection, C
 
 
 def die(links: Links) -> None:
-    """As a killed process does: its sockets are closed, and it does nothing more."""
+    """Act like a killed process: close the sockets, and stop."""
     links._closing = True
     for connection in links._connections.values():
         with contextlib.suppress(OSError):  # where the other end has closed it already

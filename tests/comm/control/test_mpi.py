@@ -1,4 +1,4 @@
-"""What is set for MPI before it is loaded, and ranks that outlive others under it."""
+"""MPI's variables before it is loaded, and ranks that outlive their peers under MPI."""
 
 import threading
 import types
@@ -46,7 +46,7 @@ class Gone(Exception):
 
 
 class Communicator:
-    """As mpi4py's; what it raises or waits for is set from outside."""
+    """Stand-in for mpi4py's communicator. The test sets its errors and waits."""
 
     def __init__(self, size: int = 3) -> None:
         self.rank, self.size = 1, size

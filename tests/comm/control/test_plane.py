@@ -1,4 +1,4 @@
-"""The control plane: where ranks are, what they agree on and tell each other, and how waiting ends."""
+"""The control plane: places of ranks, agreements, messages, and the end of waits."""
 
 import datetime
 import itertools

@@ -1,4 +1,4 @@
-"""Ranks agree on what is ready, traces tell of units, and a device that stalls is found."""
+"""Ranks agree on ready gradients, traces contain units, and a stalled device is detected."""
 
 import random
 import threading
@@ -145,7 +145,7 @@ GROUP = SimpleNamespace(layout=LAYOUT)
 
 
 class Noting:
-    """A timeline that keeps what it is told."""
+    """A timeline that keeps its entries."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[Any, ...]] = []

@@ -126,7 +126,7 @@ def test_in_every_order_of_readiness_each_unit_is_launched_once_on_its_kind_of_s
 
 
 class SumOf:
-    """A control plane on which the other ranks have said their places already."""
+    """A control plane whose peers have sent their positions already."""
 
     def __init__(self, *others: list[int]) -> None:
         self._others = others
@@ -149,7 +149,7 @@ def test_a_rank_without_gradients_has_no_say() -> None:
 
 
 def settled(n_params: int = 40) -> tuple[OrderProfiling, FlatBuffers]:
-    """The order of so many parameters was profiled in iterations 0 and 1."""
+    """Return the profiling of `n_params` parameters' order after iterations 0 and 1."""
     profiling = OrderProfiling()
     assert [profiling.ends_with(iteration) for iteration in (0, 1)] == [False, True]
     assert not profiling.active

@@ -80,7 +80,7 @@ def test_a_way_of_nccl_is_another_communicator_except_within_a_node() -> None:
 
 
 class MadeHere:
-    """Stands where `ProcessGroupNCCL` would, and notes what the environment says when its communicator is made."""
+    """Stand-in for `ProcessGroupNCCL` that records the environment when its communicator is created."""
 
     refuses = False
     made: ClassVar[list[dict[str, str]]] = []
@@ -103,7 +103,7 @@ class MadeHere:
 
 
 class ControlOfOne:
-    """As much of a control plane as making communicators takes."""
+    """The part of a control plane that the creation of communicators needs."""
 
     rank, size, local_rank, local_size, node_ranks, cross_rank, cross_size = 0, 1, 0, 1, (0,), 0, 1
 

@@ -1,4 +1,4 @@
-"""Units through the host: each goes out, is reduced and comes back by itself, and what fails is heard of."""
+"""Units through host memory: each is copied out, reduced and copied back separately, and errors are reported."""
 
 import threading
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from sirtaki.errors import CommError
 
 
 class Inner:
-    """A transport between two ranks of which the other one has the same, done when `go` is set."""
+    """A transport between two ranks with equal values. Reductions are done when `go` is set."""
 
     kind, max_streams, threads = TransportKind.MPI, 5, ()
     stream_cost = StreamCost(descriptors=3, threads=1)

@@ -247,7 +247,7 @@ def test_an_nccl_that_cannot_start_is_logged_once_and_gradients_are_staged(caplo
 def test_several_communicators_run_only_where_nccl_knows_their_order(
     late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with `attach`, where DDP may have used NCCL before Sirtaki was imported."""
+    """As with `attach`, where DDP may have used NCCL before Sirtaki is imported."""
     monkeypatch.delenv(transport.LAUNCH_ORDER)
     monkeypatch.setattr(transport, "_set_too_late", False)
     monkeypatch.setattr(dist, "is_initialized", lambda: late)

@@ -1,4 +1,4 @@
-"""Sums through an aggregator are right whatever the network and the processes do, and the same on all ranks."""
+"""Sums through an aggregator are right and equal on all ranks, under any faults of network and processes."""
 
 import socket
 import threading
@@ -403,7 +403,7 @@ CHANGED = st.tuples(st.sampled_from(SEEDS), st.lists(st.tuples(st.integers(0, 80
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.binary(max_size=100) | CHANGED, min_size=1, max_size=30))
 def test_it_survives_every_packet(sent: list[Any]) -> None:
-    """Noise, and packets in which some bytes are others."""
+    """Random packets, and packets with changed bytes."""
     with serving(memory_bytes=10_000) as (address, aggregator):
         noisy = Wire.connected(parse_address(address))
         for one in sent:

@@ -1,4 +1,4 @@
-"""Rows: added up where they meet, carried by lanes of any kind, reduced in one order whatever comes first."""
+"""Rows are summed, sent over lanes of any kind, and reduced in one order for any order of arrival."""
 
 import contextlib
 import threading

@@ -1,4 +1,4 @@
-"""What transports and their users hand each other, what streams take of a process."""
+"""The contract between transports and their users, and the resources that streams need."""
 
 import errno
 import os
@@ -88,7 +88,7 @@ def in_use() -> int:
 
 @pytest.fixture
 def limits() -> Iterator[tuple[int, int]]:
-    """Those of descriptors, (soft, hard), which the test may change."""
+    """Yield the limits of descriptors (soft, hard). The test may change them."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield before
     resource.setrlimit(resource.RLIMIT_NOFILE, before)

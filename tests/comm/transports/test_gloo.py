@@ -1,4 +1,4 @@
-"""What a wait for Gloo makes of time-outs and failures, while ranks find each other too, and the end of streams."""
+"""Waits for Gloo: time-outs and failures, also while ranks connect, and the end of streams."""
 
 import threading
 from datetime import timedelta

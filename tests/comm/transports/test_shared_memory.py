@@ -47,7 +47,7 @@ def wanted(size: int, numel: int, op: ReduceOp = ReduceOp.SUM) -> torch.Tensor:
 
 
 def shared(control: ControlPlane, tensor: torch.Tensor) -> FlatBuffer:
-    """Collective: a buffer with these values that the node shares."""
+    """Return a buffer with these values that the node shares. Collective."""
     regions = share_memory(control, tensor.numel() * tensor.dtype.itemsize)
     peers = tuple(region.view(tensor.dtype) for region in regions)
     peers[control.local_rank].copy_(tensor)

@@ -65,7 +65,7 @@ def test_temporary_memory_is_needed_again() -> None:
 
 
 def test_a_blocks_input_stays_until_it_is_recomputed() -> None:
-    """Its predecessor's output, which nobody else needs any more."""
+    """The input is the preceding block's output, which no other block needs."""
     memory = chain(2)
     gone_early = tuple(
         one._replace(end_s=0.95) if one.n_bytes == OUTPUT and one.begin_s == 0.5 else one for one in memory.allocations

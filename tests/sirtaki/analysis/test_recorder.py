@@ -1,4 +1,4 @@
-"""What is recorded of a running job: operators, modules, memory, gradients."""
+"""Recordings of a running job: operators, modules, memory, gradients."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ EPOCH_NS = 1_795_374_239_018_036_638
 
 
 def mark(true_s: float, *, early_s: float, late_s: float, ahead_s: float) -> Mark:
-    """One that was made at `true_s` of our clock, of which we know that it was not earlier nor later than that."""
+    """Return a mark at `true_s` of our clock, whose time is known only within these bounds."""
     return Mark(
         before_s=true_s - early_s,
         after_s=true_s + 1e-6 + late_s,
@@ -397,7 +397,7 @@ def node(
 
 
 def autograd_edges(loss: torch.Tensor) -> set[tuple[str, str]]:
-    """By name, (who gives a gradient, who gets it)."""
+    """Return edges by name: (producer of a gradient, consumer)."""
     found, left = set(), [loss.grad_fn]
     while left:
         one = left.pop()

@@ -466,7 +466,7 @@ def computed_s(job: JobModel) -> float:
 
 
 def ready(job: JobModel) -> list[list[int]]:
-    """Gradients that come behind each compiled operator of a rank."""
+    """Return the gradients that follow each compiled operator of a rank."""
     found: list[list[int]] = []
     for piece in job.iterations[0].programs[0]:
         if piece.name == COMPILED:

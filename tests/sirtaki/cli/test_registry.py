@@ -30,7 +30,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
 
 @pytest.fixture
 def run(store: Store, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs `sirtaki registry …`; what it printed."""
+    """Return a function that runs `sirtaki registry …` and returns its output."""
 
     def run_command(*arguments: object) -> str:
         parser = ArgumentParser()

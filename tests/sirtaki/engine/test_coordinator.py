@@ -1,4 +1,4 @@
-"""What a warm-up or a re-tune finds runs from then on, what runs stays unless it is beaten, whatever goes wrong."""
+"""The setting found by a warm-up or a re-tuning runs from then on. The current setting stays unless it is beaten."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LAYOUTS = [GradientLayout(sizes=(1 << 20,) * 8)]
 
 
 class Proposes:
-    """An arm that proposes these settings one after the other, the last one for ever, or fails without any."""
+    """An arm that proposes given settings in turn, repeats the last one, or fails without any."""
 
     name = "one"
 
@@ -69,7 +69,7 @@ def made(
     before: Sequence[Carried] = (),
     place: Sequence[int] = (),
 ) -> KnobJob:
-    """A job that begins, of which no registry knows anything; without arms, with the usual ones."""
+    """Return a new job without registry; with the usual arms unless others are given."""
     settings = Settings(registry=REGISTRY_OFF, trial_log=None if log is None else str(log))
     cache = TuningCache(settings, [], ["host"] * 2)
     search = KnobSearch(settings, cache, default=DEFAULT, arms=arms or None, discarded_iterations=1, presumed=presumed)
@@ -83,7 +83,7 @@ def begun(*arms: Proposes, log: Path | None = None) -> KnobJob:
 
 
 def after_warm_up(arm: Proposes, log: Path | None = None) -> KnobJob:
-    """A job whose warm-up is over and in which a re-tune has begun."""
+    """Return a job whose warm-up has ended and in which a re-tuning has begun."""
     job = made(arm, log=log)
     job.search_of_knobs.retune(WINNER, LAYOUTS, ratio=3.0, iteration=200)
     job.begin(recalls=False)
@@ -91,7 +91,7 @@ def after_warm_up(arm: Proposes, log: Path | None = None) -> KnobJob:
 
 
 def run(job: KnobJob, spans_s: dict[Knobs, float]) -> int:
-    """Iterations until something is kept."""
+    """Run until a setting is kept. Return the number of iterations."""
     return job.run(lambda knobs: (spans_s.get(knobs, 1.0), math.nan))
 
 
@@ -183,7 +183,7 @@ def with_usual_arms(
     job: PlanningModel | None = None,
     log: Path | None = None,
 ) -> list[str]:
-    """Who proposes the settings that run; each takes a second, or what it would in that job."""
+    """Return the arms of the settings that run. An iteration takes a second, or its time in the given job."""
     tuned = made(log=log, presumed=presumed, make_model=make_model)
     tuned.begin()
 
@@ -207,7 +207,7 @@ def test_planners_are_asked_first_where_their_model_is_presumed_to_be_right() ->
 
 
 def test_where_the_default_takes_longer_than_planners_expect_draws_come_first(tmp_path: Path) -> None:
-    """What these have shown of communication beside computation is in the log, and in what planners go by."""
+    """The contention that the draws have shown is in the log and in the planners' model."""
     rate = RateCurve(gamma_1=1e9, gamma_2=0.0, gamma_3=0.0)
     slowed = ContentionModel(
         alpha_1=1.0, alpha_2=0.15, overlapped=replace(rate, gamma_1=3e8), alone=rate, default_threads=1
@@ -223,7 +223,7 @@ HERE, ELSEWHERE = (0, 0, 0), (0, 0)
 
 
 def carried(knobs: Knobs, *, settled: bool, trials: tuple[Trial, ...] = ()) -> Carried:
-    """What was left by a generation that was `HERE`."""
+    """Return the state that a generation at `HERE` has left."""
     return Carried(knobs=knobs, settled=settled, place=HERE, trials=trials)
 
 
@@ -237,7 +237,7 @@ def next_generation(
 
 
 def tried(job: KnobJob) -> list[Knobs]:
-    """What runs until something is kept, one after the other."""
+    """Return the settings that run until one is kept, in order."""
     job.run(lambda knobs: (0.5 if knobs == WINNER else 1.0, math.nan))
     return [assignment.knobs for assignment, _ in job.assignments]
 

@@ -118,7 +118,7 @@ RESTLESS = {"SIRTAKI_WARMUP_ITERATIONS": "7", "SIRTAKI_REGISTRY": "off"}
 
 
 def re_tunes(output: str, ranks: int) -> int:
-    """How many there were, if all ranks had the same ones."""
+    """Return the number of re-tunings, which must be equal on all ranks."""
     assert output.count("on all ranks alike: True") == ranks
     counts = {int(count) for count in re.findall(r"re-tunes (\d+)", output)}
     assert len(counts) == 1

@@ -1,4 +1,4 @@
-"""What a user gives is read, told to all ranks, and run or left alone in one sentence."""
+"""A plan given by the user is read, sent to all ranks, and run, or ignored with one sentence."""
 
 from __future__ import annotations
 

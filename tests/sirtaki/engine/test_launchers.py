@@ -1,4 +1,4 @@
-"""Who has started this process, as the environment says."""
+"""The launcher of this process, derived from the environment."""
 
 import pytest
 from hypothesis import given

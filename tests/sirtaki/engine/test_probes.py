@@ -1,4 +1,4 @@
-"""What a search may choose from, by the router, the user's settings, and what is measured before it."""
+"""The space of a search: it follows from the router, the user's settings, and probes."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -43,7 +43,7 @@ from sirtaki.errors import PlanError
 
 
 def shapes_of(output: str) -> list[list[tuple[int, ...]]]:
-    """Of each rank: bytes, streams and rounds of its probes."""
+    """Return bytes, streams and rounds of each rank's probes."""
     lines = sorted(output.splitlines())
     return [[tuple(map(int, probe.split("x"))) for probe in line.split()[1:]] for line in lines]
 

@@ -65,7 +65,7 @@ def chosen(target: RowsTarget) -> RowsTarget:
 
 
 def tried_out(target: RowsTarget, seconds: Callable[[SparsePlan, int], float]) -> list[SparsePlan]:
-    """The plans that run until one is kept; `seconds`: what an iteration takes, by plan and number."""
+    """Return the plans that run until one is kept. `seconds`: duration of an iteration by plan and number."""
     control: Any = OneRank()
     controller, ran = TuningController(control), list[SparsePlan]()
     controller.begin(target, recalls=False)

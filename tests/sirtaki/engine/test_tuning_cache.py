@@ -1,4 +1,4 @@
-"""What earlier jobs have found, this one's and similar ones', is looked up, proposed and kept."""
+"""Settings of earlier jobs, of this job and of similar ones, are looked up, proposed and kept."""
 
 import logging
 import math
@@ -71,7 +71,7 @@ def layout_of(model: torch.nn.Module) -> GradientLayout:
 
 
 def job(path: Path, *, layers: int = 6, ranks: int = 2) -> tuple[TuningCache, GradientLayout]:
-    """A job of a perceptron that has run forward once."""
+    """Return the cache of a job with a perceptron, after one forward pass."""
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(layers)))
     hosts = [f"host{rank}" for rank in range(ranks)]
     memory = TuningCache(Settings.from_environ({"SIRTAKI_REGISTRY": str(path)}), list(model.parameters()), hosts)
@@ -80,7 +80,7 @@ def job(path: Path, *, layers: int = 6, ranks: int = 2) -> tuple[TuningCache, Gr
 
 
 def keep_winner(path: Path, *, complete: bool = True) -> tuple[TuningCache, GradientLayout]:
-    """A job that has kept what it found."""
+    """Return the cache of a job that has stored its result."""
     memory, layout = job(path)
     memory.look_up([layout], SPACE)
     assert memory.keep(WINNER, TRIALS, complete=complete, links={ROUTE: LINK})

@@ -15,7 +15,7 @@ from sirtaki.registry.schema import JobRecord
 
 
 def read_records(log: Path) -> list[dict[str, Any]]:
-    """What ran and how it ended; the model that the planners used is left out."""
+    """Return the records of trials and of the end, without the planners' model."""
     records = map(json.loads, log.read_text().splitlines())
     return [record for record in records if record["event"] != "model"]
 
@@ -192,7 +192,7 @@ ALL_DAMAGES = [
 
 
 def run_jobs(run_ranks: RunRanks, registry: Path, ranks: int, *steps: str) -> str:
-    """Standard error, in which each step has left a line."""
+    """Run the steps, and return standard error, which has a line for each."""
     env = {"SIRTAKI_WARMUP_ITERATIONS": "26", "SIRTAKI_REGISTRY": str(registry)}
     job = run_ranks("remembered_settings.py", ranks, *steps, env=env, timeout_s=340)
     assert len(re.findall(r"^(?:done|damaged): ", job.stderr, re.MULTILINE)) == len(steps)

@@ -82,7 +82,7 @@ def launch(environ, tmp_path):
 
 @contextlib.contextmanager
 def hanging(environ, script):
-    """The launcher of two ranks that are up and do not end by themselves."""
+    """Start a launcher of two ranks that do not end by themselves."""
     job = subprocess.Popen(
         [sys.executable, "-m", "sirtaki.run", "-np", "2", "python", str(script), "hang"],
         env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
@@ -94,7 +94,7 @@ def hanging(environ, script):
 
 
 def left_behind(environ):
-    """Processes that carry this test's mark in their environment."""
+    """Return the processes that have this test's mark in their environment."""
     found = []
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
@@ -247,7 +247,7 @@ def test_only_the_script_sees_modules_of_its_folder(environ, tmp_path, options):
 OF_OTHERS = re.compile(
     r"(OMPI|OPAL|PMIX|PRTE|PMI|HYDRA|HYDI|MPI|MPIR)_.*|LD_LIBRARY_PATH|TORCHINDUCTOR_CACHE_DIR|OLDPWD|PWD|SHLVL|_"
 )
-"""What mpiexec, PyTorch and shells set."""
+"""Variables that mpiexec, PyTorch and shells set."""
 
 
 @pytest.mark.parametrize("options", [(), ("--min-np", 2)])
@@ -351,7 +351,7 @@ def test_a_killed_launcher_leaves_nothing_behind(environ, script):
 
 @pytest.mark.integration
 def test_files_of_a_killed_launchers_mpiexec_and_ranks_are_removed(environ, script):
-    """Whoever would clean up is killed with them."""
+    """The launcher, which would clean up, is killed with them."""
     with hanging(environ, script) as job:
         own = left_behind(environ)
         segments = set().union(*(mapped_segments(pid) for pid in own))

@@ -1,4 +1,4 @@
-"""What ranks write and say is heard, marked and shown, on any console and in files."""
+"""Output and messages of ranks are received, marked and shown, on any console and in files."""
 
 import errno
 import io
@@ -40,7 +40,7 @@ def shown(lines, **options):
 
 
 def overwriting(rank, text):
-    """A carriage return within a line begins it anew."""
+    """Restart a line after a carriage return."""
     inside, last = (text[:-1], "\r") if text.endswith("\r") else (text, "")
     body = inside.replace("\r", f"\r[{rank}] ")
     return (body if inside.startswith("\r") else f"[{rank}] {body}") + last

@@ -1,4 +1,4 @@
-"""A running mpiexec is held, and nothing of it is left: by who holds it, or by who outlives that."""
+"""The supervisor of a running mpiexec ends it completely, itself or by a process that outlives it."""
 
 import mmap
 import os
@@ -111,7 +111,7 @@ def test_the_number_of_started_ranks_is_reported_while_some_are_missing(capfd, m
 
 @pytest.fixture
 def stopped_pid():
-    """A process that is stopped."""
+    """Yield the id of a stopped process."""
     with subprocess.Popen(["sleep", "60"]) as process:
         process.send_signal(signal.SIGSTOP)
         yield process.pid
@@ -212,7 +212,7 @@ def test_ranks_that_do_not_start_are_named():
 
 @pytest.fixture
 def left() -> Iterator[subprocess.Popen[bytes]]:
-    """A process of a session of its own that nobody ends."""
+    """Yield a process in its own session that no other process ends."""
     process = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
     yield process
     process.kill()
@@ -227,7 +227,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run_janitor(monkeypatch: pytest.MonkeyPatch, mpiexec: int, *lines: str) -> float:
-    """How long it took, in seconds."""
+    """Run the janitor. Return its duration in seconds."""
     monkeypatch.setattr(sys, "argv", ["janitor", str(mpiexec), str(leftovers.END_S)])
     with tempfile.TemporaryFile("w+") as heard:
         heard.writelines(f"{line}\n" for line in lines)

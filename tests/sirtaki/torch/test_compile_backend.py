@@ -1,4 +1,4 @@
-"""Compiled models in parts: the same numbers, in whatever shape models come, with gradients one after the other."""
+"""Models compiled in parts: equal results for all kinds of models, and gradients that are ready one by one."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Twice(nn.Module):
 
 
 class Broken(nn.Module):
-    """Dynamo makes two graphs of it."""
+    """A module of which Dynamo makes two graphs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def numbers(model: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor], *
 
 
 def compiled_both_ways(make: Callable[[], nn.Module], **options: Any) -> tuple[list[Any], list[Any], int]:
-    """Numbers of the model as a whole and in parts, and how many graphs there were of that."""
+    """Return results of the model as a whole and in parts, and the number of graphs of the parts."""
     torch.manual_seed(3)
     whole = make()
     early = copy.deepcopy(whole)

@@ -1,4 +1,4 @@
-"""What travels smaller comes back as it was, and what cannot be made smaller is left alone."""
+"""Compressed tensors are decompressed correctly, and incompressible ones are unchanged."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ OTHERS = (torch.int8, torch.int64, torch.bool, torch.complex64)
 
 
 def there_and_back(compressor: type[Compressor], tensor: torch.Tensor) -> tuple[torch.dtype, torch.Tensor]:
-    """The dtype on the wire, and what comes out."""
+    """Return the dtype that is sent, and the decompressed tensor."""
     wire, context = compressor.compress(tensor)
     assert wire.shape == tensor.shape
     return wire.dtype, compressor.decompress(wire, context)

@@ -74,13 +74,13 @@ def test_a_rank_that_exits_during_a_search_is_named_to_its_peers(run_ranks: RunR
 
 
 def settings_run(run_ranks: RunRanks, *args: object, ranks: int = 2, **env: str) -> list[str]:
-    """Those that a search has run, in order; the last one is what it has kept."""
+    """Return the settings that a search has run, in order; the last one is kept."""
     tuned = {**SHARED, "SIRTAKI_WARMUP_ITERATIONS": "90", "SIRTAKI_FSDP_MEMORY": "1MiB", **env}
     return run_ranks("fsdp_tuned.py", ranks, *args, env=tuned, timeout_s=90).stdout.splitlines()
 
 
 def search(faster_times: float, steps: int = 1000) -> TuningSession[ShardKnobs]:
-    """Of a job whose steps take 0.3 s, and with two streams so many times less."""
+    """Return the search of a job whose steps take 0.3 s, and with two streams less by a factor."""
     space = ShardSpace(modules=2, streams=(1, 2), whole_bytes=(100, 100), dropped=(0, 1))
     session = shard_session(space, ShardKnobs(streams=1), budget=100)
     while not session.done and session.result.iterations_used < steps:

@@ -1,4 +1,4 @@
-"""Handles: each is waited for once, by whoever holds it, and a rank that cannot take part lets no other wait."""
+"""Handles: each is awaited once, by any thread, and a rank that cannot take part does not block its peers."""
 
 import pytest
 import torch

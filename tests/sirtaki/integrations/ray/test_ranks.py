@@ -1,4 +1,4 @@
-"""What can be said of ranks on Ray without Ray: what to install, who hears of a failure, and of rank 0's values."""
+"""Ranks on Ray, tested without Ray: the package to install, notification of failures, and rank 0's values."""
 
 import importlib.util
 from typing import Any

@@ -61,7 +61,7 @@ def test_nearly_all_are_translated_and_the_others_refused_with_line_and_reason()
 
 
 Played = Callable[..., dict[str, Any]]
-"""What a script has left in a job: "before" on one rank, translated "alone" and on "two", "several" before on two."""
+"""Results of a script in a job: "before" on one rank, translated "alone" and on "two", "several" before on two."""
 
 
 @pytest.fixture(scope="module")

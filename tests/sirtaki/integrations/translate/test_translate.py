@@ -1,4 +1,4 @@
-"""What a translation does to a script: tables of what is written and what becomes of it, and of what is refused."""
+"""Translations of scripts: tables of scripts and results, and of rejected scripts."""
 
 import pytest
 from training_loops import HEAD, added

@@ -1,4 +1,4 @@
-"""Agents: the processes that a driver starts, hears and loses, how they are started, and how they find a driver."""
+"""Agents: how a driver starts, hears and loses them, and how they find a driver."""
 
 import collections
 import os
@@ -175,7 +175,7 @@ def test_an_agent_that_gets_an_unexpected_message_ends(crew: AgentCrew) -> None:
 
 
 def program(code: str) -> str:
-    """Starts a program of the test's instead of an agent, which it ignores."""
+    """Return an agent command that runs a program of the test instead."""
     return shlex.join([sys.executable, "-c", code]) + " {command}"
 
 

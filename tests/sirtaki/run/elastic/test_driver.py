@@ -1,4 +1,4 @@
-"""Jobs of real processes whose ranks come and go: ranks, agents, driver and hosts are lost and found."""
+"""Elastic jobs of real processes: ranks, agents, driver and hosts are lost and added."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Jobs over hosts with networks of their own, which come apart, or are slow and lose packets."""
+"""Jobs over hosts with separate networks that are cut, slow, or lossy."""
 
 import functools
 import time

@@ -87,7 +87,7 @@ class Story:
     # ── what happens ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def does(self, event: Callable[..., None], *args: Any) -> list[Any]:
-        """What the rules have had done about it; agents that they want are there at once."""
+        """Apply an event. Return the actions of the rules. Requested agents exist at once."""
         before = len(self.all)
         event(*args, self.now_s)
         while self._up:
@@ -142,7 +142,7 @@ def new_in(form: FormGeneration) -> set[int]:
 
 
 def running(hosts: dict[str, int], **policy: Any) -> Story:
-    """A job in its first generation, with a rank in every slot."""
+    """Return a job in its first generation, with a rank in every slot."""
     story = Story(hosts, **policy)
     story.join(*range(1, sum(hosts.values()) + 1))
     assert story.members.member_list.generation == 1
@@ -341,7 +341,7 @@ def taken_over(
     generation: int = 5,
     has_state: bool = True,
 ) -> tuple[Story, bool]:
-    """A job of one rank a host, whose new driver hears of these processes: phase and generation of each."""
+    """Return a job with one rank per host, whose new driver gets these processes: phase and generation of each."""
     story = Story(start_ranks=1, min_ranks=1)
     newest, reports = FormGeneration(number=generation, workers=members, has_state=True), dict[str, RegisterAgent]()
     for rank, (number, (phase, own)) in enumerate(reported.items()):
@@ -635,7 +635,7 @@ def test_a_new_driver_keeps_the_dropped_hosts() -> None:
 
 
 def driver(*generations: tuple[int, ...]) -> Quorum:
-    """One that has begun these, and of which no agent has said that it knows of any."""
+    """Return the quorum of a driver that has formed these generations, none of which an agent has confirmed."""
     quorum = Quorum()
     for number, members in enumerate(generations, start=1):
         quorum.begin(number, members)

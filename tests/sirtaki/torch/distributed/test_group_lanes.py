@@ -1,4 +1,4 @@
-"""Whoever waits for large tensors of a rank that does not come is told which one, and soon."""
+"""A rank that does not take part in a large operation is soon named to its peers."""
 
 import itertools
 import re
@@ -29,7 +29,7 @@ def test_a_rank_that_does_not_come_is_named(run_ranks: RunRanks, operation: str,
 
 WAYS = (("shared_memory", "in_thread"), ("gloo", "submitting"), ("shared_memory", "submitting"), ("gloo", "waiting"))
 AT_ONCE = (("sum", "sum"), ("gather", "small"))
-"""What rank 1 fails in, and what the others wait for: the same, or what Gloo does."""
+"""Operation in which rank 1 fails, and operation of its peers: the same one, or one over Gloo."""
 
 CASES = [
     pytest.param(ranks, *way, *doing, id="-".join([f"{ranks}-ranks", *way, *doing]), marks=marks)

@@ -1,4 +1,4 @@
-"""Jobs of real ranks that are killed, stopped and come."""
+"""Jobs of real ranks that are killed, stopped and added."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GLOO = {"SIRTAKI_TRANSPORT": "gloo", "SIRTAKI_STREAMS": "3"}
 
 @pytest.fixture
 def start(launcher: Launcher, tmp_path: Path) -> Start:
-    """Makes a job."""
+    """Return a function that creates a job."""
     return lambda **how: ElasticJob(launcher, tmp_path, **how)
 
 

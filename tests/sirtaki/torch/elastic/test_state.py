@@ -1,4 +1,4 @@
-"""What is committed, restored, synchronised and dealt out."""
+"""State: what is committed, restored, synchronised and dealt."""
 
 from __future__ import annotations
 
