@@ -141,7 +141,7 @@ def test_every_script_of_the_tutorials_is_shown_there() -> None:
 
 
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
-def test_the_code_in_a_tutorial_stands_in_the_scripts_that_it_shows(page: Path) -> None:
+def test_the_code_of_a_tutorial_is_in_its_scripts(page: Path) -> None:
     scripts = [(ROOT / path).read_text() for path in included(page)]
     assert scripts
     for block in blocks(page, "python"):

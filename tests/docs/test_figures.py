@@ -128,7 +128,7 @@ def stands_in(claim: str, figures: list[Figure]) -> bool:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_each_measured_figure_stands_in_a_kept_result(page: Path) -> None:
+def test_each_measured_figure_is_in_a_kept_result(page: Path) -> None:
     unfounded = []
     for section in sections(page.read_text()):
         figures = [figure for path in sources(section) for figure in kept(path)]

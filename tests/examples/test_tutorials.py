@@ -36,7 +36,7 @@ def run(*command: str | Path, **env: str) -> str:
     return job.stdout
 
 
-def test_the_script_that_came_from_a_plain_loop_learns_on_two_ranks(run_ranks: RunRanks) -> None:
+def test_the_script_translated_from_a_plain_loop_learns_on_two_ranks(run_ranks: RunRanks) -> None:
     assert learns(run_ranks(TUTORIALS / "pytorch_after.py", 2, env=ENV, timeout_s=110).stdout)
 
 
@@ -50,7 +50,7 @@ def test_an_unchanged_horovod_script_learns_on_two_ranks(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_the_script_that_came_from_ddp_prints_the_losses_that_ddp_prints(run_ranks: RunRanks) -> None:
+def test_the_script_translated_from_ddp_prints_the_losses_of_ddp(run_ranks: RunRanks) -> None:
     after = run_ranks(TUTORIALS / "ddp_after.py", 2, env=ENV, timeout_s=110).stdout
     before = run(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", TUTORIALS / "ddp_before.py")
     assert learns(before)

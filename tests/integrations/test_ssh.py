@@ -206,7 +206,7 @@ def test_a_host_that_refuses_logins(
         pytest.param(SILENT, "timed out: check that it is running and that no firewall", marks=pytest.mark.slow),
     ],
 )
-def test_a_host_that_is_not_there(jobs: Jobs, options: Sequence[str], name: str, says: str) -> None:
+def test_a_host_that_does_not_exist(jobs: Jobs, options: Sequence[str], name: str, says: str) -> None:
     assert jobs.run(*options, names=[jobs.hosts.names[0], name, jobs.hosts.names[2]]) == 1
     assert re.search(rf"sirtakirun: host {name} .*{says}", sentence(jobs)), jobs.said
 
@@ -276,7 +276,7 @@ def test_a_static_job_ends_by_name_when_a_host_vanishes(jobs: Jobs) -> None:
 
 
 @pytest.mark.slow
-def test_an_elastic_job_goes_on_when_a_host_vanishes(jobs: Jobs) -> None:
+def test_an_elastic_job_continues_when_a_host_vanishes(jobs: Jobs) -> None:
     jobs.start(*ELASTIC, "--blacklist-cooldown-range", 600, 600, steps=150, pause_s=0.1)
     jobs.until(lambda: jobs.step(2) > 3)
     jobs.hosts.cut(2)
@@ -307,6 +307,6 @@ def test_the_network_that_joins_the_hosts_is_named(jobs: Jobs, options: Sequence
 
 
 @both
-def test_an_interface_that_is_not_there_is_refused_with_those_that_are(jobs: Jobs, options: Sequence[str]) -> None:
+def test_a_missing_interface_is_rejected_with_the_existing_ones(jobs: Jobs, options: Sequence[str]) -> None:
     assert jobs.run(*options, "--network-interfaces", "eth7") == 2
     assert re.search(r"interface eth7 .*lo \(127\.0\.0\.1\), eth0 \(10\.77\.0\.1\)", sentence(jobs)), jobs.said

@@ -126,7 +126,7 @@ def test_an_error_is_reported_in_one_line_with_a_remedy(
 # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_default_file_lies_in_the_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_default_file_is_in_the_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     open_store().close()
     assert default_path() == tmp_path / "sirtaki" / "registry.db"
@@ -291,7 +291,7 @@ def test_with_unknown_mounts_the_disk_counts_as_local(
 # ── rows that are damaged ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_graphs_are_kept_once_and_go_with_the_last_entry(store: Store, path: Path) -> None:
+def test_graphs_are_stored_once_and_removed_with_the_last_entry(store: Store, path: Path) -> None:
     one, other = make_entry(), make_entry(ranks=6)
     store.put_all([one, other])
 
@@ -383,7 +383,7 @@ def test_a_graph_that_would_fill_the_memory_is_refused(
 
 
 @pytest.mark.parametrize("body", ["{", canonical_json(make_way().to_json())], ids=["no JSON", "of other rows"])
-def test_a_damaged_way_hides_no_others_and_gives_way(
+def test_a_damaged_record_hides_no_others_and_is_replaced(
     body: str, store: Store, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     way, other = make_way(), make_way(ranks=8, created_s=1.75e9)
@@ -397,7 +397,7 @@ def test_a_damaged_way_hides_no_others_and_gives_way(
     assert list(store.all(RowsRecord)) == [other, way]
 
 
-def test_of_one_key_the_newest_ways_are_looked_at_and_in_all_none_is_missing(
+def test_of_one_key_the_newest_records_are_read_and_in_total_none_is_missing(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "MAX_PER_KEY", 2)

@@ -305,7 +305,7 @@ def test_a_measured_setting_is_not_proposed_by_any_arm_again() -> None:
     assert arm.ask()[0].knobs == second
 
 
-def test_it_comes_close_to_the_optimum_in_most_runs() -> None:
+def test_it_gets_close_to_the_optimum_in_most_runs() -> None:
     best = min(map(span_of, KnobLattice(GPU).points))
     found = []
     for seed in range(10):
@@ -339,7 +339,7 @@ def measured(streams: int, span_s: float, *, arm: str) -> Trial:
     return replace(trial_of(Proposal(arm=arm, knobs=knobs)), span_s=span_s)
 
 
-def test_the_worst_member_moves_and_stays_where_it_has_got_to_even_if_that_is_worse() -> None:
+def test_the_worst_member_moves_and_keeps_its_new_setting_even_if_it_is_worse() -> None:
     arm = with_members({1: 1.0, 2: 2.0, 4: 3.0})
     arm.tell([measured(8, 9.0, arm="pbt")])
     assert members_of(arm) == {1: 1.0, 2: 2.0, 8: 9.0}
@@ -467,7 +467,7 @@ def test_a_proposal_is_ready_between_two_iterations(arm: BayesianArm) -> None:
 
 
 @pytest.mark.lengthy
-def test_arms_that_no_one_has_asked_import_no_library_that_is_slow_to_load() -> None:
+def test_unused_arms_import_no_slow_library() -> None:
     program = """
 import sys
 import numpy as np
@@ -517,7 +517,7 @@ def test_another_route_is_expected_to_have_the_same_shape_where_it_has_shown_it(
     assert mean_M[1] - mean_M[0] > 0.15
 
 
-def test_repetitions_say_how_much_is_noise() -> None:
+def test_repetitions_determine_the_noise() -> None:
     """Scatter around a bowl is noise if repetitions scatter as much, and a rough landscape if they agree."""
     rng = np.random.default_rng(3)
     x_ND, routes_N = rng.random((30, 2)), np.zeros(30, dtype=int)

@@ -65,7 +65,7 @@ def contention(**changes):
     return ContentionModel(**{**fields, **changes})
 
 
-def test_communication_slows_computation_down_and_runs_faster_once_it_is_over():
+def test_communication_slows_computation_down_and_is_faster_after_it():
     layout = layout_of(4, 0)
     simulator = Simulator(
         layout=layout,
@@ -377,7 +377,7 @@ def unpresumed(*spans_s: float) -> Forecast:
         ((0.1,) * 5, False),
     ],
 )
-def test_a_model_that_is_not_presumed_right_is_believed_once_it_has_ranked_five_trials_right(
+def test_a_model_that_is_not_presumed_right_is_trusted_once_it_has_ranked_five_trials_right(
     spans_s: Sequence[float], believed: bool
 ) -> None:
     assert unpresumed(*spans_s).believed is believed
@@ -616,7 +616,7 @@ def test_nothing_is_drawn_within_one_host() -> None:
 CLUSTER = Cluster(name="four", ranks=4, hop_s=1e-3, link_bytes_per_s=1e9, flow_bytes_per_s=4e8, crowding=0.1)
 
 
-def test_an_all_reduce_goes_round_twice_less_one_hop_each_time() -> None:
+def test_an_all_reduce_takes_two_rounds_of_all_hops_but_one() -> None:
     assert CLUSTER.link().alpha_s == pytest.approx(6e-3)
     assert replace(CLUSTER, ranks=2).link().alpha_s == pytest.approx(2e-3)
 

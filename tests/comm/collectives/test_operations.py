@@ -111,7 +111,7 @@ def test_tensors_need_not_be_contiguous_nor_resolved_nor_without_a_graph() -> No
         assert torch.equal(result, torch.tensor([1 - 2j, 3 + 1j]))
 
 
-def test_a_group_of_several_dtypes_comes_back_in_its_order_with_memory_of_its_own() -> None:
+def test_a_group_of_several_dtypes_is_returned_in_its_order_with_its_own_memory() -> None:
     dtypes = [torch.float32, torch.int64, torch.float32, torch.bfloat16, torch.int64]
 
     def tensors_of(rank: int) -> Tensors:

@@ -101,21 +101,21 @@ def expect(results: Sequence[Any], kind: type[Exception], *words: str) -> None:
 
 
 @pytest.mark.lengthy
-def test_a_rank_that_does_not_come_is_named_in_time() -> None:
+def test_a_missing_rank_is_named_in_time() -> None:
     begin_s = time.monotonic()
     expect(together(meetings(3)[:2], timeout_s=1.0), CommError, "rank 2 of 3 did not register", "START_TIMEOUT")
     assert time.monotonic() - begin_s < 5.0
 
 
 @pytest.mark.lengthy
-def test_a_master_that_is_not_there_is_an_error_with_the_remedy() -> None:
+def test_a_missing_master_is_an_error_with_the_remedy() -> None:
     expect(together(meetings(2)[1:], timeout_s=0.5), CommError, "cannot connect to rank 0 at 127.0.0.1", "MASTER_ADDR")
     expect(
         together(meetings(2, host="no.such.host.invalid")[1:], timeout_s=0.5), ConfigError, "is not the name of a host"
     )
 
 
-def test_a_port_that_is_taken_is_an_error_with_the_remedy() -> None:
+def test_a_port_in_use_is_an_error_with_the_remedy() -> None:
     with socket.create_server(("", 0)) as other:
         places = meetings(2, port=other.getsockname()[1])
         expect(together(places[:1], timeout_s=2.0), ConfigError, "MASTER_PORT", "each job a port of its own")
@@ -278,7 +278,7 @@ def hang_up(sock: socket.socket) -> bool:
     return True
 
 
-def test_ranks_that_know_the_secret_are_connected_each_once(acceptor: Acceptor) -> None:
+def test_ranks_with_the_secret_are_connected_once_each(acceptor: Acceptor) -> None:
     with connect(acceptor.handshakes.addresses[0], key=KEY, own=2, other=0) as two:
         assert 1 in acceptor.missing
         with pytest.raises(OSError, match=r"closed|reset"):

@@ -19,7 +19,7 @@ def version_of(name: str) -> str:
     return "5.0.11"
 
 
-def test_pypis_open_mpi_does_not_look_for_a_fabric(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pypis_open_mpi_does_not_search_for_a_fabric(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMPI_MCA_btl", "")
     monkeypatch.delenv("OMPI_MCA_btl")
     monkeypatch.setattr(mpi.metadata, "version", version_of)

@@ -108,7 +108,7 @@ def test_other_strides_or_another_dtype_make_the_buffers_outdated(
     assert bool((param.grad == 3.0).all())
 
 
-def test_gradients_come_in_order_or_are_counted_one_by_one() -> None:
+def test_gradients_in_the_expected_order_are_appended_and_others_counted() -> None:
     params, _, arrivals = made((2,), (2,), (2,))
     assert not arrivals.add_in_order(params[1:])
     params[0].grad = None

@@ -108,7 +108,7 @@ def test_all_ranks_learn_the_same_rounds_from_any_orders(seed: int, granularity_
     assert len({each.used for each in communicators}) == 1, "a rank began a round that no other one joins"
 
 
-def test_a_wait_may_be_interrupted_and_goes_on_later() -> None:
+def test_an_interrupted_wait_can_be_continued() -> None:
     rounds = Rounds(ranks=2)
     alone = ReadinessNegotiation(rounds.communicator(), FailureBoard())  # type: ignore[arg-type]
     found: list[int] = []

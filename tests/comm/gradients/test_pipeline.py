@@ -280,7 +280,7 @@ def test_gradients_are_awaited_and_assigned_one_by_one() -> None:
     assert made.sync.finish().span_s >= 0.0
 
 
-def test_an_interrupted_wait_goes_on_and_sends_nothing_twice_and_a_failed_one_raises() -> None:
+def test_an_interrupted_wait_continues_and_sends_nothing_twice_and_a_failed_one_raises() -> None:
     made = Made(2).profiled()
     made.come(0)
     assert [made.sync.reduce(lambda: True) for _ in range(2)] == [False, False]

@@ -46,7 +46,7 @@ def test_the_unit_with_the_flags_leaves_last_and_waits_for_parameters_without_el
     assert set(units[-1].members) == {0, 1, 2}
 
 
-def test_units_of_two_dtypes_are_merged_by_when_their_last_gradient_comes() -> None:
+def test_units_of_two_dtypes_are_merged_by_the_readiness_of_their_last_gradient() -> None:
     dtypes = torch.float32, torch.float32, torch.float64, torch.float32
     buffers = make_buffers([parameters((4,), dtype=dtype)[0] for dtype in dtypes])
     plans = [plan_of(group.layout.numel, 4, 8) for group in buffers.groups]
@@ -144,7 +144,7 @@ def test_no_rank_rules_the_order() -> None:
     assert found[0] == found[1] == found[2] == [0, 2, 1, 3]
 
 
-def test_a_rank_without_gradients_has_no_say() -> None:
+def test_a_rank_without_gradients_does_not_affect_the_order() -> None:
     assert agree_on_order([0, 1, 2], SumOf([2, 1, 0]), counts=False) == [2, 1, 0]  # type: ignore[arg-type]
 
 

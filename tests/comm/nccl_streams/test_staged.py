@@ -88,7 +88,7 @@ def test_it_offers_the_streams_of_the_inner_one_and_takes_two_threads_more_for_e
     assert inner.closed
 
 
-def test_a_unit_goes_out_and_comes_back_and_nothing_beside_it_moves() -> None:
+def test_a_unit_is_copied_out_and_back_and_nothing_beside_it_changes() -> None:
     transport, inner = staged()
     buffer = buffer_of(6)
     work = reduce(transport, buffer, 2, 4, stream=1)
@@ -105,7 +105,7 @@ def test_a_unit_goes_out_and_comes_back_and_nothing_beside_it_moves() -> None:
     transport.close()
 
 
-def test_an_empty_unit_goes_nowhere() -> None:
+def test_an_empty_unit_is_not_sent() -> None:
     transport, inner = staged()
     assert reduce(transport, buffer_of(3), 1, 1) is NOTHING_TO_DO
     assert inner.asked == []

@@ -231,7 +231,7 @@ def test_an_aggregator_that_ends_sends_ranks_to_its_standby_at_once() -> None:
         assert all(client.moves == 1 for client in clients)
 
 
-def test_one_that_is_started_again_at_once_goes_on_without_a_standby() -> None:
+def test_an_aggregator_restarted_at_once_continues_without_a_standby() -> None:
     with process() as (address, first):
         restarted: list[Any] = []
 
@@ -330,7 +330,7 @@ def refusal(address: str, layout: HeatLayout = SMALL, job: str = "other") -> str
 
 
 @pytest.mark.lengthy
-def test_a_job_beyond_its_limits_is_refused_and_others_are_not_disturbed() -> None:
+def test_a_job_beyond_the_limits_is_rejected_and_others_are_not_disturbed() -> None:
     with serving(memory_bytes=400_000, jobs=1, silent_s=0.5) as (address, aggregator):
         assert "the step needs 2.5 MiB of registers, and 0.4 MiB are free" in refusal(
             address, HeatLayout(rows=40_000, width=16)

@@ -67,7 +67,7 @@ def test_ranks_that_are_alike_are_replayed_once_and_of_many_different_ones_few_a
     assert len(PlanSearch(job, {}).small.ranks) <= FEW_RANKS
 
 
-def test_the_optimizer_with_the_most_gradients_is_planned_and_others_stay() -> None:
+def test_the_optimizer_with_the_most_gradients_is_planned_and_others_stay_unchanged() -> None:
     job = on_one_host()
     (buffer,) = job.buffers
     small = replace(buffer, number=1, reducer=(0, 1), layout=replace(buffer.layout, sizes=(10,), names=("b",)))

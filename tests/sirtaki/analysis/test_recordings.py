@@ -348,7 +348,7 @@ def test_ranks_that_meet_only_through_another_are_aligned() -> None:
     assert largest_error_s(true, told, 2) <= 1.5 * bound_s  # a chain knows less, and has fewer units
 
 
-def test_without_rank_0_the_first_that_is_there_has_the_clock_of_all() -> None:
+def test_without_rank_0_the_first_existing_rank_has_the_reference_clock() -> None:
     true = drawn(3)
     aligned = align(replace(true, ranks={rank: true.ranks[rank] for rank in (1, 2)}))
     assert aligned.reference == 1

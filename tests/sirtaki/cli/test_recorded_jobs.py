@@ -110,7 +110,7 @@ def test_the_recording_of_the_only_remaining_rank_is_shown(
     assert list(folders.read_folder(tmp_path / "here").ranks) == [1 - killed]
 
 
-def test_a_recording_that_is_there_is_shown_with_its_trace(
+def test_an_existing_recording_is_shown_with_its_trace(
     recorded_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["profile", "--show", str(recorded_folder)]) == 0

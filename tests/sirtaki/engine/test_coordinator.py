@@ -109,7 +109,7 @@ def test_a_warm_up_begins_with_the_default_and_ends_with_the_found_setting(
     assert '"event": "result"' in (tmp_path / "log").read_text()
 
 
-def test_a_better_setting_takes_over_within_the_budget(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_better_setting_replaces_the_current_one_within_the_budget(caplog: pytest.LogCaptureFixture) -> None:
     better = Knobs(unit_bytes=MIB, streams=8, transport=ROUTE[0])
     caplog.set_level(logging.INFO)
     job = after_warm_up(Proposes(better))
@@ -206,7 +206,7 @@ def test_planners_are_asked_first_where_their_model_is_presumed_to_be_right() ->
     assert with_usual_arms(lambda: MODEL, presumed=False)[1] in OUR_ARMS
 
 
-def test_where_the_default_takes_longer_than_planners_expect_draws_come_first(tmp_path: Path) -> None:
+def test_where_the_default_takes_longer_than_planners_predict_draws_are_first(tmp_path: Path) -> None:
     """The contention that the draws have shown is in the log and in the planners' model."""
     rate = RateCurve(gamma_1=1e9, gamma_2=0.0, gamma_3=0.0)
     slowed = ContentionModel(
@@ -265,12 +265,12 @@ def test_an_earlier_generations_setting_that_cannot_run_is_replaced_by_the_defau
     assert (job.running, job.kept, job.searched) == (DEFAULT, True, False)
 
 
-def test_a_winner_that_is_not_possible_any_more_is_searched_anew() -> None:
+def test_a_winner_that_is_not_possible_any_more_leads_to_a_new_search() -> None:
     narrow = KnobSpace(routes=(ROUTE,), unit_bytes=(64 * KIB, 64 * MIB), streams=(1, 2))
     next_generation(carried(WINNER, settled=True), space=narrow)
 
 
-def test_an_unfinished_warm_up_goes_on_after_its_trials_in_the_same_place_only() -> None:
+def test_an_unfinished_warm_up_resumes_after_its_trials_in_the_same_place_only() -> None:
     first = next_generation()
     first.run(lambda knobs: (1.0, math.nan), at_most=36)
     session = first.controller.release(first)
@@ -284,7 +284,7 @@ def test_an_unfinished_warm_up_goes_on_after_its_trials_in_the_same_place_only()
     assert WINNER in tried(elsewhere)
 
 
-def test_parameters_are_known_again_by_names_shapes_and_dtypes() -> None:
+def test_parameters_are_recognised_by_names_shapes_and_dtypes() -> None:
     known = key_of(["a"], [torch.zeros(2, 3)])
     assert key_of(["a"], [torch.ones(2, 3)]) == known
     others = (["b"], [torch.zeros(2, 3)]), (["a"], [torch.zeros(3, 2)]), (["a"], [torch.zeros(2, 3).double()]), ([], [])

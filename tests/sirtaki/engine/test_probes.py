@@ -160,7 +160,7 @@ def test_threads_matter_where_their_effect_exceeds_the_noise() -> None:
     assert not threads_matter(probes(0.6))
 
 
-def test_libras_model_comes_out_of_the_probes() -> None:
+def test_libras_model_is_fitted_to_the_probes() -> None:
     model = contention_model(probes(0.002), alpha_s=ALPHA_S)
     assert model is not None
     for threads in (512, 2048, 8192):

@@ -111,7 +111,7 @@ def test_iterations_that_touch_nothing_teach_nothing() -> None:
 
 
 @pytest.mark.parametrize("path", [path for path in SparsePath if path is not SparsePath.HOT_COLD])
-def test_a_path_that_is_fixed_runs_at_once(path: SparsePath) -> None:
+def test_a_fixed_algorithm_runs_at_once(path: SparsePath) -> None:
     for tries in (True, False):
         target = made(path, tries=tries)
         assert not target.may_recall

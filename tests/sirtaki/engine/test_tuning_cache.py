@@ -205,7 +205,7 @@ def test_an_error_in_entries_of_other_jobs_never_reaches_the_user(
     assert "training goes on without the registry: ZeroDivisionError" in caplog.text
 
 
-def test_an_unfinished_warm_up_is_gone_on_from(path: Path) -> None:
+def test_an_unfinished_warm_up_is_resumed(path: Path) -> None:
     keep_winner(path, complete=False)
     again, layout = job(path)
     found = again.look_up([layout], SPACE)
@@ -291,7 +291,7 @@ def best_plan() -> Knobs:
     return planner.ask()[0].knobs
 
 
-def test_without_a_model_the_nearest_jobs_settings_come_first_and_each_once() -> None:
+def test_without_a_model_the_nearest_jobs_settings_are_first_and_each_once() -> None:
     other = GOOD.but(streams=2)
     found = first_proposals(
         [start(POOR), start(GOOD), start(POOR), start(other)], layouts=[LAYOUT], space=SPACE, model=None

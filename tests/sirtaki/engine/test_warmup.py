@@ -156,7 +156,7 @@ def test_invalid_settings_are_refused_with_the_remedy(run_ranks: RunRanks, env: 
     assert says in job.stderr
 
 
-def test_a_registry_full_of_garbage_is_put_aside_with_a_warning(run_ranks: RunRanks, tmp_path: Path) -> None:
+def test_a_registry_full_of_garbage_is_quarantined_with_a_warning(run_ranks: RunRanks, tmp_path: Path) -> None:
     registry = tmp_path / "registry.db"
     registry.write_bytes(b"this is no database " * 1000)
     env = {"SIRTAKI_REGISTRY": str(registry), "SIRTAKI_WARMUP_ITERATIONS": "26"}
@@ -207,7 +207,7 @@ def entries_of(registry: Path) -> list[JobRecord]:
 @pytest.mark.timeout(360)
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_jobs_that_reduce_other_parts_of_one_model_do_not_run_each_others_settings(
+def test_jobs_that_reduce_different_parts_of_one_model_do_not_run_each_others_settings(
     run_ranks: RunRanks, tmp_path: Path, ranks: int
 ) -> None:
     registry = tmp_path / "registry.db"

@@ -21,7 +21,7 @@ def there_and_back(compressor: type[Compressor], tensor: torch.Tensor) -> tuple[
     [(Compression.none, None), (Compression.fp16, torch.float16), (Compression.bf16, torch.bfloat16)],
 )
 @pytest.mark.parametrize("dtype", [*FLOATS, *OTHERS])
-def test_floats_travel_in_two_bytes_where_that_is_asked_for_and_nothing_else_changes(
+def test_floats_are_sent_in_two_bytes_on_request_and_nothing_else_changes(
     compressor: type[Compressor], wire: torch.dtype | None, dtype: torch.dtype
 ) -> None:
     for tensor in (torch.tensor([[1, 0, 1], [1, 0, 0]]).to(dtype).t(), torch.empty(0, 3, dtype=dtype)):

@@ -151,7 +151,7 @@ def test_where_pytorch_carries_the_shards_it_is_tuned_when(run_ranks: RunRanks, 
 
 
 @pytest.mark.integration
-def test_a_model_that_is_trained_through_a_method_of_its_own_is_tuned(run_ranks: RunRanks) -> None:
+def test_a_model_trained_through_a_custom_method_is_tuned(run_ranks: RunRanks) -> None:
     found = settings_run(run_ranks, "fast", "2 kept", "method")
     assert "kept" not in found[0]
     assert "2 kept" in found[-1]
@@ -201,7 +201,7 @@ def test_between_hosts_a_step_is_traced_and_the_search_trains_as_one_process_doe
 
 
 @pytest.mark.integration
-def test_the_tuner_packs_shards_only_where_that_is_allowed_and_pays_and_the_next_job_knows(
+def test_the_tuner_packs_shards_only_where_it_is_allowed_and_pays_and_the_next_job_reuses_it(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
     packed = "parameters packed by int8, gradients packed by int8"

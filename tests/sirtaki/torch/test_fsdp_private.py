@@ -87,7 +87,7 @@ def test_a_version_that_was_not_checked_runs_and_is_logged_once(
     private.log_unchecked_version.cache_clear()
 
 
-def test_a_group_knows_its_parameters(model: nn.Module) -> None:
+def test_a_group_has_its_parameters(model: nn.Module) -> None:
     first, second = groups_of(model)
     assert [group.number for group in (first, second)] == [0, 1]
     assert first.description == [((6, 4), "torch.float32", True), ((6,), "torch.float32", True)]

@@ -72,7 +72,7 @@ def held(module: nn.Module) -> tuple[Notes, list[nn.Parameter]]:
         (nn.Linear(3, 4), lambda m: [repr(p) for p in m.parameters()]),
     ],
 )
-def test_every_parameter_that_is_used_is_waited_for_once(module: nn.Module, use: Callable[[Any], object]) -> None:
+def test_every_used_parameter_is_awaited_once(module: nn.Module, use: Callable[[Any], object]) -> None:
     notes, params = held(module)
     use(module)
     assert {id(param) for param in notes.arrived} >= {id(param) for param in params}

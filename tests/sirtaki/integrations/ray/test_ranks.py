@@ -116,7 +116,7 @@ def place(host: str, *gpus: str) -> ActorPlace:
     return ActorPlace(host=(host,), address=f"10.0.0.{ord(host)}", gpus=gpus)
 
 
-def test_ranks_of_a_host_are_neighbours_and_hosts_come_in_the_order_in_which_they_were_found() -> None:
+def test_ranks_of_a_host_are_adjacent_and_hosts_are_in_the_order_of_discovery() -> None:
     assert in_rank_order([place("b"), place("a"), place("b"), place("c"), place("a")]) == [0, 2, 1, 4, 3]
 
 

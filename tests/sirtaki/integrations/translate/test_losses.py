@@ -167,7 +167,7 @@ def test_a_loss_that_can_be_followed_is_promised(name: str) -> None:
 
 @pytest.mark.lengthy
 @pytest.mark.parametrize("name", NAMED)
-def test_a_loss_that_mixes_samples_or_is_not_known_is_named_with_its_line(name: str) -> None:
+def test_a_loss_that_mixes_samples_or_is_unknown_is_named_with_its_line(name: str) -> None:
     text = script("", NAMED[name])
     (line,) = named(translate(text))
     assert text.splitlines()[line - 1].strip() == "loss.backward()"

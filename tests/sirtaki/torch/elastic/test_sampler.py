@@ -210,7 +210,7 @@ class TestAnyOrder(AnyOrder.TestCase):  # type: ignore[misc]  # Hypothesis makes
     settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 
 
-def test_a_batch_after_restore_is_of_the_iteration_that_is_running() -> None:
+def test_a_batch_after_restore_belongs_to_the_running_iteration() -> None:
     sampler = ElasticSampler(range(8), shuffle=True)
     order = list(sampler)
     state = TorchState(sampler=sampler)
