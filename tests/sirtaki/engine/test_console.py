@@ -62,7 +62,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
-    """One, where nobody has set logging up."""
+    """Yield a terminal without a configured logger."""
     stream, root = Terminal(), logging.getLogger("sirtaki")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(root, "handlers", [])

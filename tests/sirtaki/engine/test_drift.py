@@ -82,7 +82,7 @@ def test_a_large_change_is_found_at_once_but_a_few_iterations_are_no_change(fact
     assert watch.pace is pace
 
 
-def test_re_tunes_in_quick_succession_come_half_as_often_each_time_until_it_is_quiet_for_long() -> None:
+def test_re_tunes_in_quick_succession_are_halved_each_time_until_a_long_quiet_time() -> None:
     watch, spans_s, waited = DriftWatch(), 1.0, []
     for quiet in (0, 0, 0, 0, LONG * 8 * COOL_DOWN, 0):
         for _ in range(quiet):
@@ -118,7 +118,7 @@ RESTLESS = {"SIRTAKI_WARMUP_ITERATIONS": "7", "SIRTAKI_REGISTRY": "off"}
 
 
 def re_tunes(output: str, ranks: int) -> int:
-    """How many there were, if all ranks had the same ones."""
+    """Return the number of re-tunings, which must be equal on all ranks."""
     assert output.count("on all ranks alike: True") == ranks
     counts = {int(count) for count in re.findall(r"re-tunes (\d+)", output)}
     assert len(counts) == 1

@@ -1,4 +1,4 @@
-"""Whether iterations may end in the next forward pass, and with which setting: what is tried and kept."""
+"""The search for deferred updates: whether iterations may end in the next forward pass, and with which setting."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -46,7 +46,7 @@ SPACE = KnobSpace(routes=((TransportKind.GLOO, Algorithm.FLAT),), streams=(1, 2)
 
 
 class Control:
-    """Of two ranks: what the other one says is added."""
+    """Control plane of two ranks. The peer's values are added."""
 
     rank = 0
 
@@ -247,7 +247,7 @@ def made(tuned: Knobs = TUNED, space: KnobSpace = TRIED_SPACE) -> OverlapArm:
 def play(
     seconds: Callable[[OverlapChoice], float], arm: OverlapArm | None = None, tuned: Knobs = TUNED
 ) -> tuple[list[OverlapChoice], TuningSession[OverlapChoice]]:
-    """What runs in a search, and the search."""
+    """Run a search. Return the settings that ran, and the search."""
     session = session_of(made() if arm is None else arm, OverlapChoice(tuned, is_deferred=False))
     run = []
     while not session.done:

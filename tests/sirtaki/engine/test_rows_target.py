@@ -65,7 +65,7 @@ def chosen(target: RowsTarget) -> RowsTarget:
 
 
 def tried_out(target: RowsTarget, seconds: Callable[[SparsePlan, int], float]) -> list[SparsePlan]:
-    """The plans that run until one is kept; `seconds`: what an iteration takes, by plan and number."""
+    """Return the plans that run until one is kept. `seconds`: duration of an iteration by plan and number."""
     control: Any = OneRank()
     controller, ran = TuningController(control), list[SparsePlan]()
     controller.begin(target, recalls=False)
@@ -111,7 +111,7 @@ def test_iterations_that_touch_nothing_teach_nothing() -> None:
 
 
 @pytest.mark.parametrize("path", [path for path in SparsePath if path is not SparsePath.HOT_COLD])
-def test_a_path_that_is_fixed_runs_at_once(path: SparsePath) -> None:
+def test_a_fixed_algorithm_runs_at_once(path: SparsePath) -> None:
     for tries in (True, False):
         target = made(path, tries=tries)
         assert not target.may_recall

@@ -1,4 +1,4 @@
-"""All targets of tuning do what the controller expects of them, on two ranks."""
+"""All tuning targets meet the controller's contract, on two ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def rows(control: ControlPlane) -> RowsTarget:
 
 
 def pipeline(control: ControlPlane) -> PipelineTarget:
-    """A pipeline whose gradients have been ordered; grid search proposes settings."""
+    """Return a pipeline whose order was profiled, tuned by grid search."""
     settings = Settings(registry=REGISTRY_OFF, transport=TransportKind.SHARED_MEMORY, warmup_iterations=60)
     params = [torch.nn.Parameter(torch.zeros(64 * KIB)) for _ in range(4)]
     names = [f"p{number}" for number in range(len(params))]

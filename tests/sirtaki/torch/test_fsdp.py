@@ -74,13 +74,13 @@ def test_a_rank_that_exits_during_a_search_is_named_to_its_peers(run_ranks: RunR
 
 
 def settings_run(run_ranks: RunRanks, *args: object, ranks: int = 2, **env: str) -> list[str]:
-    """Those that a search has run, in order; the last one is what it has kept."""
+    """Return the settings that a search has run, in order; the last one is kept."""
     tuned = {**SHARED, "SIRTAKI_WARMUP_ITERATIONS": "90", "SIRTAKI_FSDP_MEMORY": "1MiB", **env}
     return run_ranks("fsdp_tuned.py", ranks, *args, env=tuned, timeout_s=90).stdout.splitlines()
 
 
 def search(faster_times: float, steps: int = 1000) -> TuningSession[ShardKnobs]:
-    """Of a job whose steps take 0.3 s, and with two streams so many times less."""
+    """Return the search of a job whose steps take 0.3 s, and with two streams less by a factor."""
     space = ShardSpace(modules=2, streams=(1, 2), whole_bytes=(100, 100), dropped=(0, 1))
     session = shard_session(space, ShardKnobs(streams=1), budget=100)
     while not session.done and session.result.iterations_used < steps:
@@ -152,7 +152,7 @@ def test_where_pytorch_carries_the_shards_it_is_tuned_when(run_ranks: RunRanks, 
 
 
 @pytest.mark.integration
-def test_a_model_that_is_trained_through_a_method_of_its_own_is_tuned(run_ranks: RunRanks) -> None:
+def test_a_model_trained_through_a_custom_method_is_tuned(run_ranks: RunRanks) -> None:
     found = settings_run(run_ranks, "fast", "2 kept", "method")
     assert "kept" not in found[0]
     assert "2 kept" in found[-1]
@@ -202,7 +202,7 @@ def test_between_hosts_a_step_is_traced_and_the_search_trains_as_one_process_doe
 
 
 @pytest.mark.integration
-def test_the_tuner_packs_shards_only_where_that_is_allowed_and_pays_and_the_next_job_knows(
+def test_the_tuner_packs_shards_only_where_it_is_allowed_and_pays_and_the_next_job_reuses_it(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
     packed = "parameters packed by int8, gradients packed by int8"

@@ -1,4 +1,4 @@
-"""Parameters that are held are waited for by whoever uses them, and a step in parts is the step that was asked for."""
+"""Users of deferred parameters wait for them, and a step in parts equals the whole step."""
 
 import copy
 import io
@@ -30,7 +30,7 @@ from sirtaki.torch.overlap import (
 
 
 class Notes:
-    """Lets go of what is waited for, and notes it."""
+    """Records waits, and releases the awaited parameters."""
 
     def __init__(self) -> None:
         self.arrived: list[torch.Tensor] = []
@@ -72,7 +72,7 @@ def held(module: nn.Module) -> tuple[Notes, list[nn.Parameter]]:
         (nn.Linear(3, 4), lambda m: [repr(p) for p in m.parameters()]),
     ],
 )
-def test_every_parameter_that_is_used_is_waited_for_once(module: nn.Module, use: Callable[[Any], object]) -> None:
+def test_every_used_parameter_is_awaited_once(module: nn.Module, use: Callable[[Any], object]) -> None:
     notes, params = held(module)
     use(module)
     assert {id(param) for param in notes.arrived} >= {id(param) for param in params}
@@ -335,7 +335,7 @@ def by_all(_: object, params: list[torch.Tensor]) -> None:
 
 
 def clips_by_all(_: object, params: list[torch.Tensor]) -> None:
-    """As timm's Lamb: only where the norm is large."""
+    """Clip only large norms, like timm's Lamb."""
     total = torch.stack([param.grad.norm() for param in params]).norm()  # type: ignore[union-attr]
     for param in params:
         param.sub_(param.grad / (total / 100.0).clamp(min=1.0))  # type: ignore[operator]

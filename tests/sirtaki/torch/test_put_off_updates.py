@@ -1,4 +1,4 @@
-"""Updates are made when somebody needs their parameters, with all that came along, and never twice."""
+"""Deferred updates run when a parameter is needed, together with all updates of their unit, and never twice."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ from sirtaki.torch.overlap import PartialStep, PutOffUpdates, Zeroing
 
 
 class Late:
-    """Gradients that come in units of two parameters; what a rank waits for is there at once, and doubled."""
+    """Gradients in units of two parameters. An awaited unit is ready at once, and doubled."""
 
     def __init__(self, params: list[torch.nn.Parameter]) -> None:
         self._params = params

@@ -1,4 +1,4 @@
-"""What is committed, restored, synchronised and dealt out."""
+"""State: what is committed, restored, synchronised and dealt."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def be(monkeypatch: pytest.MonkeyPatch) -> Be:
     return be
 
 
-def test_a_newer_commit_that_others_do_not_hold_is_forgotten_with_its_random_numbers() -> None:
+def test_a_newer_commit_that_others_lack_is_forgotten_with_its_random_numbers() -> None:
     state = ObjectState(step=0, history=[0])
     drawn = []
     for step in (1, 2):
@@ -51,7 +51,7 @@ def test_a_newer_commit_that_others_do_not_hold_is_forgotten_with_its_random_num
     assert state._standing().written == 9
 
 
-def test_model_optimizer_and_sampler_go_back_together(be: Be) -> None:
+def test_model_optimizer_and_sampler_are_restored_together(be: Be) -> None:
     be(0, 1)
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
