@@ -364,6 +364,6 @@ class ModelGraphRecorder:
 
 
 def _name_of(module: torch.nn.Module) -> str:
-    """Class name of a model, looked up inside a compiled one and inside DDP's."""
+    """Return the class name of a model, without the wrappers of `torch.compile` and DDP."""
     inner = module.module if isinstance(module, DistributedDataParallel) else getattr(module, "_orig_mod", None)
     return type(module).__name__ if inner is None else _name_of(inner)

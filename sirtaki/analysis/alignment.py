@@ -91,9 +91,9 @@ class _ClockBarrier:
 def align(recording: Recording) -> Alignment:
     """Align the clocks of all recorded ranks.
 
-    Units between ranks determine the offset and drift of their clocks, because no rank completes a unit before all
-    ranks
-    have issued it. A clock that no unit connects to the reference keeps the offset measured at the start.
+    No rank completes a unit before all ranks have issued it. This bounds the offset and drift of their clocks. If no
+    chain
+    of units connects a clock to the reference, the offset measured at the start is used.
     """
     reference = min(recording.ranks)
     clocks = {rank: recording.job.placement[rank].clock for rank in recording.ranks}

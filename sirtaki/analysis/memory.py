@@ -448,9 +448,11 @@ def _smallest_sets(question: MemoryQuestion, *, passes: int) -> Iterator[tuple[l
 
 
 def _depths(question: MemoryQuestion) -> Iterator[dict[int, list[int]]]:
-    """Yield for each depth the calls by module. No module contains another.
+    """Yield for each depth of the model a set of modules, with the calls of each module.
 
-    Modules of smaller depth are included if they have no submodules.
+    The set consists of the modules at that depth and of shallower modules without submodules, so no module contains
+    another.
+    Modules that save no memory, or that cannot be recomputed, are omitted.
     """
     memory = question.replay.memory
     depths = list[int]()
