@@ -218,7 +218,7 @@ class AveragingOptimizer(Distributed):
                 warnings.warn(UNSKIPPED, stacklevel=2)
             self.synchronize()
         self._synchronized = False
-        # A scheduler of the wrapped optimizer warns unless this attribute says that a step was made.
+        # Set because a scheduler of the wrapped optimizer warns without this attribute.
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # torch's, set by its schedulers
         return super().step(closure)
 
@@ -537,7 +537,7 @@ class OverlappedOptimizer(AveragingOptimizer):
             return super().step()
 
     def synchronize(self) -> None:
-        """Wait until all gradients are reduced. No update of this iteration is deferred then. Collective."""
+        """Wait until all gradients are reduced. The next `step()` defers no update. Collective."""
         self._stop_watching()
         if self._updates is not None:
             if self._updates.state is IterationState.LAUNCHED and self._should_synchronize:
@@ -580,7 +580,7 @@ class OverlappedOptimizer(AveragingOptimizer):
         return [param for _, param in reducer.hooked] if reducer.all_dense else []
 
     def _watch_deferred(self) -> None:
-        """Hook modules that must wait for their parameters, and check reads if `SIRTAKI_OVERLAP_FORWARD=check`."""
+        """Register hooks of modules that wait for parameters, and check reads if `SIRTAKI_OVERLAP_FORWARD=check`."""
         if self._modules_wait:
             self._hooks.callback(register_module_forward_pre_hook(wait_for_own).remove)
         if job.current().settings.overlap_forward is Overlap.CHECK:

@@ -56,7 +56,7 @@ class SamplerUpdate(NamedTuple):
 
 
 class _Deal(NamedTuple):
-    """A distribution of samples: the indices that were not processed, and this rank's part of them."""
+    """A distribution of the unprocessed samples of an epoch over ranks."""
 
     remaining: list[int]
     own: list[int]
@@ -168,7 +168,7 @@ class ElasticSampler(Sampler[int]):
         return self.num_samples * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch and what has been processed of it."""
+        """Return the epoch and its processed indices."""
         return {"epoch": self.epoch, "processed_indices": set(self.processed_indices)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -208,7 +208,7 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def news(self, mark: EpochPosition) -> SamplerUpdate:
-        """Return the indices that the other ranks do not know. `mark`: position in this rank's newest commit."""
+        """Return the indices that this rank has not sent yet. `mark`: position in this rank's newest commit."""
         known = mark.length if mark.processed is self._in_order else 0
         return SamplerUpdate(
             committed=(mark.epoch, mark.processed[mark.shared : mark.length]),

@@ -108,7 +108,7 @@ class ShardConnections:
             logger.info("shards of %d modules between %d ranks: %s; %s", len(groups), len(ranks), how, then)
 
     def leave(self) -> None:
-        """Close the connections once all ranks have left. Non-blocking. Called when the model is deleted."""
+        """Close the connections when all ranks have called this method. Non-blocking. Called for a deleted model."""
         forget_at_exit(self.close)
         if self._controls:  # otherwise the process ends and has closed the connections
             threading.Thread(target=self.close, name="sirtaki-leave").start()
@@ -120,7 +120,7 @@ class ShardConnections:
             self.searching = False
             logger.info("the job ends while settings are tried: none is kept, the next job begins anew")
         for (mesh, farewell), ranks in zip(self._meshes, controls, strict=False):
-            with suppress(CommError):  # the other ranks have been told of the failure
+            with suppress(CommError):  # all ranks have received the error
                 if not leave_together(farewell, LEAVE_S):
                     mesh.abort(f"rank {mesh.rank} has ended, or has given up a sharded model that others use")
             farewell.free()

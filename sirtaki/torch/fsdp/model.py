@@ -37,11 +37,11 @@ class StepObserver(Protocol):
     """The tuner of a sharded model."""
 
     def end_step(self) -> None:
-        """A step has ended, with nothing in flight. Collective."""
+        """End a step. Collective, with nothing in flight."""
         ...
 
     def give_up(self, why: str) -> None:
-        """Steps can no longer be compared. Collective, with nothing in flight."""
+        """Stop tuning, because steps can no longer be compared. Collective, with nothing in flight."""
         ...
 
 
@@ -50,18 +50,18 @@ class ShardedModel:
 
     Attributes:
         groups: parameter groups, in the order of `model.modules()`.
-        order: parameter groups in the order of use, which is known after the first forward pass with gradients; empty
-            if modules are used in different orders.
-        connections: connections between its ranks.
+        order: parameter groups in the order of use, recorded in the first forward pass with gradients. Empty if modules
+            are used in different orders.
+        connections: connections between the ranks of the model.
         pytorch: settings of PyTorch's collectives.
         transfers: gathers and scatters.
         given: codecs that the user has chosen.
-        node_ranks: ranks of each node, if they can keep parameters together; otherwise 0.
-        near: lanes within a node, if parameters may be kept there.
+        node_ranks: number of ranks per node, if they can keep gathered parameters together. Otherwise 0.
+        near: lanes within a node, if the ranks of a node may keep gathered parameters together.
         knobs: the setting in use.
-        trace: trace of the step in progress, if one is wanted.
-        sets_prefetch: Sirtaki decides what is gathered ahead, because the user has not. Known with `order`.
-        tuner: what is told when steps end.
+        trace: trace of the step in progress. None if the step is not traced.
+        sets_prefetch: True if Sirtaki sets the prefetch, because the user has not. Set together with `order`.
+        tuner: observes the end of each step.
     """
 
     tuner: StepObserver
@@ -69,7 +69,7 @@ class ShardedModel:
     def __init__(
         self, groups: Sequence[FsdpGroup], connections: ShardConnections, given: Packing, settings: Settings
     ) -> None:
-        """Collective."""
+        """Create the state. Collective."""
         self.groups, self.connections, self.given = groups, connections, given
         self.pytorch = PytorchCollectives(groups, connections.control)
         self.transfers, self.knobs = JointTransfers(given), AS_PYTORCH
@@ -191,7 +191,7 @@ class ShardedModel:
         self._kept.clear()
         self._in_forward = True
         self._with_gradients, self._used = torch.is_grad_enabled(), []
-        if self._scattered and self._with_gradients:  # an evaluation may come before the step ends
+        if self._scattered and self._with_gradients:  # because an evaluation may run before the step ends
             self._scattered = False
             if self.order:
                 self.tuner.end_step()
@@ -287,7 +287,7 @@ class ShardedModel:
         return self._kept.pop(group, None)
 
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Drop kept parameters that `optimizer` updates. Wait for scatters that a failed backward pass has left.
+        """Drop kept parameters that `optimizer` updates. Wait for scatters of a failed backward pass.
 
         Raises:
             CommError: a scatter failed.

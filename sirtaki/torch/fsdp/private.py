@@ -82,7 +82,7 @@ def find_groups(modules: Iterable[Any]) -> list[FsdpGroup]:
 
 
 def owners_of(model: nn.Module) -> Iterator[object]:
-    """Yield what has attached the parameter groups that FSDP has in `model`. Empty for other models."""
+    """Yield the owners that are attached to FSDP's parameter groups in `model`. Empty without FSDP."""
     for module in model.modules():
         state = getattr(module, "_get_fsdp_state", lambda: None)()
         yield from (getattr(group, _OWNER, None) for group in getattr(state, "_fsdp_param_groups", ()))

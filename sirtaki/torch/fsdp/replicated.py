@@ -96,7 +96,7 @@ class ReplicatedGradients(DdpGradients):
         return self._mark_ready
 
     def follow(self, groups: Sequence[FsdpGroup], replicas: Mapping[str, ReplicatedParam]) -> None:
-        """Hook the parameters with which modules compute. Called once."""
+        """Register hooks on the parameters that modules compute with. Called once."""
         self._groups, self._replicas = groups, replicas.values()
         this = weakref.ref(self)
 
