@@ -692,7 +692,7 @@ def models_that_are_gone_hold_nobody_up() -> None:
 
 def what_does_not_fit_is_refused() -> None:
     model = sharded(Tower(), attach=False)
-    raises(ConfigError, "shards are packed by int8", lambda: fsdp.attach(model, gathers=Compression.topk()))
+    raises(ConfigError, "must be Compression.int8", lambda: fsdp.attach(model, gathers=Compression.topk()))
     packing = {"scatters": Compression.int8} if dist.get_rank() == 0 else {}
     raises(MismatchError, "how shards are packed", lambda: fsdp.attach(model, **packing))
     for wrong in ({"carries": False, "gathers": Compression.int8}, {"carries": dist.get_rank() > 0}):

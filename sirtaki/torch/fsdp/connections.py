@@ -51,14 +51,14 @@ class ShardConnections:
         """Open the connections. Collective.
 
         Args:
-            settings: of this process.
+            settings: settings of this process.
             groups: parameter groups of the model.
-            packing: how shards are packed.
-            carries: Sirtaki carries the shards. Otherwise PyTorch does.
+            packing: codecs of gathers and scatters.
+            carries: True if Sirtaki sends the shards, False if PyTorch does.
 
         Raises:
-            MismatchError: on all ranks, the models or the arguments differ.
-            TransportError: on all ranks, a connection cannot be opened.
+            MismatchError: the models or the arguments of ranks differ. Raised on all ranks.
+            TransportError: a connection cannot be opened. Raised on all ranks.
         """
         self._settings, self.carries = settings, carries
         self.lanes: dict[Ranks, ShardLanes] = {}
@@ -72,7 +72,7 @@ class ShardConnections:
         if not all(set(other) <= set(ranks) for other in self._controls):
             self.control = None
             if dist.get_rank() == 0:
-                logger.info("modules are sharded between other ranks each, of which none has all: nothing is tuned")
+                logger.info("modules are sharded over different groups of ranks, none with all ranks: nothing is tuned")
         if not self._controls and dist.get_rank() == 0:
             no_log = NO_LOG if settings.trial_log else ""
             logger.info("shards of groups of one rank: nothing is gathered or scattered, and nothing tuned%s", no_log)
@@ -122,7 +122,7 @@ class ShardConnections:
         for (mesh, farewell), ranks in zip(self._meshes, controls, strict=False):
             with suppress(CommError):  # all ranks have received the error
                 if not leave_together(farewell, LEAVE_S):
-                    mesh.abort(f"rank {mesh.rank} has ended, or has given up a sharded model that others use")
+                    mesh.abort(f"rank {mesh.rank} has exited, or has deleted a sharded model that other ranks use")
             farewell.free()
             mesh.free()
             if ranks in lanes:

@@ -258,7 +258,7 @@ def test_without_allowed_memory_the_amount_that_would_keep_parameters_is_reporte
         env = {"SIRTAKI_WARMUP_ITERATIONS": "45", "SIRTAKI_REGISTRY": "off", "SIRTAKI_LOG": "info", **env}
         return run_ranks("fsdp_tuned.py", 2, "slow", "no such setting", env=env, timeout_s=90).stderr
 
-    told = re.search(r"a step would send \d+ % less; .* \(SIRTAKI_FSDP_MEMORY=(\w+)\)", log(**SOCKETS))
+    told = re.search(r"a step would send \d+ % less: .* SIRTAKI_FSDP_MEMORY=(\w+) ", log(**SOCKETS))
     assert told
     assert "would send" not in log(**SOCKETS, SIRTAKI_FSDP_MEMORY=told[1])
     assert "would send" not in log(**SHARED), "ranks that share memory send each other nothing"
