@@ -83,7 +83,10 @@ def attach(
     ]
     sharded = [group for group in groups if group not in replicas]
     if replicas and (carries is False or (packing[0] and not sharded)):
-        raise ConfigError("carries=False and gathers= cannot be used with replicate(): its parameters are not gathered")
+        raise ConfigError(
+            "carries=False and gathers= cannot be used with replicate(), because its parameters are not gathered and "
+            "Sirtaki reduces their gradients: remove these arguments"
+        )
     devices = {str(group.device) for group in sharded if group.device.type != "cpu"}
     if devices and (carries or any(packing)):
         raise ConfigError(

@@ -428,8 +428,8 @@ def _require(kind: str, found: Any) -> None:
     for name in USED[kind].split():
         if name not in later and inspect.getattr_static(found, name, _OWNER) is _OWNER:
             raise ConfigError(
-                f"sirtaki.torch.fsdp needs {kind}.{name} of PyTorch's FSDP2, which PyTorch {torch.__version__} does not "
-                f'have: use PyTorch {", ".join(CHECKED_WITH)}, or init_process_group("sirtaki"), which supports '
+                f"sirtaki.torch.fsdp needs {kind}.{name} of PyTorch's FSDP2, which PyTorch {torch.__version__} lacks: "
+                f'use PyTorch {", ".join(CHECKED_WITH)}, or init_process_group("sirtaki"), which supports '
                 "all versions"
             )
 
