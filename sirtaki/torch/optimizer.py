@@ -512,7 +512,7 @@ class OverlappedOptimizer(AveragingOptimizer):
         if updates is None or self._refusal:
             return super().step(closure)
         if updates.state is IterationState.DEFERRED:  # no backward pass since the last step
-            updates.settle()
+            updates.drain()
         plain = closure is None and self._should_synchronize and not self._synchronized
         if plain and updates.step():
             self._wrapped._opt_called = True  # type: ignore[attr-defined]  # torch's, set by its schedulers
@@ -542,7 +542,7 @@ class OverlappedOptimizer(AveragingOptimizer):
         if self._updates is not None:
             if self._updates.state is IterationState.LAUNCHED and self._should_synchronize:
                 self._log_once(SYNCHRONIZED)
-            self._updates.settle()
+            self._updates.drain()
         super().synchronize()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -614,7 +614,7 @@ class OverlappedOptimizer(AveragingOptimizer):
     def finish(self) -> None:
         """Wait until the updates of the last `step()` are applied to all parameters. Not collective."""
         if self._updates is not None and self._updates.state is IterationState.DEFERRED:
-            self._updates.settle()
+            self._updates.drain()
             self._stop_watching()
 
     @property
@@ -651,7 +651,7 @@ class OverlappedOptimizer(AveragingOptimizer):
         self._stop_watching()
         try:
             if self._updates is not None:
-                self._updates.settle()
+                self._updates.drain()
         except CommError:
             assert self._updates is not None
             self._updates.drop()

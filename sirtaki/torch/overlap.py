@@ -213,7 +213,7 @@ def _results(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _shared_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return all state that belongs to no single parameter: attributes, options, state under other keys."""
+    """Return the state that parameters share: attributes, options, and state under keys other than parameters."""
     own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
     shared = {f"its attribute {name}": value for name, value in own.items()}
     shared |= {f"its state {key}": value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
@@ -256,7 +256,7 @@ class Awaiter(Protocol):
         """Wait until the tensor may be used, then release it."""
         ...
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait until all tensors of this owner may be used, then release them."""
         ...
 
@@ -348,7 +348,7 @@ def wait_for(tensor: torch.Tensor) -> None:
 def wait_for_all() -> None:
     """Wait until all held tensors of this process may be used. Not collective."""
     for awaiter in dict.fromkeys(_awaiters.values()):
-        awaiter.settle()
+        awaiter.drain()
 
 
 def _tensors(found: object) -> Iterator[torch.Tensor]:
@@ -477,7 +477,7 @@ class LearnedReads:
     def end(self) -> None:
         """Stop recording and release all parameters."""
         self._mode.end()
-        self.settle()
+        self.drain()
         if self._handle is not None:
             self._handle.remove()
 
@@ -486,7 +486,7 @@ class LearnedReads:
         release(tensor)
         self.order.append(tensor)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Release all parameters without recording a read."""
         for param in self._params:
             release(param)
@@ -672,7 +672,7 @@ class PutOffUpdates:
         hold(self._params, self)
 
     def withdraw(self) -> None:
-        """Release all parameters and wait for all gradients, if `step()` has not been called yet."""
+        """Release all parameters and wait for all gradients. Does nothing after `step()`."""
         with self._lock:
             if (reducer := self._reducer) is not None and reducer.state is IterationState.LAUNCHED:
                 self._release_all()
@@ -687,7 +687,7 @@ class PutOffUpdates:
     # ── the step ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def step(self) -> bool:
-        """Defer the updates of this step. Return False, without an effect on parameters, if that is not possible."""
+        """Defer the updates of this step. Return False if that is not possible, so that the caller steps as usual."""
         with self._lock:
             reducer = self._reducer
             if reducer is None or not self._can_defer(reducer):
@@ -763,7 +763,7 @@ class PutOffUpdates:
             if (gradient := newer.get(number)) is not None:
                 param.grad = gradient if param.grad is None else param.grad + gradient
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Apply all deferred updates and end the iteration. Before `step()`, call `withdraw` instead."""
         with self._lock:
             self.withdraw()

@@ -583,7 +583,7 @@ def scatters_have_a_group_of_their_own_whatever_other_groups_ranks_are_in() -> N
         found = fsdp.attached(model)
         assert found is not None
         found.run(ShardKnobs(streams=1))
-        found.pytorch.settle(found.knobs)
+        found.pytorch.release_unused(found.knobs)
 
 
 def settings_are_agreed_on_by_all_ranks_where_blocks_are_sharded_between_more_than_the_rest() -> None:

@@ -30,19 +30,19 @@ from .private import FsdpGroup, Ranks, collective_name, is_default, ranks_of
 logger = logging.getLogger(__name__)
 
 LEAVE_S = 5.0
-"""Seconds for which a rank that no longer uses a model waits for ranks that may still use it."""
+"""Limit in seconds for which a rank that deletes a model waits for the other ranks to delete it too."""
 
 
 class ShardConnections:
     """Connections between the ranks of each process group of a model. Refers to no module of the model.
 
     Attributes:
-        carries: Sirtaki carries the shards.
-        lanes: lanes by the ranks that they connect; empty if PyTorch carries the shards.
-        control: the control plane of all ranks of all process groups; None if no process group has all, or all have
-            one rank.
-        lanes_of_all: the lanes between the ranks of the largest process group; None if PyTorch carries the shards.
-        searching: a search is in progress. Set on the rank that decides.
+        carries: True if Sirtaki sends the shards, False if PyTorch does.
+        lanes: lanes by the ranks that they connect. Empty if PyTorch sends the shards.
+        control: control plane of the process group that contains the ranks of all process groups. None without such a
+            process group, or if all process groups have one rank.
+        lanes_of_all: lanes between the ranks of the largest process group. None if PyTorch sends the shards.
+        searching: True while a search is in progress, on the rank that decides.
     """
 
     searching = False
@@ -130,16 +130,16 @@ class ShardConnections:
 
 
 class PytorchCollectives:
-    """Settings of PyTorch's own collectives under FSDP: scatters in flight, and a process group of their own."""
+    """Settings of PyTorch's own collectives under FSDP: limit of scatters in flight, own communicator of scatters."""
 
     def __init__(self, groups: Sequence[FsdpGroup], control: ControlPlane | None) -> None:
         self._groups, self._control = groups, control
         self._made: dict[Ranks, dist.ProcessGroup] = {}  # process groups of scatters
 
     def choices(self) -> tuple[tuple[int, ...], int]:
-        """Return the numbers of communicators that may be tried, and the most scatters in flight.
+        """Return the numbers of communicators to try, and the limit of scatters in flight.
 
-        What the user has set stays as it is.
+        Values that the user has set are the only choice.
         """
         groups = self._groups
         if not all(is_default(group.collectives[1]) for group in groups):
@@ -170,7 +170,7 @@ class PytorchCollectives:
         for group, ranks in sharded.items():
             group.set_own_scatter_process_group(self._made[ranks], use=knobs.streams > 1)
 
-    def settle(self, knobs: ShardKnobs) -> None:
+    def release_unused(self, knobs: ShardKnobs) -> None:
         """Destroy the process groups of scatters if the final setting does not use them. Collective."""
         if knobs.streams == 1:
             for made in self._made.values():
@@ -179,7 +179,7 @@ class PytorchCollectives:
 
 
 def describe_pytorch(groups: Sequence[FsdpGroup]) -> str:
-    """Name the backends of PyTorch that would carry the shards, and the user's own collectives."""
+    """Return the names of PyTorch's backends for the shards, and of the user's own collectives."""
     backends = " and ".join(sorted({backend_name(group.shard_process_group, group.device) for group in groups}))
     own = {collective_name(each) for group in groups for each in group.collectives if not is_default(each)}
     return ", ".join([f"PyTorch's {backends}", *sorted(own)])

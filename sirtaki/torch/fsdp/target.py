@@ -158,7 +158,7 @@ class ShardTarget(TunableTarget[ShardKnobs]):
         knobs, lanes = self._model.knobs, self._lanes
         self._controller = None
         self._model.connections.searching = False
-        self._model.pytorch.settle(knobs)
+        self._model.pytorch.release_unused(knobs)
         if lanes is not None and (knobs.gathers or knobs.scatters):
             self._steps_to_measure, lanes.losses = MEASURED_STEPS, (Loss(), Loss())
 
@@ -192,7 +192,7 @@ class ShardTarget(TunableTarget[ShardKnobs]):
             self._model.connections.searching = False
             self._synchronize()
             self._model.run(self.default)
-            self._model.pytorch.settle(self.default)
+            self._model.pytorch.release_unused(self.default)
             if self._control.rank == 0:
                 logger.info("tuning stopped, keeping the default: %s", why)
 

@@ -39,7 +39,7 @@ class Notes:
         awaited.release(tensor)
         self.arrived.append(tensor)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         raise AssertionError
 
 
