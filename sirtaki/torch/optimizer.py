@@ -300,7 +300,13 @@ class AveragingOptimizer(Distributed):
 
 
 class _AdasumDistributed(Distributed):
-    """Mixin that makes a wrapped optimizer combine the updates of all ranks with Adasum."""
+    """Mixin that makes a wrapped optimizer combine the updates of all ranks with Adasum.
+
+    Attributes:
+        _named: names and parameters of the optimizer.
+        _compression: compresses updates before they are sent.
+        _serial: number of this optimizer, for names of operations that are equal on all ranks.
+    """
 
     _named: Sequence[tuple[str, torch.Tensor]]
     _parameter_names: dict[torch.Tensor, str]
@@ -355,22 +361,6 @@ class _AdasumDistributed(Distributed):
                 param.copy_(start.add_(self._compression.decompress(synchronize(handle), context)))
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # torch's, set by its schedulers
         return loss
-
-
-def wrap_adasum(
-    optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, torch.Tensor]], *, compression: type[Compressor]
-) -> Distributed:
-    """Return an optimizer that combines updates with Adasum. Its class derives from the class of `optimizer`.
-
-    Args:
-        optimizer: the optimizer to wrap.
-        named: names and parameters of `optimizer`, all of them.
-        compression: compresses updates before they are sent.
-    """
-    distributed = derive(_AdasumDistributed, optimizer)
-    distributed._named, distributed._compression = named, compression
-    distributed._parameter_names = {param: name for name, param in named}
-    return distributed
 
 
 REFUSED = "overlap_forward cannot be used with this optimizer: {why}"
@@ -741,7 +731,9 @@ def DistributedOptimizer(
         if not isinstance(compression, type) or not issubclass(compression, Compressor):
             raise ConfigError("op=Adasum takes Compression.none, .fp16 or .bf16: it combines updates, not gradients")
         logger.info("Adasum is not tuned%s", NO_LOG if current.settings.trial_log else "")
-        combining = wrap_adasum(optimizer, named, compression=compression)
+        combining = derive(_AdasumDistributed, optimizer)
+        combining._named, combining._compression = named, compression
+        combining._parameter_names = {param: name for name, param in named}
         keep(combining, current)
         return combining
     predivide = gradient_predivide_factor

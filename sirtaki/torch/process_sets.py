@@ -128,15 +128,6 @@ def require_opened(process_set: ProcessSet) -> RankSet:
     raise ConfigError(f"{process_set} has not been initialized: pass it to init() or add_process_set() first")
 
 
-def members(process_set: ProcessSet) -> tuple[int, ...]:
-    """Return the ranks of an open set, by their rank in the job.
-
-    Raises:
-        ConfigError: the set is not open.
-    """
-    return require_opened(process_set).ranks
-
-
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Open a process set. Collective over all ranks, members or not, which must pass equal sets.
 

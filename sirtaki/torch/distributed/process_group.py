@@ -205,8 +205,7 @@ class GroupLanes:
             with self._limited_opening():
                 pipeline = open_lanes(self._ranks, settings=self._settings, timeout_s=NEVER_S)
         except Exception as err:  # any error, because callers that wait must get it
-            error = err if isinstance(err, CommError) else CommError(f"cannot open streams for a process group: {err}")
-            self._fail(error)
+            self._fail(err if isinstance(err, CommError) else CommError(f"cannot open streams of a group: {err}"))
             return
         with self._lock:
             self._pipeline = pipeline
@@ -321,14 +320,8 @@ LANE_OPS = {theirs: ours for ours, theirs in TORCH_OPS.items()}
 
 LANE_DTYPES = frozenset(
     (
-        torch.float32,
-        torch.float64,
-        torch.float16,
-        torch.bfloat16,
-        torch.int8,
-        torch.uint8,
-        torch.int32,
-        torch.int64,
+        *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+        *(torch.int8, torch.uint8, torch.int32, torch.int64),
     )
 )
 """Dtypes that lanes reduce. Gloo reduces the same ones, and bool as a byte."""
@@ -433,9 +426,8 @@ class LaneWork(FillingWork):
         """Return whether the operation has ended and all callbacks have run. Wakes the lanes' thread. Non-blocking."""
         if not self._operation.ended.done():
             self._lanes.drive()
-        if not self._operation.ended.done():
-            return False
-        return self._future is None or self._callbacks_done.is_set() or self._is_in_callback()
+        ended = self._operation.ended.done()
+        return ended and (self._future is None or self._callbacks_done.is_set() or self._is_in_callback())
 
     def _is_in_callback(self) -> bool:
         """Return whether the caller is a callback of the future."""

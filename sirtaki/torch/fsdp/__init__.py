@@ -90,8 +90,7 @@ def attach(
     devices = {str(group.device) for group in sharded if group.device.type != "cpu"}
     if devices and (carries or any(packing)):
         raise ConfigError(
-            "carries=True, gathers= and scatters= require parameters on the CPU, but parameters are on "
-            f"{', '.join(devices)}"
+            f"carries=True, gathers= and scatters= need parameters on the CPU, not on {', '.join(devices)}"
         )
     if carries is False and any(packing):
         raise ConfigError("gathers= and scatters= cannot be used with carries=False, because PyTorch sends the shards")

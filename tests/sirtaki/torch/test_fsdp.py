@@ -108,7 +108,7 @@ def test_the_result_reports_the_proved_gain_with_its_interval() -> None:
     said = describe_steps(search(1.2).result, "sockets")
     assert "steps are 20.0 % faster, ± 0.0: 250 ms instead of 300 ms; sockets (beat the default in 6 paired" in said
     said = describe_steps(search(1.0).result, "sockets")
-    assert "the default stays; sockets (nothing " in said
+    assert "the default stays; sockets (no setting was proved " in said
 
 
 @pytest.mark.integration
