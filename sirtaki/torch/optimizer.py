@@ -363,6 +363,22 @@ class _AdasumDistributed(Distributed):
         return loss
 
 
+def wrap_adasum(
+    optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, torch.Tensor]], *, compression: type[Compressor]
+) -> Distributed:
+    """Return an optimizer that combines updates with Adasum. Its class derives from the class of `optimizer`.
+
+    Args:
+        optimizer: the optimizer to wrap.
+        named: names and parameters of `optimizer`.
+        compression: compresses updates before they are sent.
+    """
+    distributed = derive(_AdasumDistributed, optimizer)
+    distributed._named, distributed._compression = named, compression
+    distributed._parameter_names = {param: name for name, param in named}
+    return distributed
+
+
 REFUSED = "overlap_forward cannot be used with this optimizer: {why}"
 WAITED = (
     "the script reads gradients between backward() and step(), so each read waits: only gradients that are not read "
@@ -731,9 +747,7 @@ def DistributedOptimizer(
         if not isinstance(compression, type) or not issubclass(compression, Compressor):
             raise ConfigError("op=Adasum takes Compression.none, .fp16 or .bf16: it combines updates, not gradients")
         logger.info("Adasum is not tuned%s", NO_LOG if current.settings.trial_log else "")
-        combining = derive(_AdasumDistributed, optimizer)
-        combining._named, combining._compression = named, compression
-        combining._parameter_names = {param: name for name, param in named}
+        combining = wrap_adasum(optimizer, named, compression=compression)
         keep(combining, current)
         return combining
     predivide = gradient_predivide_factor
