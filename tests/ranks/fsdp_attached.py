@@ -583,7 +583,7 @@ def scatters_have_a_group_of_their_own_whatever_other_groups_ranks_are_in() -> N
         found = fsdp.attached(model)
         assert found is not None
         found.run(ShardKnobs(streams=1))
-        found.pytorch.settle(found.knobs)
+        found.pytorch.release_unused(found.knobs)
 
 
 def settings_are_agreed_on_by_all_ranks_where_blocks_are_sharded_between_more_than_the_rest() -> None:
@@ -692,7 +692,7 @@ def models_that_are_gone_hold_nobody_up() -> None:
 
 def what_does_not_fit_is_refused() -> None:
     model = sharded(Tower(), attach=False)
-    raises(ConfigError, "shards are packed by int8", lambda: fsdp.attach(model, gathers=Compression.topk()))
+    raises(ConfigError, "must be Compression.int8", lambda: fsdp.attach(model, gathers=Compression.topk()))
     packing = {"scatters": Compression.int8} if dist.get_rank() == 0 else {}
     raises(MismatchError, "how shards are packed", lambda: fsdp.attach(model, **packing))
     for wrong in ({"carries": False, "gathers": Compression.int8}, {"carries": dist.get_rank() > 0}):

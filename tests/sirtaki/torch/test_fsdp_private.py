@@ -82,7 +82,7 @@ def test_a_version_that_was_not_checked_runs_and_is_logged_once(
         private.log_unchecked_version()
         private.log_unchecked_version()
     assert [record.getMessage() for record in caplog.records] == [
-        f"sirtaki.torch.fsdp was not checked with PyTorch {'.'.join(torch.__version__.split('.')[:2])}, only with 0.1"
+        f"sirtaki.torch.fsdp was not tested with PyTorch {'.'.join(torch.__version__.split('.')[:2])}, only with 0.1"
     ]
     private.log_unchecked_version.cache_clear()
 

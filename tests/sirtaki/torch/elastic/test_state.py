@@ -147,12 +147,12 @@ def test_indices_processed_on_one_rank_are_not_dealt_again(be: Be) -> None:
     for sampler in (first, second, third):
         sampler.record_batch(0, 2)
     marks = [sampler.mark() for sampler in (first, second, third)]
-    said = [sampler.news(mark) for sampler, mark in zip((first, second, third), marks, strict=True)]
+    said = [sampler.unsent(mark) for sampler, mark in zip((first, second, third), marks, strict=True)]
     done = {index for news in said for index in news.committed[1]}
     assert len(done) == 6
     for rank, sampler in enumerate((first, second)):  # the third is lost
         mark = sampler.merge(marks[rank], said)
-        assert sampler.news(mark) == ((0, []), (0, []))
+        assert sampler.unsent(mark) == ((0, []), (0, []))
         be(rank, 2)
         sampler.reset()
     assert set(first) | set(second) == set(range(23)) - done
@@ -162,14 +162,14 @@ def test_indices_processed_on_one_rank_are_not_dealt_again(be: Be) -> None:
 def test_indices_recorded_after_a_mark_are_forgotten_and_unsent_ones_are_sent_again(be: Be) -> None:
     (sampler,) = samplers_of(be, 1)
     sampler.record_indices([1, 2])
-    sampler.merge(sampler.mark(), [sampler.news(sampler.mark())])
+    sampler.merge(sampler.mark(), [sampler.unsent(sampler.mark())])
     sampler.record_indices([3])
     mark = sampler.mark()
     sampler.record_indices([4, 5])
     assert copy.deepcopy(mark) is mark
     sampler.rewind(mark)
     assert sampler.processed_indices == {1, 2, 3}
-    assert sampler.news(mark).committed == (0, [3])
+    assert sampler.unsent(mark).committed == (0, [3])
     sampler.set_epoch(1)
     assert sampler.processed_num == 0
     sampler.rewind(mark)
