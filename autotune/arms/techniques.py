@@ -118,7 +118,7 @@ Index = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Individual:
-    index: Index  # on the lattice
+    index: Index  # of a lattice point
     span_s: float
 
 
