@@ -283,10 +283,11 @@ def test_theorem_1_merges_where_the_papers_own_model_says_that_two_at_once_are_f
     """For two layers that are ready at once, eq. (32) compares merging with sending them in sequence."""
     sizes, alpha_s, beta_s_per_byte, gamma = (10_000_000, 10_000_000), 1.0, 1e-6, 1.5
     assert layer_types([0.0, 0.0], sizes, alpha_s=alpha_s, beta_s_per_byte=beta_s_per_byte, gamma=gamma) == [M, S]
+    link = LinkModel(alpha_s=alpha_s, throughput=(1 / beta_s_per_byte, 2 / (gamma * beta_s_per_byte)))  # eq. (3), (9)
     model = PlanningModel(
         layout=GradientLayout(sizes=sizes, itemsize_bytes=1),
         profile=Profile.from_durations([0.0, 0.0]),
-        links={ROUTE: LinkModel.two_way(alpha_s=alpha_s, beta_s_per_byte=beta_s_per_byte, gamma=gamma)},
+        links={ROUTE: link},
     )
     space = KnobSpace(routes=(ROUTE,), streams=(1, 2))
     assert span_s(AscWfbp(space=space, model=model), model) == pytest.approx(alpha_s + 20)  # eq. (34)
