@@ -40,16 +40,15 @@ class DriftWatch:
     """Detector that compares the spans of a setting's iterations with those of its first iterations (two-sided CUSUM).
 
     Attributes:
-        pace: trend of the communication time as seen by this rank.
+        drift: trend of the communication time as seen by this rank.
     """
 
     def __init__(self) -> None:
-        self.pace = Drift.USUAL
         self._cool_down = 0
         self._reset()
 
     def _reset(self) -> None:
-        self.pace = Drift.USUAL
+        self.drift = Drift.USUAL
         self._iterations = 0
         self._reference: list[float] = []
         self._usual, self._scale = math.nan, 1.0
@@ -76,7 +75,7 @@ class DriftWatch:
         """Return the ratio of the recent communication time to the reference; NaN before it has been measured."""
         return math.exp(median(self._recent) - self._usual) if self._recent else math.nan
 
-    def note(self, span_s: float) -> None:
+    def add(self, span_s: float) -> None:
         """Add a finished iteration.
 
         Args:
@@ -95,9 +94,9 @@ class DriftWatch:
         excess = (log_span - self._usual) / self._scale
         self._slower = min(max(0.0, self._slower + min(excess - ALLOWANCE, LIMIT)), ENOUGH)
         self._faster = min(max(0.0, self._faster + min(-excess - ALLOWANCE, LIMIT)), ENOUGH)
-        self.pace = Drift.USUAL
+        self.drift = Drift.USUAL
         if self.due and max(self._slower, self._faster) >= ENOUGH:
-            self.pace = Drift.SLOWER if self._slower >= ENOUGH else Drift.FASTER
+            self.drift = Drift.SLOWER if self._slower >= ENOUGH else Drift.FASTER
 
     def _fit_reference(self) -> None:
         ordered = sorted(self._reference)

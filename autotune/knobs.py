@@ -424,6 +424,10 @@ class KnobSpace:
         grain = KIB if self.unit_bytes[0] >= 16 * KIB else 1
         return round(size / grain) * grain
 
+    def nearest_unit_bytes(self, size: float) -> int:
+        """Return the permitted unit size nearest to `size`, rounded like `whole_unit_bytes`."""
+        return min(max(self.whole_unit_bytes(size), self.unit_bytes[0]), self.unit_bytes[1])
+
     @property
     def unit_bytes_log2(self) -> tuple[float, float]:
         """Return log2 of the smallest and the largest unit size. Arms search unit sizes on this scale."""
@@ -518,5 +522,4 @@ def _log_spaced(space: KnobSpace, steps_per_octave: int) -> tuple[int, ...]:
     low, high = space.unit_bytes
     n_steps = max(1, round(np.log2(high / low) * steps_per_octave))
     values = np.geomspace(low, high, n_steps + 1)
-    inner = {min(high, max(low, space.whole_unit_bytes(value))) for value in values}
-    return tuple(sorted({low, high, *inner}))
+    return tuple(sorted({low, high, *map(space.nearest_unit_bytes, values)}))

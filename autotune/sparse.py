@@ -31,7 +31,7 @@ STEP_ROWS = 1000
 """Number of rows by which `saturation_size` increases the hot set in each step."""
 
 LEAST_GAIN = 0.01
-"""Coverage that a step must gain, as a fraction of all accesses."""
+"""Minimum gain of a step in coverage, which is the fraction of all accesses."""
 
 CURVE_POINTS = 24
 

@@ -1,8 +1,7 @@
 """Topology of a job: placement of ranks on hosts and devices, and speed of the links between them.
 
 A job describes its topology once, before its model is examined. Host names are not stored, so two clusters with the
-same
-structure have equal topologies.
+same structure have equal topologies.
 """
 
 from __future__ import annotations

@@ -36,8 +36,7 @@ def read_document(file: IO[str]) -> list[StoredSetting]:
 
     Raises:
         RegistryError: the document has another format, or a record has an invalid field. The message names the record
-            and
-            the field.
+            and the field.
     """
     try:
         text = file.read(MAX_FILE_CHARS + 1)
@@ -53,9 +52,7 @@ def read_document(file: IO[str]) -> list[StoredSetting]:
         raise RegistryError("the document was not written by `sirtaki registry export`: its format must be " + FORMAT)
     version = data.get("version")
     if type(version) is not int or not 1 <= version <= VERSION:
-        raise RegistryError(
-            f"the document's version must be 1 to {VERSION}, not {version!r:.20}: upgrade Sirtaki for newer documents"
-        )
+        raise RegistryError(f"the document's version must be 1 to {VERSION}, not {version!r:.20}: upgrade Sirtaki")
     kinds = [kind for kind in RECORDS if _SINCE[kind.table] <= version]
     if set(data) != {"format", "version", *(kind.table for kind in kinds)}:
         lists = " and ".join(kind.table for kind in kinds)

@@ -2,8 +2,8 @@
 
 Nodes are numbered 0, 1, … in the order of computation. Edges lead from an operation to the operations that read its
 output, so the graph is acyclic. Node labels and sorted edges are also stored as lists in the graph's attributes,
-because
-comparisons read them thousands of times. networkx is imported where a graph is built, because the import takes 0.1 s.
+because comparisons read them thousands of times. networkx is imported where a graph is built, because the import takes
+0.1 s.
 """
 
 from __future__ import annotations
@@ -123,10 +123,8 @@ def fingerprint(graph: ModelGraph) -> str:
     """Return a digest that does not depend on node numbers, process, hash seed or machine.
 
     Each node is hashed with all its ancestors and, separately, with all its descendants. The digest of the graph
-    combines the
-    sorted hashes. Isomorphic graphs have equal digests. Other graphs with equal digests are possible in theory, if they
-    look
-    alike from each node.
+    combines the sorted hashes. Isomorphic graphs have equal digests. Other graphs with equal digests are possible in
+    theory, if they look alike from each node.
 
     Raises:
         RegistryError: the graph has a cycle.
@@ -284,8 +282,7 @@ def histogram_bounds(query: Signatures, others: Signatures) -> Floats:
     """Return lower bounds of the edit cost between one graph and many.
 
     The number of unchanged nodes is at most the number of common labels, and the number of nodes that keep their kind
-    is at
-    most the number of common kinds. Remaining nodes must be relabelled, deleted or inserted.
+    is at most the number of common kinds. Remaining nodes must be relabelled, deleted or inserted.
 
     Args:
         query: signature, `(WIDTH,)`.
@@ -298,14 +295,14 @@ def histogram_bounds(query: Signatures, others: Signatures) -> Floats:
     same_kind = common[:, :KIND_BINS].sum(axis=1, dtype=np.int64)
     same_label = np.minimum(common[:, KIND_BINS:].sum(axis=1, dtype=np.int64), same_kind)
     n_nodes, n_edges = others[:, 0].astype(np.int64), others[:, 1].astype(np.int64)
-    other_kind = np.minimum(n_nodes, int(query[0])) - same_kind
-    bounds: Floats = (
-        DETAIL_COST * (same_kind - same_label)
-        + OTHER_KIND_COST * other_kind
-        + NODE_COST * np.abs(n_nodes - int(query[0]))
-        + EDGE_COST * np.abs(n_edges - int(query[1]))
-    )
+    nodes = np.minimum(n_nodes, int(query[0])), np.maximum(n_nodes, int(query[0]))
+    bounds: Floats = _least_cost(same_label, same_kind, *nodes, np.abs(n_edges - int(query[1])))
     return bounds
+
+
+def _least_cost(same_label: Any, same_kind: Any, fewer: Any, more: Any, edges: Any) -> Any:  # Any: number or array
+    relabelled = DETAIL_COST * (same_kind - same_label) + OTHER_KIND_COST * (fewer - same_kind)
+    return relabelled + NODE_COST * (more - fewer) + EDGE_COST * edges
 
 
 def label_bound(first: ModelGraph, second: ModelGraph) -> float:
@@ -313,13 +310,9 @@ def label_bound(first: ModelGraph, second: ModelGraph) -> float:
     nodes = labels(first), labels(second)
     same_label = (Counter(nodes[0]) & Counter(nodes[1])).total()
     same_kind = (Counter(node.kind for node in nodes[0]) & Counter(node.kind for node in nodes[1])).total()
-    n_nodes = sorted(map(len, nodes))
-    return (
-        DETAIL_COST * (same_kind - same_label)
-        + OTHER_KIND_COST * (n_nodes[0] - same_kind)
-        + NODE_COST * (n_nodes[1] - n_nodes[0])
-        + EDGE_COST * abs(len(edges_of(first)) - len(edges_of(second)))
-    )
+    n_edges = abs(len(edges_of(first)) - len(edges_of(second)))
+    fewer, more = sorted(map(len, nodes))
+    return float(_least_cost(same_label, same_kind, fewer, more, n_edges))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -367,10 +360,8 @@ def match_nodes(first: ModelGraph, second: ModelGraph) -> list[int]:
     """Return for each node of `first` its partner in `second`; -1 = none.
 
     Models consist of repeated blocks, so nodes with equal labels and equal neighbours are paired first, in order, and
-    then
-    nodes with equal labels. The optimal assignment pairs the remaining nodes. If more than `MAX_ASSIGNED` remain, they
-    are
-    paired by kind, in order.
+    then nodes with equal labels. The optimal assignment pairs the remaining nodes. If more than `MAX_ASSIGNED` remain,
+    they are paired by kind, in order.
     """
     partners = [-1] * len(first)
     free = set(range(len(second)))
@@ -460,8 +451,7 @@ def draw_match(first: ModelGraph, second: ModelGraph, path: Path, *, titles: tup
     """Write a picture of two graphs side by side, coloured by same, changed and unmatched nodes.
 
     Inputs are at the top. Each node is one level below the lowest of its predecessors. The suffix of the file selects
-    the
-    format (.png, .svg, .pdf).
+    the format (.png, .svg, .pdf).
 
     Raises:
         RegistryError: matplotlib is missing, or the file cannot be written.

@@ -101,14 +101,12 @@ def capture(outputs: object, parameters: Mapping[int, tuple[int, ...]]) -> Captu
     """Return the autograd graph of `outputs`, a nesting of tensors in dicts, sequences and objects with fields.
 
     The labels of parameters that are not reduced have no size and a prefix, so a model with fewer reduced parameters
-    has a
-    different graph.
+    has a different graph.
 
     Args:
         outputs: output of a module. No reference to it is kept.
         parameters: shape of each reduced parameter, by `id`. Parameters that no output depends on (unused, or hidden in
-            a
-            checkpointed block) are appended as a chain, in this order.
+            a checkpointed block) are appended as a chain, in this order.
     """
     found: dict[Any, int] = {}  # also keeps autograd's nodes alive, because ids of dead nodes are reused
     stack = []
@@ -319,8 +317,7 @@ class ModelGraphRecorder:
         """Remove the hooks.
 
         A global hook stays, without effect, if code may have been compiled with it, because Dynamo recompiles when the
-        set of
-        global hooks changes.
+        set of global hooks changes.
         """
         self._is_watching = False
         if self._module_hook is not None:
@@ -364,6 +361,6 @@ class ModelGraphRecorder:
 
 
 def _name_of(module: torch.nn.Module) -> str:
-    """Class name of a model, looked up inside a compiled one and inside DDP's."""
+    """Return the class name of a model, without the wrappers of `torch.compile` and DDP."""
     inner = module.module if isinstance(module, DistributedDataParallel) else getattr(module, "_orig_mod", None)
     return type(module).__name__ if inner is None else _name_of(inner)

@@ -125,8 +125,7 @@ class EntryKey(Key, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_
     """Properties that must be equal for a job to use a stored setting unchanged.
 
     Empty values of the last three fields are omitted from JSON, so that ids of entries from releases without these
-    fields
-    stay valid.
+    fields stay valid.
 
     Attributes:
         model: fingerprint of the model graph.
@@ -138,9 +137,8 @@ class EntryKey(Key, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_
         gradients: `graph.gradients_fingerprint` of the reduced gradients.
         fixed: values of the knobs that the user fixed, by name.
         condition: ratio of communication time to its usual value, such as "4×", if it changed during the job; "" =
-            usual.
-            Jobs look up the key with the usual condition. Entries with other conditions are treated like entries of
-            similar jobs.
+            usual. Jobs look up the key with the usual condition. Entries with other conditions are treated like entries
+            of similar jobs.
     """
 
     kind = "key"
@@ -220,8 +218,7 @@ class JobRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields=
         default_span_s: communication time of the untuned default in the same job.
         noise_s: noise of both times.
         gain: gain over the default, proved by a paired comparison. None if the default was kept, if the job ended
-            early,
-            or if an earlier release wrote the record.
+            early, or if an earlier release wrote the record.
         n_trials: number of trials, including trials of earlier unfinished jobs that this job continued.
         arm: arm that proposed the best knobs.
         complete: False if the job ended before its warm-up did. The next job then continues from `trials`.
@@ -284,13 +281,10 @@ class JobRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields=
         """Return whether this record replaces a stored one with the same key.
 
         A complete record replaces an incomplete one, never the reverse. Of two incomplete records, the one with more
-        trials
-        wins, because a job that continues a search starts with the earlier trials. If the records differ in age by more
-        than
-        `STALE_AFTER_S` or have equal knobs, the newer one wins. Otherwise the faster one wins if it is faster by more
-        than the
-        noise, else the newer one. A job that has run a stored setting and found it slow passes it to `Store.put` as
-        `disproved`.
+        trials wins, because a job that continues a search starts with the earlier trials. If the records differ in age
+        by more than `STALE_AFTER_S` or have equal knobs, the newer one wins. Otherwise the faster one wins if it is
+        faster by more than the noise, else the newer one. A job that has run a stored setting and found it slow passes
+        it to `Store.put` as `disproved`.
         """
         if self.complete != old.complete:
             return self.complete

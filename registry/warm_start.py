@@ -71,10 +71,8 @@ def topology_distance(first: ClusterShape, second: ClusterShape, *, link_octaves
     """Return the normalised cost of turning one cluster into the other, host by host; 0 to 1, symmetric.
 
     This is the edit distance of two star graphs, with a node for each host and one for the network. Equal hosts are
-    paired
-    first, the others by size. Edges are labelled with the bandwidth of the network (AIACC § VI). Relabelling an edge
-    costs
-    a part for each doubling, at most as much as the whole edge.
+    paired first, the others by size. Edges are labelled with the bandwidth of the network (AIACC § VI). Relabelling an
+    edge costs a part for each doubling, at most as much as the whole edge.
 
     Args:
         first: a cluster.
@@ -125,8 +123,7 @@ def nearest(
     """Return the `k` nearest entries for this kind of device, by ascending distance, complete entries first if equal.
 
     Distances are upper bounds, and are stored for later jobs. After `budget_s`, the nearest entries found until then
-    are
-    returned.
+    are returned.
 
     Raises:
         RegistryError: the store cannot be read.

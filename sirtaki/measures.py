@@ -44,11 +44,6 @@ class LinkModel:
         if not self.throughput or not all(math.isfinite(rate) and rate > 0 for rate in self.throughput):
             raise TuningError(f"throughput must be positive for each number of streams: {self.throughput}")
 
-    @classmethod
-    def two_way(cls, *, alpha_s: float, beta_s_per_byte: float, gamma: float) -> LinkModel:
-        """Create ASC-WFBP's link: two all-reduces at a time, each γ times slower than a single one (eq. 3 and 9)."""
-        return cls(alpha_s=alpha_s, throughput=(1 / beta_s_per_byte, 2 / (gamma * beta_s_per_byte)))
-
     @property
     def beta_s_per_byte(self) -> float:
         """Return the transmission time of one byte in a single all-reduce (ASC-WFBP's b)."""
@@ -81,10 +76,7 @@ class LinkModel:
         Raises:
             TuningError: one of the rings has fewer than two ranks.
         """
-        if min(from_ranks, to_ranks) < 2:
-            raise TuningError(f"a ring must have at least two ranks: cannot rescale from {from_ranks} to {to_ranks}")
-        hops = (to_ranks - 1) / (from_ranks - 1)
-        volume = hops * from_ranks / to_ranks
+        hops, volume = ring_ratios(from_ranks, to_ranks)
         return replace(
             self,
             alpha_s=self.alpha_s * hops,
@@ -112,6 +104,18 @@ class LinkModel:
 
 SMALLEST_UNIT_BYTES, LARGEST_UNIT_BYTES = 64 * 1024, 256 * 1024**2
 """Range of unit sizes that the tuner tries. The time of smaller units is only the start-up time."""
+
+
+def ring_ratios(from_ranks: int, to_ranks: int) -> tuple[float, float]:
+    """Return by how much the hops, and the bytes per link, of a ring all-reduce change with the number of ranks.
+
+    Raises:
+        TuningError: one of the rings has fewer than two ranks.
+    """
+    if min(from_ranks, to_ranks) < 2:
+        raise TuningError(f"a ring must have at least two ranks: cannot rescale from {from_ranks} to {to_ranks}")
+    hops = (to_ranks - 1) / (from_ranks - 1)
+    return hops, hops * from_ranks / to_ranks
 
 
 def ring_bytes(n_bytes: float, ranks: int) -> float:

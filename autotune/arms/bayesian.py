@@ -286,14 +286,13 @@ class BayesianArm:
             draw = np.random.default_rng(self._seed + len(self._trials))
             lattice = tuple(lattice[i] for i in sorted(draw.choice(len(lattice), MAX_CANDIDATES, replace=False)))
         space = self._lattice.space
-        low, high = space.unit_bytes
         around: list[Knobs] = []
         for knobs in sorted(fitted_s, key=lambda one: fitted_s[one])[:REFINED]:
             for streams in space.streams_around(knobs.streams):
                 middle = round(FINE_STEPS_PER_OCTAVE * math.log2(knobs.unit_bytes))
                 for step in range(middle - FINE_STEPS, middle + FINE_STEPS + 1):
-                    size = space.whole_unit_bytes(2 ** (step / FINE_STEPS_PER_OCTAVE))
-                    around.append(knobs.but(unit_bytes=min(max(size, low), high), streams=streams))
+                    size = space.nearest_unit_bytes(2 ** (step / FINE_STEPS_PER_OCTAVE))
+                    around.append(knobs.but(unit_bytes=size, streams=streams))
         return [knobs for knobs in dict.fromkeys((*lattice, *around)) if knobs not in self._trials]
 
     def _fit(self) -> tuple[GaussianProcess, dict[Knobs, float]]:

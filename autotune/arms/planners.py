@@ -292,15 +292,15 @@ class MgWfbp(Planner):
 # ── ASC-WFBP ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 VISIBLE_STARTUP = (1.0, 0.5, 0.25, 0.125)
-"""Fractions of the start-up time α that may remain exposed when other streams transmit during the rest."""
+"""Fractions of the start-up time α to try as exposed. The rest overlaps with the transmission on other streams."""
 
 
 class LayerType(Enum):
-    """How a gradient is sent (definitions 1 to 3)."""
+    """Type of a gradient (definitions 1 to 3)."""
 
-    NORMAL = "l_n"
-    MERGED = "l_m"
-    SIMULTANEOUS = "l_s"
+    NORMAL = "l_n"  # its message ends before the next gradient is ready
+    MERGED = "l_m"  # sent in one message with the next gradient
+    SIMULTANEOUS = "l_s"  # its message runs concurrently with the next one
 
 
 def layer_types(
@@ -602,7 +602,7 @@ class _Programme:
         return np.where(hidden, left_s + overlapped_s * (1 - self.model.speed_J), slowed_s + alone_s * unsent)
 
     def _starts_s(self, layer: int) -> Floats:
-        """Return T of the states from which a stage of groups ending at `layer` may start, `(before, starts)`."""
+        """Return times T of the states from which a stage of groups ending at `layer` may start, `(before, starts)`."""
         before, first = self.earlier[layer], self.first_chunk[layer]
         inner_s = self.beyond[before, first : self.Z] + np.arange(first, self.Z) * self.w
         return np.concatenate([inner_s, self.end_s[before, None]], axis=1)

@@ -118,7 +118,7 @@ Index = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Individual:
-    index: Index  # on the lattice
+    index: Index  # of a lattice point
     span_s: float
 
 
@@ -398,9 +398,7 @@ class ScikitOptimizeArm:
 
     def _at(self, point: Sequence[Any]) -> Knobs:
         log2_bytes, streams, threads, route = point
-        low, high = self._space.unit_bytes
-        unit_bytes = min(max(self._space.whole_unit_bytes(2.0**log2_bytes), low), high)
-        return self._space.at(unit_bytes, streams, threads, route)
+        return self._space.at(self._space.nearest_unit_bytes(2.0**log2_bytes), streams, threads, route)
 
     def _point(self, knobs: Knobs) -> list[Any]:
         values = (knobs.streams, knobs.threads, knobs.route)
@@ -414,10 +412,37 @@ def _axis(low: float, high: float) -> Any:
     return (low, high) if low < high else [low]
 
 
+class _VariantArm:
+    """Base of arms that propose variants of measured settings.
+
+    Args:
+        space: permitted settings.
+    """
+
+    name: str
+
+    def __init__(self, space: KnobSpace) -> None:
+        self._space = space
+        self._spans_s: dict[Knobs, float] = {}
+
+    def ask(self, n: int = 1) -> Sequence[Proposal]:
+        """Return up to `n` unmeasured settings."""
+        variants = dict.fromkeys(self._variants())
+        unmeasured = (knobs for knobs in variants if knobs in self._space and knobs not in self._spans_s)
+        return [Proposal(arm=self.name, knobs=knobs) for knobs in islice(unmeasured, n)]
+
+    def tell(self, trials: Sequence[Trial]) -> None:
+        """Record measured settings and their spans."""
+        self._spans_s |= {trial.knobs: trial.span_s for trial in trials}
+
+    def _variants(self) -> Iterator[Knobs]:
+        raise NotImplementedError
+
+
 # ── compressors ───
 
 
-class CompressorArm:
+class CompressorArm(_VariantArm):
     """Arm that adds compression to the fastest measured setting.
 
     It proposes each compressor for all units, then other compressors for single unit classes. For a compressed setting,
@@ -429,34 +454,18 @@ class CompressorArm:
 
     name = "compressors"
 
-    def __init__(self, space: KnobSpace) -> None:
-        self._space = space
-        self._route = next((route for route in space.routes if goes_through_sockets(route)), None)
-        self._spans_s: dict[Knobs, float] = {}
-
-    def ask(self, n: int = 1) -> Sequence[Proposal]:
-        """Return up to `n` unmeasured settings."""
-        if not self._spans_s or self._route is None:
-            return []
-        unmeasured = (
-            knobs for knobs in dict.fromkeys(self._variants()) if knobs in self._space and knobs not in self._spans_s
-        )
-        return [Proposal(arm=self.name, knobs=knobs) for knobs in islice(unmeasured, n)]
-
-    def tell(self, trials: Sequence[Trial]) -> None:
-        """Record measured settings and their spans."""
-        self._spans_s |= {trial.knobs: trial.span_s for trial in trials}
-
     def _variants(self) -> Iterator[Knobs]:
+        route = next((route for route in self._space.routes if goes_through_sockets(route)), None)
+        if not self._spans_s or route is None:
+            return
         lossless = [knobs for knobs in self._spans_s if not knobs.lossy and goes_through_sockets(knobs.route)]
         if lossless:
             yield from self._with_each_compressor(min(lossless, key=self._spans_s.__getitem__))
         best = min(self._spans_s, key=self._spans_s.__getitem__)
-        if not goes_through_sockets(best.route) and self._route is not None:
-            transport, algorithm = self._route
-            offered = self._space.streams_on(self._route)
+        if not goes_through_sockets(best.route):
+            offered = self._space.streams_on(route)
             streams = max((count for count in offered if count <= best.streams), default=offered[0])
-            best = best.but(transport=transport, algorithm=algorithm, streams=streams, cuts=None)
+            best = best.but(transport=route[0], algorithm=route[1], streams=streams, cuts=None)
         if not best.lossy:
             yield from self._with_each_compressor(best)
             return
@@ -476,8 +485,7 @@ class CompressorArm:
             yield self._with_units(compressed, least) if knobs.unit_bytes < least else compressed
 
     def _with_units(self, knobs: Knobs, unit_bytes: float) -> Knobs:
-        low, high = self._space.unit_bytes
-        return knobs.but(unit_bytes=min(max(self._space.whole_unit_bytes(unit_bytes), low), high), cuts=None)
+        return knobs.but(unit_bytes=self._space.nearest_unit_bytes(unit_bytes), cuts=None)
 
 
 # ── NCCL's own knobs ───
@@ -486,7 +494,7 @@ NEARLY = 1.05
 """Ratio to the fastest span up to which a setting is varied, too, because noise may have hidden its lead."""
 
 
-class NcclArm:
+class NcclArm(_VariantArm):
     """Arm that sets NCCL's algorithm and protocol in the fastest measured setting, for one size class of units.
 
     From the fastest setting with a set algorithm, it varies unit size, number of CTAs and number of streams, one at a
@@ -498,24 +506,10 @@ class NcclArm:
 
     name = "nccl"
 
-    def __init__(self, space: KnobSpace) -> None:
-        self._space = space
-        self._spans_s: dict[Knobs, float] = {}
-
-    def ask(self, n: int = 1) -> Sequence[Proposal]:
-        """Return up to `n` unmeasured settings."""
-        unmeasured = (
-            knobs
-            for knobs in dict.fromkeys(self._variants())
-            if knobs in self._space and knobs not in self._spans_s and _affects_units(knobs)
-        )
-        return [Proposal(arm=self.name, knobs=knobs) for knobs in islice(unmeasured, n)]
-
-    def tell(self, trials: Sequence[Trial]) -> None:
-        """Record measured settings and their spans."""
-        self._spans_s |= {trial.knobs: trial.span_s for trial in trials}
-
     def _variants(self) -> Iterator[Knobs]:
+        return filter(_affects_units, self._all_variants())
+
+    def _all_variants(self) -> Iterator[Knobs]:
         spans_s = {knobs: span_s for knobs, span_s in self._spans_s.items() if knobs.transport is TransportKind.NCCL}
         ranked = sorted((knobs for knobs, span_s in spans_s.items() if math.isfinite(span_s)), key=spans_s.__getitem__)
         if not ranked:
@@ -536,11 +530,10 @@ class NcclArm:
 
     def _neighbours(self, knobs: Knobs) -> Iterator[Knobs]:
         """Yield settings with the algorithm of `knobs` and other unit sizes, streams or numbers of CTAs."""
-        low, high = self._space.unit_bytes
         assert knobs.nccl
         way = knobs.nccl.by(knobs.unit_bytes)
         for factor in (0.5, 2.0) if way else ():
-            size = min(max(self._space.whole_unit_bytes(factor * knobs.unit_bytes), low), high)
+            size = self._space.nearest_unit_bytes(factor * knobs.unit_bytes)
             yield knobs.but(unit_bytes=size, cuts=None, nccl=NcclWays.of(size, way))
         yield from (knobs.but(streams=n, cuts=None) for n in self._space.streams_around(knobs.streams))
         yield from (knobs.but(threads=n) for n in self._space.threads)

@@ -54,7 +54,7 @@ class Purpose(Enum):
 _DESCRIPTIONS = {
     Purpose.DEFAULT: "measuring the default",
     Purpose.TRIAL: "trying",
-    Purpose.FINALS: "comparing in turns",
+    Purpose.FINALS: "comparing in pairs",
     Purpose.SEARCH: "preparing a search",
     Purpose.KEPT: "keeping",
 }
@@ -182,9 +182,6 @@ class Ledger(Generic[S]):
 
     def __len__(self) -> int:
         return len(self._settings)
-
-    def __getitem__(self, knobs: S) -> Setting[S]:
-        return self._settings[self._identity(knobs)]
 
     def find(self, knobs: S) -> Setting[S] | None:
         """Return the measurements of a setting; None if it has not been measured."""

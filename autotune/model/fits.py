@@ -13,7 +13,7 @@ import scipy
 from numpy.typing import NDArray
 
 from sirtaki.errors import TuningError
-from sirtaki.measures import LinkModel
+from sirtaki.measures import LinkModel, ring_ratios
 
 GAMMA_4 = 0.6  # LIBRA, below eq. (6): an empirical value, not fitted
 
@@ -85,9 +85,7 @@ class ContentionModel:
         Raises:
             TuningError: one of the rings has fewer than two ranks.
         """
-        if min(from_ranks, to_ranks) < 2:
-            raise TuningError(f"a ring must have at least two ranks: cannot rescale from {from_ranks} to {to_ranks}")
-        volume = (to_ranks - 1) / (from_ranks - 1) * from_ranks / to_ranks
+        _, volume = ring_ratios(from_ranks, to_ranks)
         overlapped, alone = (
             RateCurve(gamma_1=curve.gamma_1 / volume, gamma_2=curve.gamma_2 / volume, gamma_3=curve.gamma_3)
             for curve in (self.overlapped, self.alone)

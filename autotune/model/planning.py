@@ -324,13 +324,13 @@ logger = logging.getLogger(__name__)
 FEWEST_TRIALS = 5
 """Minimum number of trials on a route for a calibration."""
 
-OFF = 0.1
+TOLERANCE = 0.1
 """Relative prediction error up to which a model is not calibrated."""
 
 MAX_PLANS = 12
 """Number of trials, those with the fewest units, that a calibration uses. It limits its time to 0.25 s."""
 
-KEPT_BACK = 0.03
+REGULARISATION = 0.03
 """Regularisation: changing a parameter by a factor of e costs as much as missing a trial by this fraction.
 
 Parameters that no trial determines therefore keep their values.
@@ -370,7 +370,7 @@ def calibrate_link(
     def errors(logs: NDArray[np.float64]) -> NDArray[np.float64]:
         simulator = Simulator(layout=layout, profile=profile, link=corrected(logs), contention=contention)
         missed = np.array([simulator.run(plan).span_s for plan in plans]) / spans_s - 1
-        return np.concatenate([missed, KEPT_BACK * logs])
+        return np.concatenate([missed, REGULARISATION * logs])
 
     fit = scipy.optimize.least_squares(
         errors,
@@ -389,15 +389,15 @@ def fitted_to_trials(model: PlanningModel, trials: Sequence[Trial]) -> PlanningM
     """Fit the model's contention and links to trials (LIBRA's algorithm 2).
 
     For each route, contention is fitted first if the job has a contention model, then the link. A part stays unchanged
-    if the median error of predictions is at most `OFF`, if fewer than `FEWEST_TRIALS` trials succeeded, or if the fit
-    is not better.
+    if the median error of predictions is at most `TOLERANCE`, if fewer than `FEWEST_TRIALS` trials succeeded, or if the
+    fit is not better.
     """
     for route in model.links:
         usable = [trial for trial in trials if trial.knobs.route == route]
         usable = [trial for trial in usable if trial.status is not TrialStatus.FAILED and math.isfinite(trial.span_s)]
         for fit in (_with_contention_fitted, _with_link_fitted):
             error = _median_error(model, route, usable) if len(usable) >= FEWEST_TRIALS else 0.0
-            if error <= OFF:
+            if error <= TOLERANCE:
                 break
             try:
                 fitted = fit(model, route, usable)
@@ -460,8 +460,8 @@ class Observation:
     backward_s: float = math.nan
 
 
-LEAST_MISS = 0.02  # assumed minimum error of the simulator
-SURE = 0.99  # confidence that the measurements are not noise around the unchanged model
+LEAST_ERROR = 0.02  # assumed minimum error of the simulator
+CONFIDENCE = 0.99  # confidence that the measurements are not noise around the unchanged model
 MOST_SLOWED = 0.95  # maximum loss of compute speed, as a fraction, with the largest number of threads
 _NO_EFFECT = RateCurve(gamma_1=1.0, gamma_2=0.0, gamma_3=0.0)
 
@@ -526,7 +526,7 @@ def with_contention_learnt(model: PlanningModel, route: Route, seen: Sequence[Ob
     def fitted(x: NDArray[np.float64], free: Sequence[int]) -> NDArray[np.float64]:
         def errors(values: NDArray[np.float64]) -> NDArray[np.float64]:
             x[free] = values
-            return np.concatenate([errors_of(x), KEPT_BACK * x[:2]])
+            return np.concatenate([errors_of(x), REGULARISATION * x[:2]])
 
         fit = scipy.optimize.least_squares(
             errors,
@@ -548,8 +548,8 @@ def with_contention_learnt(model: PlanningModel, route: Route, seen: Sequence[Ob
         raise TuningError(f"contention misses the iterations by {residual:.0%}, the limit is {MAX_RESIDUAL:.0%}")
     # F-test with 2 and `freedom` degrees of freedom. The simulator's minimum error counts as noise.
     freedom = len(after) - 3
-    explained = float((before**2).sum() - (after**2).sum()) / (float((after**2).sum()) + len(after) * LEAST_MISS**2)
-    if freedom < 1 or explained <= (1.0 - SURE) ** (-2.0 / freedom) - 1.0:
+    explained = float((before**2).sum() - (after**2).sum()) / (float((after**2).sum()) + len(after) * LEAST_ERROR**2)
+    if freedom < 1 or explained <= (1.0 - CONFIDENCE) ** (-2.0 / freedom) - 1.0:
         raise TuningError(f"{len(plans)} settings do not show contention beyond noise")
     found = corrected(learnt)
     return replace(found, learnt={**found.learnt, route: replace(found.learnt[route], residual=residual)})
@@ -593,8 +593,8 @@ class ContentionLearner:
     def learn(self, model: PlanningModel, seen: Sequence[Observation]) -> PlanningModel | None:
         """Add iterations of one setting, and fit the model's contention once there are enough.
 
-        If the model predicts the default's span within `OFF`, it is returned unchanged after the default's iterations,
-        because the draws would add nothing.
+        If the model predicts the default's span within `TOLERANCE`, it is returned unchanged after the default's
+        iterations, because the draws would add nothing.
 
         Args:
             model: the current model.
@@ -616,9 +616,9 @@ class ContentionLearner:
             return model
 
     def _predicts_default(self, model: PlanningModel) -> bool:
-        """Return whether the model's prediction of the default is within `OFF`. Call before other settings have run."""
+        """Return whether the model predicts the default within `TOLERANCE`. Call before other settings have run."""
         predicted_s = model.simulator(self._default.route).run_knobs(self._default).span_s
-        return abs(math.log(predicted_s / median(one.span_s for one in self._seen))) <= OFF
+        return abs(math.log(predicted_s / median(one.span_s for one in self._seen))) <= TOLERANCE
 
 
 def _drawn(model: PlanningModel, space: KnobSpace, default: Knobs, rng: np.random.Generator) -> Iterator[Knobs]:

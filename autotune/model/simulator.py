@@ -162,6 +162,26 @@ def link_servers(link: LinkModel) -> list[SharedResource]:
     return [shared, SharedResource(name="messages", totals=(1.0,))]
 
 
+def _link_works(link: LinkModel, n_bytes: int) -> tuple[ResourceDemand, ...]:
+    messages = (ResourceDemand(server=MESSAGES, seconds=link.host_s),) if link.host_s > 0 else ()
+    return ResourceDemand(server=LINK, seconds=n_bytes * link.beta_s_per_byte), *messages
+
+
+def _unit_node(
+    lane: int, fixed_s: float, works: tuple[ResourceDemand, ...], loads: tuple[Load, ...] = (), *, iteration: int = 0
+) -> ReplayNode:
+    return ReplayNode(
+        lane=lane,
+        activity=Activity.UNIT,
+        phase=Phase.OTHER,
+        rank=ALL_RANKS,
+        iteration=iteration,
+        fixed_s=fixed_s,
+        works=works,
+        loads=loads,
+    )
+
+
 class Simulator:
     """Simulator of plans for one layout on one link.
 
@@ -237,7 +257,7 @@ class Simulator:
         place_of = {moment_s: place for place, moment_s in enumerate(moments_s)}
         edges: list[Edge] = [(place - 1, place, 0.0) for place in range(1, len(pieces))]
         edges += [(place_of[moment_s], len(pieces) + number, 0.0) for number, moment_s in enumerate(needed_s)]
-        units = self._units(plan, last_piece=len(pieces) - 1)
+        units = [_unit_node(1 + unit.stream, *self._unit(unit, last_piece=len(pieces) - 1)) for unit in plan.units]
         lanes = ["computation", *(f"stream {stream}" for stream in range(plan.streams))]
         return ReplayGraph(nodes=[*pieces, *units], edges=edges, lanes=lanes, servers=self._servers())
 
@@ -264,24 +284,6 @@ class Simulator:
             works=works,
         )
 
-    def _units(self, plan: CommPlan, *, last_piece: int) -> list[ReplayNode]:
-        nodes = []
-        for unit in plan.units:
-            fixed_s, works, loads = self._unit(unit, last_piece)
-            nodes.append(
-                ReplayNode(
-                    lane=1 + unit.stream,
-                    activity=Activity.UNIT,
-                    phase=Phase.OTHER,
-                    rank=ALL_RANKS,
-                    iteration=0,
-                    fixed_s=fixed_s,
-                    works=works,
-                    loads=loads,
-                )
-            )
-        return nodes
-
     def _unit(self, unit: Unit, last_piece: int) -> tuple[float, tuple[ResourceDemand, ...], tuple[Load, ...]]:
         """Return the fixed time of a unit, its works and its loads."""
         link, model = self.link, self.contention
@@ -290,9 +292,8 @@ class Simulator:
             moving_s = n_bytes * link.beta_s_per_byte
             processing = self.host.unit(PROCESSORS, link.alpha_s + link.host_s + moving_s, link.busy)
             return 0.0, (ResourceDemand(server=LINK, seconds=moving_s), processing), ()
-        messages = (ResourceDemand(server=MESSAGES, seconds=link.host_s),) if link.host_s > 0 else ()
         if model is None:
-            return link.alpha_s, (ResourceDemand(server=LINK, seconds=n_bytes * link.beta_s_per_byte), *messages), ()
+            return link.alpha_s, _link_works(link, n_bytes), ()
         threads = unit.threads or model.default_threads
         overlapped = model.overlapped.bytes_per_s(threads)
         sending = ResourceDemand(
@@ -301,6 +302,7 @@ class Simulator:
             relieved_by=last_piece,
             relief=overlapped / model.alone.bytes_per_s(threads),
         )
+        _, *messages = _link_works(link, n_bytes)
         return link.alpha_s, (sending, *messages), (Load(server=PROCESSORS, amount=threads),)
 
 
@@ -381,7 +383,8 @@ class _Cycle:
         new_units, last = list[int](), dict[int, int]()
         for unit, moment_s in zip(self._units, complete_s, strict=True):
             place, lane = len(self._nodes), self._lane_of[unit.route, unit.stream]
-            self._nodes.append(self._unit_node(iteration, unit, lane))
+            works = _link_works(self._link, unit.n_bytes)
+            self._nodes.append(_unit_node(lane, self._link.alpha_s, works, iteration=iteration))
             self._edges.append((piece_of[moment_s], place, 0.0))
             if lane in last:
                 self._edges.append((last[lane], place, 0.0))
@@ -398,18 +401,3 @@ class _Cycle:
             self._edges.append((self._last_compute, place, 0.0))
         self._last_compute = place
         return place
-
-    def _unit_node(self, iteration: int, unit: ScheduledUnit, lane: int) -> ReplayNode:
-        link = self._link
-        works = [ResourceDemand(server=LINK, seconds=unit.n_bytes * link.beta_s_per_byte)]
-        if link.host_s > 0.0:
-            works.append(ResourceDemand(server=MESSAGES, seconds=link.host_s))
-        return ReplayNode(
-            lane=lane,
-            activity=Activity.UNIT,
-            phase=Phase.OTHER,
-            rank=ALL_RANKS,
-            iteration=iteration,
-            fixed_s=link.alpha_s,
-            works=tuple(works),
-        )

@@ -253,10 +253,8 @@ def batches(ready: Mapping[str, Signature]) -> Iterator[list[str]]:
     filled_bytes: dict[object, int] = {}
     for name in sorted(ready):
         signature = ready[name]
-        size_bytes = (
-            signature.size_bytes if signature.kind is CollectiveKind.ALLREDUCE and signature.op != ADASUM else None
-        )
-        if size_bytes is None or size_bytes > FUSIBLE_BYTES:
+        size_bytes = signature.size_bytes
+        if signature.kind is not CollectiveKind.ALLREDUCE or signature.op == ADASUM or size_bytes > FUSIBLE_BYTES:
             yield [name]
             continue
         key = (signature.op, signature.factors)

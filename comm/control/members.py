@@ -234,7 +234,7 @@ def connect_members(
             time.sleep(_AGAIN_S)
         if limit < deadline:
             raise ConfigError(
-                f"ranks {rank} and {other} cannot authenticate each other ({problem}): set SIRTAKI_SECRET to one value "
+                f"authentication between ranks {other} and {rank} failed ({problem}): set SIRTAKI_SECRET to one value "
                 "on all ranks"
             )
         tried = ", ".join(f"{host}:{port}" for host, port in addresses)

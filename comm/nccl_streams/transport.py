@@ -701,7 +701,7 @@ class NcclOpener:
                 thread.join(ABORT_S)
                 if thread.is_alive():
                     raise CommError(
-                        f"rank {control.rank}: NCCL could be neither started ({opening.problem}) nor aborted"
+                        f"rank {control.rank}: NCCL did not start ({opening.problem}), and cannot be aborted"
                     )
         if opening.problem:
             (watched or opening.store).set(failed, opening.problem)

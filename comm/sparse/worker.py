@@ -281,9 +281,8 @@ def coalesced(gradient: torch.Tensor) -> Rows:
 
     Duplicates are summed. Half precision is summed in float32 and rounded once.
     """
-    indices, values = gradient._indices()[0], gradient._values().flatten(1) if gradient.dim() > 1 else None
-    if values is None:
-        values = gradient._values()[:, None]
+    indices, values = gradient._indices()[0], gradient._values()
+    values = values.flatten(1) if gradient.dim() > 1 else values[:, None]
     if gradient.is_coalesced():
         return Rows(indices.clone(), values.clone())
     present, position = torch.unique(indices, return_inverse=True)

@@ -91,9 +91,8 @@ class _ClockBarrier:
 def align(recording: Recording) -> Alignment:
     """Align the clocks of all recorded ranks.
 
-    Units between ranks determine the offset and drift of their clocks, because no rank completes a unit before all
-    ranks
-    have issued it. A clock that no unit connects to the reference keeps the offset measured at the start.
+    No rank completes a unit before all ranks have issued it. This bounds the offset and drift of their clocks. If no
+    chain of units connects a clock to the reference, the offset measured at the start is used.
     """
     reference = min(recording.ranks)
     clocks = {rank: recording.job.placement[rank].clock for rank in recording.ranks}
@@ -151,9 +150,9 @@ def _fit(reference: str, barriers: Sequence[_ClockBarrier], middles: Mapping[str
     """Fit the corrections of all clocks that units connect to the reference. The reference itself is omitted.
 
     Solves a linear programme in microseconds. Each unit has an unknown moment between all of its issues and
-    completions.
-    Variables, in order: for each clock except the reference an offset, the displacement by drift at the end, and the
-    absolute value of that displacement; for each clock, the reference first, a margin; for each unit its moment.
+    completions. Variables, in order: for each clock except the reference an offset, the displacement by drift at the
+    end, and the absolute value of that displacement; for each clock, the reference first, a margin; for each unit its
+    moment.
     """
     coarse = _coarse(reference, barriers)
     others = [clock for clock in coarse if clock != reference]
@@ -227,11 +226,9 @@ def headlines(recording: Recording, alignment: Alignment) -> tuple[str, str]:
     precision = f"; operator times within {operators_us:.1f} µs" if operators_us else ""
     if known == {OffsetSource.REFERENCE}:
         return counts, f"one clock{precision}"
-    how = (
-        "units"
-        if OffsetSource.START not in known
-        else "units, or (for some ranks) by the offsets measured at the start"
-    )
+    how = "units"
+    if OffsetSource.START in known:
+        how = "units, or (for some ranks) by the offsets measured at the start"
     if OffsetSource.UNITS not in known:
         how = "the offsets measured at the start"
     return counts, f"clocks are aligned by {how}, within {1e6 * alignment.error_s:.0f} µs{precision}"

@@ -58,9 +58,7 @@ def coarse(job: JobModel, *, plan_is_fixed: bool = True) -> JobModel:
 
 def _belong_together(before: ThreadInterval, piece: ThreadInterval) -> bool:
     alike = (before.activity, before.phase) == (piece.activity, piece.phase)
-    negligible = (
-        min(before.seconds, piece.seconds) <= 0.0 and not before.waits
-    )  # the time of a wait counts to its phase
+    negligible = min(before.seconds, piece.seconds) <= 0.0 and not before.waits  # a wait counts to its phase
     return before.computes == piece.computes and (alike or negligible)
 
 
@@ -117,8 +115,7 @@ def symmetric(job: JobModel, *, tolerance: float = 0.02) -> JobModel:
     Ranks are equal if they run the same sequence, and take equally long for each phase within `tolerance`. Hosts are
     equal if the same numbers of equal ranks run on them. A remaining rank counts as all equal ranks of its host
     (`JobModel.alike`) on shared processors. Removed hosts do not count anywhere, so costs of new units must be derived
-    from
-    the complete job.
+    from the complete job.
 
     Args:
         job: job to reduce.

@@ -29,16 +29,16 @@ tr.sum td { border-top: 1px solid; } meter { width: 10em; }
 """
 
 Trace = dict[str, Any]
-"""A trace as Plotly describes it (https://plotly.com/javascript/reference)."""
+"""One Plotly trace (https://plotly.com/javascript/reference)."""
 
 LOG = {"type": "log", "tickvals": [digit * 10.0**power for power in range(-4, 10) for digit in (1, 2, 5)]}
-"""A logarithmic axis, whose ticks are labelled with whole numbers."""
+"""Logarithmic axis with ticks at 1, 2 and 5 times powers of ten."""
 
 
 def page(title: str, sections: Iterable[str]) -> str:
-    """Return a whole HTML page: the title as a heading, then the sections.
+    """Return a complete HTML page: the title as a heading, then the sections.
 
-    The content security policy of the page forbids all scripts but its own, and all requests.
+    The page's content security policy forbids all requests, and all scripts except its own.
     """
     body = Markup("\n").join(sections)
     scripts = re.findall(r"<script[^>]*>(.*?)</script>", body, re.DOTALL)
@@ -56,14 +56,14 @@ def page(title: str, sections: Iterable[str]) -> str:
 
 
 def plot(traces: Sequence[Trace], *, x: str, y: str = "", height: int = 340, **layout: Any) -> Markup:
-    """Return an interactive plot, to be put on a `page`.
+    """Return an interactive plot for a `page`.
 
     Args:
-        traces: what is drawn; a trace's `hovertext` is shown as it is.
+        traces: traces to draw. `hovertext` is escaped.
         x: title of the horizontal axis.
         y: title of the vertical axis.
-        height: in pixels.
-        layout: more of Plotly's layout. A dictionary is merged into that of the same name.
+        height: height in pixels.
+        layout: additional entries of Plotly's layout. A dict is merged into the default dict of the same name.
 
     Raises:
         ConfigError: Plotly is missing.
@@ -104,7 +104,7 @@ def _plotly() -> Any:
 
 
 def line(name: str, x: Sequence[float], y: Sequence[float], color: str, **style: Any) -> Trace:
-    """Return a line; `style` is Plotly's (`dash`, `shape`)."""
+    """Return a line. `style` is Plotly's line style (`dash`, `shape`)."""
     return {
         "type": "scatter",
         "mode": "lines",
@@ -116,7 +116,7 @@ def line(name: str, x: Sequence[float], y: Sequence[float], color: str, **style:
 
 
 def dots(name: str, points: Iterable[tuple[Any, Any, str]], color: str, **more: Any) -> Trace:
-    """Return a point for each `(x, y, text)`, whose text is shown under the pointer."""
+    """Return a point for each `(x, y, text)`. The text is shown under the pointer."""
     x, y, texts = zip(*points, strict=True)
     marker = {"color": color, **more.pop("marker", {})}
     return {"type": "scatter", "mode": "markers", "name": str(escape(name)), "x": x, "y": y, "hovertext": texts,
@@ -129,22 +129,22 @@ def heading(words: str) -> Markup:
 
 
 def paragraph(words: str, kind: str = "") -> Markup:
-    """Return a paragraph of a CSS class. `words` are escaped unless they are `Markup`."""
+    """Return a paragraph with a CSS class. `words` are escaped unless they are `Markup`."""
     return _element("p", kind, words)
 
 
 def details(summary: str, content: Markup) -> Markup:
-    """Return content that is folded away under a line of text."""
+    """Return content that is collapsed under a line of text."""
     return Markup("<details><summary>{}</summary>{}</details>").format(summary, content)
 
 
 def share_bar(share: float) -> Markup:
-    """Return a bar whose length shows a share of 1."""
+    """Return a bar whose length shows a fraction."""
     return Markup('<meter value="{:.4f}"></meter>').format(share)
 
 
 def swatch(color: str, name: str) -> Markup:
-    """Return a name after a square in a colour."""
+    """Return a name with a coloured square in front."""
     return Markup('<span style="color:{}">■</span> {}').format(color, name)
 
 
@@ -159,11 +159,11 @@ def table(
     """Return a table.
 
     Args:
-        titles: of the columns.
+        titles: title of each column.
         rows: cells, which are escaped unless they are `Markup`.
-        text: places of columns that hold no numbers.
-        last: a row of sums.
-        unsure: places of rows that are grey.
+        text: indices of columns without numbers.
+        last: row of sums; empty = none.
+        unsure: indices of rows to show in grey.
     """
 
     def row(cells: Sequence[str], tag: str = "td", kind: str = "") -> Markup:

@@ -681,7 +681,7 @@ def job_model(histories: Histories) -> JobModel:
     if link is not None:
         on_link = ShareClock(link, [(one.begin_s + startup_s(one), one.end_s, 1) for one in across])
 
-    def without_contention(one: TimedBarrier) -> JobOperation:
+    def exclusive(one: TimedBarrier) -> JobOperation:
         length_s = one.end_s - one.begin_s
         if one.activity is not Activity.UNIT:
             return replace(one, fixed_s=length_s)
@@ -693,7 +693,7 @@ def job_model(histories: Histories) -> JobModel:
         host_s = 0.0 if known is None else min(known.host_s, length_s - fixed_s)
         return replace(one, fixed_s=fixed_s, link_s=link_s, host_s=host_s)
 
-    def programs_of(step: TimedStep) -> Mapping[int, Program]:
+    def programs(step: TimedStep) -> Mapping[int, Program]:
         return {rank: pieces(mine, step.marks[rank], used_by[rank][0].between) for rank, mine in step.stretches.items()}
 
     used = {one.key[0] for one in recorded}
@@ -709,7 +709,7 @@ def job_model(histories: Histories) -> JobModel:
         links=job.links,
         link=link,
         iterations=tuple(
-            Iteration(programs=programs_of(step), operations=tuple(map(without_contention, step.barriers)))
+            Iteration(programs=programs(step), operations=tuple(map(exclusive, step.barriers)))
             for step in histories.steps
         ),
         begin_s=histories.begin_s,
@@ -721,8 +721,7 @@ def without_dents(throughput: Sequence[float]) -> tuple[float, ...]:
     """Return the probed throughput G(n), with every value raised to the line between higher values on both sides.
 
     A link that carries more with fewer and with more concurrent units carries no less in between. Such a dent means
-    that
-    other work kept the machine busy during the probe. A decline towards the largest n stays.
+    that other work kept the machine busy during the probe. A decline towards the largest n stays.
     """
     found = list(throughput)
     places = range(len(found))

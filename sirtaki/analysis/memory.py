@@ -130,9 +130,7 @@ class MemoryReplay:
 
     def _events(self, recomputed: Sequence[int]) -> list[_Event]:
         calls = self.memory.calls
-        needed_s = defaultdict[int, float](
-            float
-        )  # end of the lifetime that a repeated forward pass needs of its inputs
+        needed_s = defaultdict[int, float](float)  # end of the lifetime that repeated forward passes require
         for number in recomputed:
             for place in calls[number].inputs:
                 needed_s[place] = max(needed_s[place], calls[number].backward_begin_s or 0.0)
@@ -203,8 +201,7 @@ def with_accumulation(job: JobModel, passes: int) -> JobModel:
     """Return the job in which a step has several passes over parts of the batch. The last pass exchanges gradients.
 
     Assumptions: operator time is proportional to the number of samples; Python code between operators is repeated in
-    each
-    pass; adding gradients takes as long as copying them.
+    each pass; adding gradients takes as long as copying them.
     """
     return job.changed(program=lambda _, program: tuple(_in_passes(program, passes)))
 
@@ -344,8 +341,7 @@ def both(question: MemoryQuestion) -> Iterator[MemoryRemedy]:
     """Yield remedies that combine several passes with recomputation.
 
     They have the fewest passes that fit, one remedy for each depth of the model. If none fits, the remedy with the
-    lowest
-    peak is yielded.
+    lowest peak is yielded.
     """
 
     def of(passes: int) -> list[MemoryRemedy]:
@@ -448,9 +444,10 @@ def _smallest_sets(question: MemoryQuestion, *, passes: int) -> Iterator[tuple[l
 
 
 def _depths(question: MemoryQuestion) -> Iterator[dict[int, list[int]]]:
-    """Yield for each depth the calls by module. No module contains another.
+    """Yield for each depth of the model a set of modules, with the calls of each module.
 
-    Modules of smaller depth are included if they have no submodules.
+    The set consists of the modules at that depth and of shallower modules without submodules, so no module contains
+    another. Modules that save no memory, or that cannot be recomputed, are omitted.
     """
     memory = question.replay.memory
     depths = list[int]()
@@ -483,9 +480,8 @@ def _depths(question: MemoryQuestion) -> Iterator[dict[int, list[int]]]:
 def _chosen(question: MemoryQuestion, blocks: dict[int, list[int]], passes: int) -> tuple[list[int], Peak]:
     replay = question.replay
     calls = replay.memory.calls
-    duration_s = {
-        module: sum(calls[place].end_s - calls[place].begin_s for place in own) for module, own in blocks.items()
-    }
+    calls_s = [call.end_s - call.begin_s for call in calls]
+    forward_s = {module: sum(calls_s[place] for place in own) for module, own in blocks.items()}
     left = {module: {place for call in own for place in replay.saved(call)} for module, own in blocks.items()}
 
     def peak_of(modules: Sequence[int]) -> Peak:
@@ -496,7 +492,7 @@ def _chosen(question: MemoryQuestion, blocks: dict[int, list[int]], passes: int)
     best_of = 0
     while peak.n_bytes > question.budget_bytes:
         worth = {
-            module: sum(peak.held.get(place, 0) for place in left[module]) / max(duration_s[module], 1e-9)
+            module: sum(peak.held.get(place, 0) for place in left[module]) / max(forward_s[module], 1e-9)
             for module in blocks
             if module not in chosen
         }
@@ -509,7 +505,7 @@ def _chosen(question: MemoryQuestion, blocks: dict[int, list[int]], passes: int)
             best, best_of = peak, len(chosen)
     chosen = chosen[:best_of]
     limit = max(question.budget_bytes, best.n_bytes)
-    for module in sorted(chosen, key=lambda module: -duration_s[module]):
+    for module in sorted(chosen, key=lambda module: -forward_s[module]):
         fewer = [other for other in chosen if other != module]
         without = peak_of(fewer)
         if without.n_bytes <= limit:

@@ -211,8 +211,7 @@ def with_edges(pieces: Sequence[tuple[int, Operator]], found: Sequence[Reader]) 
 
     Args:
         pieces: (id of the operator, part of the operator), by begin. An operator that was split has several parts with
-            the
-            same id. Ids ascend within a lane.
+            the same id. Ids ascend within a lane.
         found: operators of the watched step. An operator without a counterpart there gets no dependencies.
     """
     operators = [piece for _, piece in pieces]
@@ -395,9 +394,7 @@ class ModuleCalls:
             if id(call.module) not in places:
                 known = names.setdefault(id(root), {id(module): name for name, module in root.named_modules()})
                 places[id(call.module)] = len(found)
-                name = known.get(
-                    id(call.module), f"({type(call.module).__name__})"
-                )  # created during the call, so not registered under a name
+                name = known.get(id(call.module), f"({type(call.module).__name__})")  # not registered under a name
                 found.append(Module(name=name, kind=type(call.module).__name__, root=places[id(root)]))
         return tuple(found), [places[id(call.module)] for call in self.calls]
 

@@ -1,10 +1,8 @@
 """Search for a faster plan of a recorded job: even units and planners' proposals, evaluated by replay.
 
 From dPRO (section 5) the search takes evaluation by replay, coarsening, and symmetry, by which one of several equal
-ranks
-is replayed. The planner `dpro` contains dPRO's walks along the critical path and is asked like all other planners.
-dPRO's
-operator fusion corresponds to the number of parts of a compiled model (`what_if.in_parts`).
+ranks is replayed. The planner `dpro` contains dPRO's walks along the critical path and is asked like all other
+planners. dPRO's operator fusion corresponds to the number of parts of a compiled model (`what_if.in_parts`).
 """
 
 from __future__ import annotations
@@ -347,8 +345,7 @@ def optimize(before: Baseline, *, limit_s: float = SEARCH_LIMIT_S, **options: An
 
     Dividing corresponds to dPRO's operator fusion: a model compiled as a whole has all operators fused, so the search
     tries fewer fused operators, as far as dPRO's theorem 1 allows. It runs once for the undivided model, and once for
-    each
-    part size that is best under the recorded plan or under the plan found first.
+    each part size that is best under the recorded plan or under the plan found first.
 
     Args:
         before: replay of the recorded job.

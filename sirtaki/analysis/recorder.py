@@ -316,8 +316,7 @@ class JobRecorder:
     """Records this rank's steps. Implements `recorder.Recorder`.
 
     Launchers stop remaining ranks with SIGTERM, so the recorder writes its file before SIGTERM ends the process. It
-    does
-    not replace a SIGTERM handler of the user's script.
+    does not replace a SIGTERM handler of the user's script.
 
     Attributes:
         stage: progress of the recording.
@@ -334,9 +333,8 @@ class JobRecorder:
         self._seen: ProfilerTrace | None = None
         self._job: JobInfo | None = None
         self._rank, self._clock = 0, ClockOffset(0.0, 0.0)
-        self._ending = free_in_forked_children(
-            threading.RLock()
-        )  # reentrant, because a signal handler may need it while it is held
+        # Reentrant, because a signal handler may need the lock while it is held.
+        self._ending = free_in_forked_children(threading.RLock())
         self._terminable = self._writing = self._terminated = False
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_update),
@@ -419,9 +417,7 @@ class JobRecorder:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 clear(self._folder)
         gathered: list[tuple[Placement, list[Buffer]]] = control.all_gather((own_placement(control), _buffers(job)))
-        known = {
-            buffer.number: buffer for _, buffers in gathered for buffer in buffers
-        }  # buffers of any rank, without duplicates
+        known = {buffer.number: buffer for _, buffers in gathered for buffer in buffers}  # buffers of any rank
         self._clock = compare_clocks(control)
         model = next((tuned.model for _, tuned in _tuned(job) if tuned.model is not None), None)
         self._job = JobInfo(
@@ -555,8 +551,7 @@ def profile(
     """Record training iterations inside the `with` block. Recording begins after the tuner has finished. Collective.
 
     Every rank must enter and leave the block between the same steps. Recording stops after `iterations` steps, or at
-    the
-    end of the block if it has fewer. Each rank then writes its file, which delays the step briefly.
+    the end of the block if it has fewer. Each rank then writes its file, which delays the step briefly.
 
     Args:
         folder: output folder; an existing recording there is overwritten.

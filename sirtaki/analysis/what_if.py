@@ -266,9 +266,8 @@ def with_link(job: JobModel, link_bytes_per_s: float) -> JobModel:
     """Return the job with another rate of the links between hosts.
 
     A slower link caps the total rate of concurrent units. A faster link speeds up a single unit only if that unit
-    saturated
-    the recorded link. Otherwise the unit was limited by its own flow, and only more concurrent units use the faster
-    link.
+    saturated the recorded link. Otherwise the unit was limited by its own flow, and only more concurrent units use the
+    faster link.
 
     Args:
         job: recorded job.
@@ -397,8 +396,7 @@ def with_batches(job: JobModel, factor: float) -> JobModel:
     """Return the job with batches `factor` times as large on each rank.
 
     Loading, forward and backward passes are scaled by `factor`. Optimizer steps, other Python code and communication
-    keep
-    their duration. The scaling is approximate: a single recording cannot show which share of a pass is constant.
+    keep their duration. The scaling is approximate: a single recording cannot show which share of a pass is constant.
 
     Raises:
         ReplayError: `factor` is not positive.
@@ -520,8 +518,7 @@ def backward_order(layout: GradientLayout, indices: Sequence[int]) -> list[int]:
     """Estimate the order of gradients that a compiled operator produced all at once.
 
     Autograd accumulates such gradients in reverse order of the forward pass, except for a few that its queue moves to
-    the
-    front. This function moves these few back to the gradients of the same block, which it knows by their names.
+    the front. This function moves these few back to the gradients of the same block, which it knows by their names.
 
     Args:
         layout: layout of the buffer.
@@ -609,8 +606,7 @@ def in_parts(job: JobModel, part_bytes: int) -> JobModel:
 
     Raises:
         ReplayError: no compiled backward operator was recorded, or the cost of units or the times of ready gradients
-            are
-            missing.
+            are missing.
     """
     found = compiled_backwards(job)
     if not found:
@@ -667,9 +663,7 @@ def _blocks(program: Program) -> Iterator[_OperatorBlock | ThreadInterval]:
             block.compute.append(piece)
         elif block is None:
             yield piece
-        elif piece.waits or any(
-            number < 0 for number, _, _ in piece.issues
-        ):  # a block cannot move across waits and collectives
+        elif piece.waits or any(number < 0 for number, _, _ in piece.issues):  # a block ends at waits and collectives
             yield block
             yield from (*waiting, piece)
             block, waiting = None, []

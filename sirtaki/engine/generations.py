@@ -95,7 +95,7 @@ class AgentClient:
         self._channel: JsonChannel[ToRank] = JsonChannel(sock, ToRank)
         self._interface, self._one_host = interface, one_host
         self._looked_s, self._longest_s = time.monotonic(), LONG_S
-        self._news = free_in_forked_children(threading.Condition())  # guards the attributes below
+        self._changed = free_in_forked_children(threading.Condition())  # guards the attributes below
         self._agent_news = AgentNews()
         self._answer: Formed | Dismissal | None = None
         self._report: Callable[[str], object] = _ignore
@@ -132,7 +132,7 @@ class AgentClient:
 
     def on_loss(self, report: Callable[[str], object]) -> None:
         """Call `report` once with the cause of the first death of a member, until the next `join`, from any thread."""
-        with self._news:
+        with self._changed:
             self._report, lost = report, self._agent_news.lost
         if lost:
             report(lost)
@@ -150,9 +150,9 @@ class AgentClient:
             self._channel.send(Patience(round(self._longest_s, 1)))
 
     def _wait_for_answer(self, deadline_s: float) -> Formed | Dismissal:
-        with self._news:
+        with self._changed:
             while self._answer is None and not self._closed and time.monotonic() < deadline_s:
-                self._news.wait(min(_FLUSH_S, deadline_s - time.monotonic()))
+                self._changed.wait(min(_FLUSH_S, deadline_s - time.monotonic()))
                 self._channel.flush()  # because a stopped agent accepts no data for a while
             answer, self._answer = self._answer, None
         if answer is None and self._closed:
@@ -173,13 +173,13 @@ class AgentClient:
                 messages = self._channel.receive()
             except ConnectionError as err:
                 messages, self._closed = [], str(err)
-            with self._news:
+            with self._changed:
                 was_lost = self._agent_news.lost
                 if (answer := self._agent_news.update(messages)) is not None:
                     self._answer, self._report, was_lost = answer, _ignore, ""
                 if (lost := self._agent_news.lost) and not was_lost:
                     report = self._report
-                self._news.notify_all()
+                self._changed.notify_all()
             if lost:
                 report(lost)
         self._channel.close()

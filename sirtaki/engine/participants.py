@@ -243,7 +243,7 @@ class JoinProtocol:
         self._lock = free_in_forked_children(threading.Lock())
         self._round = 0  # completed rounds of `join()`
         self._joined: dict[int, int] = {}  # rank → value of `_round` when it called `join()`
-        self._taking_part: list[_Participation] = []  # in the order in which this rank began them
+        self._participations: list[_Participation] = []  # in the order in which this rank began them
         self._finished: Counter[int] = Counter()  # iterations by process set
 
     # ── a rank that trains ───────────────────────────────────────────────────────────────────────────────────────
@@ -265,13 +265,13 @@ class JoinProtocol:
         if stage is WaitStage.FINISH:
             self._participants.last_finished = weakref.ref(participant)
         with self._lock:
-            for mine in self._taking_part:
-                if mine.key == participant.key and not mine.ended:
-                    mine.reached = reached
-                    mine.announced_to.clear()
+            for participation in self._participations:
+                if participation.key == participant.key and not participation.ended:
+                    participation.reached = reached
+                    participation.announced_to.clear()
                     break
             else:
-                self._taking_part.append(_Participation(participant.key, participant.ranks, reached))
+                self._participations.append(_Participation(participant.key, participant.ranks, reached))
             if self._joined:
                 self._announce_all()
 
@@ -279,22 +279,22 @@ class JoinProtocol:
         """Record that an iteration of `participant` has ended. Called on all ranks, also in `join()`."""
         self._finished[participant.key[0]] += 1
         with self._lock:
-            for mine in self._taking_part.copy():
-                if mine.key == participant.key:
-                    mine.ended = True
-                if mine.ended and not _is_busy(participant):
-                    self._taking_part.remove(mine)
+            for participation in self._participations.copy():
+                if participation.key == participant.key:
+                    participation.ended = True
+                if participation.ended and not _is_busy(participant):
+                    self._participations.remove(participation)
 
     def forget(self, key: Key) -> None:
         """Mark the iteration of reducer `key` as ended. Any thread, at any time; takes no lock."""
-        for mine in self._taking_part:
-            if mine.key == key:
-                mine.ended = True
+        for participation in self._participations:
+            if participation.key == key:
+                participation.ended = True
 
     def _forget_ended(self) -> None:
         """Remove iterations that have also ended on the device, because joined ranks may drop their reducers."""
         busy = {participant.key for participant in self._participants if _is_busy(participant)}
-        self._taking_part = [mine for mine in self._taking_part if not mine.ended or mine.key in busy]
+        self._participations = [each for each in self._participations if not each.ended or each.key in busy]
 
     def poll(self) -> None:
         """Announce the current iterations to newly joined ranks. Thread-safe, non-blocking. Called while this rank
@@ -309,11 +309,11 @@ class JoinProtocol:
     def _announce_all(self) -> None:
         self._joined |= dict(self._courier.receive(Tag.JOINED))
         self._forget_ended()
-        for mine in self._taking_part:
-            for rank in mine.ranks:
-                if self._joined.get(rank) == self._round and rank not in mine.announced_to:
-                    mine.announced_to.add(rank)
-                    self._courier.send(rank, Tag.ITERATION, (mine.key, mine.reached))
+        for participation in self._participations:
+            for rank in participation.ranks:
+                if self._joined.get(rank) == self._round and rank not in participation.announced_to:
+                    participation.announced_to.add(rank)
+                    self._courier.send(rank, Tag.ITERATION, (participation.key, participation.reached))
 
     # ── a rank in `join()` ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -334,7 +334,7 @@ class JoinProtocol:
         wait_for(lambda: not any(_is_busy(participant) for participant in self._participants), failures=failures)
         all_have_joined = engine.join((self._finished[GLOBAL], self._finished.total()))
         with self._lock:
-            self._taking_part.clear()
+            self._participations.clear()
         self._courier.send_all(Tag.JOINED, self._round)
         substitute = _Substitute(self._participants, self._courier, self._watchdog)
         joined = {self._courier.rank}
@@ -396,8 +396,8 @@ class _Substitute:
         """
         if self._error is not None:
             raise self._error
-        news = self._courier.receive(Tag.ITERATION)
-        for rank, (key, reached) in news:
+        messages = self._courier.receive(Tag.ITERATION)
+        for rank, (key, reached) in messages:
             self._reached[key][rank] = reached
             if (key, reached) not in self._announced:
                 self._announced.append((key, reached))
@@ -412,7 +412,7 @@ class _Substitute:
             else:
                 continue
             self._announced.remove(announced)
-        return bool(news)
+        return bool(messages)
 
     def _catch_up(self, participant: ActiveReducer, target: Reached) -> None:
         """Begin all stages up to `target`, because training ranks do not wait for the end of each."""
@@ -474,11 +474,11 @@ class _Substitute:
             raise self._error
 
 
-TELL_S = 0.05
+REPORT_S = 0.05
 """Seconds after which a wait is reported to all ranks, if this rank has gradients of an incomplete iteration."""
 
-TELL_ANYWAY_S = 1.0
-"""Seconds after which a wait is reported otherwise. `TELL_S` once this rank has been needed elsewhere."""
+REPORT_ANYWAY_S = 1.0
+"""Seconds after which a wait is reported otherwise. `REPORT_S` once this rank has been needed elsewhere."""
 
 
 class _AwaitedOperation(NamedTuple):
@@ -519,7 +519,7 @@ class BlockedRanks:
         self._lock = free_in_forked_children(threading.Lock())
         self._sent: _Blocked | None = None
         self._received: dict[int, _Blocked | None] = {}
-        self._tell_anyway_s = TELL_ANYWAY_S
+        self._report_anyway_s = REPORT_ANYWAY_S
 
     def poll(self) -> None:
         """Report a changed wait of this rank to all ranks. Thread-safe, non-blocking. Called while this rank waits."""
@@ -542,13 +542,13 @@ class BlockedRanks:
         """
         with self._lock:
             self._read()
-            others = [blocked for blocked in self._received.values() if blocked is not None]
+            reports = [blocked for blocked in self._received.values() if blocked is not None]
         is_incomplete = self._joining.any_joined or any(
-            blocked.given.get(participant.key, math.inf) <= participant.progress.finished for blocked in others
+            blocked.given.get(participant.key, math.inf) <= participant.progress.finished for blocked in reports
         )
-        if not (is_incomplete and any(self._is_missing(blocked.waits_for, participant) for blocked in others)):
+        if not (is_incomplete and any(self._is_missing(blocked.waits_for, participant) for blocked in reports)):
             return False
-        self._tell_anyway_s = TELL_S  # because the script probably causes the same deadlock again
+        self._report_anyway_s = REPORT_S  # because the script probably causes the same deadlock again
         return True
 
     def _read(self) -> None:
@@ -570,12 +570,12 @@ class BlockedRanks:
                 if (awaited := engine.awaited) is not None
             ]
         since_s, waits_for = min(waits, key=lambda wait: wait[0], default=(now_s, None))
-        if waits_for is None or now_s - since_s < TELL_S:
+        if waits_for is None or now_s - since_s < REPORT_S:
             return None
         given = {participant.key: participant.given for participant in participants}
         asks = isinstance(waits_for, _AwaitedIteration) and waits_for.reached[1] is WaitStage.ASK
         if (
-            now_s - since_s < self._tell_anyway_s
+            now_s - since_s < self._report_anyway_s
             and not asks
             and not any(
                 participant.pending and given[participant.key] == participant.progress.finished

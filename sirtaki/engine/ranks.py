@@ -53,9 +53,9 @@ def open_beside(settings: Settings, group: ProcessGroup) -> Communicator:
     if size == 1:
         return alone()
 
-    def exchange(mine: Membership) -> list[Membership]:
-        by_rank = [mine] * size
-        dist.all_gather_object(by_rank, mine, group=group)
+    def exchange(own: Membership) -> list[Membership]:
+        by_rank = [own] * size
+        dist.all_gather_object(by_rank, own, group=group)
         return by_rank
 
     return rendezvous(

@@ -104,18 +104,18 @@ class RowsTarget(TunableTarget[SparsePlan]):
         assert self._learning is not None
         return self._learning
 
-    def note(self, work: SparseWork) -> None:
+    def count_iteration(self, work: SparseWork) -> None:
         """Count an iteration, in which the rows were reduced by `plan`."""
         reduced, ranks = work.reduced, self._control.size
         self._span_s = work.span_s
         by_rank = [indices.numpy() for indices in reduced.by_rank] if self._learning is not None else ()
-        self.note_accesses(AccessSample(reduced.n_touched, reduced.n_hot, len(reduced.rows), by_rank))
+        self.count_accesses(AccessSample(reduced.n_touched, reduced.n_hot, len(reduced.rows), by_rank))
         if self.summarised and self._learning is not None:
             self.looked_up, self.counts, self.mean, self.summarised = 0, TouchCounts(), None, False
         elif self.counts.n < LEARNING_ITERATIONS and reduced.n_touched:
             self.counts.add_totals(reduced.n_touched, reduced.n_touched / ranks, len(reduced.rows))
 
-    def note_accesses(self, seen: AccessSample) -> None:
+    def count_accesses(self, seen: AccessSample) -> None:
         """Learn from the accesses of an iteration, or compare them with the accesses that the plan was chosen for."""
         if self._learning is not None:
             if seen.n_touched:  # an iteration without accesses teaches nothing

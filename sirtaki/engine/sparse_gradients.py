@@ -370,7 +370,7 @@ class SparseReductions:
         self._iterations += 1
         before, watched = self.plans, self.targets
         for name, one in watched.items():
-            one.note(running[name].work)
+            one.count_iteration(running[name].work)
         tried = [one for one in watched.values() if self._controller.tries(one)]
         self._controller.iteration_ended()
         for one in tried:
@@ -390,9 +390,9 @@ class SparseReductions:
         """Begin with the plans of earlier jobs, otherwise with those that probes predict to be fastest. Collective."""
         recalled = self._recalled({one.name: (one.form, one.learned) for one in learned if one.may_recall})
         tried = [one for one in learned if one.name in recalled and one.recall_plan(recalled[one.name])]
-        if others := [one for one in learned if one.name not in recalled]:
+        if unknown := [one for one in learned if one.name not in recalled]:
             pace = measure(self._control, self._worker.lanes, streams=self._streams)
-            for one in others:
+            for one in unknown:
                 if one.choose(VolumeModel(one.form, self._control.size, one.learned, pace)):
                     tried.append(one)
                     continue

@@ -1,6 +1,6 @@
 """Horovod's PyTorch API over `comm`, `autotune` and `registry`: `import sirtaki.torch as hvd`."""
 
-# ruff: noqa: F403, F405  # `mpi_ops` has them
+# ruff: noqa: F403, F405  # `mpi_ops` defines the names
 
 from sirtaki.comm.nccl_streams.transport import ask_for_launch_order
 

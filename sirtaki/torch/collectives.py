@@ -21,7 +21,7 @@ from sirtaki.engine import job
 from sirtaki.errors import CommError
 
 from .compression import Compression, Compressor
-from .process_sets import ProcessSet, engine_of, global_process_set, members
+from .process_sets import ProcessSet, engine_of, global_process_set, require_opened
 
 __all__ = [
     "Adasum",
@@ -288,7 +288,7 @@ def unfit(op: int, tensors: Tensors, process_set: ProcessSet) -> Exception | Non
             names = ", ".join(str(dtype) for dtype in DTYPES[op])
             return ValueError(f"{tensor.dtype} cannot be reduced with this op; it takes {names}")
     if op == Adasum:
-        count = len(members(process_set))
+        count = len(require_opened(process_set).ranks)
         if process_set is not global_process_set:
             return NotImplementedError("Adasum works on all ranks only, not on a process set")
         if count & (count - 1):
@@ -749,7 +749,7 @@ def alltoall_async(
 
 def _start_broadcast(call: Call, tensor: torch.Tensor, root_rank: int, deliver: Deliver) -> Started:
     call.require_strided([tensor])
-    ranks = members(call.process_set)
+    ranks = require_opened(call.process_set).ranks
     if root_rank not in ranks:
         call.refuse(ValueError(f"root_rank {root_rank} is not one of the ranks {list(ranks)}"))
     return call.start([tensor], deliver, root=ranks.index(root_rank))
@@ -779,7 +779,7 @@ def broadcast(
     def gradient(grads: Tensors) -> Tensors:
         """Return the averaged gradient on the root, and zeros on other ranks."""
         averaged = allreduce(grads[0], process_set=process_set)
-        is_root = members(process_set)[engine_of(process_set).rank] == root_rank
+        is_root = require_opened(process_set).ranks[engine_of(process_set).rank] == root_rank
         return [averaged if is_root else torch.zeros_like(averaged)]
 
     return _differentiable([tensor], run, gradient)[0]

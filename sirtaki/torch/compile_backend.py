@@ -1,9 +1,9 @@
-"""A backend for `torch.compile` whose models have their gradients come one after the other, not all at the end.
+"""A backend for `torch.compile` that makes gradients ready during the backward pass, not all at its end.
 
-AOTAutograd makes one node of the backward pass of whatever it is given, and autograd hands on what a node has computed
-when it ends: the gradients of a model that is compiled as a whole all come at once, and nothing is left that could hide
-how they travel. So the forward graph is cut, by PyTorch's own `DDPOptimizer`, which does it for DDP's buckets, and each
-part is compiled by itself.
+AOTAutograd compiles the backward pass of a graph to a single autograd node, and autograd accumulates the gradients of a
+node when the node ends. If a model is compiled as a whole, all gradients are therefore ready at once, and no
+computation is left to overlap with their reduction. This backend splits the forward graph with PyTorch's
+`DDPOptimizer`, which does so for DDP's buckets, and compiles each part separately.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from sirtaki.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 PARTS = 4
-"""Between hosts, where nothing else is known: as many as hide most of what travels, few enough to cost little."""
+"""Default number of parts between hosts: enough to hide most of the communication, few enough to cost little."""
 
 LEAST_PART_BYTES = 1 << 20
-"""DDP's first bucket; what is smaller travels in less time than a part costs."""
+"""Smallest part, the size of DDP's first bucket. Sending a smaller part takes less time than splitting costs."""
 
-Compiled = Callable[..., Any]  # what a compiler makes of a graph
+Compiled = Callable[..., Any]
 Compiler = Callable[..., Compiled]
 
 
 @dataclass(frozen=True, slots=True)
 class EarlyGradients:
-    """A backend of Dynamo; equal ones compile alike.
+    """A Dynamo backend that splits graphs. Equal instances compile alike.
 
     Attributes:
-        backend: that compiles each part.
+        backend: compiles each part.
         part_bytes: see `early_gradients`.
     """
 
@@ -45,7 +45,7 @@ class EarlyGradients:
     part_bytes: int | None
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Compiled:
-        """Compiles a graph of Dynamo's, in as many parts as its parameters come to; `options` are `torch.compile`'s."""
+        """Compile a graph of Dynamo in parts. `options` are the options of `torch.compile`. Called by Dynamo."""
         compiler = _compiler(self.backend, options)
         if not torch.is_grad_enabled():
             return compiler(graph, inputs)
@@ -58,11 +58,11 @@ class EarlyGradients:
         splitter = DDPOptimizer(part_bytes, compiler, first_bucket_cap=part_bytes)
         try:
             compiled: Compiled = splitter.compile_fn(graph, list(inputs))
-        except NotImplementedError as err:  # older versions of torch, of what calls another graph: checkpointing
+        except NotImplementedError as err:  # raised by older torch for a graph that calls another one (checkpointing)
             logger.warning("a graph with %d bytes of gradients is compiled as a whole: %s", n_bytes, err)
             return compiler(graph, inputs)
         logger.info(
-            "a graph with %.1f MB of gradients is compiled in %d parts, which give theirs early",
+            "a graph with %.1f MB of gradients is compiled in %d parts, so that their reduction can begin early",
             n_bytes / 1e6,
             len(splitter.buckets),
         )
@@ -70,16 +70,18 @@ class EarlyGradients:
 
 
 def early_gradients(backend: str | Compiler = "inductor", *, part_bytes: int | None = None) -> EarlyGradients:
-    """Not collective: `torch.compile(model, backend=hvd.early_gradients())` gives gradients while others are computed.
+    """Return a `torch.compile` backend that makes gradients ready while the backward pass still computes other ones.
 
-    The model is compiled in parts; what it computes stays the same. `mode=` and `options=` of `torch.compile` go to
-    what compiles the parts. Graphs that are compiled without gradients stay whole.
+        model = torch.compile(model, backend=hvd.early_gradients())
+
+    The backend compiles the model in parts. The results of the model are unchanged. `mode=` and `options=` of
+    `torch.compile` apply to the compiler of the parts. A graph compiled without gradients is not split. Not collective.
 
     Args:
-        backend: that compiles each part, as `torch.compile` takes it.
-        part_bytes: a part ends where it has as many bytes of gradients. None = what the plan of `sirtaki optimize`
-            says (`SIRTAKI_PLAN`); without one, a quarter of the graph's, but whole where all ranks are on one
-            host, there is but one, or `hvd.init()` has not been called when the model is first run.
+        backend: compiler of each part: a name or function, as for `torch.compile`.
+        part_bytes: bytes of gradients in a part. None for the value in the plan of `sirtaki optimize`
+            (`SIRTAKI_PLAN`), or without a plan a quarter of the graph's gradients. Without a plan the graph is not
+            split if all ranks are on one host, or if `hvd.init()` was not called before the model first runs.
 
     Raises:
         ValueError: `part_bytes` is not positive.
@@ -95,7 +97,7 @@ def early_gradients(backend: str | Compiler = "inductor", *, part_bytes: int | N
 
 
 def usual_part_bytes(n_bytes: int) -> int:
-    """Of a graph with so many bytes of gradients; 0 = it stays whole."""
+    """Return the default size of a part in bytes for a graph with `n_bytes` of gradients. 0 for an unsplit graph."""
     if not job.is_initialized() or job.current().size == 1:
         return 0
     current = job.current()
@@ -107,14 +109,14 @@ def usual_part_bytes(n_bytes: int) -> int:
 
 
 def gradient_bytes(graph: torch.fx.GraphModule) -> int:
-    """Of all parameters that a graph of Dynamo's uses, whether they are its inputs or its own."""
-    given = [node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder"]
-    parameters = [*graph.parameters(), *(one for one in given if isinstance(one, nn.Parameter))]
+    """Return the bytes of all trainable parameters of a Dynamo graph: its inputs and its own parameters."""
+    inputs = [node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder"]
+    parameters = [*graph.parameters(), *(one for one in inputs if isinstance(one, nn.Parameter))]
     return sum(one.untyped_storage().nbytes() for one in parameters if one.requires_grad)
 
 
 def _compiler(backend: str | Compiler, options: dict[str, Any]) -> Compiler:
-    """With `mode=` and `options=` of `torch.compile`, as that hands them on."""
+    """Return the compiler with the `mode=` and `options=` of `torch.compile` applied."""
     found: Compiler = torch._dynamo.lookup_backend(backend)
     if backend == "inductor" and options:
         from torch._inductor import list_mode_options

@@ -1,16 +1,17 @@
-"""For scripts that train with PyTorch's DistributedDataParallel: one line has its gradients reduced by Sirtaki, tuned.
+"""Tuned gradient reduction for models of PyTorch's DistributedDataParallel.
 
-model = DistributedDataParallel(model)
-sirtaki.torch.ddp.attach(model)
+    model = DistributedDataParallel(model)
+    sirtaki.torch.ddp.attach(model)
 
-DDP asks its reducer to prepare for each backward pass that is to be synchronised, and for none within `no_sync()`. A
-reducer that is never asked does nothing; so another stands in its place, hears when, and has Sirtaki's hooks on the
-parameters do the work. A backward pass that is due is an iteration, and ends it.
+DDP calls `prepare_for_backward` of its reducer in each forward pass whose backward pass must be synchronised, and not
+within `no_sync()`. A reducer that is never prepared does nothing. `attach` replaces the reducer by an `IdleReducer`,
+which forwards this call to `DdpGradients`, whose hooks on the parameters reduce the gradients. The next backward pass
+is then *due*. A due backward pass is one iteration.
 
-Ranks whose pass uses no parameter take part, too, so a pass is noticed where it begins, at what the model has returned.
-`torch.autograd.grad` passes by there as well and adds to no `.grad` (a penalty on gradients, forces from energies, a
-norm for the log): the backward pass that is due comes after it. They are told apart by a leaf of the graph, which
-autograd visits in a backward pass only.
+A rank takes part in an iteration even if its pass uses no parameter. Therefore hooks on the outputs of the model detect
+where a backward pass begins. `torch.autograd.grad` calls these hooks too, but accumulates into no `.grad`: for a
+gradient penalty, forces from energies, or a logged norm. The due backward pass follows later. The hook distinguishes
+the two by a leaf of the graph, whose node autograd executes in a backward pass only.
 """
 
 from __future__ import annotations
@@ -51,23 +52,23 @@ logger = logging.getLogger(__name__)
 
 
 def attach(model: nn.Module, *, arms: Sequence[Arm] | None = None, compression: Choice = Compression.none) -> None:
-    """Collective, before the first backward pass: from now on Sirtaki averages the gradients of `model`.
+    """Let Sirtaki average the gradients of a DDP model from now on. Collective, before the first backward pass.
 
-    Whatever has started the ranks, and whatever carries their process group: Sirtaki connects them once more, if it has
-    not been initialised. The rest of DDP stays as it is: its buckets and options, `no_sync()`, `join()`, unused
-    parameters, buffers.
+    Works with every launcher and every backend of the process group, because Sirtaki opens its own connections between
+    the ranks unless `hvd.init()` has done so. Other features of DDP stay unchanged: options, `no_sync()`, `join()`,
+    unused parameters, buffers.
 
     Args:
-        model: DistributedDataParallel, or a module that `torch.distributed._composable.replicate` makes one; its
-            process group has all ranks; on one device.
-        arms: search techniques to tune with, instead of the usual ones.
-        compression: how gradients travel, as `DistributedOptimizer` takes it.
+        model: a DistributedDataParallel model, or a module after `torch.distributed._composable.replicate`. Its
+            process group must contain all ranks, and its parameters must be on one device.
+        arms: search techniques of the tuner that replace the default ones.
+        compression: compression of gradients, see `DistributedOptimizer`.
 
     Raises:
-        ConfigError: the model's process group has not all ranks in it, or Sirtaki has been initialised with other
-            ones, or with ranks that come and go; or the model has been attached already, or has a communication hook
-            or another option of DDP's that reduces its gradients in another way, as its mixed precision.
-        MismatchError: on all ranks, if their models differ.
+        ConfigError: the model's process group lacks ranks, Sirtaki was initialised with other ranks or for an elastic
+            job, the model is attached already, or DDP reduces its gradients in a special way: by a communication hook,
+            mixed precision or delayed all-reduces.
+        MismatchError: the models of ranks differ. Raised on all ranks.
     """
     model = _behind_composable(model)
     if not isinstance(model, DistributedDataParallel):
@@ -83,42 +84,43 @@ def attach(model: nn.Module, *, arms: Sequence[Arm] | None = None, compression: 
 
 
 def install(model: DistributedDataParallel, gradients: DdpGradients) -> None:
-    """Let `gradients` reduce the model's gradients in place of DDP's reducer. Not collective."""
+    """Replace DDP's reducer by `gradients`. Not collective."""
     if model.static_graph:
-        gradients.count_arrivals()
-    at_rest = IdleReducer(
-        model.reducer, gradients, static=model.static_graph, finds_unused=model.find_unused_parameters
-    )
-    model.find_unused_parameters = False  # those are found when the pass ends
-    model.reducer = at_rest  # type: ignore[assignment]
+        gradients.count_gradients()
+    idle = IdleReducer(model.reducer, gradients, static=model.static_graph, finds_unused=model.find_unused_parameters)
+    model.find_unused_parameters = False  # because Sirtaki finds them at the end of the backward pass
+    model.reducer = idle  # type: ignore[assignment]
     model.logger = AttachedLogger(model.logger, gradients.log)
-    if isinstance(model.module, nn.ParameterList):  # replicate(), whose hooks call these methods, and not the model
-        model._post_forward = _Watched(model._post_forward, at_rest)  # type: ignore[method-assign]
+    if isinstance(model.module, nn.ParameterList):  # made by replicate(), whose hooks call methods of the model only
+        model._post_forward = _Watched(model._post_forward, idle)  # type: ignore[method-assign]
     else:
-        model.register_forward_hook(OutputHook(at_rest))
+        model.register_forward_hook(OutputHook(idle))
 
 
 def job_over(group: dist.ProcessGroup) -> job.Job | None:
-    """Return the job of the ranks of a process group, which has begun then. None if there is one rank only. Collective.
+    """Return the job of the ranks of a process group, or None with one rank. Begin the job if needed. Collective.
 
     Raises:
-        ConfigError: the group has not all ranks in it, or Sirtaki has been initialised with other ones.
+        ConfigError: the group lacks ranks, or Sirtaki was initialised with other ranks or for an elastic job.
     """
     if dist.get_world_size(group) != dist.get_world_size():
-        raise ConfigError("attach() takes a model whose process group has all ranks in it")
+        raise ConfigError(
+            f"attach() requires a model whose process group contains all {dist.get_world_size()} ranks; the group of "
+            f"this model contains {dist.get_world_size(group)}"
+        )
     if not job.is_initialized():
         job.init(beside=group)
         record_if_wanted()
     current = job.current()
     if current.elastic is not None:
         raise ConfigError(
-            "attach() needs ranks that stay, as DDP does; where they come and go, DistributedOptimizer goes"
+            "attach() requires a fixed set of ranks, like DDP: use hvd.DistributedOptimizer in an elastic job"
         )
     here, there = (current.rank, current.size), (dist.get_rank(group), dist.get_world_size(group))
     if here != there:
         raise ConfigError(
-            f"hvd.init() has made this process rank {here[0]} of {here[1]}, and its process group rank {there[0]} of "
-            f"{there[1]}: leave hvd.init() out, attach() does it"
+            f"this process is rank {here[0]} of {here[1]} in hvd.init(), but rank {there[0]} of {there[1]} in its "
+            "process group: remove hvd.init(), because attach() initialises Sirtaki"
         )
     if current.size == 1:
         logger.info("%s", without_others(current.settings))
@@ -128,116 +130,130 @@ def job_over(group: dist.ProcessGroup) -> job.Job | None:
 
 @outside_modes
 def _behind_composable(model: nn.Module) -> nn.Module:
-    """Return the DDP model that works behind a module of `replicate()`. Other modules are returned as they are."""
+    """Return the DDP model inside a module after `replicate()`. Return other modules unchanged."""
     if isinstance(model, DistributedDataParallel) or not isinstance(model, nn.Module):
         return model
-    from torch.distributed._composable.replicate import _ReplicateState, replicate  # with FSDP2, which takes long
+    from torch.distributed._composable.replicate import _ReplicateState, replicate  # imports FSDP2, which is slow
 
     state = replicate.state(model)
     if not isinstance(state, _ReplicateState):
         return model
-    if not state.has_initialized:  # else the first forward pass would make it
+    if not state.has_initialized:  # otherwise the first forward pass would create the DDP model
         state.lazy_init()
     return state._ddp
 
 
 class _Watched:
-    """DDP's method that is called with what the model returns; afterwards the backward pass from there is noticed."""
+    """Wrapper of DDP's `_post_forward` that watches the outputs of the model for the start of a backward pass."""
 
-    def __init__(self, method: Callable[[Any], Any], at_rest: IdleReducer) -> None:  # Any: outputs of a model
-        self._method, self._at_rest = method, at_rest
+    def __init__(self, method: Callable[[Any], Any], idle: IdleReducer) -> None:  # Any: outputs of a model
+        self._method, self._idle = method, idle
 
     def __call__(self, output: Any) -> Any:  # Any: as above
         output = self._method(output)
         if not torch.compiler.is_compiling():
-            self._at_rest.watch(output)
+            self._idle.watch(output)
         return output
 
 
 def _require_reducer_alone(model: DistributedDataParallel) -> None:
-    """Nothing has taken the place of DDP's reducer, or changes what it does."""
+    """Reject models whose gradients are not reduced by DDP's plain reducer."""
     if isinstance(model.reducer, IdleReducer):
         raise ConfigError("this model has been attached already")
     known = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-    if getattr(model, "_comm_hooks", ()) or "comm_hook" in known:  # the former does not list built-in ones
-        raise ConfigError("the model has a communication hook: attach() takes its place, leave register_comm_hook out")
+    if getattr(model, "_comm_hooks", ()) or "comm_hook" in known:  # `_comm_hooks` lacks built-in hooks
+        raise ConfigError("the model has a communication hook, which attach() replaces: remove register_comm_hook")
     if getattr(model, "_use_python_reducer", False):
-        raise ConfigError('attach() does not go with torch._dynamo.config.optimize_ddp = "python_reducer"')
+        raise ConfigError('attach() cannot be used with torch._dynamo.config.optimize_ddp = "python_reducer"')
     if getattr(model, "_delay_all_reduce_params", ()):
-        raise ConfigError("attach() does not go with DDP(delay_all_reduce_named_params=...), which it makes needless")
+        raise ConfigError("attach() cannot be used with DDP(delay_all_reduce_named_params=...): remove this argument")
     if model.mixed_precision is not None:
-        raise ConfigError("DDP(mixed_precision=...) does not go with attach(); torch.autocast does")
+        raise ConfigError("attach() cannot be used with DDP(mixed_precision=...): use torch.autocast instead")
 
 
 TOO_OFTEN = (
-    "a parameter has got a gradient twice in one backward pass, as reentrant checkpoints that share it give it: "
-    "DistributedDataParallel(static_graph=True) counts them, checkpoint(use_reentrant=False) avoids it"
+    "a parameter has received two gradients in one backward pass, e.g. from reentrant checkpoints that share the "
+    "parameter: use checkpoint(use_reentrant=False) or DistributedDataParallel(static_graph=True)"
 )
 
 UNNOTICED = (
     "the gradient of {name} was computed, but not reduced: torch.distributed.autograd keeps it in a context, and the "
-    "model was called outside of that context; call it within `with dist_autograd.context() as context:`, too"
+    "model was called outside of that context; call the model within `with dist_autograd.context() as context:`, too"
 )
 
-STATIC = "DistributedDataParallel(static_graph=True) does not go with torch.distributed.autograd where it is attached"
+STATIC = (
+    "an attached model with DistributedDataParallel(static_graph=True) cannot be used with torch.distributed.autograd"
+)
 
-JOINED = "DistributedDataParallel.join() does not go with torch.distributed.autograd where it is attached"
+JOINED = "DistributedDataParallel.join() of an attached model cannot be used with torch.distributed.autograd"
 
 CLOSED = (
-    "the gradients of this model are not reduced any more: that ended {reason}; wrap it once more, "
-    "DistributedDataParallel(model.module), and attach that"
+    "the gradients of this model are not reduced any more: the reduction ended {reason}; wrap the model again, "
+    "DistributedDataParallel(model.module), and attach the new model"
 )
 
 
 class DdpGradients(GradientHooks):
-    """Keeps the gradients of one DDP model equal on some of the ranks: an iteration is a backward pass that is due."""
+    """Reduction of the gradients of one DDP model. An iteration is a backward pass that must be synchronised ("due").
 
-    undefined_are_zeros = True  # as DDP has it
+    Attributes:
+        _due: the next backward pass must be synchronised.
+        _begun: the due backward pass has begun.
+        _unwatched: number of forward passes whose backward pass is due and whose outputs have no hooks yet.
+        _graphs: tokens of other forward passes whose backward pass is due and whose graph still exists.
+        _counter: counts gradients per parameter in the first pass of a static graph.
+        _active_ranks: all-reduce of the number of ranks that have not joined, inside `join()`.
+        _node_hooked: parameters whose AccumulateGrad nodes have hooks, for distributed autograd.
+    """
+
+    undefined_are_zeros = True  # as in DDP
     nodes_are_kept = True  # by DDP's reducer
-    may_begin_apart = False  # DDP's constructor has sent rank 0's; what no_sync() passes do to them, as SAM's, is meant
+    # DDP's constructor has broadcast the parameters. A script may change them later on purpose, for example with SAM
+    # within no_sync().
+    may_begin_apart = False
 
     _due = _begun = False
-    _unseen = 0  # forward passes that are to be synchronised, of which no output is known
-    _graphs: Collection[ForwardGraphToken] = ()  # of the others; only those are here whose backward pass may still come
-    _arrivals: GradientCounter | None = None
+    _unwatched = 0
+    _graphs: Collection[ForwardGraphToken] = ()
+    _counter: GradientCounter | None = None
     _active_ranks: torch.distributed.Work | None = None
-    _watched: Sequence[Named] = ()  # parameters whose gradients are noticed in distributed autograd, too
+    _node_hooked: Sequence[Named] = ()
 
     @cached_property
     def log(self) -> PassLog:
-        """What DDP logs of the model's steps."""
+        """Return the times of the model's steps for DDP's logging data."""
         return PassLog()
 
     @property
     def too_often(self) -> str:
-        """What is wrong where a gradient comes twice in one backward pass."""
+        """Return the error message for two gradients of one parameter in one backward pass."""
         return TOO_OFTEN
 
-    def count_arrivals(self) -> None:
-        """The graph stays: a parameter may get gradients several times in a pass, as often as in the first one."""
-        self._arrivals = GradientCounter([param for _, param in self.named])
+    def count_gradients(self) -> None:
+        """Count the gradients of each parameter in the next pass. With a static graph, the counts never change."""
+        self._counter = GradientCounter([param for _, param in self.named])
 
     def prepare(self) -> None:
-        """The next backward pass is to be synchronised; DDP's forward says so.
+        """Make the next backward pass due. Called in a forward pass of DDP.
 
         Raises:
-            NotInitializedError: nobody reduces gradients any more.
+            NotInitializedError: the reduction has been closed.
             CommError: the job has failed.
         """
         if self.closed:
             raise NotInitializedError(CLOSED.format(reason=self.closed))
         self._control.failures.raise_if_failed()
         self.log.now.outputs_ns = time.time_ns()
-        if self._watched is not self.hooked and distributed_autograd.is_possible():
+        if self._node_hooked is not self.hooked and distributed_autograd.is_possible():
             self._watch_nodes()
         self._due = True
-        self._unseen += 1
-        if self._arrivals is not None:
-            self._arrivals.begin()
+        self._unwatched += 1
+        if self._counter is not None:
+            self._counter.begin()
 
     @property
     def due(self) -> bool:
-        """The next backward pass is to be synchronised."""
+        """Return whether the next backward pass must be synchronised."""
         return self._due
 
     def leave(self) -> None:
@@ -246,61 +262,64 @@ class DdpGradients(GradientHooks):
         self._forget()
 
     def _watch_nodes(self) -> None:
-        """Have a backward pass refused that leads to parameters whose own hooks are not called."""
-        self._watched, this = self.hooked, weakref.ref(self)
+        """Register hooks on AccumulateGrad nodes, which reject a distributed pass that skips parameters' own hooks."""
+        self._node_hooked, this = self.hooked, weakref.ref(self)
         for number, (_, param) in enumerate(self.hooked):
             node = get_gradient_edge(param).node
             handle = node.register_hook(partial(_refuse_unnoticed, this, number))
-            self._hooks.callback(_remove, handle, node)  # which keeps the node; PyTorch frees it otherwise
+            self._hooks.callback(_remove, handle, node)  # keeps the node alive, which PyTorch would free
 
     def require_noticed(self, number: int) -> None:
-        """Call for a hooked parameter where its gradient was computed, after its own hook.
+        """Check that the hook of a parameter has seen its gradient. Called after the gradient was computed.
 
         Raises:
-            GradientError: that hook was not called, and the pass is to be synchronised.
+            GradientError: the hook was not called, and the pass is due.
         """
         name, param = self.hooked[number]
         if not self._due or not param.requires_grad:
             return
-        seen = self._arrivals.has(number) if self._arrivals is not None else _contains(self._come, param)
+        seen = self._counter.has(number) if self._counter is not None else _contains(self._come, param)
         if not seen:
             problem = UNNOTICED.format(name=name)
             logger.error("%s", problem)  # PyTorch's engine turns the exception into "Error on Node 0: python_error"
             raise GradientError(problem)
 
     def watch(self, output: object) -> None:
-        """Has the backward pass noticed that begins at what the model returns.
+        """Register hooks on the outputs of the model, to detect where the due backward pass begins.
 
-        The first gradient may come in a pass within that one (reentrant checkpoints), whose end is not its end, or on
-        some ranks not at all. Where what it was to go through is gone, and another pass follows that is not to be
-        synchronised, it does not come any more.
+        The first gradient does not show this: it may be computed in a nested pass (reentrant checkpoints), whose end is
+        not the end of the due pass, and some ranks may compute no gradient.
+
+        A due pass is dropped if its graph has been freed and a forward pass within `no_sync()` follows.
         """
         outputs = [tensor for tensor in _tensors(output) if tensor.requires_grad]
         if not self._due or not outputs:
             return
         graph = ForwardGraphToken()
-        if self._unseen:
-            self._unseen -= 1
+        if self._unwatched:
+            self._unwatched -= 1
             self._graphs = weakref.WeakSet([*self._graphs, graph])
         elif not self._begun and not self._graphs:
-            self._forget()  # a gradient for the log, say, maybe on this rank alone; this forward is of `no_sync()`
+            self._forget()  # this forward pass is within `no_sync()`, and the graph of the due pass has been freed
             return
         for tensor in outputs:
-            hook = partial(self._pass_by, _nearest_leaf(tensor), graph)
+            hook = partial(self._on_output_gradient, _nearest_leaf(tensor), graph)
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
-    def _pass_by(self, leaf: Node | None, _graph: ForwardGraphToken, _: torch.Tensor) -> None:
+    def _on_output_gradient(self, leaf: Node | None, _graph: ForwardGraphToken, _: torch.Tensor) -> None:
         if self._due and not self._begun and (leaf is None or accumulates(leaf)):
             self._begin()
 
     def divide_by(self, active_ranks: torch.distributed.Work | None) -> None:
-        """Gradients of the next pass are divided by the number of ranks that have not joined, which that all-reduce
-        finds, not by that of all ranks; None = as usual.
+        """Divide the gradients of the next pass by the number of ranks that have not joined.
+
+        Args:
+            active_ranks: all-reduce of this number. None to divide by the number of all ranks.
         """
         self._active_ranks = active_ranks
 
     def take_part(self) -> None:
-        """Collective: what a backward pass of the other ranks is on one that has joined; its gradients stay."""
+        """Take part with zeros in a backward pass of the other ranks. Keep `.grad`. Collective, on a joined rank."""
         params = [param for _, param in self.named]
         own = [param.grad for param in params]
         for param in params:
@@ -310,11 +329,11 @@ class DdpGradients(GradientHooks):
             param.grad = gradient
 
     def begin_backward(self) -> bool:
-        """Returns False if this pass is not to be synchronised: its gradients are only added up, or counted."""
+        """Begin the due pass. Return False if no gradient may be reduced yet: the pass is not due, or is counted."""
         if not self._due:
             return False
         self._begin()
-        return self._arrivals is None and bool(self.named)
+        return self._counter is None and bool(self.named)
 
     def _begin(self) -> None:
         if not self._begun:
@@ -322,11 +341,11 @@ class DdpGradients(GradientHooks):
             self._begun = super().begin_backward()
 
     def end_backward(self) -> None:
-        """The pass that was due is over, and with it the iteration."""
+        """End the due pass and its iteration. Collective."""
         self.log.now.computed_ns = time.time_ns()
         counts = []
-        if self._arrivals is not None:
-            counts, self._arrivals = self._arrivals.end(), None
+        if self._counter is not None:
+            counts, self._counter = self._counter.end(), None
             self._come += [param for (_, param), count in zip(self.hooked, counts, strict=True) if count]
             self._looked = 0
         self._forget()
@@ -341,19 +360,19 @@ class DdpGradients(GradientHooks):
             torch._foreach_mul_([param.grad for _, param in self.named if param.grad is not None], share)
 
     def fail_backward(self) -> None:
-        """Gives up the pass that was due, which has raised."""
+        """Give up the due pass, because it raised an exception."""
         self._forget()
         super().fail_backward()
 
     def _forget(self) -> None:
         self._due = self._begun = False
-        self._unseen, self._graphs = 0, ()
+        self._unwatched, self._graphs = 0, ()
 
 
 def _refuse_unnoticed(
     this: weakref.ref[DdpGradients], number: int, _outputs: object, computed: tuple[torch.Tensor | None, ...]
 ) -> None:
-    """A hook of a parameter's AccumulateGrad node."""
+    """Check the gradient of a parameter. Hook of an AccumulateGrad node."""
     if computed[0] is not None and (gradients := this()) is not None:
         gradients.require_noticed(number)
 
@@ -363,19 +382,19 @@ def _remove(handle: RemovableHandle, _node: Node) -> None:
 
 
 def _contains(tensors: Sequence[torch.Tensor], tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is in the list, most likely as its last one."""
+    """Return whether the tensor is in the list. Search from the end, because it is most likely the last item."""
     return any(each is tensor for each in reversed(tensors))
 
 
 class ForwardGraphToken:
-    """Lives as long as what a forward pass has left for its backward pass."""
+    """A token that lives as long as the autograd graph of a forward pass, whose hooks refer to it."""
 
 
 class GradientCounter:
-    """Counts how often a gradient of each parameter comes in a backward pass."""
+    """Counter of the gradients of each parameter in a backward pass."""
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
-        """Begins to count."""
+        """Register hooks on the parameters and begin to count."""
         self._params = params
         self.begin()
         self._handles = [
@@ -384,17 +403,17 @@ class GradientCounter:
         ]
 
     def begin(self) -> None:
-        """Sets all counts to 0."""
+        """Set all counts to 0."""
         self._counts = [0] * len(self._params)
 
     def end(self) -> list[int]:
-        """Stops counting, and returns how often each gradient has come."""
+        """Stop counting and return the number of gradients of each parameter."""
         for handle in self._handles:
             handle.remove()
         return self._counts
 
     def has(self, number: int) -> bool:
-        """Return whether the gradient of that parameter has come in this pass."""
+        """Return whether parameter `number` has received a gradient in this pass."""
         return self._counts[number] > 0
 
     def _count(self, number: int, _: torch.Tensor) -> None:
@@ -402,42 +421,43 @@ class GradientCounter:
 
 
 class IdleReducer:
-    """What a DDP model holds in place of its reducer, which answers questions, and reduces in distributed autograd.
+    """Replacement of an attached DDP model's reducer.
 
-    Its methods are those by which DDP's Python code has gradients reduced (torch/nn/parallel/distributed.py).
+    Defines the methods by which DDP's Python code launches reductions (torch/nn/parallel/distributed.py). DDP's own
+    reducer still answers all other calls.
 
-    torch.distributed.autograd accumulates gradients in a context instead of `.grad`. DDP's own reducer reads and writes
-    them there, so it reduces the gradients of every forward pass within such a context.
+    torch.distributed.autograd accumulates gradients in a context instead of `.grad`. DDP's own reducer supports this,
+    so it reduces the gradients of every forward pass within such a context.
     """
 
     def __init__(self, reducer: Any, gradients: DdpGradients, *, static: bool, finds_unused: bool) -> None:
-        """Starts nothing.
+        """Wrap DDP's reducer.
 
         Args:
-            reducer: DDP's (Any: it is a class of C++ without types).
-            gradients: what reduces in its place.
+            reducer: DDP's reducer (Any: a C++ class without types).
+            gradients: reduces the gradients instead.
             static: DDP's option `static_graph`.
             finds_unused: DDP's option `find_unused_parameters`.
         """
         self._reducer, self._gradients, self._static, self._finds_unused = reducer, gradients, static, finds_unused
 
     def __getattr__(self, name: str) -> Any:  # Any: as the reducer has it
-        if name.startswith("_pybind11_"):  # by which C++ would find the reducer in here, and give it a hook
+        if name.startswith("_pybind11_"):  # otherwise C++ would find DDP's reducer and register hooks on it
             raise AttributeError(name)
         return getattr(self._reducer, name)
 
     def __repr__(self) -> str:
-        # What PyTorch says where it is given this, to register a communication hook, and cannot take it.
+        # PyTorch's error message contains this text if a script registers a communication hook on an attached model.
         return (
-            "<reducer at rest, since Sirtaki reduces the model's gradients: no communication hook goes with it; one "
-            "that is registered before the first backward pass leaves them to DDP, and so does SIRTAKI_ATTACH=0>"
+            "<idle reducer, because Sirtaki reduces the model's gradients: a communication hook cannot be registered; "
+            "register it before the first backward pass, or set SIRTAKI_ATTACH=0, to let DDP reduce the gradients>"
         )
 
     def prepare_for_backward(self, _: object) -> None:
-        """Before each backward pass that is to be synchronised.
+        """Make the next backward pass due. Called by DDP in a forward pass.
 
         Raises:
-            ConfigError: the forward pass is in distributed autograd, which does not go with the model's options.
+            ConfigError: the forward pass is in distributed autograd, and the model has `static_graph=True`.
         """
         self._gradients.prepare()
         if distributed_autograd.current_context() is not None:
@@ -448,7 +468,7 @@ class IdleReducer:
                 self._reducer.prepare_for_backward([])
 
     def watch(self, output: object) -> None:
-        """Has the backward pass noticed that begins at what the model returns."""
+        """Watch the outputs of the model for the start of the due backward pass."""
         if self._finds_unused and distributed_autograd.current_context() is not None:
             if self._gradients.due:
                 self._gradients.leave()
@@ -466,35 +486,35 @@ class IdleReducer:
         pass
 
     def _set_forward_pass_work_handle(self, work: torch.distributed.Work, by_all: bool) -> None:
-        """In `join()`, before each forward: `work` adds up who has not joined."""
+        """Record `work`, which counts ranks that have not joined. Called by DDP in `join()` before a forward pass."""
         if distributed_autograd.current_context() is not None:
             raise ConfigError(JOINED)
         self._gradients.divide_by(None if by_all else work)
 
     def _get_zeros_like_grad_buckets(self) -> list[object]:
-        """In `join()`, on a rank that has joined: for the other ranks' backward pass; no bucket is left to reduce."""
+        """Take part in a backward pass of the other ranks. Called by DDP on a joined rank. Return an empty list."""
         self._gradients.take_part()
         return []
 
 
 class OutputHook:
-    """A forward hook of a DDP model. In a copy of the model, whose reducer is PyTorch's own, it does nothing."""
+    """Forward hook of an attached DDP model. Does nothing in a copy of the model, whose reducer is PyTorch's own."""
 
-    def __init__(self, at_rest: IdleReducer | None = None) -> None:
-        """Args: `at_rest` is the model's; None = PyTorch's own reducer is at work."""
-        self._at_rest = at_rest
+    def __init__(self, idle: IdleReducer | None = None) -> None:
+        """`idle`: reducer of the model. None in a copy of the model."""
+        self._idle = idle
 
     def __call__(self, _module: object, _inputs: object, output: object) -> None:
-        """Has the backward pass noticed that begins at `output`; PyTorch calls this."""
-        if self._at_rest is not None and not torch.compiler.is_compiling():
-            self._at_rest.watch(output)
+        """Watch `output` for the start of the due backward pass. Called by PyTorch."""
+        if self._idle is not None and not torch.compiler.is_compiling():
+            self._idle.watch(output)
 
     def __reduce__(self) -> tuple[type[OutputHook], tuple[()]]:
         return OutputHook, ()
 
 
 def _tensors(found: object) -> Iterator[torch.Tensor]:
-    """Yields the tensors nested in containers."""
+    """Yield the tensors nested in containers."""
     inside: Iterable[object] = ()
     if isinstance(found, torch.Tensor):
         yield found
@@ -509,9 +529,9 @@ def _tensors(found: object) -> Iterator[torch.Tensor]:
 
 
 def _nearest_leaf(tensor: torch.Tensor) -> Node | None:
-    """What adds up the gradient of some tensor that this one was computed from; None if there is none such.
+    """Return the AccumulateGrad node of the nearest leaf that `tensor` was computed from, or None.
 
-    A reference to it leads back to that tensor, but not to this one, which may hold it.
+    A hook of `tensor` may hold this node without a reference cycle, because the node refers to the leaf only.
     """
     found, seen = deque([] if tensor.grad_fn is None else [tensor.grad_fn]), set[Node]()
     while found:

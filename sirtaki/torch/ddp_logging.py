@@ -1,6 +1,6 @@
-"""DDP's own logging data (`_get_ddp_logging_data()`) of a model whose gradients Sirtaki reduces.
+"""DDP's logging data (`_get_ddp_logging_data()`) of a model whose gradients Sirtaki reduces.
 
-DDP's reducer, which measures them otherwise, is at rest.
+This module measures the times, because DDP's reducer, which measures them in a plain DDP model, is idle.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ AVERAGED = (
     "backward_comm_time",
     "backward_compute_comm_overlap_time",
 )
-"""Times of which DDP tells the mean, too: `avg_forward_compute_time`."""
+"""Times whose means are logged as well, such as `avg_forward_compute_time`."""
 
 
 @dataclass(slots=True)
 class PassTimes:
-    """When the parts of a training step began and ended, as of `time.time_ns()`.
+    """Begin and end of the parts of a training step, as values of `time.time_ns()`.
 
     Attributes:
         forward_ns: begin of the forward pass.
         outputs_ns: end of the forward pass.
-        backward_ns: begin of the backward pass, and with it of communication.
+        backward_ns: begin of the backward pass and of communication.
         computed_ns: end of the backward computation.
     """
 
@@ -37,10 +37,10 @@ class PassTimes:
 
 
 class PassLog:
-    """What DDP logs of one model: the last step, and means over steps. All times are in nanoseconds.
+    """Times of the last step of one model, and means over all steps, in nanoseconds.
 
     Attributes:
-        now: the present step.
+        now: times of the step in progress.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class PassLog:
         self._sums = dict.fromkeys(AVERAGED, 0)
 
     def end(self) -> None:
-        """Log the present step, whose gradients are reduced."""
+        """Log the step in progress. Call when its gradients are reduced."""
         now, end_ns = self.now, time.time_ns()
         self._steps += 1
         self._last = {
@@ -75,7 +75,7 @@ class PassLog:
 
 
 class AttachedLogger:
-    """What a DDP model holds in place of its logger."""
+    """Replacement of an attached DDP model's logger."""
 
     def __init__(self, logger: Any, log: PassLog) -> None:  # Any: a class of C++ without types
         self._logger, self._log = logger, log
@@ -84,7 +84,7 @@ class AttachedLogger:
         return getattr(self._logger, name)
 
     def set_runtime_stats_and_log(self) -> None:
-        """Note the begin of a forward pass. DDP calls this before each one that is to be synchronised."""
+        """Record the begin of a forward pass. Called by DDP before a forward pass whose gradients are reduced."""
         self._log.now.forward_ns = time.time_ns()
 
     def _get_ddp_logging_data(self) -> SimpleNamespace:

@@ -5,11 +5,11 @@ from sirtaki.errors import CommError
 from .elastic.state import HostsUpdatedInterrupt as HostsUpdatedInterrupt
 
 HorovodInternalError = CommError
-"""Communication failed: inside `elastic.run`, where ranks come and go, training goes on; elsewhere the job ends."""
+"""Error of failed communication. `elastic.run` catches it and continues training. Elsewhere it ends the job."""
 
 
 class HorovodVersionMismatchError(ImportError):
-    """Parts of Horovod of different versions; never raised here, since there are no parts to build."""
+    """Error of Horovod for parts with different versions. Sirtaki never raises it, because it builds no parts."""
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:
         super().__init__(get_version_mismatch_message(name, version, installed_version))
@@ -17,5 +17,5 @@ class HorovodVersionMismatchError(ImportError):
 
 
 def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:
-    """What `HorovodVersionMismatchError` says."""
+    """Return the message of `HorovodVersionMismatchError`."""
     return f"Framework {name} installed with version {installed_version} but found version {version}."

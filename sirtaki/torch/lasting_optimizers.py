@@ -1,4 +1,4 @@
-"""Optimizers that outlive generations of a job, and the class that wraps a user's."""
+"""Base class of distributed optimizers, and their attachment to the generations of an elastic job."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Mixin = TypeVar("Mixin", bound="Distributed")
 
 
 class Distributed(torch.optim.Optimizer):
-    """What all distributed optimizers are instances of.
+    """Base class of distributed optimizers.
 
     Attributes:
-        _wrapped: the optimizer that this one was made of; a scheduler may still hold it.
-        _detached: why it belongs to no ranks just now; empty if it does.
-        _of_training: it was made by the function that `elastic.run` repeats.
-        _closed: `close` was called.
+        _wrapped: the user's optimizer, to which a scheduler may still refer.
+        _detached: reason why the optimizer is not attached to ranks. Empty if it is attached.
+        _of_training: True if the function that `elastic.run` repeats created the optimizer.
+        _closed: True after `close`.
     """
 
     _wrapped: torch.optim.Optimizer
@@ -39,20 +39,20 @@ class Distributed(torch.optim.Optimizer):
 
     @property
     def _signature(self) -> str:
-        """Equal on two ranks if their optimizers may belong together."""
+        """Return a key that is equal for corresponding optimizers of different ranks."""
         raise NotImplementedError
 
     def _attach(self, current: Job) -> None:
-        """Collective over those it trains with: from now on it belongs to these ranks.
+        """Attach the optimizer to the ranks of `current`. Collective over its process set.
 
         Raises:
-            ConfigError: it cannot.
-            NotImplementedError: it cannot.
+            ConfigError: the optimizer does not fit these ranks.
+            NotImplementedError: Adasum does not support this number of ranks.
         """
         raise NotImplementedError
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the wrapped optimizer's, which stays the same as this one: a scheduler may hold it."""
+        """Load a state. The wrapped optimizer shares the new groups and state, because a scheduler may refer to it."""
         super().load_state_dict(state_dict)
         self._wrapped.param_groups, self._wrapped.state = self.param_groups, self.state
 
@@ -68,7 +68,7 @@ class Distributed(torch.optim.Optimizer):
         return copied
 
     def _detach(self, why: str) -> None:
-        """Not collective: it belongs to no ranks; gradients of an iteration that has not ended do not count."""
+        """Detach the optimizer from its ranks and discard the gradients of an unfinished iteration. Not collective."""
         self._detached = why
         for group in self.param_groups:
             for param in group["params"]:
@@ -76,36 +76,36 @@ class Distributed(torch.optim.Optimizer):
 
 
 def require_plain(optimizer: torch.optim.Optimizer) -> None:
-    """Raises if the optimizer is a distributed one already.
+    """Reject a distributed optimizer.
 
     Raises:
-        ConfigError: saying what to do.
+        ConfigError: `optimizer` is a distributed optimizer.
     """
     if isinstance(optimizer, Distributed):
         name = type(optimizer._wrapped).__name__
         raise ConfigError(
-            f"this {name} is a DistributedOptimizer already, and is wrapped once only; to begin anew, make another "
-            f"torch.optim.{name} of the model's parameters and wrap that"
+            f"this {name} is a DistributedOptimizer already, and cannot be wrapped again: create a new "
+            f"torch.optim.{name} of the model's parameters and wrap it"
         )
 
 
 def derive(mixin: type[Mixin], optimizer: torch.optim.Optimizer) -> Mixin:
-    """An instance of a new class, named like the optimizer's and derived from `mixin` and it."""
+    """Return a copy of the optimizer whose class derives from `mixin` and from the optimizer's class."""
     base = type(optimizer)
     derived: Mixin = object.__new__(type(base.__name__, (mixin, base), {}))
     derived._wrapped = optimizer
-    # A learning rate scheduler patches `step` of the instance that it was given; ours must not be hidden by it.
+    # Without `step`: a scheduler replaces `step` of the wrapped instance, which would hide the mixin's method.
     derived.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
     return derived
 
 
 def _bare(base: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    """An instance to which a state is given next."""
+    """Return an instance without state. The caller sets the state."""
     return object.__new__(base)
 
 
 def _warn_of_copy(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """A step pre-hook of copies."""
+    """Warn that a copy is a plain optimizer. Step pre-hook of copies."""
     if not isinstance(optimizer, Distributed):
         _warn_once(type(optimizer).__name__)
 
@@ -113,8 +113,8 @@ def _warn_of_copy(optimizer: torch.optim.Optimizer, *_: object) -> None:
 @functools.cache
 def _warn_once(name: str) -> None:
     logger.warning(
-        "a copy of a DistributedOptimizer is stepped, which is a plain %s: what it trains is not kept equal over the "
-        "ranks; wrap the copy, hvd.DistributedOptimizer(copy, …), if it should be",
+        "step() of a copy of a DistributedOptimizer, which is a plain %s, does not reduce gradients over ranks: wrap "
+        "the copy, hvd.DistributedOptimizer(copy, …), to reduce them",
         name,
     )
 
@@ -122,21 +122,21 @@ def _warn_once(name: str) -> None:
 _kept: list[weakref.ref[Distributed]] = []
 
 WAITING = (
-    "this DistributedOptimizer was made before hvd.elastic.run, and not all ranks have one like it; a rank that has "
-    "come to a job under way reduces gradients inside hvd.elastic.run only"
+    "this DistributedOptimizer was created before hvd.elastic.run, and not all ranks have a corresponding one: a rank "
+    "that has joined a running job can reduce gradients inside hvd.elastic.run only"
 )
 
 LEFT = (
-    "this DistributedOptimizer belongs to a generation of ranks that has ended, and not all ranks of this one have it: "
-    "make it outside of the function that hvd.elastic.run repeats, or anew in each call of it"
+    "this DistributedOptimizer belongs to a generation of ranks that has ended, and not all ranks of the current one "
+    "have it: create it outside of the function that hvd.elastic.run repeats, or in each call of this function"
 )
 
 
 def keep(optimizer: Distributed, current: job.Job) -> None:
-    """Attaches a new optimizer to the ranks there are: collective, but for one made before `elastic.run`.
+    """Attach a new optimizer to the ranks of the job. Collective, except before `elastic.run` in an elastic job.
 
-    Where ranks come and go it waits for that, or for its first step: a rank that is lost meanwhile should not end the
-    scripts of the others.
+    An optimizer that is created before `elastic.run` is attached by `elastic.run` or by its first step. So the loss of
+    a rank before that does not raise an error on the other ranks.
     """
     if current.elastic is None:
         optimizer._attach(current)
@@ -150,10 +150,10 @@ def keep(optimizer: Distributed, current: job.Job) -> None:
 
 
 def require_attached(optimizer: Distributed) -> None:
-    """Collective if it waits for its first step.
+    """Attach an optimizer that was created before `elastic.run` and is stepped outside of it. Collective in this case.
 
     Raises:
-        NotInitializedError: it belongs to no ranks.
+        NotInitializedError: the optimizer is not attached to ranks.
     """
     if optimizer._detached == WAITING:
         current = job.current()
@@ -168,18 +168,18 @@ def _alive() -> list[Distributed]:
 
 
 def detach_all() -> None:
-    """Not collective: the generation ends, and with it what is left of gradients."""
+    """Detach all optimizers, because the generation ends. Not collective."""
     for optimizer in _alive():
         optimizer._detach(LEFT)
 
 
 def detached() -> dict[str, Distributed]:
-    """Those that are attached to no ranks, the oldest first, by a name that they have on all ranks.
+    """Return the optimizers that are not attached, oldest first, by a name that is equal on all ranks.
 
-    Of several alike the newest are taken for each other: those before may be garbage on some rank.
+    Optimizers with equal signatures are numbered from the newest on, because older ones may be garbage on some ranks.
     """
     if any(optimizer._of_training for optimizer in _alive()):
-        gc.collect()  # that function has ended, and has left its optimizer in reference cycles
+        gc.collect()  # because the function has ended, and its optimizer may be in reference cycles
     waiting = [optimizer for optimizer in _alive() if optimizer._detached and not optimizer._closed]
     seen: Counter[str] = Counter()
     named = {}
@@ -191,15 +191,15 @@ def detached() -> dict[str, Distributed]:
 
 
 def attach(current: job.Job, optimizers: dict[str, Distributed], names: Sequence[str]) -> None:
-    """Collective: attaches those that all ranks have.
+    """Attach the optimizers that all ranks have. Collective.
 
     Args:
         current: the job.
-        optimizers: as `detached` gives them.
-        names: of those, in an order that is the same on all ranks.
+        optimizers: result of `detached`.
+        names: names of the optimizers to attach, in the same order on all ranks.
     """
     for name in names:
         try:
             optimizers[name]._attach(current)
-        except (ConfigError, NotImplementedError) as err:  # it does not fit these ranks, of which its use will tell
+        except (ConfigError, NotImplementedError) as err:  # raised when the optimizer is used
             optimizers[name]._detached = str(err)

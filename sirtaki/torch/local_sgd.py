@@ -48,7 +48,7 @@ TUNED_FRAGMENTS = 4
 """Default number of fragments if `sync_every` is tuned."""
 
 FIRST_INTERVAL = 4
-"""Steps between two fragments before the communication time is known."""
+"""Steps between two fragments before the communication time has been measured."""
 
 SHORTEST, LONGEST = 8, 500
 """Limits of a tuned `sync_every` in steps. The papers' experiments end at 500."""
@@ -66,8 +66,8 @@ class _Tail(NamedTuple):
     Attributes:
         weight: 1 from a rank that has trained since the fragment was last sent, 0 from other ranks.
         leaving: 1 from a rank that waits in `synchronize`.
-        interval: from rank 0: new number of steps between two fragments; 0 for no change.
-        delay: from rank 0: new delay; 0 for no change.
+        interval: new number of steps between two fragments, from rank 0. 0 for no change.
+        delay: new delay, from rank 0. 0 for no change.
     """
 
     weight: float = 0.0
@@ -121,12 +121,15 @@ class LocalSGD:
                 loss(model(batch)).backward()
                 optimizer.step()
 
-    Use a plain optimizer, not a DistributedOptimizer. Its `step()` calls are counted. Floating-point buffers, such as
-    batch norm's statistics, are averaged, too, except non-persistent ones. Half-precision parameters are averaged in
-    float32. A rank that has not trained since a fragment was last sent does not count in its average, so ranks may have
-    different numbers of batches: a rank at the end of the block takes part in the averages of the other ranks until all
-    have reached the end. The models are equal then. `state_dict()` contains the position in a round. In an elastic job,
-    pass the object to `hvd.elastic.TorchState` by keyword.
+    Use a plain optimizer, not a DistributedOptimizer. Its `step()` calls are counted. Persistent floating-point
+    buffers, such as batch norm's statistics, are averaged too. Half-precision parameters are averaged in float32.
+
+    Ranks may have different numbers of batches. A rank that has not trained since a fragment was last sent does not
+    count in the average of the fragment. A rank at the end of the block takes part in averages until all ranks have
+    reached the end. Afterwards the models are equal.
+
+    `state_dict()` contains the position in a round. In an elastic job, pass the object to `hvd.elastic.TorchState` by
+    keyword.
 
     Attributes:
         sync_every: steps between two averages of a parameter, possibly tuned.
@@ -149,11 +152,9 @@ class LocalSGD:
             model: a plain module, equal on all ranks.
             optimizer: optimizer of parameters of `model`. Other parameters are not averaged.
             sync_every: steps between two averages. None for the smallest number that hides communication behind
-                training.
-                Rank 0 measures it, and adapts it when the network changes.
+                training, which rank 0 measures and adapts when the network changes.
             fragments: number of parts of about equal size, or the modules that are the parts. They are sent in turn.
-                None
-                for 1, or 4 if `sync_every` is None.
+                None for 1, or 4 if `sync_every` is None.
             delay: steps to continue while a fragment is in flight. What a rank learns meanwhile is kept. At most
                 `sync_every / fragments`. With 0, `step()` waits. Tuned if `sync_every` is None.
             process_set: ranks that train together.
@@ -302,7 +303,7 @@ class LocalSGD:
                 self._merge()
         self._left_s = time.perf_counter()
 
-    # ── a fragment's way ─────────────────────────────────────────────────────────────────────────────────────────
+    # ── sending and merging of fragments ─────────────────────────────────────────────────────────────────────────
 
     @outside_changes
     @torch.no_grad()
@@ -318,8 +319,8 @@ class LocalSGD:
             )
         fragment = self._fragments[self._turn]
         weight = float(fragment.steps > 0)
-        news, self._next = self._next, _Tail()
-        tail = _Tail(weight, float(leaving), news.interval, news.delay)
+        tuned, self._next = self._next, _Tail()
+        tail = _Tail(weight, float(leaving), tuned.interval, tuned.delay)
         sent = _flat(self._outgoing(fragment), tail)
         outgoing = sent if weight else [torch.zeros_like(flat) for flat in sent]
         outgoing[0][-len(tail) :] = sent[0][-len(tail) :]
@@ -358,19 +359,17 @@ class LocalSGD:
         return [_wire(tensor) for tensor in (*fragment.params, *fragment.buffers)]
 
     def _take(self, fragment: _Fragment, averages: list[torch.Tensor], sent: list[torch.Tensor]) -> None:
-        """Merge averages. Keep what this rank has learnt since it sent its values."""
+        """Merge averages. Add the changes that this rank has made since it sent its values."""
         for tensor, average, before in zip((*fragment.params, *fragment.buffers), averages, sent, strict=True):
             _write(tensor, average.add_(_wire(tensor) - before))
 
     def _settle(self) -> None:
         """Finish a round, after all fragments were merged on all ranks without further training."""
 
-    # ── how often ────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── tuning of the interval ───────────────────────────────────────────────────────────────────────────────────
 
     def _tune(self, travel_s: float) -> None:
-        """Choose the interval from the communication time of a fragment. Sent to all ranks with the next fragment. Rank
-        0 only.
-        """
+        """Choose the interval from the communication time of a fragment, and send it with the next one. Rank 0 only."""
         if not self._step_s:
             return
         step_s, count = max(median(self._step_s), 1e-6), len(self._fragments)
@@ -395,7 +394,7 @@ class LocalSGD:
             "" if MARGIN * needed <= delay else ", too long to be hidden",
         )
 
-    # ── its state ────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── state dict ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def _drop(self) -> None:
         """Discard the fragment in flight, after an exception in the block or the end of the job."""
@@ -473,8 +472,7 @@ class DiLoCo(LocalSGD):
             sync_every: see `LocalSGD`.
             outer: optimizer of the same parameters as `optimizer`. It is changed to update the kept parameters instead.
                 None for SGD with the paper's learning rate of 0.7 and a Nesterov momentum of 0.7. The paper's momentum
-                of 0.9
-                suits trainings with hundreds of outer steps. Shorter ones miss the minimum.
+                of 0.9 needs hundreds of outer steps.
             fragments: see `LocalSGD`.
             delay: see `LocalSGD`.
             blend: share of its own parameters that a rank keeps when a fragment is merged, from 0 to below 1. Streaming
@@ -548,7 +546,7 @@ class DiLoCo(LocalSGD):
         """Like `LocalSGD.load_state_dict`."""
         shapes = [origin.shape for origin in self._origins]
         if [origin.shape for origin in state["origins"]] != shapes:
-            raise ConfigError("the state belongs to a DiLoCo of another model, or with other fragments")
+            raise ConfigError("the state does not fit this DiLoCo: the model or the fragments have changed")
         super().load_state_dict(state)
         with torch.no_grad():
             for origin, loaded in zip(self._origins, state["origins"], strict=True):

@@ -1,10 +1,10 @@
-"""All operations under the name by which Horovod scripts import them: `from horovod.torch.mpi_ops import …`."""
+"""All operations, in the module from which Horovod scripts import them: `from horovod.torch.mpi_ops import …`."""
 
-# ruff: noqa: F403  # they say what they have
+# ruff: noqa: F403  # the modules define `__all__`
 
 from sirtaki import errors as _errors
 
-from . import basics as _basics  # noqa: F401  # scripts reach for it
+from . import basics as _basics  # noqa: F401  # because Horovod scripts use `mpi_ops._basics`
 from .basics import *
 from .collectives import *
 from .process_sets import *

@@ -1,4 +1,4 @@
-"""Optimizers that PyTorch has not."""
+"""An optimizer that PyTorch does not have: `AdamSGD`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ _STATES = ("momentum", "mean", "square")
 
 
 class AdamSGD(torch.optim.Optimizer):
-    """Begins as Adam, and becomes SGD with momentum: each step is `λ · Adam's + (1 − λ) · SGD's`, with λ falling
-    linearly from 1 to 0 over `decay_steps`.
+    """Optimizer that begins as Adam and ends as SGD with momentum.
 
-    AIACC (section IV) speaks of an optimizer that combines the two with linear decay, and gives no equations; this is
-    our reading of it. For a learning rate that decays linearly, too, as theirs does, add
-    `torch.optim.lr_scheduler.LinearLR`, which scales both.
+    An update is `λ · (update of Adam) + (1 − λ) · (update of SGD)`. λ falls linearly from 1 to 0 over `decay_steps`.
+
+    AIACC (section IV) describes an optimizer that combines Adam and SGD with linear decay, without equations. This
+    class is our interpretation. AIACC's learning rate decays linearly as well: use
+    `torch.optim.lr_scheduler.LinearLR`, which scales both learning rates.
     """
 
     def __init__(
@@ -32,18 +33,19 @@ class AdamSGD(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         foreach: bool = True,
     ) -> None:
-        """Keeps what it is given.
+        """Create the optimizer.
 
         Args:
-            params: as torch's optimizers take them.
-            lr: Adam's learning rate.
-            decay_steps: after so many steps all is SGD's.
-            sgd_scale: SGD's learning rate as a multiple of Adam's.
-            betas: Adam's.
-            eps: Adam's.
-            momentum: SGD's.
-            weight_decay: parameters shrink by `lr · weight_decay` a step, apart from gradients, as AdamW has it.
-            foreach: all parameters of a kind at once; False = one by one, which takes less memory.
+            params: parameters or parameter groups, as for PyTorch's optimizers.
+            lr: learning rate of Adam.
+            decay_steps: number of steps until updates are those of SGD only.
+            sgd_scale: learning rate of SGD as a multiple of `lr`.
+            betas: betas of Adam.
+            eps: epsilon of Adam.
+            momentum: momentum of SGD.
+            weight_decay: decoupled weight decay, as in AdamW: each step reduces parameters by the share
+                `lr · weight_decay`.
+            foreach: update all parameters of a device and dtype at once. False takes less memory.
 
         Raises:
             ValueError: a value is out of range.
@@ -75,7 +77,7 @@ class AdamSGD(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: as torch
-        """Updates the parameters that have a gradient; returns what the closure does."""
+        """Update the parameters that have a gradient. Return the result of the closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -99,7 +101,7 @@ class AdamSGD(torch.optim.Optimizer):
         return loss
 
     def _update(self, params: list[torch.Tensor], group: dict[str, Any]) -> None:
-        """One step of parameters of one device and dtype that have made as many."""
+        """Update parameters with equal device, dtype and number of steps."""
         step, lr = self.state[params[0]]["step"], group["lr"]
         adams = max(0.0, 1.0 - (step - 1) / group["decay_steps"])  # λ
         values, gradients = _real(params), _real([param.grad for param in params if param.grad is not None])
@@ -122,5 +124,5 @@ class AdamSGD(torch.optim.Optimizer):
 
 
 def _real(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Complex numbers as pairs, each part of which is updated by itself, as torch's Adam does."""
+    """View complex tensors as real ones, to update real and imaginary parts separately, as in PyTorch's Adam."""
     return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]

@@ -46,7 +46,7 @@ from .overlap import (
     PartialStep,
     PutOffUpdates,
     Zeroing,
-    hold_their_own,
+    custom_modules_hold,
     refusal,
     refusal_by_trial,
     wait_for_own,
@@ -58,15 +58,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class GradientRecipe:
-    """What the user has asked for; from it each generation of a job makes what its ranks need.
+    """Arguments of one `DistributedOptimizer` call. Each generation of a job builds its reducers from them.
 
     Attributes:
-        named: all parameters of the optimizer with their names, frozen ones too.
-        passes: backward passes whose gradients are added up.
+        named: names and parameters of the optimizer, including frozen parameters.
+        passes: backward passes that are accumulated before a reduction.
         op: Average or Sum.
         process_set: the ranks that train together.
-        options: how gradients are added up; an average divides by the ranks that there are then. What compression owes
-            is the same in all generations.
+        options: options of the reduction, without the division by the number of ranks that an average needs. The
+            error-feedback residual of compression is kept in all generations.
     """
 
     named: list[tuple[str, torch.Tensor]]
@@ -77,12 +77,15 @@ class GradientRecipe:
 
     @property
     def signature(self) -> str:
-        """Equal on two ranks if their optimizers may belong together."""
+        """Return a key of parameters and options. Optimizers of two ranks can be matched if their keys are equal."""
         key = key_of([name for name, _ in self.named], [param for _, param in self.named])
         return f"{key}/{self.op}/{self.process_set.ranks if self.process_set is not global_process_set else 'all'}"
 
     def make(self, current: job.Job) -> OptimizerGradients | None:
-        """Collective over the process set: None where there is nobody to be equal to.
+        """Build the reducers for the ranks of `current`. Collective over the process set.
+
+        Returns:
+            None if this rank is not in the process set, or is its only rank.
 
         Raises:
             ConfigError: the process set is not open.
@@ -103,15 +106,15 @@ class GradientRecipe:
         return OptimizerGradients(current, members, named, passes=self.passes, options=options)
 
     def _members(self, current: job.Job) -> RankSet | None:
-        """Collective over the set: its members, with their control plane; None on other ranks."""
+        """Return the members of the process set and their control plane, or None on other ranks. Collective."""
         if self.process_set is global_process_set:
             return current.rank_sets[GLOBAL]
         there = require_opened(self.process_set)
         return current.rank_sets.members(there.number) if there.engine is not None else None
 
 
-OWED = "sirtaki_compression"
-"""In an optimizer's state: what its rank owes, see `Feedback`."""
+RESIDUAL_KEY = "sirtaki_compression"
+"""Key of an optimizer's state dict for the error-feedback residual of this rank, see `Feedback`."""
 
 UNSKIPPED = (
     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
@@ -125,12 +128,14 @@ RACE = (
 
 
 class AveragingOptimizer(Distributed):
-    """What is mixed into the class of the wrapped optimizer.
+    """Mixin that makes a wrapped optimizer average or sum gradients over ranks.
+
+    `derive` combines this class with the class of the wrapped optimizer.
 
     Attributes:
-        _recipe: what the user has asked for.
-        _gradients: keeps the gradients equal; None where there is nobody to be equal to.
-        _parameter_names: of each parameter, the name in messages; scripts written for Horovod read it.
+        _recipe: arguments of `DistributedOptimizer`.
+        _gradients: reducers of the gradients. None on a rank that trains alone or is outside of the process set.
+        _parameter_names: the name of each parameter in messages. Scripts written for Horovod read this attribute.
     """
 
     _recipe: GradientRecipe
@@ -157,7 +162,7 @@ class AveragingOptimizer(Distributed):
         self._gradients, self._synchronized = None, False
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """From the next step on, gradients are reduced after `passes` backward passes.
+        """Accumulate the gradients of `passes` backward passes before each reduction, from the next step on.
 
         Raises:
             ValueError: `passes` is not positive.
@@ -169,7 +174,7 @@ class AveragingOptimizer(Distributed):
             self._gradients.set_passes(passes)
 
     def synchronize(self) -> None:
-        """Collective: blocks until all gradients are reduced; afterwards `.grad` holds the result."""
+        """Wait until all gradients are reduced. Afterwards `.grad` holds the result. Collective."""
         self._require_open()
         if self._gradients is not None:
             self._gradients.finish()
@@ -179,14 +184,14 @@ class AveragingOptimizer(Distributed):
 
     @torch.no_grad()
     def _make_sparse(self) -> None:
-        """For an optimizer that takes sparse gradients only: those that travelled dense."""
+        """Convert dense reduced gradients to sparse ones, because SparseAdam rejects dense gradients."""
         for param in self._parameter_names:
             if param.grad is not None and not param.grad.is_sparse:
                 param.grad = param.grad.to_sparse(1)
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """`step()` inside does not synchronise, because `synchronize()` has been called."""
+        """Make `step()` inside the block skip the reduction, because the caller has called `synchronize()`."""
         self._should_synchronize = False
         try:
             yield
@@ -194,9 +199,13 @@ class AveragingOptimizer(Distributed):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: as torch
-        """Collective: synchronises (unless skipped) and updates the parameters.
+        """Reduce the gradients, unless skipped, and update the parameters. Collective.
 
-        With a closure, gradients are synchronised after each call of it.
+        Args:
+            closure: called by the wrapped optimizer. Gradients are reduced after each of its calls.
+
+        Returns:
+            The result of the wrapped optimizer's `step`.
 
         Raises:
             NotInitializedError: `close` or `shutdown` was called.
@@ -209,7 +218,7 @@ class AveragingOptimizer(Distributed):
                 warnings.warn(UNSKIPPED, stacklevel=2)
             self.synchronize()
         self._synchronized = False
-        # A scheduler that was made for the wrapped optimizer looks there whether a step was made.
+        # Set because a scheduler of the wrapped optimizer warns without this attribute.
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # torch's, set by its schedulers
         return super().step(closure)
 
@@ -222,7 +231,7 @@ class AveragingOptimizer(Distributed):
             self.synchronize()
             if not decides_by_loss:
                 return loss
-            # A line search must take the same decisions on all ranks, so they must see the same loss.
+            # The line search must decide alike on all ranks, so it gets the average loss.
             if not isinstance(loss, torch.Tensor):
                 loss = torch.tensor(loss, dtype=torch.float64, device="cpu")
             return allreduce(loss.detach(), process_set=self._recipe.process_set)
@@ -230,17 +239,20 @@ class AveragingOptimizer(Distributed):
         return synchronised
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the wrapped optimizer's. Collective after a backward pass that raised, and where `step()` was left out.
+        """Zero the gradients. Collective if the last backward pass raised or its `step()` was omitted.
+
+        Args:
+            set_to_none: set `.grad` to None instead of zeros.
 
         Raises:
-            AssertionError: gradients are being reduced, since some did not come in the backward pass.
+            AssertionError: gradients are being reduced, and some were not ready when the backward pass ended.
         """
         if self._gradients is not None and not self._gradients.drop():
             raise AssertionError(RACE)
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Collective: as the wrapped optimizer's; the new parameters' gradients are reduced, too."""
+        """Add a parameter group to the wrapped optimizer, and reduce its gradients too. Collective."""
         self._require_open()
         super().add_param_group(param_group)
         number = len(self.param_groups) - 1
@@ -251,23 +263,23 @@ class AveragingOptimizer(Distributed):
             self._gradients.extend([(name, local_shard(param)) for name, param in added])
 
     def state_dict(self) -> dict[str, Any]:
-        """As the wrapped optimizer's; where gradients lose something on their way, with what this rank owes."""
+        """Return the wrapped optimizer's state. Lossy compression adds the error-feedback residual of this rank."""
         state: dict[str, Any] = super().state_dict()
         reduction = self._recipe.options.reduction
         loses = reduction.compression is not None or reduction.feedback.residuals
-        return state | {OWED: reduction.feedback.state_dict()} if loses else state
+        return state | {RESIDUAL_KEY: reduction.feedback.state_dict()} if loses else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the wrapped optimizer's; takes over what is owed, too, if the state says it."""
+        """Load the wrapped optimizer's state, and the error-feedback residual if `state_dict` has one."""
         super().load_state_dict(state_dict)
-        if OWED in state_dict:
-            self._recipe.options.reduction.feedback.load_state_dict(state_dict[OWED])
+        if RESIDUAL_KEY in state_dict:
+            self._recipe.options.reduction.feedback.load_state_dict(state_dict[RESIDUAL_KEY])
 
     def close(self) -> None:
-        """Ends this optimizer: its gradients are not reduced any more, and what that took is released. Idempotent.
+        """Stop reducing gradients for this optimizer and release its hooks and buffers. Idempotent, not collective.
 
-        Happens by itself when the last reference to the optimizer is dropped. Not collective; parameters that another
-        DistributedOptimizer has, too, go on being reduced for that one.
+        Python calls this when the last reference to the optimizer is dropped. Parameters that belong to another
+        DistributedOptimizer as well are still reduced for the other one.
         """
         self._closed = True
         if self._gradients is not None:
@@ -280,15 +292,21 @@ class AveragingOptimizer(Distributed):
             require_attached(self)
 
     def finish(self) -> None:
-        """Blocks until all parameters are what the last `step()` makes of them; not collective.
+        """Wait until the updates of the last `step()` are applied to all parameters. Not collective.
 
-        They are when it returns, but with `overlap_forward=True`: needed then before parameters are read by what
-        neither Python nor PyTorch's dispatcher sees.
+        Without `overlap_forward`, `step()` has applied the updates before it returns. With `overlap_forward=True`, call
+        `finish()` before code reads parameters without passing through Python or PyTorch's dispatcher.
         """
 
 
 class _AdasumDistributed(Distributed):
-    """What is mixed into the class of the wrapped optimizer."""
+    """Mixin that makes a wrapped optimizer combine the updates of all ranks with Adasum.
+
+    Attributes:
+        _named: names and parameters of the optimizer.
+        _compression: compresses updates before they are sent.
+        _serial: number of this optimizer, for names of operations that are equal on all ranks.
+    """
 
     _named: Sequence[tuple[str, torch.Tensor]]
     _parameter_names: dict[torch.Tensor, str]
@@ -306,7 +324,7 @@ class _AdasumDistributed(Distributed):
         self._serial, self._detached = next(current.serials[GLOBAL]), ""
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Gradients add up on this rank until `step()`, however many backward passes there are.
+        """Validate `passes` and ignore it, because Adasum combines updates: gradients accumulate until `step()`.
 
         Raises:
             ValueError: `passes` is not positive.
@@ -315,11 +333,11 @@ class _AdasumDistributed(Distributed):
             raise ValueError("backward_passes_per_step must be > 0")
 
     def synchronize(self) -> None:
-        """Does nothing: updates are combined, and those are made by `step()`."""
+        """Do nothing, because `step()` combines updates and no gradient is reduced."""
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Not possible.
+        """Reject the call, because Adasum has no separate reduction to skip.
 
         Raises:
             AssertionError: always.
@@ -328,7 +346,7 @@ class _AdasumDistributed(Distributed):
         yield
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: as torch
-        """Collective: each rank makes its own update; the parameters move by their combination."""
+        """Compute the update of this rank and move the parameters by the Adasum of all ranks' updates. Collective."""
         require_attached(self)
         params = [param for _, param in self._named if param.requires_grad]
         starts = [param.detach().clone() for param in params]
@@ -348,12 +366,12 @@ class _AdasumDistributed(Distributed):
 def wrap_adasum(
     optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, torch.Tensor]], *, compression: type[Compressor]
 ) -> Distributed:
-    """An optimizer of a class derived from `optimizer`'s that combines updates, once it is attached to ranks.
+    """Return an optimizer that combines updates with Adasum. Its class derives from the class of `optimizer`.
 
     Args:
         optimizer: the optimizer to wrap.
-        named: all its parameters.
-        compression: how updates travel.
+        named: names and parameters of `optimizer`.
+        compression: compresses updates before they are sent.
     """
     distributed = derive(_AdasumDistributed, optimizer)
     distributed._named, distributed._compression = named, compression
@@ -361,40 +379,41 @@ def wrap_adasum(
     return distributed
 
 
-REFUSED = "overlap_forward does not go with this optimizer: {why}"
+REFUSED = "overlap_forward cannot be used with this optimizer: {why}"
 WAITED = (
-    "gradients are looked at between backward() and step(), and are waited for there: only what nobody has looked at "
-    "comes during the next forward pass"
+    "the script reads gradients between backward() and step(), so each read waits: only gradients that are not read "
+    "overlap with the next forward pass"
 )
 SYNCHRONIZED = (
-    "synchronize() waits for all gradients, as clipping by their global norm must: nothing of them comes during the "
+    "synchronize() waits for all gradients, as clipping by the global norm requires: no gradient overlaps with the "
     "next forward pass"
 )
 TRIALS = 2
-"""In so many steps copies are tried: the first makes states, another uses them."""
+"""Steps in which copies of an unknown optimizer are tried: the first creates its state, the second uses the state."""
 
-COMPILED = "torch.compile is used, whose graphs read parameters past Python: step() waits for all gradients"
+COMPILED = "torch.compile is in use, and its graphs read parameters without Python: step() waits for all gradients"
 
 
 def _stop_watching(reference: weakref.ref[OverlappedOptimizer]) -> None:
-    if (optimizer := reference()) is not None:  # else it watches no more
+    if (optimizer := reference()) is not None:
         optimizer._stop_watching()
 
 
 class OverlappedOptimizer(AveragingOptimizer):
-    """What is mixed into the class of the wrapped optimizer in the place of `AveragingOptimizer`.
+    """Mixin that defers updates: each parameter is updated in the next forward pass, right before its first read.
 
     Attributes:
-        _updates: those that are put off; None where there is nobody to wait for.
-        _refuses: a script that cannot have what it has asked for is told by an error; else it trains without.
-        _refusal: why nothing is put off; empty if it may be, None = not known before the first steps.
-        _n_tried: steps that were tried on copies.
-        _partial: updates some of the parameters.
-        _learning: watches who reads parameters, in one iteration; None = not in this one.
-        _knows_reads: that iteration has been.
-        _modules_wait: modules of the script's own hold parameters, and wait for them.
-        _hooks: what watches until the next step: learning, checking, modules that wait.
-        _told: what the log has been told.
+        _updates: deferred updates. None on a rank that trains alone.
+        _refuses: True if an unsuitable optimizer raises an error, False if it trains without forward overlap.
+        _refusal: the reason why no update is deferred. Empty if updates may be deferred, None until the first steps
+            have shown it.
+        _n_tried: number of steps that were tried on copies of the optimizer.
+        _partial: applies the update of some parameters.
+        _learning: records the order in which parameters are read, during one iteration. None in other iterations.
+        _knows_reads: True once the order of reads is recorded.
+        _modules_wait: True if modules that are not PyTorch's own hold parameters. A forward pre-hook waits for them.
+        _hooks: hooks that the next step removes.
+        _logged: messages that were logged.
     """
 
     _updates: PutOffUpdates | None = None
@@ -406,15 +425,15 @@ class OverlappedOptimizer(AveragingOptimizer):
     _knows_reads = False
     _modules_wait = False
     _hooks: ExitStack
-    _told: set[str]
+    _logged: set[str]
 
     def _begin_overlap(self, *, refuses: bool) -> None:
-        """Before it is attached.
+        """Initialise the attributes of this mixin. Called once, before `_attach`.
 
         Raises:
-            ConfigError: this optimizer cannot have it, and the script has asked for it by an argument.
+            ConfigError: the class of the optimizer does not support forward overlap, and `refuses` is True.
         """
-        self._refuses, self._hooks, self._told = refuses, ExitStack(), set()
+        self._refuses, self._hooks, self._logged = refuses, ExitStack(), set()
         finalize(self, self._hooks.close)
         if why := refusal(self, self._kind):
             self._refuse(why)
@@ -427,11 +446,11 @@ class OverlappedOptimizer(AveragingOptimizer):
         self._refusal = why
         if self._refuses:
             raise ConfigError(REFUSED.format(why=why))
-        logger.info("%s; it trains without", REFUSED.format(why=why))
+        logger.info("%s; training without forward overlap", REFUSED.format(why=why))
 
-    def _tell_once(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
+    def _log_once(self, text: str) -> None:
+        if text not in self._logged:
+            self._logged.add(text)
             logger.info("overlap_forward: %s", text)
 
     def _attach(self, current: job.Job) -> None:
@@ -443,8 +462,8 @@ class OverlappedOptimizer(AveragingOptimizer):
             self._updates = PutOffUpdates(
                 self._gradients,
                 self._partial,
-                allowed=lambda: bool(this._may_put_off()),
-                seen=lambda: this._tell_once(WAITED),
+                allowed=lambda: bool(this._may_defer()),
+                seen=lambda: this._log_once(WAITED),
                 closed=partial(_stop_watching, weakref.ref(self)),
             )
             self._updates.use()
@@ -455,7 +474,7 @@ class OverlappedOptimizer(AveragingOptimizer):
             self._updates.drop()
         super()._detach(why)
 
-    # ── what iterations may be put off ───────────────────────────────────────────────────────────────────────────
+    # ── iterations that may be deferred ──────────────────────────────────────────────────────────────────────────
 
     @property
     def _overlap(self) -> ForwardOverlap | None:
@@ -463,11 +482,11 @@ class OverlappedOptimizer(AveragingOptimizer):
         tuned = reducers[0].tuning if len(reducers) == 1 else None
         return None if tuned is None else tuned.overlap
 
-    def _may_put_off(self) -> bool:
+    def _may_defer(self) -> bool:
         if not self._knows_reads or self._refusal != "" or isinstance(self, torch.optim.SparseAdam):
-            return False  # SparseAdam takes sparse gradients, and reduced ones are dense until `synchronize`
+            return False  # because SparseAdam needs sparse gradients, and only `synchronize` converts reduced ones
         if something_is_compiled():
-            self._tell_once(COMPILED)
+            self._log_once(COMPILED)
             return False
         hooks = (
             self._optimizer_step_pre_hooks,
@@ -481,28 +500,29 @@ class OverlappedOptimizer(AveragingOptimizer):
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: as torch
-        """Collective: as `AveragingOptimizer.step`, but returns at once where updates can be put off.
+        """Reduce the gradients and update the parameters. Return at once if the updates can be deferred. Collective.
 
         Raises:
             NotInitializedError: `close` or `shutdown` was called.
-            ConfigError: a closure is given, or the optimizer turns out not to update each parameter by itself.
+            ConfigError: `overlap_forward=True` with a closure, or with an optimizer whose update of one parameter
+                depends on other parameters.
         """
         if torch.is_inference_mode_enabled():  # or deferred updates could not write to the states of this step
             with torch.inference_mode(False), torch.no_grad():
                 return self.step(closure)
         self._stop_watching()
         if closure is not None and self._refuses:
-            raise ConfigError("overlap_forward does not go with step(closure): call the closure before step()")
+            raise ConfigError("overlap_forward cannot be used with step(closure): call the closure before step()")
         self._require_open()
         updates = self._updates
         if updates is None or self._refusal:
             return super().step(closure)
-        if updates.state is IterationState.DEFERRED:  # no backward pass since
-            updates.settle()
+        if updates.state is IterationState.DEFERRED:  # no backward pass since the last step
+            updates.drain()
         plain = closure is None and self._should_synchronize and not self._synchronized
         if plain and updates.step():
             self._wrapped._opt_called = True  # type: ignore[attr-defined]  # torch's, set by its schedulers
-            self._watch_put_off()
+            self._watch_deferred()
             return None
         updates.withdraw()
         if self._refusal is None and plain:
@@ -512,7 +532,7 @@ class OverlappedOptimizer(AveragingOptimizer):
         return result
 
     def _first_step(self) -> Any:  # Any: as torch
-        """Gradients are there once they are reduced; copies of the optimizer tell what kind it is."""
+        """Reduce, try on copies whether the optimizer supports deferred updates, and update the parameters."""
         self.synchronize()
         if why := refusal_by_trial(self, self._kind):
             self._refuse(why)
@@ -523,21 +543,21 @@ class OverlappedOptimizer(AveragingOptimizer):
             return super().step()
 
     def synchronize(self) -> None:
-        """As `AveragingOptimizer.synchronize`; nothing of this iteration is put off."""
+        """Wait until all gradients are reduced. The next `step()` defers no update. Collective."""
         self._stop_watching()
         if self._updates is not None:
             if self._updates.state is IterationState.LAUNCHED and self._should_synchronize:
-                self._tell_once(SYNCHRONIZED)
-            self._updates.settle()
+                self._log_once(SYNCHRONIZED)
+            self._updates.drain()
         super().synchronize()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `AveragingOptimizer.zero_grad`; does not wait for updates that are put off."""
+        """Zero the gradients. A gradient whose update is deferred is zeroed after the update. Non-blocking."""
         updates = self._updates
         if updates is None or updates.state not in (IterationState.LAUNCHED, IterationState.DEFERRED):
             with nullcontext() if self._learning is None else without_subclasses():
                 super().zero_grad(set_to_none)  # which reads no parameter
-        elif updates.state is IterationState.LAUNCHED:  # its step was left out
+        elif updates.state is IterationState.LAUNCHED:  # `step()` was omitted
             updates.withdraw()
             super().zero_grad(set_to_none)
         else:
@@ -546,26 +566,27 @@ class OverlappedOptimizer(AveragingOptimizer):
                     if not updates.zero(param, Zeroing.NONE if set_to_none else Zeroing.ZEROS):
                         _zero(param, set_to_none)
 
-    # ── who reads parameters ─────────────────────────────────────────────────────────────────────────────────────
+    # ── reads of parameters ──────────────────────────────────────────────────────────────────────────────────────
 
     def _learn_reads(self) -> None:
         overlap = self._overlap
         if overlap is None or self._learning is not None or something_is_compiled():
             return
-        if overlap.learning or (overlap.ready and not self._knows_reads):  # late, if it could not be in its time
+        # `ready` without recorded reads: the intended iteration could not be recorded, so a later one is.
+        if overlap.learning or (overlap.ready and not self._knows_reads):
             learning = LearnedReads(self._reduced_params())
             if learning.begin():
                 self._learning = learning
                 self._hooks.callback(learning.end)
 
     def _reduced_params(self) -> list[torch.Tensor]:
-        """All that are updated with dense gradients; none if there are sparse ones, too."""
+        """Return the reduced parameters, or an empty list if one of them has sparse gradients."""
         assert self._gradients is not None
         reducer = self._gradients.reducers[0]
         return [param for _, param in reducer.hooked] if reducer.all_dense else []
 
-    def _watch_put_off(self) -> None:
-        """An iteration has just been put off: modules of the script's own wait, and reads are checked if wanted."""
+    def _watch_deferred(self) -> None:
+        """Register hooks of modules that wait for parameters, and check reads if `SIRTAKI_OVERLAP_FORWARD=check`."""
         if self._modules_wait:
             self._hooks.callback(register_module_forward_pre_hook(wait_for_own).remove)
         if job.current().settings.overlap_forward is Overlap.CHECK:
@@ -587,24 +608,24 @@ class OverlappedOptimizer(AveragingOptimizer):
         number_of = {id(param): number for number, param in enumerate(params)}
         overlap.reads = [number_of[id(param)] for param in learning.order if id(param) in number_of]
         updates.uncovered = frozenset(learning.uncovered)
-        self._modules_wait = hold_their_own(learning.modules, params)
+        self._modules_wait = custom_modules_hold(learning.modules, params)
         self._knows_reads = True
         if learning.uncovered:
             names = [name for param, name in self._parameter_names.items() if id(param) in learning.uncovered]
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-            self._tell_once(f"{shown} are read past Python, so that step() waits for them")
+            self._log_once(f"{shown} are read without Python, so step() waits for them")
 
-    # ── everything else that reads or writes what is put off ─────────────────────────────────────────────────────
+    # ── other reads and writes of deferred parameters ────────────────────────────────────────────────────────────
 
     def finish(self) -> None:
-        """Blocks until all parameters are what the last `step()` makes of them; not collective."""
+        """Wait until the updates of the last `step()` are applied to all parameters. Not collective."""
         if self._updates is not None and self._updates.state is IterationState.DEFERRED:
-            self._updates.settle()
+            self._updates.drain()
             self._stop_watching()
 
     @property
     def state(self) -> Any:  # Any: as torch
-        """The optimizer's, once no update is put off any more."""
+        """Return the wrapped optimizer's state, after all deferred updates are applied."""
         if self._partial is None or not self._partial.running:
             self.finish()
         return self.__dict__["state"]
@@ -614,12 +635,12 @@ class OverlappedOptimizer(AveragingOptimizer):
         self.__dict__["state"] = state
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """As `AveragingOptimizer.set_backward_passes_per_step`."""
+        """Apply all deferred updates, then set the number of backward passes per reduction."""
         self.finish()
         super().set_backward_passes_per_step(passes)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As `AveragingOptimizer.add_param_group`."""
+        """Apply all deferred updates, then add a parameter group. Collective."""
         self._stop_watching()
         self.finish()
         super().add_param_group(param_group)
@@ -627,16 +648,16 @@ class OverlappedOptimizer(AveragingOptimizer):
             self._updates.use()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As `AveragingOptimizer.load_state_dict`."""
+        """Apply all deferred updates, then load the state."""
         self.finish()
         super().load_state_dict(state_dict)
 
     def close(self) -> None:
-        """As `AveragingOptimizer.close`; what is put off is done first, unless the ranks are gone."""
+        """Apply all deferred updates, or drop them if another rank is lost, then close the optimizer. Idempotent."""
         self._stop_watching()
         try:
             if self._updates is not None:
-                self._updates.settle()
+                self._updates.drain()
         except CommError:
             assert self._updates is not None
             self._updates.drop()
@@ -671,29 +692,34 @@ def DistributedOptimizer(
     arms: Sequence[Arm] | None = None,
     overlap_forward: bool | None = None,
 ) -> torch.optim.Optimizer:
-    """Collective: an optimizer of a class derived from `optimizer`'s that reduces gradients over all ranks.
+    """Wrap an optimizer so that it reduces gradients over all ranks. Collective.
 
     Args:
-        optimizer: the optimizer to wrap; its parameter groups and state are shared.
-        named_parameters: names for messages; the same on all ranks.
-        compression: how gradients travel: one of `Compression`'s, or an object that packs numbers into bytes, with the
-            methods of `sirtaki.comm.compress.Codec`.
-        backward_passes_per_step: backward passes whose gradients are added up before they are reduced.
+        optimizer: the optimizer to wrap. The result shares its parameter groups and state.
+        named_parameters: names of the parameters for messages. They must be equal on all ranks.
+        compression: compression of gradients on the network: a member of `Compression`, or an object with the methods
+            of `sirtaki.comm.compress.Codec`.
+        backward_passes_per_step: backward passes whose gradients are accumulated before they are reduced.
         op: Average or Sum of the gradients, or Adasum of the updates.
-        gradient_predivide_factor: divides before the sum and multiplies after it, with Average only.
+        gradient_predivide_factor: divisor before the sum and factor after the sum. Allowed with Average only.
         num_groups: deprecated, use `groups`.
-        groups: parameters that are reduced together, or into how many even groups to divide all; None = as tuned.
-        sparse_as_dense: sparse gradients travel dense, and stay so unless the optimizer takes sparse ones only.
-        process_set: the ranks that train together; on others nothing is reduced.
-        arms: search techniques to tune with, instead of the usual ones.
-        overlap_forward: `step()` returns at once, and parameters are updated in the next forward pass, each before it
-            is read; None = as `SIRTAKI_OVERLAP_FORWARD` says.
+        groups: lists of parameters that are reduced together, or the number of equal groups to divide all parameters
+            into. None lets the tuner decide.
+        sparse_as_dense: reduce sparse gradients as dense tensors. The results stay dense, except for an optimizer that
+            accepts sparse gradients only.
+        process_set: the ranks that train together. Other ranks reduce nothing.
+        arms: search techniques of the tuner that replace the default ones.
+        overlap_forward: let `step()` return at once, and update each parameter in the next forward pass before its
+            first read. None uses the value of `SIRTAKI_OVERLAP_FORWARD`.
+
+    Returns:
+        An optimizer whose class derives from the class of `optimizer`.
 
     Raises:
-        ValueError: an argument is invalid, the optimizer is a distributed one already, or (on all ranks) one of its
-            parameters belongs to another distributed optimizer with other options, or (with `overlap_forward=True`) it
-            does not update each parameter by itself.
-        NotImplementedError: Adasum of some of the ranks, or of a number that is no power of two.
+        ValueError: an argument is invalid, or the optimizer is a distributed optimizer already. Raised on all ranks if
+            a parameter belongs to another distributed optimizer with other options. Raised with
+            `overlap_forward=True` if the update of one parameter depends on other parameters.
+        NotImplementedError: Adasum with a process set, or with a number of ranks that is not a power of two.
         MismatchError: on all ranks, if their models differ.
     """
     require_plain(optimizer)
@@ -714,7 +740,7 @@ def DistributedOptimizer(
     current = job.current()
     overlaps = current.settings.overlap_forward is not Overlap.OFF if overlap_forward is None else overlap_forward
     if op == Adasum and overlap_forward:
-        raise ConfigError("overlap_forward does not go with op=Adasum, which combines updates, not gradients")
+        raise ConfigError("overlap_forward cannot be used with op=Adasum, which combines updates, not gradients")
     if op == Adasum and (current.control.size > 1 or current.elastic is not None):
         if process_set is not global_process_set:
             raise NotImplementedError("Adasum does not support non-global process sets yet.")
@@ -745,10 +771,10 @@ def DistributedOptimizer(
 def _divide(
     groups: int | Sequence[Sequence[torch.Tensor]] | None, params: list[torch.Tensor]
 ) -> list[list[torch.Tensor]]:
-    """The groups that `groups=` means.
+    """Return the lists of parameters that the argument `groups` describes.
 
     Raises:
-        ValueError: neither a number that is not negative nor lists of parameters.
+        ValueError: `groups` is a negative number, or contains other objects than lists of distinct parameters.
     """
     if groups is None or groups == 0:
         return []
@@ -770,10 +796,10 @@ def _divide(
 def _named_parameters(
     optimizer: torch.optim.Optimizer, named_parameters: NamedParameters | None
 ) -> list[tuple[str, torch.Tensor]]:
-    """Every parameter of the optimizer with a name.
+    """Return every parameter of the optimizer with its name.
 
     Raises:
-        ValueError: as Horovod: no pairs, a name twice, a parameter without a name.
+        ValueError: an item is no pair, a name occurs twice, or a parameter has no name.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     given = [] if named_parameters is None else list(named_parameters)
@@ -798,14 +824,16 @@ def _named_parameters(
 
 
 def sparse_gradients() -> list[SparseSummary]:
-    """Which way sparse gradients go, of each parameter for which it is decided; not collective.
+    """Return the sparse algorithm of each parameter for which one is chosen. Not collective.
 
-    It is decided after some thirty iterations, or eight where `SIRTAKI_SPARSE` fixes the way; on one rank never.
+    The algorithm is chosen after about 30 iterations, or after 8 if `SIRTAKI_SPARSE` fixes it. With one rank none is
+    chosen.
 
     Returns:
-        Of each parameter its `name`, `density` (which part of its rows any rank touches in an iteration), `plan`,
-        `n_bytes` that a rank receives in an iteration, `dense_bytes` and `horovod_bytes` to compare it with, and more;
-        `describe()` says it in words. The same on all ranks that train the parameter.
+        One summary for each parameter, equal on all ranks that train the parameter. Fields among others: `name`,
+        `density` (share of the rows that at least one rank accesses in an iteration), `plan` (the algorithm),
+        `n_bytes` (bytes that a rank receives in an iteration), `dense_bytes` and `horovod_bytes` (the same for a dense
+        reduction and for Horovod's all-gather). `describe()` returns one line of text.
 
     Raises:
         NotInitializedError: there is no job.
@@ -813,14 +841,15 @@ def sparse_gradients() -> list[SparseSummary]:
     return [summary for reducer in reducers_of(job.current()) for summary in reducer.sparse.summaries]
 
 
-# ── parameters that are DTensors, as tensor parallelism makes them: their local shards are reduced ───────────────────
+# ── DTensor parameters (tensor parallelism): their local shards are reduced ──────────────────────────────────────────
 
 
 class LocalShard(torch.Tensor):
-    """This rank's shard of a DTensor, of the same memory; `.grad` is the shard of the DTensor's gradient, both ways.
+    """Local shard of a DTensor parameter on this rank. Shares the memory of the DTensor.
 
-    A gradient that comes with other placements than its parameter's (a sum that the ranks of the tensor-parallel
-    dimension have not added up yet) is given these as it comes, so that all those ranks do it at the same point.
+    Reading or setting `.grad` reads or sets the local shard of the DTensor's gradient. Autograd can produce a gradient
+    with other placements than the parameter, for example a partial sum. The hook of `on_leaf` redistributes such a
+    gradient at once, so that all ranks of the tensor-parallel dimension redistribute at the same point.
     """
 
     __torch_function__ = no_torch_function  # type: ignore[assignment]
@@ -829,14 +858,14 @@ class LocalShard(torch.Tensor):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """None if the DTensor has none."""
+        """Return the local shard of the DTensor's gradient, or None without a gradient."""
         whole = self._whole()
         if whole is None or (gradient := whole.grad) is None:
             return None
         local: torch.Tensor = gradient._local_tensor
         before, self._seen = self._seen, (id(gradient), gradient._version)
         if before != self._seen and before[0] == id(gradient):
-            torch.autograd.graph.increment_version(local)  # what writes to a DTensor counts there only
+            torch.autograd.graph.increment_version(local)  # because a write to a DTensor counts in the DTensor only
         return local
 
     @grad.setter
@@ -847,15 +876,15 @@ class LocalShard(torch.Tensor):
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
-        """As the DTensor, which may be frozen and thawed."""
+        """Return whether the DTensor requires a gradient now."""
         whole = self._whole()
         return whole is not None and bool(whole.requires_grad)
 
     def on_leaf(self, hook: Callable[[torch.Tensor], None]) -> tuple[Any, Callable[[Any], None]]:
-        """Return the DTensor, and the hook that it gets, so that `hook` is called with the shard."""
+        """Return the DTensor, and a hook for the DTensor that calls `hook` with this shard."""
 
         @torch.no_grad()
-        def come(whole: Any) -> None:  # Any: see `_whole`
+        def on_gradient(whole: Any) -> None:  # Any: see `_whole`
             if (gradient := whole.grad) is not None:
                 if gradient.placements != whole.placements:
                     gradient = gradient.redistribute(placements=whole.placements)
@@ -866,14 +895,14 @@ class LocalShard(torch.Tensor):
                     self.grad = local
             hook(self)
 
-        return self._whole(), come
+        return self._whole(), on_gradient
 
 
 _shards = WeakTensorKeyDictionary()
 
 
 def local_shard(param: Any) -> torch.Tensor:  # Any: a parameter, which may be a DTensor
-    """A parameter, or the one `LocalShard` of it if it is a DTensor."""
+    """Return `param`, or its only `LocalShard` if `param` is a DTensor."""
     if not is_dtensor(param):
         return param  # type: ignore[no-any-return]
     if param not in _shards:

@@ -1,4 +1,9 @@
-"""Parameters whose update is put off until they are read."""
+"""Deferred updates: apply the update of each parameter right before the parameter is read.
+
+A parameter is *held* from the backward pass until its update is applied: its class becomes a subclass that intercepts
+`__torch_function__`. The first operation on a held parameter waits for the reduced gradient, applies the update, and
+restores the class.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +42,14 @@ from sirtaki.machine import free_in_forked_children
 
 
 def bare_step(kind: type[torch.optim.Optimizer]) -> Callable[[Any], object]:
-    """`kind.step` without the hooks that PyTorch calls around it, once for each call."""
+    """Return `kind.step` without PyTorch's hooks, because several partial calls make one step."""
     step = kind.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]  # functools'
 
 
 @contextlib.contextmanager
-def as_at_step(device: torch.device) -> Iterator[None]:
-    """Inside, a step is what it is in a script's training loop, wherever this is called: in autocast, in evaluation."""
+def step_context(device: torch.device) -> Iterator[None]:
+    """Disable autocast, inference mode, dispatch modes and functorch transforms for an optimizer step in the block."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
@@ -59,7 +64,7 @@ def as_at_step(device: torch.device) -> Iterator[None]:
 
 
 class PartialStep:
-    """The step that an optimizer's script has asked for last; it does not keep the optimizer."""
+    """Applies one step of an optimizer to a few parameters at a time. Refers to the optimizer weakly."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> None:
         """`kind`: the class whose `step` updates parameters."""
@@ -70,26 +75,26 @@ class PartialStep:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer whose step this is."""
+        """Return the optimizer. It must be alive."""
         optimizer = self._reference()
         assert optimizer is not None
         return optimizer
 
     def begin(self) -> None:
-        """Begins a step: what its groups say now holds for all its updates, whatever is written there later."""
+        """Begin a step. Its updates use a copy of the options in `param_groups` that is made now."""
         self._options, self._group_of = [], {}
         for number, group in enumerate(self.optimizer.param_groups):
             self._group_of |= {id(param): number for param in group["params"]}
             self._options.append({name: _copy(value) for name, value in group.items() if name != "params"})
 
     def others(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """The optimizer's parameters without these."""
+        """Return the optimizer's parameters that are not in `params`."""
         without = {id(param) for param in params}
         every = (param for group in self.optimizer.param_groups for param in group["params"])
         return [param for param in every if id(param) not in without]
 
     def update(self, params: Iterable[torch.Tensor]) -> None:
-        """Updates these parameters, once each, by what is in their `.grad`."""
+        """Apply the step to `params`. Skips a parameter without `.grad`. Called once per parameter and step."""
         members: dict[int, list[torch.Tensor]] = {}
         for param in params:
             if param.grad is not None and (number := self._group_of.get(id(param))) is not None:
@@ -102,7 +107,7 @@ class PartialStep:
         whole = optimizer.param_groups
         self.running = True
         try:
-            with as_at_step(device):
+            with step_context(device):
                 optimizer.param_groups = groups
                 self._step(optimizer)
         finally:
@@ -122,21 +127,21 @@ KNOWN = frozenset(
     )
     if hasattr(torch.optim, name)
 )
-"""PyTorch's own that update each parameter by itself; all others are tried."""
+"""Optimizers of PyTorch that update each parameter independently. Optimizers of other classes are tried on copies."""
 
 SCALES = (1.0, 1e4, 1e-4)
-"""By these gradients are multiplied for a trial: what clips by a norm, or trusts a ratio, does so only sometimes."""
+"""Factors for gradients in a trial. Clipping by a norm, for example, takes effect for large gradients only."""
 
 
 def refusal(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> str:
-    """Why `overlap_forward` does not go with this optimizer, as far as its class says; empty if it may.
+    """Return why the class and options of an optimizer rule out `overlap_forward`, or an empty string.
 
     Args:
-        optimizer: with the groups and options.
-        kind: its class.
+        optimizer: the distributed optimizer.
+        kind: class of the wrapped optimizer.
     """
     if issubclass(kind, torch.optim.LBFGS):
-        return f"{kind.__name__} looks at all parameters at once"
+        return f"{kind.__name__} reads all parameters at once"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{kind.__name__}(differentiable=True) keeps a graph of its step"
     if any(is_dtensor(param) for group in optimizer.param_groups for param in group["params"]):
@@ -145,10 +150,13 @@ def refusal(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer])
 
 
 def refusal_by_trial(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> str:
-    """As `refusal`, of an optimizer of unknown class: steps copies of it, so gradients must be there.
+    """Try on copies whether an optimizer updates each parameter independently. All gradients must be reduced.
 
-    One copy is stepped as a whole, and one as `PartialStep` does it, parameter by parameter, the last first. All
-    values, states, options and attributes must be equal to the bit.
+    Steps one copy as a whole, and one copy parameter by parameter in reverse order. Parameters, states, options and
+    attributes of both copies must be equal to the bit.
+
+    Returns:
+        Why the optimizer rules out `overlap_forward`, or an empty string.
     """
     if kind in KNOWN:
         return ""
@@ -158,7 +166,7 @@ def refusal_by_trial(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Op
             rng = torch.get_rng_state()
             for scale in SCALES:
                 whole, parts = _copy_of(optimizer, kind, scale), _copy_of(optimizer, kind, scale)
-                with as_at_step(device):
+                with step_context(device):
                     bare_step(kind)(whole)
                 partial = PartialStep(parts, kind)
                 partial.begin()
@@ -166,20 +174,20 @@ def refusal_by_trial(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Op
                     partial.update([param])
                 if not torch.equal(rng, torch.get_rng_state()):
                     return f"{kind.__name__} draws random numbers"
-                if different := _difference(_notes(whole), _notes(parts)):
-                    return f"{kind.__name__}.step() changes {different}, which is not of one parameter"
+                if different := _difference(_shared_state(whole), _shared_state(parts)):
+                    return f"{kind.__name__}.step() changes {different}, which does not belong to one parameter"
                 if _difference(_results(whole), _results(parts)):
-                    return f"{kind.__name__} updates a parameter by what belongs to others, too"
-    except Exception as err:  # whatever an unknown optimizer does with copies, or memory that they do not find
-        return f"{kind.__name__} cannot be tried with a few parameters ({type(err).__name__}: {err})"
+                    return f"{kind.__name__} uses other parameters to update a parameter"
+    except Exception as err:  # an unknown optimizer may raise any error on copies; they may also exceed the memory
+        return f"{kind.__name__} failed in a trial step with some of its parameters ({type(err).__name__}: {err})"
     return ""
 
 
 def _copy_of(
     optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer], scale: float
 ) -> torch.optim.Optimizer:
-    """A plain one of copies of all parameters, whose gradients are multiplied by `scale`."""
-    copies: dict[int, Any] = {}  # as `deepcopy` wants them: wherever a parameter is referred to, there is its copy
+    """Clone the optimizer, without its wrapper, over cloned parameters. Scale their gradients by `scale`."""
+    copies: dict[int, Any] = {}  # memo of `deepcopy`: replaces each reference to a parameter by its copy
     for group in optimizer.param_groups:
         for param in group["params"]:
             copies[id(param)] = twin = torch.nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
@@ -188,10 +196,10 @@ def _copy_of(
     for name, value in vars(getattr(optimizer, "_wrapped", optimizer)).items():
         if name.endswith("_hooks"):
             copied.__dict__[name] = OrderedDict()
-        elif name not in ("state", "param_groups", "step"):  # whose `step` a scheduler may have patched
+        elif name not in ("state", "param_groups", "step"):  # a scheduler may have replaced `step` of the instance
             try:
                 copied.__dict__[name] = copy.deepcopy(value, copies)
-            except Exception:  # what cannot be copied is not what an update depends on
+            except Exception:  # an update does not depend on an attribute that cannot be copied
                 copied.__dict__[name] = value
     copied.param_groups = copy.deepcopy(optimizer.param_groups, copies)
     copied.state = defaultdict(dict, copy.deepcopy(dict(optimizer.state), copies))
@@ -199,24 +207,24 @@ def _copy_of(
 
 
 def _results(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What the optimizer has made of each parameter, and keeps of it."""
+    """Return the value and the state of each parameter."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return {str(number): (param.detach(), optimizer.state.get(param, {})) for number, param in enumerate(params)}
 
 
-def _notes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What the optimizer keeps besides."""
+def _shared_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the state that parameters share: attributes, options, and state under keys other than parameters."""
     own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
-    notes = {f"its attribute {name}": value for name, value in own.items()}
-    notes |= {f"its state {key}": value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    shared = {f"its attribute {name}": value for name, value in own.items()}
+    shared |= {f"its state {key}": value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
     for number, group in enumerate(optimizer.param_groups):
         options = {name: value for name, value in group.items() if name != "params"}
-        notes |= {f"its option {name} (of group {number})": value for name, value in options.items()}
-    return notes
+        shared |= {f"its option {name} (of group {number})": value for name, value in options.items()}
+    return shared
 
 
 def _difference(one: dict[str, Any], other: dict[str, Any]) -> str:
-    """The name of the first of these values that differs or is there once only; empty if there is none such."""
+    """Return the first key whose values differ or that one dict lacks, or an empty string."""
     return next(
         (
             name
@@ -237,19 +245,19 @@ def _equal(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(_equal, one, other))
     try:
         return bool(one == other)
-    except Exception:  # what cannot be compared is not known to be equal
+    except Exception:  # values that cannot be compared count as different
         return False
 
 
 class Awaiter(Protocol):
-    """Waits for the tensors that it holds."""
+    """Owner of held tensors: waits until a tensor may be used."""
 
-    def arrive(self, tensor: torch.Tensor) -> None:
-        """Blocks until anybody may use the tensor, and lets go of it."""
+    def on_read(self, tensor: torch.Tensor) -> None:
+        """Wait until the tensor may be used, then release it."""
         ...
 
-    def settle(self) -> None:
-        """Blocks until anybody may use any of its tensors, and lets go of them."""
+    def drain(self) -> None:
+        """Wait until all tensors of this owner may be used, then release them."""
         ...
 
 
@@ -259,11 +267,11 @@ _FREE = frozenset(
     getattr(torch.Tensor, name).__get__
     for name in ("shape", "dtype", "device", "layout", "ndim", "is_leaf", "requires_grad", "is_cuda", "is_cpu")
 ) | {torch.Tensor.size, torch.Tensor.numel, torch.Tensor.dim}
-"""What may be asked at any time: it says nothing of values."""
+"""Functions that read no values of a tensor, so that they need not wait."""
 
 
 class _Awaited:
-    """Mixed into the class of tensors that are waited for."""
+    """Mixin for the classes of held tensors. Every operation on such a tensor waits first."""
 
     @classmethod
     def __torch_function__(
@@ -279,8 +287,8 @@ class _Awaited:
         found = list(_tensors((args, kwargs)))
         for tensor in found:
             wait_for(tensor)
-        if not found:  # in a container that is not known here
-            settle_all()
+        if not found:  # the tensor is in a container of unknown class
+            wait_for_all()
         return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -307,40 +315,40 @@ _PLAIN: dict[type, type] = {held: plain for plain, held in _HELD.items()}
 
 
 def can_be_held(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is of a class that `hold` knows, and is not held already."""
+    """Return whether `hold` supports the class of the tensor, and the tensor is not held already."""
     return type(tensor) in _HELD
 
 
 def is_held(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is held: using it waits."""
+    """Return whether the tensor is held, so that operations on it wait."""
     return type(tensor) in _PLAIN
 
 
 def hold(tensors: Iterable[torch.Tensor], awaiter: Awaiter) -> None:
-    """Makes whoever uses one of the tensors wait, by `awaiter`, which is kept alive until they are let go."""
+    """Make operations on the tensors wait with `awaiter`. Keeps `awaiter` alive until all tensors are released."""
     for tensor in tensors:
         _awaiters[id(tensor)] = awaiter
         tensor.__class__ = _HELD[type(tensor)]
 
 
-def let_go(tensor: torch.Tensor) -> None:
-    """Makes the tensor plain again, for which nobody waits. Harmless if it is."""
+def release(tensor: torch.Tensor) -> None:
+    """Restore the class of a held tensor, so that operations on it no longer wait. Ignore other tensors."""
     if type(tensor) in _PLAIN:
         tensor.__class__ = _PLAIN[type(tensor)]
         del _awaiters[id(tensor)]
 
 
 def wait_for(tensor: torch.Tensor) -> None:
-    """Blocks until anybody may use the tensor."""
+    """Wait until the tensor may be used."""
     awaiter = _awaiters.get(id(tensor))
     if awaiter is not None:
-        awaiter.arrive(tensor)
+        awaiter.on_read(tensor)
 
 
-def settle_all() -> None:
-    """Blocks until nothing is waited for any more; not collective."""
+def wait_for_all() -> None:
+    """Wait until all held tensors of this process may be used. Not collective."""
     for awaiter in dict.fromkeys(_awaiters.values()):
-        awaiter.settle()
+        awaiter.drain()
 
 
 def _tensors(found: object) -> Iterator[torch.Tensor]:
@@ -354,10 +362,10 @@ def _tensors(found: object) -> Iterator[torch.Tensor]:
 
 
 class HeldReads(TorchDispatchMode):
-    """Reports each operation that reads a tensor while it is held, or another that shares its memory."""
+    """Dispatch mode that reports operations on the memory of held tensors. Views and aliases count too."""
 
     def __init__(self, params: Sequence[torch.Tensor], found: Callable[[torch.Tensor, Any], None]) -> None:
-        """`found` is called with the tensor that is held, and the operation."""
+        """`found` is called with the held tensor and the operation."""
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._found = found
         self._waiting: torch.utils.hooks.RemovableHandle | None = None
@@ -367,7 +375,7 @@ class HeldReads(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """PyTorch's call."""
+        """Report held tensors among the arguments, then run the operation. Called by PyTorch."""
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, torch.Tensor):
                 param = self._by_memory.get(_memory(tensor))
@@ -421,7 +429,10 @@ class HeldReads(TorchDispatchMode):
 
 
 def _count_writes(func: Any, args: tuple[Any, ...]) -> None:
-    """Below a mode PyTorch does not count writes to lists of tensors, as `clip_grad_norm_` makes them."""
+    """Increment the versions of tensors in written lists, because PyTorch does not do so below a dispatch mode.
+
+    For example, `clip_grad_norm_` writes to lists of tensors.
+    """
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, list | tuple):
             for tensor in value:
@@ -433,111 +444,112 @@ def _memory(tensor: torch.Tensor) -> int:
     with torch._C.DisableTorchFunctionSubclass():
         try:
             return int(tensor.untyped_storage()._cdata)
-        except (NotImplementedError, RuntimeError):  # sparse, or a transform's
+        except (NotImplementedError, RuntimeError):  # a sparse tensor, or a tensor of a functorch transform
             return 0
 
 
 class LearnedReads:
-    """One iteration in which all parameters of an optimizer are watched.
+    """Recorder of all reads of an optimizer's parameters in one iteration.
 
     Attributes:
-        order: parameters in the order in which they were first read.
-        uncovered: those that were read past Python, by id.
-        modules: outermost modules that were called.
+        order: parameters in the order of their first reads.
+        uncovered: ids of parameters that were read without a call of `__torch_function__`.
+        modules: modules that were called.
     """
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
-        """`params`: plain ones, of which nothing is under way."""
+        """`params`: parameters that are not held and whose gradients are not in flight."""
         self._params = params
-        self._mode = HeldReads(params, self._past_python)
+        self._mode = HeldReads(params, self._on_uncovered_read)
         self.order: list[torch.Tensor] = []
         self.uncovered: set[int] = set()
         self.modules: list[nn.Module] = []
         self._handle: torch.utils.hooks.RemovableHandle | None = None
 
     def begin(self) -> bool:
-        """Watches from now on; False if it cannot."""
+        """Start recording. Return False if a parameter cannot be held or another dispatch mode is active."""
         if not all(map(can_be_held, self._params)) or not self._mode.begin():
             return False
         hold(self._params, self)
-        self._handle = register_module_forward_pre_hook(self._called)
+        self._handle = register_module_forward_pre_hook(self._on_module_call)
         return True
 
     def end(self) -> None:
-        """Watches no more."""
+        """Stop recording and release all parameters."""
         self._mode.end()
-        self.settle()
+        self.drain()
         if self._handle is not None:
             self._handle.remove()
 
-    def arrive(self, tensor: torch.Tensor) -> None:
-        """Notes that the tensor was read, and lets go of it."""
-        let_go(tensor)
+    def on_read(self, tensor: torch.Tensor) -> None:
+        """Record the first read of the tensor and release it."""
+        release(tensor)
         self.order.append(tensor)
 
-    def settle(self) -> None:
-        """Lets go of all parameters, without noting them as read."""
+    def drain(self) -> None:
+        """Release all parameters without recording a read."""
         for param in self._params:
-            let_go(param)
+            release(param)
 
-    def _past_python(self, param: torch.Tensor, _: object) -> None:
+    def _on_uncovered_read(self, param: torch.Tensor, _: object) -> None:
         self.uncovered.add(id(param))
-        self.arrive(param)
+        self.on_read(param)
 
-    def _called(self, module: nn.Module, _: object) -> None:
+    def _on_module_call(self, module: nn.Module, _: object) -> None:
         if not any(module is known for known in self.modules):
             self.modules.append(module)
 
 
 class CheckedReads:
-    """Raises where a parameter is read that is not what it will be (`SIRTAKI_OVERLAP_FORWARD=check`)."""
+    """Check that raises if a parameter is read before its update is applied (`SIRTAKI_OVERLAP_FORWARD=check`)."""
 
     def __init__(self, params: Sequence[torch.Tensor], names: dict[int, str]) -> None:
-        """`names`: of the parameters, by id."""
+        """`names`: names of the parameters, by id of the parameter."""
         self._names = names
         self._mode = HeldReads(params, self._raise)
         self._inside: list[str] = []
         self._handles = contextlib.ExitStack()
 
     def begin(self) -> None:
-        """Checks from now on."""
+        """Start checking, unless another dispatch mode is active."""
         if self._mode.begin():
             for handle in (
                 register_module_forward_pre_hook(lambda module, _: self._inside.append(type(module).__name__)),
-                register_module_forward_hook(self._left, always_call=True),
+                register_module_forward_hook(self._on_module_return, always_call=True),
             ):
                 self._handles.callback(handle.remove)
 
     def end(self) -> None:
-        """Checks no more."""
+        """Stop checking."""
         self._mode.end()
         self._handles.close()
         self._inside.clear()
 
-    def _left(self, *_: object) -> None:
+    def _on_module_return(self, *_: object) -> None:
         if self._inside:
             self._inside.pop()
 
     def _raise(self, param: torch.Tensor, operation: Any) -> None:
         where = f"in {self._inside[-1]}" if self._inside else "outside of all modules"
         raise StaleReadError(
-            f"{operation} reads {self._names.get(id(param), 'a parameter')} {where} before its update is made, past "
-            "what Python can see: call optimizer.finish() before that"
+            f"{operation} reads {self._names.get(id(param), 'a parameter')} {where} before its update is applied, "
+            "because the read does not pass through Python: call optimizer.finish() before this read"
         )
 
 
 def wait_for_own(module: nn.Module, _: object) -> None:
-    """A forward pre-hook of all modules: those that are not PyTorch's wait for the parameters that they hold.
+    """Wait for the parameters of a module whose class is not PyTorch's. Global forward pre-hook.
 
-    What is in PyTorch reads parameters by functions that wait; others may give theirs to an extension.
+    PyTorch's modules read parameters with functions that wait. Other modules may pass them to a C++ extension, which
+    does not wait.
     """
     if not type(module).__module__.startswith("torch."):
         for param in _own(module):
             wait_for(param)
 
 
-def hold_their_own(modules: Sequence[nn.Module], params: Sequence[torch.Tensor]) -> bool:
-    """Return whether one of these modules, or one in them, is not PyTorch's and holds some of these parameters."""
+def custom_modules_hold(modules: Sequence[nn.Module], params: Sequence[torch.Tensor]) -> bool:
+    """Return whether a module or submodule of a class outside PyTorch directly holds one of the parameters."""
     wanted = {id(param) for param in params}
     every = dict.fromkeys(part for module in modules for part in module.modules())
     others = [part for part in every if not type(part).__module__.startswith("torch.")]
@@ -545,13 +557,16 @@ def hold_their_own(modules: Sequence[nn.Module], params: Sequence[torch.Tensor])
 
 
 def _own(module: nn.Module) -> list[nn.Parameter]:
-    """Parameters that the module itself holds, also in lists."""
+    """Return the parameters that the module holds directly or in a ParameterList or ParameterDict."""
     lists = [part for part in module._modules.values() if isinstance(part, nn.ParameterList | nn.ParameterDict)]
     return [param for part in (module, *lists) for param in part._parameters.values() if param is not None]
 
 
 def _n_references(tensor: torch.Tensor) -> int:
-    """How many tensors have its memory; where PyTorch does not say, whether it is a part of more memory."""
+    """Return the number of users of the tensor's storage.
+
+    Without a count from PyTorch, return 1 if the storage is larger than the tensor, else 0.
+    """
     with torch._C.DisableTorchFunctionSubclass():
         storage = tensor.untyped_storage()
         return count_storage_users(storage._cdata) if count_storage_users else int(storage.nbytes() > tensor.nbytes)
@@ -561,10 +576,9 @@ _ALONE = _n_references(torch.empty(1, dtype=torch.float32, device="cpu"))
 
 
 def _has_alias(param: torch.Tensor) -> bool:
-    """Another tensor has this memory, or the memory around it, whose reader nobody sees.
+    """Return whether another tensor shares the parameter's storage, so that a read of that tensor would not wait.
 
-    So it is where parameters lie in one flat buffer, or are slices of each other, where `p.data` or a `state_dict()` is
-    kept, and where a graph is retained that has saved the value.
+    Examples: parameters in one flat buffer, a kept `p.data` or `state_dict()`, a retained graph that saved the value.
     """
     return _n_references(param) > _ALONE
 
@@ -575,17 +589,17 @@ def _pipeline(hooks: GradientHooks) -> GradientPipeline:
 
 
 class Zeroing(Enum):
-    """What `zero_grad` has asked for while updates were put off."""
+    """Effect of a `zero_grad` call on a gradient whose update is deferred. Applied after the update."""
 
     NONE = "set to None"
     ZEROS = "zeros"
 
 
 class PutOffUpdates:
-    """The updates of one optimizer that are put off; the forward gate of its reducer, while it uses one alone.
+    """Deferred updates of one optimizer. Implements `ForwardGate`. Needs an optimizer with exactly one `GradientHooks`.
 
     Attributes:
-        uncovered: parameters, by id, that something reads past Python: these are waited for in `step()`.
+        uncovered: ids of parameters that are read without a call of `__torch_function__`. `step()` waits for them.
     """
 
     def __init__(
@@ -597,14 +611,14 @@ class PutOffUpdates:
         seen: Callable[[], None],
         closed: Callable[[], None],
     ) -> None:
-        """Nothing is put off before `use` is called.
+        """Prepare. No update is deferred before `use` is called.
 
         Args:
-            gradients: of the optimizer.
-            partial: updates some of its parameters.
-            allowed: whether this iteration may be put off, as far as the script is concerned.
-            seen: called when gradients are looked at, and so waited for, between backward and step.
-            closed: called when nothing is put off any more by these ranks.
+            gradients: reducers of the optimizer.
+            partial: applies the update of some parameters.
+            allowed: returns whether the optimizer and the script permit deferred updates in this iteration.
+            seen: called when the script reads a gradient between backward and `step()`, which waits for the gradient.
+            closed: called when no further update will be deferred on these ranks.
         """
         self._gradients, self._partial, self._allowed, self._seen = gradients, partial, allowed, seen
         self._closed = closed
@@ -616,10 +630,11 @@ class PutOffUpdates:
         self._waiting: set[int] = set()
         self._gradient_of: dict[int, torch.Tensor | None] = {}
         self._zeroing: dict[int, Zeroing] = {}
-        self._keeps: torch.optim.Optimizer | None = None  # while something is put off: its script may drop it
+        # Set while updates are deferred, because the script may drop its last reference to the optimizer.
+        self._keeps: torch.optim.Optimizer | None = None
 
     def use(self) -> None:
-        """The optimizer's reducers are as they are now; called again when they change."""
+        """Register with the optimizer's reducer. Called again when the reducers change."""
         if (reducer := self._reducer) is not None:
             reducer.gate = weakref.ref(self)
 
@@ -635,8 +650,8 @@ class PutOffUpdates:
 
     # ── the backward pass ────────────────────────────────────────────────────────────────────────────────────────
 
-    def _can(self, reducer: GradientHooks) -> bool:
-        """Return whether this iteration may be put off; takes up the reducer's parameters, which may have changed."""
+    def _can_defer(self, reducer: GradientHooks) -> bool:
+        """Return whether updates of this iteration may be deferred. Refreshes the list of parameters."""
         if not (reducer.can_defer and self._allowed()):
             return False
         if reducer.hooked is not self._hooked:
@@ -645,9 +660,9 @@ class PutOffUpdates:
         return reducer.state is IterationState.LAUNCHED or all(map(can_be_held, self._params))
 
     def keep(self) -> bool:
-        """Holds all parameters, if it can; see `ForwardGate`."""
+        """Hold all parameters, and return whether that is possible. See `ForwardGate`."""
         with self._lock:
-            if (reducer := self._reducer) is None or not self._can(reducer):
+            if (reducer := self._reducer) is None or not self._can_defer(reducer):
                 return False
             self._hold()
             return True
@@ -657,49 +672,49 @@ class PutOffUpdates:
         hold(self._params, self)
 
     def withdraw(self) -> None:
-        """Before `step()`: nothing is put off, and gradients are as after a backward pass that has waited for them."""
+        """Release all parameters and wait for all gradients. Does nothing after `step()`."""
         with self._lock:
             if (reducer := self._reducer) is not None and reducer.state is IterationState.LAUNCHED:
-                self._let_go_all()
+                self._release_all()
                 reducer.reduce()
                 self._keeps = None
 
-    def _let_go_all(self) -> None:
+    def _release_all(self) -> None:
         for number in self._waiting:
-            let_go(self._params[number])
+            release(self._params[number])
         self._waiting.clear()
 
     # ── the step ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def step(self) -> bool:
-        """Has the updates of this step put off; False, and nothing is done, if they cannot be."""
+        """Defer the updates of this step. Return False if that is not possible, so that the caller steps as usual."""
         with self._lock:
             reducer = self._reducer
-            if reducer is None or not self._can(reducer):
+            if reducer is None or not self._can_defer(reducer):
                 self.withdraw()
                 return False
-            if reducer.state is not IterationState.LAUNCHED and _pipeline(reducer).written:  # `step()` must raise that
-                return False
+            if reducer.state is not IterationState.LAUNCHED and _pipeline(reducer).written:
+                return False  # so that `step()` reports the gradient that was modified in place
             kept = reducer.state is IterationState.LAUNCHED
             reducer.defer()
-            if not kept:  # some gradients did not come in the backward pass
+            if not kept:  # some gradients were not ready when the backward pass ended
                 self._hold()
             waiting = [self._params[number] for number in self._waiting]
             with torch._C.DisableTorchFunctionSubclass():
                 for number in self._waiting:
                     param = self._params[number]
-                    # A backward pass through an old graph must not add to what is being reduced.
+                    # Set to None so that a backward pass through an old graph does not add to a gradient in flight.
                     self._gradient_of[number], param.grad = param.grad, None
                     torch.autograd.graph.increment_version(param)
             self._partial.begin()
             self._partial.update(self._partial.others(waiting))
             for param in waiting:
                 if id(param) in self.uncovered or _has_alias(param):
-                    self.arrive(param)
+                    self.on_read(param)
             return True
 
     def zero(self, param: torch.Tensor, zeroing: Zeroing) -> bool:
-        """Between steps: zeroes a gradient once its update is made; False, and nothing is done, if it is made."""
+        """Zero a gradient after its deferred update. Return False, without an effect, if the update is not deferred."""
         with self._lock:
             number = self._number_of.get(id(param), -1)
             if number not in self._waiting:
@@ -707,33 +722,34 @@ class PutOffUpdates:
             self._zeroing[number] = zeroing
             return True
 
-    # ── what is waited for ───────────────────────────────────────────────────────────────────────────────────────
+    # ── reads of held parameters ─────────────────────────────────────────────────────────────────────────────────
 
-    def arrive(self, tensor: torch.Tensor) -> None:
-        """Blocks until anybody may use the tensor, and lets go of it."""
+    def on_read(self, tensor: torch.Tensor) -> None:
+        """Wait for the gradient of a held parameter, apply its update if it is deferred, and release the parameter."""
         with self._lock:
             number, reducer = self._number_of.get(id(tensor), -1), self._reducer
             if number not in self._waiting or reducer is None:
-                let_go(tensor)
+                release(tensor)
                 return
             if reducer.state is IterationState.LAUNCHED:
                 self._seen()
             arrived = [other for other in reducer.wait_for(number) if other in self._waiting]
-            if not arrived:  # this rank is needed elsewhere
-                self._let_go_all()
+            if not arrived:  # the wait stopped because another operation needs this rank; COLLECTING again
+                self._release_all()
                 self._keeps = None
                 return
             params = [self._params[number] for number in arrived]
             self._waiting.difference_update(arrived)
             for param in params:
-                let_go(param)
+                release(param)
             if reducer.state is IterationState.LAUNCHED:
                 _pipeline(reducer).assign_gradients(arrived)
             else:
                 self._update(reducer, arrived, params)
 
     def _update(self, reducer: GradientHooks, arrived: Sequence[int], params: Sequence[torch.Tensor]) -> None:
-        came = {number: param.grad for number, param in zip(arrived, params, strict=True) if param.grad is not None}
+        # Gradients of a newer backward pass through an old graph. They are added to `.grad` after the update.
+        newer = {number: param.grad for number, param in zip(arrived, params, strict=True) if param.grad is not None}
         for number, param in zip(arrived, params, strict=True):
             param.grad = self._gradient_of.pop(number)
         _pipeline(reducer).assign_gradients(arrived)
@@ -744,29 +760,29 @@ class PutOffUpdates:
                 param.grad = None
             elif zeroing is Zeroing.ZEROS and param.grad is not None:
                 param.grad = torch.zeros_like(param.grad)
-            if (gradient := came.get(number)) is not None:
+            if (gradient := newer.get(number)) is not None:
                 param.grad = gradient if param.grad is None else param.grad + gradient
 
-    def settle(self) -> None:
-        """Blocks until what was put off is done, and the iteration has ended; before `step()`, withdraws."""
+    def drain(self) -> None:
+        """Apply all deferred updates and end the iteration. Before `step()`, call `withdraw` instead."""
         with self._lock:
             self.withdraw()
             if self.state is not IterationState.DEFERRED:
                 return
             for number in sorted(self._waiting):
                 if number in self._waiting:
-                    self.arrive(self._params[number])
+                    self.on_read(self._params[number])
             self._gradients.finish()
             self._keeps = None
 
     def close(self) -> None:
-        """Nothing will be put off any more; see `ForwardGate`."""
+        """Report that no further update will be deferred. See `ForwardGate`."""
         self._closed()
 
     def drop(self) -> None:
-        """The ranks are gone: parameters stay what they are."""
+        """Discard all deferred updates, because another rank is lost. Parameters keep their values."""
         with self._lock:
-            self._let_go_all()
+            self._release_all()
             self._gradient_of.clear()
             self._zeroing.clear()
             self._keeps = None

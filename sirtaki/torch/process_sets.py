@@ -75,7 +75,7 @@ class _GlobalProcessSet(ProcessSet):
     process_set_id = GLOBAL
 
     def __init__(self) -> None:
-        """Open whenever Sirtaki is initialised."""
+        """Create the set. It is open whenever Sirtaki is initialised."""
 
     def _opened(self) -> RankSet | None:
         if not job.is_initialized():
@@ -128,15 +128,6 @@ def require_opened(process_set: ProcessSet) -> RankSet:
     raise ConfigError(f"{process_set} has not been initialized: pass it to init() or add_process_set() first")
 
 
-def members(process_set: ProcessSet) -> tuple[int, ...]:
-    """Return the ranks of an open set, by their rank in the job.
-
-    Raises:
-        ConfigError: the set is not open.
-    """
-    return require_opened(process_set).ranks
-
-
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Open a process set. Collective over all ranks, members or not, which must pass equal sets.
 
@@ -150,7 +141,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     if current.elastic is not None and not current.training and process_set not in _lasting:
         _lasting.append(process_set)
         if not current.settled:
-            return process_set  # opened when this rank joins the other ranks in `elastic.run`
+            return process_set  # `elastic.run` opens it when this rank becomes a member of the job
     process_set.process_set_id = current.rank_sets.add(_wanted(process_set))
     process_set.ranks = list(current.rank_sets[process_set.process_set_id].ranks)
     return process_set
@@ -163,15 +154,17 @@ def _wanted(process_set: ProcessSet) -> list[int]:
     # Only members of a communicator know its members.
     control = job.current().control
     MPI = load_mpi()
-    mine: list[int] = []
+    own: list[int] = []
     if process_set.mpi_comm != MPI.COMM_NULL:
         group = process_set.mpi_comm.group
-        mine = [
+        own = [
             int(rank) for rank in MPI.Group.Translate_ranks(group, list(range(group.size)), mpi_of(control.comm).group)
         ]
-    named: list[list[int]] = [ranks for ranks in control.all_gather(mine) if ranks]
+    named: list[list[int]] = [ranks for ranks in control.all_gather(own) if ranks]
     if len({tuple(ranks) for ranks in named}) != 1:
-        raise ConfigError("a process set's communicator must be the same on all members, and COMM_NULL on other ranks")
+        raise ConfigError(
+            "all members of a process set must pass the same communicator, and all other ranks must pass COMM_NULL"
+        )
     return named[0]
 
 
@@ -242,7 +235,7 @@ def end_generation() -> None:
 
 
 def lasting() -> dict[tuple[int, ...], ProcessSet]:
-    """Return sets that are to be opened again and are not open, by their ranks."""
+    """Return the sets that must be opened again, by their ranks."""
     return {tuple(there.ranks): there for there in _lasting if there.ranks is not None and there._opened() is None}
 
 

@@ -1,4 +1,4 @@
-"""What a script of several ranks needs beside training: its share of data, one rank's output, values of all."""
+"""Helpers for scripts with several ranks: shares of data, calls on rank 0 only, averages and sums over ranks."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ T = TypeVar("T")
 
 
 class DistributedSampler(TorchDistributedSampler[Any]):
-    """Every `size()`-th index of what another sampler yields, beginning with the `rank()`-th.
+    """Sampler that yields every `size()`-th index of another sampler, from the `rank()`-th on.
 
-    At the beginning of a pass all ranks take rank 0's random state, so the other sampler shuffles alike on all; a pass
-    is a collective operation therefore. PyTorch's own shuffles by `(seed, epoch)` instead, in another order than
-    `DataLoader(shuffle=True)`.
+    At the begin of a pass, all ranks take rank 0's random state, so that the other sampler shuffles alike on all ranks.
+    Therefore a pass is collective. PyTorch's DistributedSampler shuffles by `(seed, epoch)` instead, in another order
+    than `DataLoader(shuffle=True)`.
     """
 
     def __init__(self, order: Sampler[Any], *, drop_last: bool = False) -> None:
-        """Deals out nothing yet.
+        """Create the sampler.
 
         Args:
-            order: yields the indices of all ranks; finite.
-            drop_last: leave out what is left where there is no multiple of `size()` indices.
+            order: finite sampler that yields the indices for all ranks.
+            drop_last: drop the last indices that do not fill a multiple of `size()`.
         """
         assert isinstance(order, Sized)
         super().__init__(order, num_replicas=size(), rank=rank(), shuffle=False, drop_last=drop_last)  # type: ignore[arg-type]  # only its length is asked for
@@ -52,13 +52,13 @@ class DistributedSampler(TorchDistributedSampler[Any]):
 
 
 class _EndlessSampler(Sampler[None]):
-    """Stands where a loader of an IterableDataset has its sampler: it has no indices, but passes begin with it."""
+    """Sampler for a loader of an IterableDataset. Yields no indices, and sets the random state when a pass begins."""
 
     def __init__(self, dataset: IterableDataset[Any]) -> None:
         self._dataset, self.epoch = dataset, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """For the data set, if it wants to know."""
+        """Pass the epoch to the data set, if it has `set_epoch`."""
         self.epoch = epoch
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
@@ -71,7 +71,7 @@ class _EndlessSampler(Sampler[None]):
 
 
 class _IterableShare(IterableDataset[Any]):
-    """Every `ranks`-th item of another data set; items that are left at its end are no rank's."""
+    """Every `ranks`-th item of another data set. Last items that do not fill a multiple of `ranks` are dropped."""
 
     def __init__(self, dataset: IterableDataset[Any], *, rank: int, ranks: int) -> None:
         self._dataset, self._rank, self._ranks = dataset, rank, ranks
@@ -90,43 +90,46 @@ class _IterableShare(IterableDataset[Any]):
                 turn.clear()
 
     def __len__(self) -> int:
-        return len(self._dataset) // self._ranks  # type: ignore[arg-type]  # TypeError, where it has none
+        return len(self._dataset) // self._ranks  # type: ignore[arg-type]  # TypeError for a data set without length
 
 
 def take_root_random_state(epoch: int, generator: torch.Generator | None) -> None:
-    """Collective: all ranks go on with the random state that rank 0 has.
+    """Set the random state of all ranks to rank 0's. Collective.
 
     Raises:
-        MismatchError: on the ranks that are not in rank 0's epoch.
+        MismatchError: this rank is in another epoch than rank 0.
     """
     if size() == 1:
         return
     states = (torch.get_rng_state(), None if generator is None else generator.get_state(), epoch)
     state, generator_state, root_epoch = broadcast_object(states, root_rank=0)
     if epoch != root_epoch:
-        raise MismatchError(f"rank {rank()} begins epoch {epoch}, rank 0 epoch {root_epoch}: they have parted ways")
+        raise MismatchError(
+            f"rank {rank()} begins epoch {epoch}, but rank 0 begins epoch {root_epoch}: all ranks must begin the same "
+            "epoch"
+        )
     torch.set_rng_state(state)
     if generator is not None:
         generator.set_state(generator_state)
 
 
 def take_own_random_state() -> None:
-    """Ranks that have one random state go on with different ones, rank 0 with the one that it has.
+    """Set different random states on ranks that have equal ones, so that noise, dropout and augmentation differ.
 
-    So noise, dropout and augmentation differ within a batch.
+    Rank 0 keeps its state.
     """
     if rank() != 0:
         torch.manual_seed(zlib.crc32(torch.get_rng_state().numpy().tobytes()) + rank())
 
 
 def shares(samples: list[T], ranks: int) -> list[T]:
-    """The samples, the first ones again at the end if it takes them to make a multiple of `ranks`."""
+    """Return the samples, with the first ones repeated at the end to fill a multiple of `ranks`."""
     missing = -len(samples) % ranks
     return samples + [samples[number % len(samples)] for number in range(missing)] if samples else samples
 
 
 def share(batch: Any, axis: int = 0) -> Any:
-    """This rank's part of a batch that all ranks have cut alike: every `size()`-th row of a tensor, array or list."""
+    """Return this rank's rows of a batch that is equal on all ranks: every `size()`-th one. Tensor, array or list."""
     if size() == 1:
         return batch
     rows = shares(list(range(batch.shape[axis] if hasattr(batch, "shape") else len(batch))), size())[rank() :: size()]
@@ -136,29 +139,30 @@ def share(batch: Any, axis: int = 0) -> Any:
 
 
 def divided(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """A loader of this rank's share of each batch; `loader` itself on one rank, but for its sampler.
+    """Return a copy of a loader that yields this rank's share of each batch.
 
     Raises:
-        ConfigError: its batches cannot be divided.
+        ConfigError: the batches cannot be divided by the number of ranks.
     """
     batch_size, ranks = loader.batch_size, size()
     if batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         raise ConfigError(
-            "a loader with a batch sampler of its own, or without batches, cannot be divided: do it by hand"
+            "cannot divide a DataLoader that has a custom batch sampler or no batches: divide its data with share()"
         )
     if batch_size % ranks:
         less, more = batch_size - batch_size % ranks, batch_size + -batch_size % ranks
         fitting = f"{less} or {more}" if less else f"{more}"
-        raise ConfigError(f"a batch of {batch_size} samples cannot be divided among {ranks} ranks: make it {fitting}")
+        raise ConfigError(f"batch_size={batch_size} is not a multiple of the {ranks} ranks: use {fitting}")
     part = copy.copy(loader)
     sampler: Any
     if isinstance(loader.dataset, IterableDataset):
         sampler = _EndlessSampler(loader.dataset)
         dataset: Any = _IterableShare(loader.dataset, rank=rank(), ranks=ranks) if ranks > 1 else loader.dataset
     else:
-        order: Any = loader.sampler  # torch says Iterable, and takes its length
+        order: Any = loader.sampler  # Any: torch declares an Iterable, but requires a length
         sampler, dataset = DistributedSampler(order, drop_last=loader.drop_last), loader.dataset
-    # A DataLoader refuses assignments to these, since its iterators may hold the old ones; this one has none yet.
+    # A DataLoader rejects assignments to these attributes, because its iterators may use the old ones. The copy has no
+    # iterator yet.
     vars(part).update(
         _whole=loader,
         dataset=dataset,
@@ -170,7 +174,7 @@ def divided(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def whole(loader: Iterable[T]) -> Iterable[T]:
-    """What `loader` was before it was divided: every rank sees all of its data."""
+    """Return the original of a loader made by `divided`, with the data of all ranks. Return other loaders unchanged."""
     undivided: Iterable[T] = getattr(loader, "_whole", loader)
     return undivided
 
@@ -179,7 +183,7 @@ P = ParamSpec("P")
 
 
 class _Nobody:
-    """Stands on other ranks for what only rank 0 has, a writer or a run: whatever is asked of it does nothing."""
+    """Placeholder on other ranks for an object that only rank 0 has, such as a writer. All its methods do nothing."""
 
     def __getattr__(self, name: str) -> _Nobody:
         return self
@@ -199,40 +203,40 @@ class _Nobody:
 
 
 def on_root(function: Callable[P, T]) -> Callable[P, T]:
-    """`function`, which is called on rank 0 only; elsewhere its result is an object whose methods do nothing.
+    """Decorate a function that only rank 0 calls. On other ranks it returns an object whose methods do nothing.
 
-    All ranks evaluate its arguments, so these may hold collective operations.
+    All ranks evaluate the arguments, so the arguments may contain collective operations.
     """
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if is_initialized() and rank() != 0:
-            return _Nobody()  # type: ignore[return-value]  # what stands for it
+            return _Nobody()  # type: ignore[return-value]  # the placeholder
         return function(*args, **kwargs)
 
     return call
 
 
 def average(value: Any) -> Any:
-    """Collective: the mean over the ranks of a number, of each in a container, or of a tensor, with gradients.
+    """Return the mean over ranks of a number, a tensor, or each number in a container. Collective, differentiable.
 
-    For what is a mean over the samples of a rank.
+    Use it for a mean over the samples of a rank.
     """
     return _reduced(value, Average)
 
 
 def total(value: Any) -> Any:
-    """Collective: the sum over the ranks of a number, of each in a container, or of a tensor, with gradients.
+    """Return the sum over ranks of a number, a tensor, or each number in a container. Collective, differentiable.
 
-    For what is a sum over the samples of a rank, or counts them.
+    Use it for a sum over the samples of a rank, or for their number.
     """
     return _reduced(value, Sum)
 
 
 def mean(elements: torch.Tensor) -> torch.Tensor:
-    """Collective: this rank's part of the mean over the elements that all ranks have; their average is that mean.
+    """Return a value whose average over ranks is the mean over the elements of all ranks. Collective.
 
-    For a loss over elements of which ranks have different numbers, as those that a mask leaves.
+    Use it for a loss if ranks have different numbers of elements, for example after a mask.
     """
     if size() == 1:
         return elements.mean()
@@ -241,10 +245,11 @@ def mean(elements: torch.Tensor) -> torch.Tensor:
 
 
 def weighted(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`loss`, divided by the weight of the targets that all ranks have, where it divides by that of a rank's.
+    """Return a loss function whose average over ranks is the loss of the whole batch. A call is collective.
 
-    Then the average of the ranks' losses is the loss of the whole batch, also where classes have weights, targets are
-    left out (`ignore_index`), or ranks have different numbers of elements. A call is collective.
+    `loss` divides by the weight of the targets of one rank. The new function divides by the weight of the targets of
+    all ranks. This makes a difference if classes have weights, targets are ignored (`ignore_index`), or ranks have
+    different numbers of elements.
 
     Args:
         loss: a loss of `torch.nn` or `torch.nn.functional` whose reduction is a mean.
@@ -282,14 +287,14 @@ def weighted(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 def distributed(optimizer: torch.optim.Optimizer, *models: torch.nn.Module, **options: Any) -> torch.optim.Optimizer:
     """Return a `DistributedOptimizer` for models that are equal on all ranks from now on. Collective.
 
-    Rank 0's parameters and buffers are broadcast first. In an expression this takes the place of several lines:
+    Broadcasts rank 0's parameters and buffers first. Can be used in an expression:
 
         optimizers = [ranks.distributed(torch.optim.SGD(net.parameters(), 0.1), net) for net in nets]
 
     Args:
         optimizer: optimizer of parameters of `models`.
-        models: models, the same ones in the same order on all ranks.
-        options: of `DistributedOptimizer`.
+        models: models, in the same order on all ranks.
+        options: arguments of `DistributedOptimizer`.
     """
     for model in models:
         broadcast_parameters(model.state_dict(), root_rank=0)
@@ -313,7 +318,7 @@ def _reduced(value: Any, op: int) -> Any:
 
 
 def agreed(value: T) -> T:
-    """Collective: rank 0's value; for what all ranks have computed alike, but for the last bits."""
+    """Return rank 0's value on all ranks, for values that differ between ranks in the last bits. Collective."""
     if size() == 1:
         return value
     shared: T = broadcast_object(value, root_rank=0)

@@ -167,8 +167,7 @@ def notify(
         except Exception as err:
             remove(watcher)
             when = "" if iteration is None else f" in iteration {iteration}"
-            text = "watcher %s raised%s and was removed: %s"
-            logger.warning(text, type(watcher).__name__, when, in_a_line(err))
+            logger.warning("watcher %s raised%s and was removed: %s", type(watcher).__name__, when, in_a_line(err))
             logger.debug("traceback of the watcher", exc_info=True)
 
 

@@ -1,4 +1,4 @@
-"""Settings: plans of them, JSON, the space they are chosen from and the lattice that searches move on; trials."""
+"""Knobs: their plans, JSON, their space, the search lattice, and trials."""
 
 import json
 import math
@@ -130,7 +130,7 @@ def test_units_are_compressed_by_the_codec_of_their_size_class() -> None:
     assert "lossy" not in Knobs(unit_bytes=MIB, streams=1, transport=TransportKind.GLOO).to_json()
 
 
-def test_nccl_reduces_units_in_the_way_that_is_chosen_for_their_size() -> None:
+def test_nccl_reduces_units_by_the_setting_of_their_size_class() -> None:
     layout = GradientLayout(sizes=(2 * MIB,), itemsize_bytes=4)
     cuts = tuple(Cut(stop=stop) for stop in (MIB, MIB + MIB // 4, MIB + MIB // 4 + 1, 2 * MIB))
     ways = NcclWays(small=NcclWay.RING_LL, large=NcclWay.TREE_SIMPLE)
@@ -255,7 +255,7 @@ def spaces(draw: st.DrawFn) -> KnobSpace:
 
 
 @given(space=spaces(), steps=st.integers(1, 4))
-def test_every_point_lies_in_the_space_once_with_both_ends_of_the_unit_sizes(space: KnobSpace, steps: int) -> None:
+def test_every_point_is_in_the_space_once_with_both_ends_of_the_unit_sizes(space: KnobSpace, steps: int) -> None:
     lattice = KnobLattice(space, steps_per_octave=steps)
     assert all(knobs in space for knobs in lattice.points)
     assert len(set(lattice.points)) == len(lattice) == np.prod(lattice.shape)
@@ -263,7 +263,7 @@ def test_every_point_lies_in_the_space_once_with_both_ends_of_the_unit_sizes(spa
 
 
 @given(space=spaces(), cube=st.lists(st.floats(0.0, 1.0), min_size=4, max_size=4))
-def test_any_point_of_the_cube_snaps_to_a_point_that_knows_its_index(space: KnobSpace, cube: list[float]) -> None:
+def test_any_point_of_the_cube_snaps_to_a_point_with_its_index(space: KnobSpace, cube: list[float]) -> None:
     lattice = KnobLattice(space)
     knobs = lattice.snap(np.array(cube))
     index = lattice.index_of(knobs)

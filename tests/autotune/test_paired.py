@@ -26,7 +26,7 @@ LUCK = (0.001, -0.002, 0.003, -0.001, 0.002, 0.0005, -0.0015, 0.0025, -0.0005, 0
 
 
 def compared(leads: Sequence[float], **options: object) -> PairedComparison:
-    """A comparison that gets these leads until it has a verdict."""
+    """Return a comparison that gets these leads until it has a verdict."""
     pairs = PairedComparison(**{"looks": (FEWEST_PAIRS, len(LUCK)), **options})  # type: ignore[arg-type]
     for lead in leads:
         if pairs.verdict is not Verdict.OPEN:
@@ -125,12 +125,12 @@ def test_a_gain_that_an_earlier_job_has_proved_needs_fewer_pairs() -> None:
 
 
 @pytest.mark.parametrize("looks", [(), (5,), (12, 12), (12, 6), (6, 12, 24)])
-def test_looks_that_prove_luck_are_refused(looks: tuple[int, ...]) -> None:
+def test_looks_that_would_prove_luck_are_rejected(looks: tuple[int, ...]) -> None:
     with pytest.raises(TuningError, match="one or two ascending numbers of pairs, each at least 6"):
         PairedComparison(looks=looks)
 
 
-def test_a_host_that_others_use_and_a_baseline_that_drifts_are_doubts() -> None:
+def test_a_busy_host_and_a_drifting_baseline_are_doubts() -> None:
     rough = PairedComparison(looks=(FEWEST_PAIRS,), noise_before=0.02)
     for lead in (0.1, 0.4, 0.7, 1.0, 1.3, 1.6):
         rough.add(math.exp(lead), 1.0)

@@ -26,7 +26,7 @@ def played(
     first: ShardKnobs | None = None,
     step: ShardedStep | None = None,
 ) -> tuple[TuningSession[ShardKnobs], int]:
-    """A whole search on a job whose steps take so long; and how many it took."""
+    """Run a whole search on a job with these step times. Return the search and the number of steps."""
     session, steps = shard_session(space, DEFAULT, budget=budget, first=first, step=step), 0
     rng = np.random.default_rng(seed)
     while not session.done:
@@ -170,7 +170,7 @@ def test_joined_modules_take_no_more_memory_than_is_allowed() -> None:
 
 
 def drawn(rng: np.random.Generator, modules: int, *, node_ranks: int = 0) -> tuple[ShardedStep, ShardSpace]:
-    """A step whose first module FSDP keeps itself, on a link that one connection does not fill."""
+    """Draw a step whose first module stays gathered, on a link that one connection does not fill."""
     sizes = tuple(int(size) for size in rng.choice([3e6, 2e5, 1e6, 2e7], modules, p=[0.7, 0.1, 0.1, 0.1]))
     forward_s = rng.uniform(0.2, 1.0, modules) * rng.choice([0.003, 0.03, 0.1])
     rates = {1: 2e7, 2: 4e7, 4: 5e7, 8: 5e7}
@@ -256,7 +256,7 @@ def test_coalesced_modules_are_expected_to_save_the_cost_of_their_messages() -> 
 
 
 def test_modules_are_joined_nearly_as_well_as_in_the_best_of_all_ways() -> None:
-    """As the replayed step says, of all ways to cut eight modules into buckets; the programme knows less."""
+    """Compared with all divisions of eight modules into buckets, by the simulated step."""
     rng, behind, before = np.random.default_rng(3), [], []
     for _ in range(20):
         sizes = tuple(int(size) for size in rng.choice([4e3, 3e4, 2e5, 1e6], 8, p=[0.4, 0.3, 0.2, 0.1]))

@@ -74,7 +74,7 @@ def of(plan: SparsePlan) -> Traffic:
     return traffic(plan, FORM, RANKS, by_hand())
 
 
-def test_gathered_rows_come_from_every_other_rank() -> None:
+def test_gathered_rows_are_received_from_every_other_rank() -> None:
     found = of(SparsePlan(path=SparsePath.GATHER))
     assert (found.exchanges, found.exchanged_bytes, found.added_rows) == (2, 3 * 20 * 36, 80)
     assert found.received_bytes(RANKS) == 3 * 20 * 36
@@ -86,7 +86,7 @@ def test_owners_get_their_rows_and_give_sums() -> None:
     assert found.added_rows == 80 / 4 + 50
 
 
-def test_hot_rows_travel_dense_and_only_the_others_with_numbers() -> None:
+def test_frequent_rows_are_sent_dense_and_only_the_others_with_indices() -> None:
     found = of(SparsePlan(path=SparsePath.HOT_COLD, hot_rows=tuple(range(10))))
     assert (found.reductions, found.reduced_bytes) == (1, 10 * 36)
     assert found.exchanged_bytes == pytest.approx(3 * 10 * 36)

@@ -1,4 +1,4 @@
-"""The script for GPUs runs here without one, ends what hangs, and tells what it could not do."""
+"""The script for GPUs without a GPU: it ends hanging parts, and reports what it could not run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 def played(tmp_path: Path, body: str, ranks: int = 1, limit_s: float = 90.0) -> dict[str, Any]:
-    """The line of a part whose function ends so."""
+    """Return the line of a part whose function has this body."""
     code = PLAYED.format(body=body, ranks=ranks, limit_s=limit_s)
     command = [sys.executable, "-c", code, tmp_path]
     subprocess.run(command, cwd=REPOSITORY, env=environment(tmp_path), timeout=200, check=False)
@@ -92,7 +92,7 @@ def test_all_parts_together_take_330_s_so_that_they_can_be_repeated() -> None:
 
 
 def dry_run(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
-    """The lines of a dry run of the whole script, of which every part has to pass."""
+    """Return the lines of a dry run, all of whose parts must pass."""
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()
     tool.write_text("#!/bin/sh\necho a GPU that is not there\n")

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the emulated cluster, figures and their pages, models and workloads."""
+"""Common parts of the benchmarks: the emulated cluster, figures and their pages, models and workloads."""
 
 import json
 import os
@@ -194,7 +194,7 @@ def test_figures_are_kept_with_all_that_they_depend_on(value, verdict, tmp_path,
     assert "samples" not in page
 
 
-def test_a_rank_gets_its_options_and_hands_its_result_to_the_process_that_started_it(capsys, monkeypatch):
+def test_a_rank_gets_its_options_and_returns_its_result_to_the_process_that_started_it(capsys, monkeypatch):
     ranks.give_result({"samples": [1.5]})
     assert take_result("noise\n" + capsys.readouterr().out + "more noise\n") == {"samples": [1.5]}
     with pytest.raises(RuntimeError, match="without a result: noise"):

@@ -1,4 +1,4 @@
-"""NCCL's own knobs: the tuner finds what a table of NCCL's times says is fastest, and leaves NCCL alone otherwise."""
+"""NCCL's own knobs: the tuner finds the fastest setting of a table of times, and otherwise keeps NCCL's choice."""
 
 import json
 import math
@@ -15,7 +15,7 @@ EVERY_JOB = pytest.mark.parametrize("name", JOBS)
 
 
 def only_nccl(landscape: Landscape) -> Landscape:
-    """The user has fixed units and streams; what NCCL may be told is left."""
+    """Return the landscape with fixed units and streams, so that only NCCL's knobs are tuned."""
     size = landscape.default.unit_bytes
     landscape.space = replace(landscape.space, unit_bytes=(size, size), streams=(1,), threads=(None,))
     return landscape

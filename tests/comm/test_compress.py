@@ -15,7 +15,7 @@ from sirtaki.errors import ConfigError
 
 CODECS = [Blockwise(), Blockwise(torch.float8_e4m3fn), Blockwise(block=7)]
 FINEST = {torch.int8: 1 / 254, torch.float8_e4m3fn: 1 / 16}
-"""What a number may be off by, of its block's largest; of float8, of itself."""
+"""Largest error of a number, relative to its block's largest value; for float8, relative to the number."""
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -43,7 +43,7 @@ def test_non_finite_numbers_stay_non_finite_and_affect_only_their_block(codec: B
     assert torch.equal(back[2 * codec.block :], torch.ones(codec.block))
 
 
-def test_numbers_too_small_to_be_divided_by_come_out_as_zeros() -> None:
+def test_numbers_too_small_to_divide_by_are_decoded_as_zeros() -> None:
     values = torch.full((300,), 1e-42)
     assert not Blockwise().unpack(Blockwise().pack(values), 300).any()
 
@@ -86,7 +86,7 @@ def test_rounded_numbers_are_within_half_a_digit_and_too_large_ones_saturate(dty
     assert back[6].isnan()
 
 
-def test_compressors_are_known_by_one_name_each() -> None:
+def test_codecs_have_one_name_each() -> None:
     names = {"TopK": "topk:0.01", " topk:.10": "topk:0.1", "powersgd": "powersgd:4", "PowerSGD:2": "powersgd:2"}
     assert {text: compressor_name(text) for text in names} == names
     assert scheme_of("topk:0.1") == TopK(0.1)

@@ -23,7 +23,7 @@ def test_launched_operations_are_done_also_beside_and_on_other_streams() -> None
     assert done == [1, 2, 3]
 
 
-def test_events_are_moments_that_are_over() -> None:
+def test_events_of_the_host_are_in_the_past() -> None:
     device = Device()
     begin = device.record_event()
     time.sleep(0.002)

@@ -1,4 +1,4 @@
-"""Layouts and plans: what is valid, and what is the same."""
+"""Layouts and plans: validity and equality."""
 
 import json
 from dataclasses import replace
@@ -38,7 +38,7 @@ def plan(*bounds: tuple[int, int], numel: int = 10, streams: int = 1, stream: in
 
 
 @given(plan=plans())
-def test_every_element_lies_in_exactly_one_unit(plan: CommPlan) -> None:
+def test_every_element_is_in_exactly_one_unit(plan: CommPlan) -> None:
     assert [element for unit in plan.units for element in range(unit.start, unit.stop)] == list(range(plan.numel))
     assert sum(unit.numel for unit in plan.units) == plan.numel
 
@@ -119,7 +119,7 @@ sizes = st.lists(st.integers(0, 10**9), max_size=30).map(tuple)
 
 
 @given(sizes=sizes, itemsize_bytes=st.sampled_from([1, 2, 4, 8]))
-def test_gradients_lie_one_behind_the_other(sizes: tuple[int, ...], itemsize_bytes: int) -> None:
+def test_gradients_are_contiguous(sizes: tuple[int, ...], itemsize_bytes: int) -> None:
     layout = GradientLayout(sizes=sizes, itemsize_bytes=itemsize_bytes)
     assert layout.offsets[0] == 0
     assert tuple(stop - start for start, stop in pairwise(layout.offsets)) == sizes

@@ -1,4 +1,4 @@
-"""What can carry units, how many streams of it, and what is left when something cannot be opened."""
+"""Available transports, their numbers of streams, and the fallback if one cannot be opened."""
 
 import logging
 import sys
@@ -29,7 +29,7 @@ GLOO, MPI, STAGED = TransportKind.GLOO, TransportKind.MPI, TransportKind.STAGED
 
 
 class Transport:
-    """Opens at most `possible` streams, and notes what is asked of it."""
+    """A transport that opens at most `possible` streams, and records calls."""
 
     def __init__(self, route: Route, *, max_streams: int, threads: tuple[int, ...], descriptors: int) -> None:
         self.kind, self.max_streams, self.threads = route[0], max_streams, threads
@@ -125,7 +125,7 @@ def test_the_streams_that_a_plan_uses_are_named_once_for_each_algorithm() -> Non
 
 
 @pytest.mark.parametrize(("round_trip_s", "size", "direct"), [(0.01, 4, True), (0.0, 4, False), (0.01, 2, False)])
-def test_units_go_straight_only_where_packets_between_more_than_two_ranks_take_long(
+def test_units_are_sent_directly_only_where_packets_between_more_than_two_ranks_are_slow(
     monkeypatch: pytest.MonkeyPatch, round_trip_s: float, size: int, direct: bool
 ) -> None:
     monkeypatch.setattr(Router, "_possible", lambda self: ((GLOO, FLAT),))
@@ -194,7 +194,7 @@ def test_more_streams_than_are_possible_are_refused_with_the_reason(make: Make) 
     router.open_plan(plan(2, FLAT, FLAT))
 
 
-def test_of_streams_that_idle_those_are_kept_that_a_plan_uses_and_others_can_be_opened_again(make: Make) -> None:
+def test_of_idle_streams_those_of_a_plan_are_kept_and_others_can_be_opened_again(make: Make) -> None:
     router = make()
     flat, tree, mpi = (transport(router, route) for route in ROUTES[1::-1] + ROUTES[2:])
     router.open_plan(plan(4, FLAT, FLAT, FLAT, FLAT))
@@ -323,7 +323,7 @@ def test_nccls_pool_is_checked_and_closed_unless_the_job_is_lost(make: Make) -> 
 
 
 @pytest.mark.parametrize("fails_at", [0, 1])
-def test_where_memory_cannot_be_shared_everything_goes_without(
+def test_where_memory_cannot_be_shared_other_transports_are_used(
     fails_at: int, make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tried: list[int] = []
@@ -412,7 +412,7 @@ SHARED, ALONE, NODES, UNEVEN = [2, 2], [1], [2, 2, 2, 2], [2, 2, 1]
         ([1, 1], False, ["gloo flat", "mpi flat"]),
     ],
 )
-def test_on_the_host_shared_memory_comes_first_within_a_node_and_gloo_between_nodes(
+def test_on_the_host_shared_memory_is_first_within_a_node_and_gloo_between_nodes(
     local_sizes: list[int], shares_memory: bool, routes: list[str]
 ) -> None:
     assert names(job(local_sizes, shares_memory=shares_memory)) == routes
@@ -430,13 +430,13 @@ def test_on_the_host_shared_memory_comes_first_within_a_node_and_gloo_between_no
         ([1, 1], ["nccl flat"]),
     ],
 )
-def test_nccl_goes_hierarchically_over_nodes_that_hold_the_same_number_of_several_ranks(
+def test_nccl_is_hierarchical_over_nodes_with_equal_numbers_of_several_ranks(
     local_sizes: list[int], routes: list[str]
 ) -> None:
     assert names(job(local_sizes, nccl=LoneOpener(), device=Streams())) == routes
 
 
-def test_without_nccl_a_device_goes_through_the_host_by_each_algorithm_that_there_is() -> None:
+def test_without_nccl_a_device_uses_host_memory_with_each_available_algorithm() -> None:
     assert names(job(SHARED, device=Streams())) == ["staged flat"]
     assert names(job(NODES, device=Streams())) == ["staged hierarchical", "staged flat"]
 

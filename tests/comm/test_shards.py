@@ -143,7 +143,7 @@ def test_means_and_other_operations(size: int, kind: TransportKind, local_size: 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("codec", [Blockwise(), Blockwise(torch.float8_e4m3fn)], ids=["int8", "fp8"])
 @pytest.mark.parametrize(("size", "local_size"), [(2, None), (3, None), (4, 2)])
-def test_packed_shards_come_close_and_are_the_same_on_all_ranks(
+def test_packed_shards_are_close_and_equal_on_all_ranks(
     size: int, local_size: int | None, codec: Codec, dtype: torch.dtype
 ) -> None:
     n = 1500

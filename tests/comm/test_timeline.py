@@ -1,4 +1,4 @@
-"""Who is told what travels: a timeline that is whole after every write, and a recorder."""
+"""Recorders of communication: a timeline that is complete after every write, and custom recorders."""
 
 import errno
 import json

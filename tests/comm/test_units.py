@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sirtaki.comm.control.failure import FailureBoard
@@ -20,7 +20,7 @@ UNIT_BYTES = 64
 
 
 class FakeWork:
-    """A unit of two ranks that have the same: done when asked for, unless the router holds it."""
+    """A unit of two ranks with equal values. Done at the first poll, unless the router holds it."""
 
     def __init__(self, router: "FakeRouter", part: torch.Tensor, op: ReduceOp) -> None:
         self._router, self._part, self._op = router, part, op
@@ -85,6 +85,7 @@ def reduction(tensor: torch.Tensor, target: torch.Tensor | None = None, **option
     slots=st.integers(0, 3),
     streams=st.integers(1, 3),
 )
+@settings(deadline=None)  # a busy machine may pause any example
 def test_each_element_is_reduced_once_with_any_slots_and_streams(
     numels: list[int], dtypes: list[torch.dtype], slots: int, streams: int
 ) -> None:
@@ -103,7 +104,7 @@ def test_each_element_is_reduced_once_with_any_slots_and_streams(
         assert router.most_under_way <= slots
 
 
-def test_units_are_as_long_as_asked_for_and_go_through_the_slots_in_turn() -> None:
+def test_units_have_the_requested_size_and_use_the_slots_in_turn() -> None:
     pipeline, router, _ = build(slots=2)
     each = reduction(torch.ones(40))
     pipeline.submit(each)
@@ -121,7 +122,7 @@ def test_a_tensor_of_less_than_a_unit_for_each_stream_takes_them_all(kib: int, l
 
 
 @pytest.mark.parametrize("slots", [0, 2])
-def test_a_part_of_the_result_may_be_all_that_is_wanted(slots: int) -> None:
+def test_a_part_of_the_result_may_be_requested(slots: int) -> None:
     pipeline, _, _ = build(slots=slots)
     source, target = torch.arange(100.0), torch.zeros(30)
     each = reduction(source, target, start=25)
@@ -181,7 +182,7 @@ def test_a_rank_that_does_not_take_part_is_reported_after_the_time_limit() -> No
 
 @pytest.mark.lengthy
 @pytest.mark.parametrize("where", ["work", "board"])
-def test_a_failure_ends_all_that_is_under_way_and_all_that_comes(where: str) -> None:
+def test_a_failure_ends_all_operations_in_flight_and_all_later_ones(where: str) -> None:
     pipeline, router, failures = build(slots=1)
     reductions = [reduction(torch.ones(50)) for _ in range(3)]
     for each in reductions:

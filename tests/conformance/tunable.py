@@ -2,8 +2,8 @@
 
 Use: `@pytest.mark.parametrize("check", TUNABLE_CHECKS)` and call `check(make)`. `make` gets the control plane of a rank
 and returns a fresh target with two or more settings. Times are simulated: the target runs in a `Played`, which returns
-the times that a check determines and forwards all further calls. The ranks are threads of this process. For
-a target whose ranks must be processes, each of two processes calls `check(make, run)`; see `RunRanks`.
+the times that a check determines and forwards all further calls. The ranks are threads of this process. For a target
+whose ranks must be processes, each of two processes calls `check(make, run)`; see `RunRanks`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the documents say is what the code does: tables, snippets, messages, names and links."""
+"""The documents match the code: tables, snippets, messages, names and links."""
 
 import argparse
 import ast
@@ -33,7 +33,7 @@ SCRIPTS = sorted((ROOT / "examples" / "tutorial").glob("*.py"))
 
 @cache
 def script(name: str) -> ModuleType:
-    """A program of docs/, which is no package."""
+    """Import a program of docs/, which is not a package."""
     spec = importlib.util.spec_from_file_location(f"documents_{name}", DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -141,7 +141,7 @@ def test_every_script_of_the_tutorials_is_shown_there() -> None:
 
 
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
-def test_the_code_in_a_tutorial_stands_in_the_scripts_that_it_shows(page: Path) -> None:
+def test_the_code_of_a_tutorial_is_in_its_scripts(page: Path) -> None:
     scripts = [(ROOT / path).read_text() for path in included(page)]
     assert scripts
     for block in blocks(page, "python"):

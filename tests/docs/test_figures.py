@@ -38,14 +38,14 @@ NOT_MEASURED = {
     "profile.md": {"5 %"},  # how far off a replay may be
     "report.md": {"95 %", "1.16 s", "1 s", "0.05", "1.24 s"},  # how to read a line of the log
 }
-"""Figures of a page that nobody has measured, though they look like it."""
+"""Figures of a page that resemble measurements and are none."""
 
 Figure = tuple[float, str]
 """A value, and its unit: s, % or none."""
 
 
 def sections(text: str) -> Iterator[str]:
-    """What stands from one heading to the next, without blocks of code and comments."""
+    """Yield the text between headings, without code blocks and comments."""
     text = re.sub(r"^```.*?^```$|<!--.*?-->", "", text, flags=re.MULTILINE | re.DOTALL)
     for section in re.split(r"^#+ ", text, flags=re.MULTILINE):
         lines, listed = [], False
@@ -57,7 +57,7 @@ def sections(text: str) -> Iterator[str]:
 
 
 def sources(section: str) -> set[Path]:
-    """The kept results, and the pictures of results, that it names: by file, or by the command that has made them."""
+    """Return the results, and pictures of results, that a section names, by file or by command."""
     stems = re.findall(r"bench/results/(\w+)\.md", section) + re.findall(r"python\s+-m\s+bench\.(\w+)", section)
     pictures = [ROOT / "docs" / "pictures" / f"{name}.svg" for name in re.findall(r"pictures/(\w+)\.svg", section)]
     return {path for path in [*pictures, *(RESULTS / f"{stem}.md" for stem in stems)] if path.exists()}
@@ -109,7 +109,7 @@ def kept(path: Path) -> list[Figure]:
 
 
 def stands_in(claim: str, figures: list[Figure]) -> bool:
-    """Whether a figure is one of these, rounded as it is written; a share may be told as what is left of the whole."""
+    """Return whether a figure equals one of these after rounding; a share may be given as its complement."""
     number, _, unit = claim.partition(" ")
     value, digits = float(number), len(number.partition(".")[2])
     for kept_value, kept_unit in figures:
@@ -128,7 +128,7 @@ def stands_in(claim: str, figures: list[Figure]) -> bool:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_each_measured_figure_stands_in_a_kept_result(page: Path) -> None:
+def test_each_measured_figure_is_in_a_kept_result(page: Path) -> None:
     unfounded = []
     for section in sections(page.read_text()):
         figures = [figure for path in sources(section) for figure in kept(path)]

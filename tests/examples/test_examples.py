@@ -1,4 +1,4 @@
-"""Every example runs and does what it says."""
+"""Every example runs and does what its description promises."""
 
 import re
 import runpy
@@ -78,7 +78,7 @@ def test_process_sets_learn_different_functions(run_ranks: RunRanks) -> None:
     assert all(float(error) < 0.1 for *_, error in learned)
 
 
-def test_the_two_towers_learn_tastes_and_say_how_rows_travelled(run_ranks: RunRanks) -> None:
+def test_the_two_towers_learn_tastes_and_report_the_sparse_algorithms(run_ranks: RunRanks) -> None:
     sizes = ("--users", 1000, "--items", 300, "--width", 16, "--batch-size", 128, "--epochs", 6)
     out = run_ranks(EXAMPLES / "two_tower.py", 2, *sizes, env=ENV, timeout_s=60).stdout
     losses = [float(found) for found in re.findall(r"loss ([\d.]+)", out)]

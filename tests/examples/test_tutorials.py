@@ -1,4 +1,4 @@
-"""The scripts of the tutorials run, and do what the pages say."""
+"""The scripts of the tutorials run, and do what the pages promise."""
 
 import os
 import re
@@ -24,7 +24,7 @@ def losses(out: str) -> list[float]:
 
 
 def learns(out: str) -> bool:
-    """The loss of guessing among ten digits is 2.3; that of an epoch's last, small batch scatters."""
+    """Return whether the loss is below 2.3, the loss of guessing among ten digits; the last, small batch scatters."""
     found = losses(out)
     return len(found) == 10 and max(found[-3:]) < 0.5
 
@@ -36,7 +36,7 @@ def run(*command: str | Path, **env: str) -> str:
     return job.stdout
 
 
-def test_the_script_that_came_from_a_plain_loop_learns_on_two_ranks(run_ranks: RunRanks) -> None:
+def test_the_script_translated_from_a_plain_loop_learns_on_two_ranks(run_ranks: RunRanks) -> None:
     assert learns(run_ranks(TUTORIALS / "pytorch_after.py", 2, env=ENV, timeout_s=110).stdout)
 
 
@@ -50,7 +50,7 @@ def test_an_unchanged_horovod_script_learns_on_two_ranks(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_the_script_that_came_from_ddp_prints_the_losses_that_ddp_prints(run_ranks: RunRanks) -> None:
+def test_the_script_translated_from_ddp_prints_the_losses_of_ddp(run_ranks: RunRanks) -> None:
     after = run_ranks(TUTORIALS / "ddp_after.py", 2, env=ENV, timeout_s=110).stdout
     before = run(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", TUTORIALS / "ddp_before.py")
     assert learns(before)

@@ -24,9 +24,9 @@ class RestlessWatch(DriftWatch):
     def due(self) -> bool:
         return self._iterations >= 2
 
-    def note(self, span_s: float) -> None:
+    def add(self, span_s: float) -> None:
         self._iterations += 1
-        self.pace = self.dice.choice(FINDINGS) if self.due and span_s > 0.0 else Drift.USUAL
+        self.drift = self.dice.choice(FINDINGS) if self.due and span_s > 0.0 else Drift.USUAL
 
 
 def begin(rank: int) -> None:

@@ -67,7 +67,7 @@ def test_a_recording_is_shown_replayed_and_asked_about_a_plan(
     assert json.loads(capsys.readouterr().out)
 
 
-def test_a_checkpoint_is_gone_on_from(run_ranks: RunRanks, written: Path, tmp_path: Path) -> None:
+def test_training_resumes_from_a_checkpoint(run_ranks: RunRanks, written: Path, tmp_path: Path) -> None:
     script = tmp_path / "go_on.py"
     script.write_text(GO_ON)
     env = {"SIRTAKI_CHECKPOINT_DIR": str(written / "checkpoints"), "SIRTAKI_REGISTRY": "off"}

@@ -16,15 +16,15 @@ Node = Any  # what YAML holds
 
 
 def training() -> dict[str, Node]:
-    """The one file that a user fills in."""
+    """Return the only file that a user fills in."""
     return yaml.safe_load((KUBERNETES / "base" / "training.yaml").read_text())
 
 
 def rendered(overlay: str, values: dict[str, Node]) -> list[dict[str, Node]]:
-    """The objects that `kubectl apply -k` would send, with `values` in place of base/training.yaml.
+    """Return the objects that `kubectl apply -k` would send, with `values` in place of base/training.yaml.
 
     Raises:
-        KeyError, IndexError: a replacement names what is not there.
+        KeyError, IndexError: a replacement names a missing field.
     """
     own = yaml.safe_load((KUBERNETES / overlay / "kustomization.yaml").read_text())
     assert set(own) == {"apiVersion", "kind", "resources", "components"}
@@ -69,7 +69,7 @@ def _words(path: str) -> list[str]:
 
 
 def _step(node: Node, word: str) -> str | int:
-    """The key or index in `node` that a word of a field path means."""
+    """Return the key or index in `node` that a word of a field path refers to."""
     if isinstance(node, dict):
         key = word.strip("[]")
         node[key]  # KeyError: kustomize refuses, too

@@ -1,4 +1,4 @@
-"""What ranks on Ray run in tests; each imports for itself what it needs, as in a process of Ray's."""
+"""Functions that ranks on Ray run in tests. Each has its own imports, as in a process of Ray."""
 
 import time
 from collections.abc import Sequence
@@ -110,7 +110,7 @@ def train_elastically(stop: str, records: str) -> tuple[int, int]:
 
 
 def newest(folder: Path) -> Sequence[tuple[float, int, int, int]]:
-    """Of each rank that has written anything: when, its rank, how many there were, its step."""
+    """Return time, rank, size and step of each rank's last record."""
     found = []
     for path in folder.iterdir():
         lines = path.read_text().splitlines(keepends=True)

@@ -1,6 +1,6 @@
-"""Runs an example slowly enough that it can be killed in the middle: python slowed.py EXAMPLE.
+"""Run an example so slowly that it can be killed meanwhile: python slowed.py EXAMPLE.
 
-SLOWED_S says how much longer each of its modules takes, in seconds; from 0.1 on each is told.
+SLOWED_S is the additional time of each module in seconds. From 0.1 on, each module is printed.
 """
 
 import os

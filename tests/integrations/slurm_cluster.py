@@ -23,7 +23,7 @@ from sirtaki.machine import ReservedPorts
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "squeue")
 CPUS = 8
-"""Declared of each node, whatever there is."""
+"""Declared processors of each node, independent of the machine."""
 
 _START_S, _END_S = 30.0, 10.0
 _PATH = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
@@ -44,7 +44,7 @@ def has_namespaces() -> bool:
 
 
 def _on_node(node: str, hosts: Path, *words: str) -> list[str]:
-    """A command in namespaces where the host has that name, and nobody else's shared memory."""
+    """Return a command that runs in namespaces with this host name and separate shared memory."""
     mounts = f"mount --bind {hosts} /etc/hosts && mount -t tmpfs tmpfs /dev/shm"
     return [
         *("unshare", "--uts", "--mount", "--ipc"),
@@ -92,7 +92,7 @@ class SlurmCluster:
         return self.ask("sinfo", "--noheader", "--Node", "--format=%T").split() == ["idle"] * len(self.nodes)
 
     def start_node(self, node: str) -> None:
-        """Starts the slurmd of that node."""
+        """Start the slurmd of a node."""
         words = ["slurmd", "-D", "-N", node]
         self._start(*(_on_node(node, self.folder / "hosts", *words) if self._own_names else words))
 
@@ -103,7 +103,7 @@ class SlurmCluster:
                 _kill(pid)
 
     def ask(self, *words: object, check: bool = True) -> str:
-        """What one of Slurm's commands says."""
+        """Run one of Slurm's commands, and return its output."""
         done = subprocess.run(
             list(map(str, words)), env=self.environ, capture_output=True, text=True, timeout=30, check=False
         )
@@ -113,7 +113,7 @@ class SlurmCluster:
     def submit(
         self, script: Path, *options: str, words: Sequence[Path], environ: Mapping[str, str], folder: Path
     ) -> Job:
-        """By sbatch, with `words` for the script; what it prints comes into `folder`."""
+        """Submit a script by sbatch, with `words`. Its output is in `folder`."""
         done = subprocess.run(
             ["sbatch", "--parsable", f"--chdir={folder}", f"--output={folder}/slurm-%A.%a.txt", "--open-mode=append",
              *options, str(script), *map(str, words)],
@@ -135,7 +135,7 @@ class SlurmCluster:
             time.sleep(0.1)
 
     def processes(self) -> list[str]:
-        """Command lines of what jobs run, and of what they have left."""
+        """Return the command lines of processes that jobs run or have left."""
         return [" ".join(words) for _, environ, words in self._processes() if "SLURM_JOB_ID" in environ]
 
     def shared(self) -> str:
@@ -146,7 +146,7 @@ class SlurmCluster:
         return self.ask("srun", f"--nodes={len(self.nodes)}", "--ntasks-per-node=1", "sh", "-c", look)
 
     def logs(self) -> str:
-        """The last lines of all daemons."""
+        """Return the last lines of all daemons' logs."""
         return "\n".join(f"── {log.name}\n{log.read_text()[-1500:]}" for log in sorted(self.folder.glob("*.log")))
 
     def _configure(self) -> None:
@@ -200,7 +200,7 @@ class SlurmCluster:
             self._daemons.append(subprocess.Popen(words, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
 
     def _end(self) -> None:
-        """Jobs first, then daemons, then whatever is left."""
+        """End jobs, then daemons, then remaining processes."""
         with contextlib.suppress(OSError, subprocess.TimeoutExpired, AssertionError):
             self.ask("scancel", "--user=root", check=False)
             self.wait_for(self.is_idle, _END_S, "end of all jobs")
@@ -217,7 +217,7 @@ class SlurmCluster:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _processes(self) -> Iterator[tuple[int, dict[str, str], Sequence[str]]]:
-        """Of this cluster, daemons and jobs: process, environment and words."""
+        """Yield process, environment and command line of this cluster's daemons and jobs."""
         for entry in Path("/proc").iterdir():
             if not entry.name.isdecimal() or int(entry.name) == os.getpid():
                 continue
@@ -239,11 +239,11 @@ class Job:
         self._cluster, self.number, self._folder = cluster, number, folder
 
     def output(self) -> str:
-        """Of all its tasks so far."""
+        """Return the output of all tasks."""
         return "".join(path.read_text() for path in sorted(self._folder.glob(f"slurm-{self.number}.*.txt")))
 
     def show(self, name: str) -> str:
-        """A field of `scontrol show job`."""
+        """Return a field of `scontrol show job`."""
         fields = self._cluster.ask("scontrol", "show", "job", "--oneliner", self.number).split()
         return next(word.partition("=")[2] for word in fields if word.startswith(f"{name}="))
 
@@ -262,7 +262,7 @@ class Job:
             raise AssertionError(f"{err}\n{self.output()}") from err
 
     def wait(self, timeout_s: float = 60.0) -> str:
-        """Until all of it has ended; its state then."""
+        """Wait until the whole job has ended. Return its state."""
         words = ["squeue", "--noheader", f"--jobs={self.number}", "--states=all", "--format=%T"]
         states: set[str] = set()
 

@@ -1,7 +1,6 @@
 """Hosts on one machine with an sshd each: network namespaces of `bench.lib.cluster`, host keys, accounts, homes.
 
-Each host has files of its own where a test says so: its home and its TMPDIR always, others by `hide` and `replace`.
-Nothing of it outlives the `with`.
+Each host has its own home and TMPDIR, and further files by `hide` and `replace`. Leaving the `with` removes everything.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from bench.lib.cluster import why_unavailable as no_cluster
 HOSTS = 3
 OTHER_PORT = 2222
 SILENT = "sirtaki-silent"
-"""A host whose address nobody answers at."""
+"""A host whose address does not answer."""
 
 UNKNOWN = "sirtaki-nowhere"
 """A name that no resolver knows."""
@@ -45,7 +44,7 @@ class SshHosts:
     """Three hosts, of which the first is where jobs are started."""
 
     def __init__(self, folder: Path) -> None:
-        """Builds nothing yet; entering it raises LabError where this machine does not allow it.
+        """Prepare the hosts. Entering raises LabError if this machine does not permit them.
 
         `folder` is empty, and its path short.
         """
@@ -77,15 +76,15 @@ class SshHosts:
 
     @property
     def names(self) -> list[str]:
-        """As jobs call them."""
+        """Return the host names as jobs use them."""
         return [self.lab.hostname(host) for host in range(HOSTS)]
 
     def home(self, host: int) -> Path:
-        """Of root there; the other user's is `other` in it."""
+        """Return the home of root on a host; the other user's home is `other` in it."""
         return self._folder / f"home{host}"
 
     def on(self, host: int, script: str, *, check: bool = True) -> str:
-        """Runs a shell script there, not by ssh; what it has written."""
+        """Run a shell script on a host, without ssh. Return its output."""
         process = self.lab.popen(
             host, ["sh", "-euc", script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
         )
@@ -96,23 +95,23 @@ class SshHosts:
 
     @property
     def other_key(self) -> Path:
-        """Of those in `other_keys`."""
+        """Return the public key of the other user."""
         return self._folder / "other_id"
 
     def start(self, words: Sequence[str], *, pid_file: Path, **options: object) -> subprocess.Popen[str]:
-        """Starts a program on the first host, as its root does who has logged in; its number there comes in a file."""
+        """Start a program on the first host, as root after a login. Its process id is written to a file."""
         environ = {name: "" for name in os.environ if name.startswith(("SSH_", "DISPLAY"))}
         environ |= {"HOME": str(self.home(0)), "OMP_NUM_THREADS": "1", "SIRTAKI_REGISTRY": "off"}
         command = ["sh", "-c", f'echo $$ > {pid_file}; exec "$@"', "sh", *words]
         return self.lab.popen(0, command, env=environ, stdin=subprocess.DEVNULL, **options)
 
     def serve(self, host: int, *, port: int = 22, keys: str = "authorized_keys") -> None:
-        """Starts its sshd anew.
+        """Restart the sshd of a host.
 
         Args:
-            host: which.
-            port: where it listens.
-            keys: file in `.ssh` of homes with those that may log in.
+            host: number of the host.
+            port: port of sshd.
+            keys: file in `.ssh` of homes with the keys that may log in.
         """
         self.refuse(host)
         config = self._folder / f"sshd{host}"
@@ -133,7 +132,7 @@ class SshHosts:
             time.sleep(0.05)
 
     def refuse(self, host: int) -> None:
-        """Ends its sshd."""
+        """Stop the sshd of a host."""
         self._changed.add(host)
         if (process := self._sshd[host]) is not None:
             process.terminate()
@@ -141,7 +140,7 @@ class SshHosts:
             self._sshd[host] = None
 
     def cut(self, host: int) -> None:
-        """From now on packets from and to it are dropped, and nobody is told."""
+        """Drop all packets from and to a host, without notice."""
         self.lab.hurt(host, into=CUT, out_of=CUT)
         self._cut.add(host)
 
@@ -152,7 +151,7 @@ class SshHosts:
 
     @contextlib.contextmanager
     def replaced(self, host: int, path: Path, other: Path) -> Iterator[None]:
-        """A file or folder that is another one on that host."""
+        """Replace a file or folder on a host by another one."""
         self.on(host, f"mount --bind {shlex.quote(str(other))} {shlex.quote(str(path))}")
         try:
             yield
@@ -160,7 +159,7 @@ class SshHosts:
             self.on(host, f"umount --lazy {shlex.quote(str(path))}")
 
     def add_network(self, host: int, name: str, address: str) -> None:
-        """An interface from which nothing reaches another host."""
+        """Add an interface that reaches no other host."""
         self.on(host, f"ip link add {name} type bridge; ip address add {address} dev {name}; ip link set {name} up")
         self._added.append((host, name))
 
@@ -197,7 +196,7 @@ class SshHosts:
         return {host: lines for host, lines in found.items() if lines}
 
     def leftovers(self) -> list[str]:
-        """Files that jobs have left in TMPDIR of any host and in /dev/shm."""
+        """Return files that jobs have left in TMPDIR of any host and in /dev/shm."""
         folders = [self._folder / f"tmp{host}" for host in range(HOSTS)]
         found = [str(path) for folder in folders for path in folder.iterdir() if not path.name.startswith(_KEPT)]
         shared = [name for host in range(HOSTS) for name in self.on(host, "ls /dev/shm").split()]
@@ -246,7 +245,7 @@ class SshHosts:
         (self.home(host) / ".ssh" / "known_hosts").write_text("".join(lines))
 
     def _fix_neighbours(self) -> None:
-        """Of a host that is gone nobody is told in a routed network; here it would be found by its missing address."""
+        """Keep neighbour entries of lost hosts, because a routed network would not report their loss."""
         links = [self.on(host, "ip -o link show eth0").partition("link/ether ")[2].split()[0] for host in range(HOSTS)]
         links.append("02:00:00:00:00:99")
         addresses = [*(self.lab.address(host) for host in range(HOSTS)), "10.77.0.99"]

@@ -1,6 +1,6 @@
-"""A rank of a small job on several hosts: `ssh_training.py FOLDER STEPS [PAUSE_S]`; ranks may come and go.
+"""A rank of a small, possibly elastic job on several hosts: `ssh_training.py FOLDER STEPS [PAUSE_S]`.
 
-Each rank leaves FOLDER/at.HOST, the step that it is at, and at its end FOLDER/end.HOST: the number of ranks in each
+Each rank writes its current step to FOLDER/at.HOST. At its end it writes FOLDER/end.HOST: the number of ranks in each
 step, and the sum of the parameters.
 """
 
@@ -34,7 +34,7 @@ def total(linear: torch.nn.Linear) -> float:
 
 
 def in_one_process(sizes: list[int]) -> float:
-    """What ranks of which there are so many in each step must come to."""
+    """Return the sum of the parameters after training in one process that simulates the ranks of each step."""
     linear = model()
     optimizer = optimizer_of(linear)
     for step, size in enumerate(sizes):

@@ -10,14 +10,14 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 ACCELERATE, TRAINER = "accelerate_digits.py", "transformers_trainer.py"
 
 
-def test_accelerate_gives_the_losses_that_it_gives_over_gloo(tmp_path: Path) -> None:
+def test_accelerate_has_the_same_losses_as_over_gloo(tmp_path: Path) -> None:
     expected = losses("torchrun", ACCELERATE, "--epochs", 3, "--backend", "gloo", folder=tmp_path, over_sirtaki=False)
     assert sorted(expected) == [1, 2, 3]
     for launcher in ("sirtakirun", "accelerate"):
         assert losses(launcher, ACCELERATE, "--epochs", 3, folder=tmp_path) == pytest.approx(expected, abs=2e-4)
 
 
-def test_accelerate_goes_on_in_halves(tmp_path: Path) -> None:
+def test_accelerate_resumes_in_halves(tmp_path: Path) -> None:
     options = ("--precision", "bf16")
     first = losses("sirtakirun", ACCELERATE, "--epochs", 2, "--save", tmp_path / "state", *options, folder=tmp_path)
     later = losses("torchrun", ACCELERATE, "--epochs", 4, "--resume", tmp_path / "state", *options, folder=tmp_path)
@@ -25,7 +25,7 @@ def test_accelerate_goes_on_in_halves(tmp_path: Path) -> None:
     assert later[4] < first[1] / 2
 
 
-def test_the_trainer_gives_the_losses_that_it_gives_over_gloo_and_goes_on(tmp_path: Path) -> None:
+def test_the_trainer_has_the_same_losses_as_over_gloo_and_resumes(tmp_path: Path) -> None:
     expected = losses("torchrun", TRAINER, "--steps", 20, "--backend", "gloo", folder=tmp_path, over_sirtaki=False)
     found = losses("sirtakirun", TRAINER, "--steps", 20, "--folder", tmp_path / "ours", folder=tmp_path)
     assert sorted(found) == [10, 20]

@@ -40,7 +40,7 @@ def port(reserve: Callable[..., int]) -> str:
 
 
 def own_environ(entries: list[dict[str, Any]], index: int, volume: Path) -> dict[str, str]:
-    """A container's `env` as the kubelet resolves it; the optional secret is not there."""
+    """Return a container's `env` as the kubelet resolves it, without the optional secret."""
     found = {}
     for entry in entries:
         if "value" in entry:
@@ -54,7 +54,7 @@ def own_environ(entries: list[dict[str, Any]], index: int, volume: Path) -> dict
 
 
 def start_pod(words: list[str], environ: Mapping[str, str], output: Path) -> subprocess.Popen[bytes]:
-    """A container: the image's PATH and working folder, and its own variables."""
+    """Start a container with the image's PATH and working folder, and its own variables."""
     inherited = {name: os.environ[name] for name in ("HOME", "XDG_CACHE_HOME", "LD_LIBRARY_PATH") if name in os.environ}
     with output.open("ab") as file:
         return subprocess.Popen(
@@ -77,7 +77,7 @@ def start_pod(words: list[str], environ: Mapping[str, str], output: Path) -> sub
 
 
 def kill_pod(pod: subprocess.Popen[bytes]) -> None:
-    """As when a container is killed: all of its processes at once."""
+    """Kill all processes of a container at once."""
     for process in [pod.pid, *descendants(pod.pid)]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
@@ -94,7 +94,7 @@ def descendants(process: int) -> Iterator[int]:
 def run_until_killed_then_to_the_end(
     pods: list[tuple[list[str], dict[str, str]]], folder: Path, *, killed: int
 ) -> tuple[str, str]:
-    """What the job says until one pod is killed after its second epoch, and when all are started again."""
+    """Return the output until a pod is killed after its second epoch, and the output after a restart of all pods."""
     said = []
     for attempt in ("first", "second"):
         outputs = [folder / f"{attempt}-{index}.txt" for index in range(len(pods))]

@@ -1,4 +1,4 @@
-"""What deploy/kubernetes holds is valid, and the one file's values reach all places."""
+"""The manifests in deploy/kubernetes are valid, and the values of the user's file reach all places."""
 
 import shutil
 import subprocess

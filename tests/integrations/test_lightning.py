@@ -20,7 +20,7 @@ def fit(launcher: str, folder: Path, *args: object, epochs: int = 3, over_sirtak
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """What Lightning's own strategy gives."""
+    """Return the losses with Lightning's own strategy."""
     found = fit("torchrun", tmp_path_factory.mktemp("ddp"), "--trainer.strategy", "ddp", over_sirtaki=False)
     assert sorted(found) == [1, 2, 3]
     assert found[3] < 0.5
@@ -37,7 +37,7 @@ def test_losses_are_those_of_lightnings_own_strategy(
     assert fit(launcher, tmp_path, "--trainer.strategy", strategy) == pytest.approx(expected, abs=2e-4)
 
 
-def test_training_goes_on_from_a_checkpoint_and_adds_up_passes(tmp_path: Path) -> None:
+def test_training_resumes_from_a_checkpoint_and_accumulates_passes(tmp_path: Path) -> None:
     accumulate = ("--trainer.accumulate_grad_batches", 2)
     first = fit("sirtakirun", tmp_path, *accumulate, epochs=2)
     (checkpoint,) = tmp_path.rglob("*.ckpt")
@@ -60,7 +60,7 @@ def test_mpi_is_not_loaded_to_find_the_launcher(place: dict[str, str], strategy:
     subprocess.run([sys.executable, "-c", program], env=environ, check=True, timeout=300)
 
 
-def test_a_communication_hook_does_not_go_with_tuning() -> None:
+def test_a_communication_hook_excludes_tuning() -> None:
     from sirtaki.errors import ConfigError
     from sirtaki.lightning import SirtakiStrategy
 

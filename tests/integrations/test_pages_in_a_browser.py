@@ -31,7 +31,8 @@ window.addEventListener("load", () => {
   const look = (tries) => {
     const asked = [...document.querySelectorAll(".plotly-graph-div")];
     const plots = asked.map(plot => plot.querySelectorAll("svg path").length);
-    // Plotly draws after the page has loaded, and a busy machine draws late
+
+    Plotly draws after the page has loaded, and a busy machine draws late
     if (tries > 0 && plots.includes(0)) return setTimeout(look, 50, tries - 1);
     const seen = {
       plots,
@@ -60,7 +61,7 @@ def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def opened(address: str, folder: Path, *, width: int, dark: bool) -> str:
-    """What the page has become once its scripts have run; no script may have complained."""
+    """Return the page after its scripts have run. A script error fails the test."""
     assert CHROMIUM is not None
     options = [
         "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking",

@@ -89,7 +89,7 @@ def test_parameters_become_those_of_one_process(executor: RayExecutor) -> None:
         assert found == pytest.approx(expected, abs=1e-5)
 
 
-def test_an_error_comes_by_its_name_at_once_and_the_ranks_can_be_called_again(executor: RayExecutor) -> None:
+def test_an_error_is_raised_by_its_name_at_once_and_the_ranks_can_be_called_again(executor: RayExecutor) -> None:
     begin_s = time.monotonic()
     with pytest.raises(LookupError, match="rank 1 has found nothing"):
         executor.run(ray_functions.raise_on, [1])
@@ -123,7 +123,7 @@ def test_contradictory_options_and_too_few_resources_are_reported(cluster: Any) 
 
 
 def loop(config: dict[str, Any]) -> None:
-    """Of Ray Train: fails on rank 1 after the first checkpoint, and goes on from it."""
+    """Train under Ray Train; fail on rank 1 after the first checkpoint, and resume from it."""
     import torch
     import torch.distributed as dist
     from ray import train
@@ -155,7 +155,7 @@ def report(rank: int, step: int, metrics: dict[str, Any]) -> None:
         train.report(metrics, checkpoint=train.Checkpoint.from_directory(folder) if rank == 0 else None)
 
 
-def test_ray_train_trains_over_sirtaki_and_goes_on_from_a_checkpoint(cluster: Any, tmp_path: Path) -> None:
+def test_ray_train_trains_over_sirtaki_and_resumes_from_a_checkpoint(cluster: Any, tmp_path: Path) -> None:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
@@ -181,7 +181,7 @@ def until(happens: Callable[[], bool], timeout_s: float = 60.0) -> None:
         time.sleep(0.1)
 
 
-def test_ranks_are_killed_nodes_lost_and_found_and_the_others_go_on(
+def test_ranks_are_killed_nodes_lost_and_found_and_the_others_continue(
     cluster: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stop, records = tmp_path / "stop", tmp_path / "records"
@@ -223,7 +223,7 @@ def test_ranks_are_killed_nodes_lost_and_found_and_the_others_go_on(
     assert "(Ray has lost its node) with rank " in said
 
 
-def test_where_all_ranks_of_an_elastic_job_raise_the_error_comes_by_its_name(cluster: Any) -> None:
+def test_where_all_ranks_of_an_elastic_job_raise_the_error_has_its_name(cluster: Any) -> None:
     executor = RayExecutor(num_workers=1, min_workers=1, max_workers=1)
     executor.start()
     with pytest.raises(LookupError, match="rank 0 has found nothing"):

@@ -1,4 +1,4 @@
-"""The scripts of examples/slurm on a Slurm cluster of this machine: they train, are told to go, and go on."""
+"""The scripts of examples/slurm on a Slurm cluster of this machine: they train, get signals, and resume."""
 
 from __future__ import annotations
 

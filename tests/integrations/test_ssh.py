@@ -32,7 +32,7 @@ PYTHON = Path(sys.executable)
 STATIC: tuple[str, ...] = ()
 ELASTIC = ("-np", "3", "--min-np", "2")
 SOON_S = 20.0
-"""By when a job that cannot start has said so; ssh itself waits 10 s for a silent host."""
+"""Time limit for the error of a job that cannot start. ssh itself waits 10 s for a silent host."""
 
 both = pytest.mark.parametrize("options", [STATIC, ELASTIC], ids=["static", "elastic"])
 slowly = pytest.param(ELASTIC, id="elastic", marks=pytest.mark.slow)
@@ -90,7 +90,7 @@ class Jobs:
 
     @property
     def ends(self) -> dict[str, dict[str, object]]:
-        """What ranks have left that have come to their end, by host."""
+        """Return the results of ranks that have ended, by host."""
         return {path.suffix[1:]: json.loads(path.read_text()) for path in self.folder.glob("end.*")}
 
     def step(self, host: int) -> int:
@@ -106,7 +106,7 @@ class Jobs:
             time.sleep(0.1)
 
     def check_trained(self, hosts: int = 3) -> None:
-        """All of these ended with what one process comes to."""
+        """Check that these hosts' ranks ended with the result of one process."""
         assert len(self.ends) == hosts, self.said
         for end in self.ends.values():
             assert end["total"] == pytest.approx(ssh_training.in_one_process(end["sizes"]), abs=1e-9)  # type: ignore[arg-type]
@@ -131,7 +131,7 @@ def jobs(built: SshHosts, monkeypatch: pytest.MonkeyPatch) -> Iterator[Jobs]:
 
 
 def sentence(jobs: Jobs) -> str:
-    """The line by which a job that could not start has ended; nothing else was said, and nothing has been started."""
+    """Return the only output line of a job that could not start. No process may have been started."""
     assert jobs.seconds < SOON_S, jobs.said
     assert jobs.ends == {}
     lines = [line for line in jobs.said.splitlines() if "ranks to start, but the remaining hosts" not in line]
@@ -206,7 +206,7 @@ def test_a_host_that_refuses_logins(
         pytest.param(SILENT, "timed out: check that it is running and that no firewall", marks=pytest.mark.slow),
     ],
 )
-def test_a_host_that_is_not_there(jobs: Jobs, options: Sequence[str], name: str, says: str) -> None:
+def test_a_host_that_does_not_exist(jobs: Jobs, options: Sequence[str], name: str, says: str) -> None:
     assert jobs.run(*options, names=[jobs.hosts.names[0], name, jobs.hosts.names[2]]) == 1
     assert re.search(rf"sirtakirun: host {name} .*{says}", sentence(jobs)), jobs.said
 
@@ -276,7 +276,7 @@ def test_a_static_job_ends_by_name_when_a_host_vanishes(jobs: Jobs) -> None:
 
 
 @pytest.mark.slow
-def test_an_elastic_job_goes_on_when_a_host_vanishes(jobs: Jobs) -> None:
+def test_an_elastic_job_continues_when_a_host_vanishes(jobs: Jobs) -> None:
     jobs.start(*ELASTIC, "--blacklist-cooldown-range", 600, 600, steps=150, pause_s=0.1)
     jobs.until(lambda: jobs.step(2) > 3)
     jobs.hosts.cut(2)
@@ -307,6 +307,6 @@ def test_the_network_that_joins_the_hosts_is_named(jobs: Jobs, options: Sequence
 
 
 @both
-def test_an_interface_that_is_not_there_is_refused_with_those_that_are(jobs: Jobs, options: Sequence[str]) -> None:
+def test_a_missing_interface_is_rejected_with_the_existing_ones(jobs: Jobs, options: Sequence[str]) -> None:
     assert jobs.run(*options, "--network-interfaces", "eth7") == 2
     assert re.search(r"interface eth7 .*lo \(127\.0\.0\.1\), eth0 \(10\.77\.0\.1\)", sentence(jobs)), jobs.said

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 GLOO_BY_NAME = {"test_get_backend", "test_monitored_barrier_gloo", "test_monitored_barrier_gloo_subgroup"}
-"""They ask for the name "gloo": the first of the group, the others of `torch.distributed.monitored_barrier`."""
+"""Tests that require the name "gloo": of the first group, or of `torch.distributed.monitored_barrier`."""
 
 
 @pytest.mark.integration

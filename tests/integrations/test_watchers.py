@@ -1,4 +1,4 @@
-"""What TensorBoard, Weights & Biases and MLflow have kept of a job that they have watched."""
+"""Records that TensorBoard, Weights & Biases and MLflow keep of a job."""
 
 import math
 from pathlib import Path
@@ -11,13 +11,13 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def iterations() -> int:
-    """Of the script on two ranks."""
+    """Return the number of iterations of the script on two ranks."""
     return 3 * (math.ceil(1797 / 2) // 32)
 
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a job that all of them have watched."""
+    """Return the folder of a job with all three watchers."""
     folder = tmp_path_factory.mktemp("watched")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")

@@ -419,7 +419,7 @@ MUTANTS = (
                 "param.grad = gradient",
             ),
             "parameters wait for ranks that are gone": (
-                "            self._let_go_all()\n            self._gradient_of.clear()",
+                "            self._release_all()\n            self._gradient_of.clear()",
                 "            self._gradient_of.clear()",
             ),
             "an iteration that was put off and never ends": ("            self._gradients.finish()\n", ""),

@@ -332,16 +332,16 @@ def what_cannot_be_attached_is_refused() -> None:
     refused(attached(dense_model()), "attached already")
     hooked = DistributedDataParallel(dense_model())
     hooked.register_comm_hook(None, allreduce_hook)
-    refused(hooked, "leave register_comm_hook out")
+    refused(hooked, "remove register_comm_hook")
     built_in = DistributedDataParallel(dense_model())
     built_in._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-    refused(built_in, "leave register_comm_hook out")
+    refused(built_in, "remove register_comm_hook")
     hook = partial(attached(dense_model()).register_comm_hook, None, allreduce_hook)
-    raises(TypeError, "no communication hook goes with it", hook)
+    raises(TypeError, "a communication hook cannot be registered", hook)
     for rank in ranks():
         alone = dist.new_group([rank])
         if rank == dist.get_rank() and len(ranks()) > 1:
-            refused(DistributedDataParallel(dense_model(), process_group=alone), "has all ranks")
+            refused(DistributedDataParallel(dense_model(), process_group=alone), "contains all")
 
 
 def a_model_whose_job_has_ended_trains_no_more_but_computes() -> None:
@@ -350,7 +350,7 @@ def a_model_whose_job_has_ended_trains_no_more_but_computes() -> None:
     hvd.shutdown()
     with torch.no_grad():
         dense_loss(wrapped, dist.get_rank(), 0)
-    raises(NotInitializedError, "wrap it once more", lambda: dense_loss(wrapped, dist.get_rank(), 0))
+    raises(NotInitializedError, "wrap the model again", lambda: dense_loss(wrapped, dist.get_rank(), 0))
     again = DistributedDataParallel(wrapped.module)
     ddp.attach(again)
     gradients_alike(again, again, dense_model(), dense_loss, 0)

@@ -87,7 +87,7 @@ def a_batch_that_cannot_be_divided_is_refused() -> None:
     try:
         ranks.divided(loader)
     except ConfigError as err:
-        assert f"make it {hvd.size()} or {2 * hvd.size()}" in str(err)
+        assert f"use {hvd.size()} or {2 * hvd.size()}" in str(err)
     else:
         raise AssertionError("it was divided")
     own = DataLoader(torch.arange(10), batch_sampler=BatchSampler(SequentialSampler(range(10)), 2, False))
@@ -106,7 +106,7 @@ def ranks_in_different_epochs_are_told_so() -> None:
         list(loader)
     except MismatchError as err:
         assert hvd.rank() != 0
-        assert "parted ways" in str(err)
+        assert "must begin the same epoch" in str(err)
     else:
         assert hvd.rank() == 0
 

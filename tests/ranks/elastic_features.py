@@ -86,7 +86,7 @@ def sets() -> None:
 
 
 def beginning() -> None:
-    """A rank is lost before the first communication. A script without `elastic.run` trains, too."""
+    """Lose a rank before the first communication. Train without `elastic.run`, too."""
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
     if there.number == 1:
@@ -135,7 +135,7 @@ def less_often() -> None:
 
 
 def compressed() -> None:
-    """A rank is lost and another one added while gradients are compressed."""
+    """Lose a rank and add another one while gradients are compressed."""
     torch.manual_seed(there.number)
     model = torch.nn.Linear(60, 50)
     sgd = torch.optim.SGD(model.parameters(), lr=0.2)
@@ -178,7 +178,7 @@ SIZES = [3, 2, 3, 4, 3]
 
 
 def tuned() -> None:
-    """The world shrinks and grows, each time after its warm-up, and finds its settings again."""
+    """Change the number of ranks after each warm-up. The settings must be found again."""
     watch.add(Told())
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(100, 600), torch.nn.Linear(600, 60))

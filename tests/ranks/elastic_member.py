@@ -59,7 +59,7 @@ HOSTS = "SIRTAKI_TEST_HOSTS"
 
 
 class Worker:
-    """This process in an `ElasticJob`.
+    """Process of a worker in an `ElasticJob`.
 
     Attributes:
         number: number of the worker's host. A replacement gets the next free number.

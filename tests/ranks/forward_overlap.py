@@ -153,7 +153,7 @@ def reads_past_python_are_waited_for() -> None:
 
 
 def memory_that_parameters_share_is_never_stale() -> None:
-    """The memory is read after the iteration in which reads are learned, and before the parameters are read."""
+    """Read the memory after the iteration in which reads are learned, and before the parameters are read."""
 
     class Wide(Perceptron):
         """A model of several units."""
@@ -221,12 +221,12 @@ def optimizers_that_look_at_all_parameters_are_refused() -> None:
                 param.sub_(param.grad / total, alpha=0.01)
 
     model = Perceptron()
-    with pytest.raises(ConfigError, match="LBFGS looks at all parameters"):
+    with pytest.raises(ConfigError, match="LBFGS reads all parameters"):
         hvd.DistributedOptimizer(torch.optim.LBFGS(model.parameters()), overlap_forward=True)
     optimizer = hvd.DistributedOptimizer(Global(model.parameters(), lr=0.1), overlap_forward=True)
     square(model, 0).backward()
     if hvd.size() > 1:
-        with pytest.raises(ConfigError, match="by what belongs to others"):
+        with pytest.raises(ConfigError, match="uses other parameters"):
             optimizer.step()
     optimizer.close()
     optimizer = hvd.DistributedOptimizer(adam(model.parameters()), overlap_forward=True)
@@ -267,7 +267,7 @@ def a_dropped_optimizer_makes_its_updates_and_is_gone() -> None:
 
 
 def the_end_comes_with_updates_put_off() -> None:
-    """The last case, because it ends the job."""
+    """Run last, because it ends the job."""
     model = Perceptron()
     optimizer = hvd.DistributedOptimizer(adam(model.parameters()), model.named_parameters(), overlap_forward=True)
     for number in range(8):

@@ -388,7 +388,7 @@ def with_joined(model: nn.Module, *joined: int) -> nn.Module:
 
 
 def joined_modules_may_be_frozen() -> None:
-    """The scatter of a bucket starts with another module's gradients if its first module has none."""
+    """Check that the scatter of a bucket starts with another module's gradients if its first module has none."""
     for frozen, joined in itertools.product(range(4), ((2, 3, 4), (2,), (3, 4), (2, 4))):
 
         def partly_frozen(number: int = frozen) -> nn.Module:
@@ -428,7 +428,7 @@ def joined_modules_may_have_hooks_on_one_rank_alone() -> None:
 
 
 def joined_modules_may_have_nothing_on_some_ranks_that_nobody_sets_to_zero() -> None:
-    """The optimizer of each rank has only parameters of which the rank has a shard."""
+    """Give each rank's optimizer only parameters of which the rank has a shard."""
 
     class Small(nn.Module):
         def __init__(self) -> None:
@@ -479,7 +479,7 @@ def what_a_failed_backward_pass_has_scattered_is_there_before_an_update() -> Non
 
 
 def a_forward_pass_without_a_backward_pass_leaves_sharded_parameters() -> None:
-    """A forward pass for logging, while modules keep their parameters gathered."""
+    """Run a forward pass for logging, while modules keep their parameters gathered."""
     model, alone = keeping(sharded_with_memory(Tower())), Tower()
     losses = []
 
@@ -583,11 +583,11 @@ def scatters_have_a_group_of_their_own_whatever_other_groups_ranks_are_in() -> N
         found = fsdp.attached(model)
         assert found is not None
         found.run(ShardKnobs(streams=1))
-        found.pytorch.settle(found.knobs)
+        found.pytorch.release_unused(found.knobs)
 
 
 def settings_are_agreed_on_by_all_ranks_where_blocks_are_sharded_between_more_than_the_rest() -> None:
-    """The root's layers are sharded within each half of the ranks, and the halves measure different best settings."""
+    """Shard the root's layers within each half of the ranks. The halves measure different best settings."""
     if (size := len(ranks())) % 2 or size == 2:
         return
     mesh = init_device_mesh(DEVICE, (2, size // 2), mesh_dim_names=("replicate", "shard"))
@@ -692,7 +692,7 @@ def models_that_are_gone_hold_nobody_up() -> None:
 
 def what_does_not_fit_is_refused() -> None:
     model = sharded(Tower(), attach=False)
-    raises(ConfigError, "shards are packed by int8", lambda: fsdp.attach(model, gathers=Compression.topk()))
+    raises(ConfigError, "must be Compression.int8", lambda: fsdp.attach(model, gathers=Compression.topk()))
     packing = {"scatters": Compression.int8} if dist.get_rank() == 0 else {}
     raises(MismatchError, "how shards are packed", lambda: fsdp.attach(model, **packing))
     for wrong in ({"carries": False, "gathers": Compression.int8}, {"carries": dist.get_rank() > 0}):

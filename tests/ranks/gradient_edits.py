@@ -215,7 +215,7 @@ def a_write_on_one_rank_is_an_error_on_all_of_them() -> None:
 
 
 def a_gradient_that_is_replaced_where_others_have_reduced_theirs_is_an_error_on_all_ranks() -> None:
-    """A rank without a gradient replaces `.grad` before the reduction. Its peers replace it afterwards."""
+    """Replace `.grad` before the reduction on a rank without a gradient, and afterwards on its peers."""
     if hvd.size() == 1:
         return
     model, optimizer, truth, reference = both_sides(unused=True)

@@ -175,7 +175,7 @@ def tensors_are_gathered_in_every_type_size_and_form() -> None:
 
 
 def many_gathers_and_sums_may_be_under_way() -> None:
-    """Launched in the same order on all ranks, and awaited in another one."""
+    """Launch operations in the same order on all ranks, and wait in another one."""
     numels = [70_000 + 13 * number if number % 3 else 11 for number in range(16)]
     whole = [torch.zeros(len(ranks()) * numel) for numel in numels]
     sums, works = [data(me(), numel, seed=number) for number, numel in enumerate(numels)], []
@@ -209,7 +209,7 @@ def sizes_that_do_not_fit_are_refused() -> None:
         try:
             dist.group.WORLD._reduce_scatter_base(torch.empty(numel), torch.empty(numel * len(ranks()) + 1))
         except ValueError as err:
-            assert "does not give" in str(err), err
+            assert "must have the" in str(err), err
         else:
             raise AssertionError("it was not refused")
         try:

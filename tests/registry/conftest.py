@@ -11,7 +11,7 @@ settings.load_profile("without deadline")
 
 @pytest.fixture
 def postgresql_url() -> Iterator[str]:
-    """A server's URL; our tables are dropped before and after."""
+    """Yield the URL of a PostgreSQL server. Our tables are dropped before and after."""
     from sqlalchemy import create_engine
 
     from sirtaki.registry import store as schema

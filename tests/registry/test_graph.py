@@ -95,7 +95,7 @@ def test_digests_do_not_change_from_process_to_process_nor_from_release_to_relea
     assert len(runs) == 1
 
 
-def test_a_digest_knows_where_a_part_ends_and_any_text() -> None:
+def test_a_digest_separates_parts_and_accepts_any_text() -> None:
     assert len({digest("ab", "c"), digest("a", "bc"), digest("abc"), digest("ab", "c", "")}) == 4
     assert digest("\ud800") != digest("\ud801")  # no valid UTF-8, as names of files may be
     assert canonical_json({"b": [1, 2.5, None], "a": "é"}) == '{"a":"\\u00e9","b":[1,2.5,null]}'
@@ -117,7 +117,7 @@ def test_fingerprints_of_gradients_and_layouts_depend_on_every_relevant_property
 
 
 @given(graphs(), st.integers())
-def test_json_comes_back_and_numbering_does_not_matter(graph: ModelGraph, seed: int) -> None:
+def test_json_is_restored_and_numbering_does_not_matter(graph: ModelGraph, seed: int) -> None:
     back = checked(GraphJson, json.loads(json.dumps(graph_to_json(graph)))).graph()
     assert (labels(back), edges_of(back)) == (labels(graph), edges_of(graph))
     other = renumbered(graph, seed)
@@ -193,7 +193,7 @@ GOOD: dict[str, Any] = {"directed": True, "nodes": [["A", "", 0], ["B", "3x3", 9
         ({"more": 1}, "unknown field more"),
     ],
 )
-def test_json_that_is_no_graph_is_refused_with_the_part_named(change: dict[str, Any], message: str) -> None:
+def test_json_that_is_no_graph_is_rejected_with_the_part_named(change: dict[str, Any], message: str) -> None:
     assert labels(checked(GraphJson, GOOD).graph())[1] == B
     with pytest.raises(RegistryError, match=message):
         checked(GraphJson, {**GOOD, **change}, at="model").graph()
@@ -230,7 +230,7 @@ def test_a_signature_survives_the_database_and_the_largest_graphs() -> None:
 
 
 def with_attributes(graph: ModelGraph) -> ModelGraph:
-    """A copy whose nodes bear their labels, for networkx's own routines."""
+    """Return a copy whose nodes have their labels, for networkx's routines."""
     made = nx.DiGraph(edges_of(graph))
     made.add_nodes_from((index, {"label": label}) for index, label in enumerate(labels(graph)))
     return made
@@ -265,14 +265,14 @@ def check_bounds(first: ModelGraph, second: ModelGraph) -> None:
 
 
 @given(graphs(max_nodes=4), graphs(max_nodes=4))
-def test_the_exact_distance_lies_between_the_bounds(first: ModelGraph, second: ModelGraph) -> None:
+def test_the_exact_distance_is_between_the_bounds(first: ModelGraph, second: ModelGraph) -> None:
     check_bounds(first, second)
 
 
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(graphs(), graphs())
-def test_the_exact_distance_lies_between_the_bounds_up_to_seven_nodes(first: ModelGraph, second: ModelGraph) -> None:
+def test_the_exact_distance_is_between_the_bounds_up_to_seven_nodes(first: ModelGraph, second: ModelGraph) -> None:
     check_bounds(first, second)
 
 
@@ -357,7 +357,7 @@ def test_a_picture_names_both_graphs_and_labels_readable_nodes(tmp_path: Path) -
     assert text.count(f"<!-- {labels(chain_graph([5]))[0]!s:.40}") == 1  # of the small one; 70 cannot be read
 
 
-def test_a_node_stands_one_step_below_the_last_that_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_is_drawn_one_level_below_its_last_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     places: list[Any] = []
     monkeypatch.setattr(nx, "draw_networkx_nodes", lambda graph, where, **_: places.append(where))
     graph = model_graph(

@@ -185,7 +185,7 @@ def test_a_resnet_152_is_captured_in_50_ms_and_keeps_no_activation() -> None:
     gc.enable()
 
 
-def test_a_chain_stands_in_where_only_the_layout_is_known() -> None:
+def test_a_chain_replaces_the_graph_if_only_the_layout_is_known() -> None:
     assert texts(shapes_graph([(3, 10), (), (7,)])) == ["parameter 3x10", "parameter scalar", "parameter 7"]
     assert [node.size for node in labels(shapes_graph([(3, 10), ()]))] == [30, 1]
     assert edges_of(shapes_graph([(1,), (2,), (3,)])) == [(0, 1), (1, 2)]
@@ -229,7 +229,7 @@ def watches() -> bool:
     return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
 
 
-def test_the_first_forward_pass_shows_the_graph_and_the_hooks_go(recorder: ModelGraphRecorder) -> None:
+def test_the_first_forward_pass_records_the_graph_and_the_hooks_are_removed(recorder: ModelGraphRecorder) -> None:
     model = mlp()
     assert recorder.graph is None
     recorder.start(model.parameters())
@@ -363,7 +363,7 @@ def test_it_can_be_stopped_and_started_again(recorder: ModelGraphRecorder) -> No
 
 
 NEW = TorchVersion(torch.__version__) >= "2.7"
-"""Whether hooks on all modules break no graph."""
+"""True if hooks on all modules break no graph in this version of PyTorch."""
 
 
 class Compiled(nn.Module):

@@ -1,4 +1,4 @@
-"""Records: which of two is kept, and that what comes from elsewhere is checked."""
+"""Records: which of two is kept, and the validation of imported ones."""
 
 import copy
 import io
@@ -42,7 +42,7 @@ DAY_1 = 1.7e9
         ({"best_span_s": 0.8, "default_span_s": 3.0, "created_s": DAY_1 + 1}, {}),  # against each job's own default
     ],
 )
-def test_of_two_entries_one_takes_the_others_place(better: dict[str, Any], worse: dict[str, Any]) -> None:
+def test_of_two_entries_one_replaces_the_other(better: dict[str, Any], worse: dict[str, Any]) -> None:
     assert make_entry(**better).supersedes(make_entry(**worse))
     assert not make_entry(**worse).supersedes(make_entry(**better))
 
@@ -381,7 +381,7 @@ def test_coverage_between_points_goes_by_the_logarithm_of_the_rows() -> None:
     )
 
 
-def test_rows_of_the_same_name_come_first_then_the_nearest() -> None:
+def test_rows_of_the_same_name_are_first_then_the_nearest() -> None:
     far, near = way(zipf(1.04), name="far"), way(zipf(1.01), name="near")
     assert near.distance(("table", zipf(1.0))) < far.distance(("table", zipf(1.0))) < math.inf
     assert far.distance(("far", zipf(1.0))) < near.distance(("far", zipf(1.0)))

@@ -126,7 +126,7 @@ def test_an_error_is_reported_in_one_line_with_a_remedy(
 # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_default_file_lies_in_the_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_default_file_is_in_the_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     open_store().close()
     assert default_path() == tmp_path / "sirtaki" / "registry.db"
@@ -166,7 +166,7 @@ def test_a_read_only_store_reads_and_refuses_to_write(path: Path) -> None:
 
 @pytest.mark.lengthy
 def test_a_file_that_may_not_be_written_is_read() -> None:
-    """As another user, in a process of its own: root may write anything."""
+    """Runs as another user in a separate process, because root may write everything."""
     script = textwrap.dedent("""
         import os, sys
         from conformance.store import make_entry
@@ -291,7 +291,7 @@ def test_with_unknown_mounts_the_disk_counts_as_local(
 # ── rows that are damaged ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_graphs_are_kept_once_and_go_with_the_last_entry(store: Store, path: Path) -> None:
+def test_graphs_are_stored_once_and_removed_with_the_last_entry(store: Store, path: Path) -> None:
     one, other = make_entry(), make_entry(ranks=6)
     store.put_all([one, other])
 
@@ -383,7 +383,7 @@ def test_a_graph_that_would_fill_the_memory_is_refused(
 
 
 @pytest.mark.parametrize("body", ["{", canonical_json(make_way().to_json())], ids=["no JSON", "of other rows"])
-def test_a_damaged_way_hides_no_others_and_gives_way(
+def test_a_damaged_record_hides_no_others_and_is_replaced(
     body: str, store: Store, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     way, other = make_way(), make_way(ranks=8, created_s=1.75e9)
@@ -397,7 +397,7 @@ def test_a_damaged_way_hides_no_others_and_gives_way(
     assert list(store.all(RowsRecord)) == [other, way]
 
 
-def test_of_one_key_the_newest_ways_are_looked_at_and_in_all_none_is_missing(
+def test_of_one_key_the_newest_records_are_read_and_in_total_none_is_missing(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "MAX_PER_KEY", 2)
@@ -462,13 +462,13 @@ N_ENTRIES = 8
 
 
 def numbered_entry(writer: int, number: int) -> JobRecord:
-    """An entry of its own key; graph and topology are shared by all."""
+    """Return an entry with its own key. All entries share graph and topology."""
     entry = make_entry()
     return structs.replace(entry, key=structs.replace(entry.key, versions={"n": str(number), "writer": str(writer)}))
 
 
 def fork_writer(path: str, writer: int, n_entries: int) -> tuple[int, int]:
-    """A process that saves its entries and the common one, and acknowledges each own one by a byte; pid and pipe."""
+    """Fork a process that saves entries and acknowledges its own ones by a byte each. Return process id and pipe."""
     reader, sender = os.pipe()
     pid = os.fork()
     if pid:
@@ -512,7 +512,7 @@ def write_at_once(path: str, n_writers: int) -> None:
 
 
 def kill_while_writing(path: str) -> None:
-    """Whatever was acknowledged is there, all that is there is whole, and the store goes on."""
+    """Kill writers, and check that every acknowledged entry is stored, all entries are valid, and the store works."""
     rng = random.Random(20)
     for round_number in range(2):
         children = [fork_writer(path, 100 * round_number + writer, 1000) for writer in range(4)]

@@ -25,7 +25,7 @@ def on_devices(hosts: Sequence[str], devices: Sequence[str], numbers: Sequence[i
 
 
 @given(HOSTS, st.data())
-def test_json_comes_back_as_the_same_topology(hosts: list[str], data: st.DataObject) -> None:
+def test_json_is_restored_as_the_same_topology(hosts: list[str], data: st.DataObject) -> None:
     devices = data.draw(st.lists(st.sampled_from(["cpu", "H100"]), min_size=len(hosts), max_size=len(hosts)))
     numbers = data.draw(st.lists(st.sampled_from([None, 0, 1]), min_size=len(hosts), max_size=len(hosts)))
     link = LinkClass.of(bandwidth_bytes_per_s=1.25e9, latency_s=5e-5)
@@ -34,7 +34,7 @@ def test_json_comes_back_as_the_same_topology(hosts: list[str], data: st.DataObj
 
 
 @given(HOSTS, st.permutations("abcd"), st.randoms())
-def test_the_fingerprint_knows_no_names_and_no_order(hosts: list[str], names: list[str], random: Any) -> None:
+def test_the_fingerprint_ignores_names_and_order(hosts: list[str], names: list[str], random: Any) -> None:
     renamed = [names["abcd".index(host)] + ".example" for host in hosts]
     random.shuffle(renamed)
     assert Topology.from_ranks(renamed).fingerprint() == Topology.from_ranks(hosts).fingerprint()
@@ -60,7 +60,7 @@ def test_the_fingerprint_changes_with_every_relevant_property(other: Topology) -
     assert other.fingerprint() != BASE.fingerprint()
 
 
-def test_a_few_words_say_how_many_ranks_and_hosts() -> None:
+def test_a_few_words_describe_the_numbers_of_ranks_and_hosts() -> None:
     assert BASE.describe() == "4 ranks on 2 hosts"
     assert Topology.from_ranks(["a"]).describe() == "1 rank on 1 host"
 
@@ -96,6 +96,6 @@ def test_the_distance_of_links_counts_doublings_of_what_both_have_measured() -> 
         ({"extra": 1}, "unknown field extra"),
     ],
 )
-def test_json_that_is_no_topology_is_refused_with_the_part_named(change: dict[str, Any], message: str) -> None:
+def test_json_that_is_no_topology_is_rejected_with_the_part_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(RegistryError, match=message):
         checked(Topology, {**to_builtins(Topology.from_ranks(["a"])), **change}, at="topology")

@@ -1,4 +1,4 @@
-"""What earlier jobs offer a new one: the nearest entries, and how their settings are adapted."""
+"""Proposals from earlier jobs: the nearest entries, and the adaptation of their settings."""
 
 from dataclasses import replace
 from itertools import count
@@ -98,7 +98,7 @@ def test_another_device_is_never_near_and_another_dtype_a_little_less(store: Sto
     assert 0 < match.distance < 0.1
 
 
-def test_of_equals_the_complete_one_comes_first(store: Store) -> None:
+def test_of_equal_entries_the_complete_one_is_first(store: Store) -> None:
     for ranks, complete in ((2, False), (6, True)):  # one host fewer, one host more
         store.put(make_entry(ranks=ranks, complete=complete))
     model = make_entry().model
@@ -151,7 +151,7 @@ CLUSTERS = st.builds(
 
 
 def host_graph(topology: Topology) -> "nx.Graph[int]":
-    """A node a host, all joined to the network's one node."""
+    """Return a graph with one node per host, all connected to the network's node."""
     shape = topology.shape()
     hosts = [
         OperationLabel(kind="host", detail=detail, size=ranks)
@@ -254,7 +254,7 @@ def test_strangers_are_no_help(store: Store) -> None:
     assert warm_starts(store, job_like(make_entry(), model=chain_graph(range(1, 40)))) == []
 
 
-def test_nearer_entries_come_first_and_equal_knobs_once(store: Store) -> None:
+def test_nearer_entries_are_first_and_equal_knobs_occur_once(store: Store) -> None:
     for ranks, streams in ((6, 4), (16, 2), (5, 4)):
         knobs = UNIFORM.but(streams=streams)
         store.put(structs.replace(make_entry(ranks=ranks), knobs=knobs, link=None))
@@ -264,8 +264,8 @@ def test_nearer_entries_come_first_and_equal_knobs_once(store: Store) -> None:
     assert starts[0].distance < starts[1].distance
 
 
-def test_of_equally_similar_jobs_that_on_the_most_similar_link_comes_first(store: Store) -> None:
-    """The key knows no measured link: other models of a cluster are looked through for theirs."""
+def test_of_equally_similar_jobs_the_one_on_the_most_similar_link_is_first(store: Store) -> None:
+    """The key does not contain the measured link, so entries of other models on the cluster are searched for it."""
     own = make_entry(model=chain_graph([100] * 10))
     for number, rate in enumerate((1e10, 1e7, 1e8, 1e9)):
         other = make_entry(model=chain_graph([100] * 9 + [101 + number]))
@@ -304,7 +304,7 @@ def test_the_same_link_under_more_ranks_is_no_other_link(store: Store) -> None:
     assert neighbours(store, replace(job, links={ROUTE: LINK})) == neighbours(store, job)
 
 
-def test_cuts_carry_over_to_the_same_layout_only() -> None:
+def test_cuts_are_adopted_for_the_same_layout_only() -> None:
     entry = make_entry()
     assert suited(entry).knobs.cuts == KNOBS.cuts
     assert not suited(entry).lost_cuts
@@ -316,7 +316,7 @@ def test_cuts_carry_over_to_the_same_layout_only() -> None:
         assert "do not fit this layout" in start.explanation
 
 
-def test_cuts_that_fit_the_layout_do_not_carry_over_to_a_very_different_link() -> None:
+def test_cuts_that_fit_the_layout_are_not_adopted_for_a_very_different_link() -> None:
     entry = structs.replace(make_entry(), link=LINK)
     start = suited(entry, links={ROUTE: replace(LINK, alpha_s=1e-2)})
     assert start.lost_cuts
@@ -373,7 +373,7 @@ def test_only_permitted_settings_are_proposed() -> None:
     assert suited(unthreaded, space=permitted).knobs.threads == 512
 
 
-def test_compressors_are_taken_over_by_jobs_only_that_allow_them() -> None:
+def test_codecs_are_adopted_only_by_jobs_that_allow_them() -> None:
     entry = structs.replace(make_entry(), knobs=UNIFORM.but(lossy=Lossy(large="int8")))
     allowing = replace(PERMITTED, lossy=("fp16", "int8"))
     assert suited(entry, space=allowing).knobs == entry.knobs

@@ -65,7 +65,7 @@ class DriverProcess(Process):
             expected=expected or [],
             numbers=numbers,
             start_s=60.0,
-            shares_list=world.plan.goes_on,
+            shares=world.plan.goes_on,
             now_s=self.sim.now_s,
         )
         rng = random.Random(self.sim.rng.random())

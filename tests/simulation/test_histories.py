@@ -120,7 +120,7 @@ def cut(kind: Kind, seconds: float, **more: Any) -> Iterator[Plan]:
 
 
 @pytest.mark.slow
-def test_without_a_quorum_both_sides_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_quorum_both_sides_continue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(histories, "Policy", lambda **values: Policy(**{**values, "has_successors": False}))
     assert found_wrong(cut(Kind.PARTITION, 100.0))
 

@@ -16,7 +16,7 @@ CLASSES = {
 
 
 def drawn() -> dict[str, tuple[str, str]]:
-    """Of each class: the one above it, and the built-in that it also is."""
+    """Return, for each class, its base class and its built-in base class."""
     found: dict[str, tuple[str, str]] = {}
     above: dict[int, str] = {}
     for line in (errors.__doc__ or "").splitlines()[2:]:
@@ -36,7 +36,7 @@ def test_the_tree_is_as_it_is_drawn() -> None:
 
 
 @pytest.mark.parametrize("cls", CLASSES.values(), ids=CLASSES)
-def test_every_error_is_ours_and_comes_through_a_pickle_with_its_message(cls: type[SirtakiError]) -> None:
+def test_every_error_is_ours_and_survives_pickling_with_its_message(cls: type[SirtakiError]) -> None:
     assert issubclass(cls, SirtakiError)
     assert cls.__doc__
     back = pickle.loads(pickle.dumps(cls("rank 3 proposes 7 buckets")))

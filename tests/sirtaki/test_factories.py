@@ -29,7 +29,7 @@ def unnamed(path: Path) -> Iterator[str]:
             yield f"{path}:{call.lineno}: torch.{name} without {' and '.join(sorted(missing))}"
 
 
-def test_each_tensor_that_is_made_names_its_device_and_its_dtype() -> None:
+def test_each_created_tensor_names_its_device_and_its_dtype() -> None:
     paths = {path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py") if not path.parent.is_symlink()}
     assert len(paths) > 100
     assert [line for path in sorted(paths) for line in unnamed(path)] == []

@@ -1,4 +1,4 @@
-"""How a gain is told: two times by a factor, what is proved with its interval."""
+"""Descriptions of a gain: times and factor, and the interval if it is proved."""
 
 import math
 
@@ -40,7 +40,7 @@ def test_a_gain_is_reported_with_its_interval(gain: Gain, told: str) -> None:
     assert gain.describe() == told
 
 
-def test_two_gains_together_lie_between_them_and_are_surer_than_either() -> None:
+def test_two_combined_gains_are_between_them_and_more_certain_than_either() -> None:
     vague, sure = Gain(times=1.3, low=0.9, high=1.9), Gain(times=1.1, low=1.05, high=1.16)
     both = vague.pooled(sure)
     assert sure.times < both.times < vague.times

@@ -8,7 +8,7 @@ from sirtaki.measures import LinkModel
 
 
 def test_two_way_links_have_the_papers_parameters():
-    link = LinkModel.two_way(alpha_s=1.4e-3, beta_s_per_byte=1.7e-9, gamma=1.5)
+    link = LinkModel(alpha_s=1.4e-3, throughput=(1 / 1.7e-9, 2 / (1.5 * 1.7e-9)))  # b = 1.7e-9 s, γ = 1.5
     assert link.beta_s_per_byte == pytest.approx(1.7e-9)
     assert link.gamma == pytest.approx(1.5)
     assert link.together_s(1e6, streams=1) == pytest.approx(1.4e-3 + 1.7e-3)

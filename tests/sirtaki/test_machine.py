@@ -18,7 +18,7 @@ from sirtaki.errors import ConfigError
 
 @pytest.fixture
 def cgroups(monkeypatch, tmp_path):
-    """Builds a cgroup tree: `cgroups(own, {file: content})`, `own` as in /proc/self/cgroup."""
+    """Return a function that builds a cgroup tree: `cgroups(own, {file: content})`, `own` as in /proc/self/cgroup."""
 
     def build(own, files):
         (tmp_path / "own").write_text(own)
@@ -202,10 +202,10 @@ OURS = {"machine.py", "rank.py"}
 """Files that deal with exit handlers themselves."""
 
 LAUNCHERS = {"agent.py", "supervisor.py", "output.py", "executor.py"}
-"""Of processes that run no script of a user's, whose children execute a program at once."""
+"""Modules of processes without user scripts, whose children execute a program at once."""
 
 FOR_ONE_OPERATION = {"self._in_flight", "self._following", "lock, done"}
-"""Locks of operations under way, for which a forked child does not wait: the failure board says so first."""
+"""Locks of operations in flight. A forked child does not wait for them, because its failure board raises first."""
 
 
 def test_resources_that_a_fork_copies_are_created_by_fork_aware_functions():

@@ -1,4 +1,4 @@
-"""`import torch` learns that there is a backend "sirtaki", and loads nothing of it."""
+"""`import torch` registers the backend "sirtaki" and loads nothing else."""
 
 import subprocess
 import sys

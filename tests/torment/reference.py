@@ -162,7 +162,7 @@ class Lockstep:
             self.divided |= set(names)
 
     def attach(self, wrapped: Wrapped) -> None:
-        """Hook the parameters of an optimizer that require gradients."""
+        """Register hooks on the parameters of an optimizer that require gradients."""
         wrapped.hooked = {name for name in wrapped.spec.parameters if self.wanted(name)}
         wrapped.begin()
 

@@ -67,7 +67,7 @@ def test_a_wrong_end_is_described(fault: str, ended: dict[str, Any], complaint: 
     assert complaint in found if complaint else not found
 
 
-def test_each_fault_comes_up_equally_often() -> None:
+def test_each_fault_is_equally_frequent() -> None:
     drawn = draw(3, 300)
     counts = Counter(strikes[0].fault for strikes in drawn if len(strikes) == 1)
     assert counts == dict.fromkeys(FAULTS, 15)

@@ -81,7 +81,7 @@ def test_drawn_programs_train_as_one_process_does(world: int, count: int, settin
         ),
     ],
 )
-def test_drawn_programs_over_ddp_train_as_one_process_does(
+def test_drawn_programs_over_ddp_train_like_one_process(
     world: int, count: int, environment: dict[str, str], ranks: Ranks
 ) -> None:
     draw_and_torment(ranks, attached_programs(world, environment=environment), count)
@@ -160,7 +160,7 @@ def changed(trace: list[list[Entry]], rank: int, change: float) -> list[list[Ent
     return [mine if place == rank else each for place, each in enumerate(trace)]
 
 
-def test_a_value_that_is_off_is_found() -> None:
+def test_a_wrong_value_is_found() -> None:
     trace = Reference(TRAINED).trace
     assert compare(trace, trace, 1e-9, [0, 1]) == ""
     assert "rank 1, action 1" in compare(trace, changed(trace, 1, 1e-6), 1e-9, [0, 1])

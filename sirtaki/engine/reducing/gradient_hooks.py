@@ -106,7 +106,7 @@ class ForwardGate(Protocol):
         """Hold all parameters, once all units are launched; False if the training thread must wait instead."""
         ...
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Block until no end of an iteration is deferred any more."""
         ...
 
@@ -600,7 +600,7 @@ class GradientHooks:
     def drain(self) -> None:
         """Block until no end of an iteration is deferred any more. Not collective."""
         if self.gate is not None and (gate := self.gate()) is not None:
-            gate.settle()
+            gate.drain()
 
     # ── the end of an iteration ──────────────────────────────────────────────────────────────────────────────────
 

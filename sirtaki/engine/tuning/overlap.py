@@ -66,15 +66,15 @@ class OverlapChoice:
 
     Attributes:
         knobs: how gradients are cut into units.
-        puts_off: the end of the iteration is deferred into the next forward pass.
+        is_deferred: the end of the iteration is deferred into the next forward pass.
     """
 
     knobs: Knobs
-    puts_off: bool
+    is_deferred: bool
 
     def describe(self) -> str:
         """Return the setting in words."""
-        return f"{self.knobs.describe()}, updates {'deferred' if self.puts_off else 'in step()'}"
+        return f"{self.knobs.describe()}, updates {'deferred' if self.is_deferred else 'in step()'}"
 
 
 class OverlapArm:
@@ -117,13 +117,13 @@ class OverlapArm:
 
     def tell(self, trials: Sequence[Trial[OverlapChoice]]) -> None:
         """Learn iteration times."""
-        self._taken_s.update((trial.knobs, trial.span_s) for trial in trials if trial.knobs.puts_off)
+        self._taken_s.update((trial.knobs, trial.span_s) for trial in trials if trial.knobs.is_deferred)
 
     def _candidates(self) -> Iterator[OverlapChoice]:
         """Yield settings in the order in which to try them, including tried ones."""
-        yield OverlapChoice(self._tuned, puts_off=True)
+        yield OverlapChoice(self._tuned, is_deferred=True)
         if self._expected:
-            yield from (OverlapChoice(knobs, puts_off=True) for knobs in self._expected)
+            yield from (OverlapChoice(knobs, is_deferred=True) for knobs in self._expected)
         else:
             smaller = min(self._total_bytes // UNITS, self._tuned.unit_bytes // 2)
             for streams in dict.fromkeys((self._tuned.streams, max(1, self._tuned.streams // 2))):
@@ -141,7 +141,7 @@ class OverlapArm:
         if 1 <= streams <= max(2, tuned.streams):
             knobs = tuned.but(unit_bytes=min(max(unit_bytes, low), high), streams=streams, cuts=None)
             if knobs in self._space:
-                yield OverlapChoice(knobs if low == high else tapered(knobs, self._first_layout), puts_off=True)
+                yield OverlapChoice(knobs if low == high else tapered(knobs, self._first_layout), is_deferred=True)
 
 
 def session_of(arm: OverlapArm, default: OverlapChoice) -> TuningSession[OverlapChoice]:
@@ -211,7 +211,7 @@ class ForwardOverlap(TunableTarget[OverlapChoice]):
         """
         self._control, self._pipeline, self._tries = control, pipeline, tries
         self.reads: Sequence[int] = ()
-        self.default = OverlapChoice(pipeline.knobs, puts_off=False)
+        self.default = OverlapChoice(pipeline.knobs, is_deferred=False)
         self._kept: OverlapChoice | None = None  # result of the last completed search
         self._now = self.default
         self._pace: IterationPace | None = None
@@ -240,8 +240,8 @@ class ForwardOverlap(TunableTarget[OverlapChoice]):
         if self._prepared < PREPARING:
             return False
         if self.trying:
-            return self._now.puts_off and not self._pipeline.controller.agrees
-        return not self._tries if self._kept is None else self._kept.puts_off
+            return self._now.is_deferred and not self._pipeline.controller.agrees
+        return not self._tries if self._kept is None else self._kept.is_deferred
 
     @property
     def learning(self) -> bool:
@@ -267,10 +267,10 @@ class ForwardOverlap(TunableTarget[OverlapChoice]):
         if self._prepared < PREPARING:
             return
         self._agree_on_pace(report, synchroniser, profiled=profiled, joined=joined)
-        if not self._tries or (self._kept is not None and self._kept.puts_off):
+        if not self._tries or (self._kept is not None and self._kept.is_deferred):
             self._reorder()
         if self._tries and self._kept is None:
-            self.default = OverlapChoice(self._pipeline.knobs, puts_off=False)
+            self.default = OverlapChoice(self._pipeline.knobs, is_deferred=False)
             self._pipeline.controller.begin(self, recalls=False)
 
     def _agree_on_pace(
@@ -278,14 +278,14 @@ class ForwardOverlap(TunableTarget[OverlapChoice]):
     ) -> None:
         """Agree on when gradients become ready and parameters are read. Collective."""
         count = synchroniser.n_params
-        mine = np.zeros(2 * count + 3)
+        own = np.zeros(2 * count + 3)
         if not joined and len(self.reads) > 0 and profiled is not None:
-            mine[:count] = count  # parameters that are never read come last
-            mine[list(self.reads)] = np.arange(len(self.reads))
+            own[:count] = count  # parameters that are never read come last
+            own[list(self.reads)] = np.arange(len(self.reads))
             stretch = report.backward_s / profiled.backward_s if profiled.backward_s > 0.0 else 1.0
-            mine[count:-3] = stretch * np.array(profiled.ready_s)
-            mine[-3:] = report.backward_s, report.span_s, 1.0
-        total = self._control.total(mine)
+            own[count:-3] = stretch * np.array(profiled.ready_s)
+            own[-3:] = report.backward_s, report.span_s, 1.0
+        total = self._control.total(own)
         if total[-1] > 0.0:
             mean = self._control.broadcast(total / total[-1])
             self._pace = IterationPace(
@@ -321,7 +321,7 @@ class ForwardOverlap(TunableTarget[OverlapChoice]):
         """Run a setting from the next iteration on. Collective."""
         self._pipeline.apply(choice.knobs)
         self._now = choice
-        if choice.puts_off:
+        if choice.is_deferred:
             self._reorder()
 
     def measured_s(self) -> float:

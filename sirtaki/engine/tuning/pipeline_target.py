@@ -502,9 +502,9 @@ class PipelineTarget(TunableTarget[Knobs]):
             else:
                 self._retune(drift)
             return
-        drift.note(span_s)
+        drift.add(span_s)
         if not self.controller.failed:
-            self._sync.vote_drift(drift.pace)
+            self._sync.vote_drift(drift.drift)
 
     def _retune(self, drift: DriftWatch) -> None:
         """Begin a short search that compares settings with the running one. Collective."""

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +112,7 @@ def knob_space(router: Router, settings: Settings, total_bytes: int) -> KnobSpac
     )
     if not routes:
         possible = ", ".join(f"{kind.value} {algorithm.value}" for kind, algorithm in router.routes)
-        raise ConfigError(
-            f"SIRTAKI_TRANSPORT and SIRTAKI_ALGORITHM fix a route that is not possible here; possible: {possible}"
-        )
+        raise ConfigError(f"no route matches SIRTAKI_TRANSPORT and SIRTAKI_ALGORITHM; possible: {possible}")
     # Every route is limited to the streams that the default route supports, because more choices cost trials.
     limits = {route: router.max_streams([route]) for route in routes}
     limit = limits[routes[0]]
@@ -273,18 +272,15 @@ class GivenPlan:
         """Return why a job cannot run this plan, in one sentence. "" if it can."""
         if self.ranks != ranks:
             return f"the plan {self.source} is for {self.ranks} ranks, but this job has {ranks}"
-        mine = sorted(sorted(sizes) for sizes in self.sizes)
-        if mine != sorted(sorted(layout.sizes) for layout in layouts):
+        planned = sorted(sorted(sizes) for sizes in self.sizes)
+        if planned != sorted(sorted(layout.sizes) for layout in layouts):
             theirs = [layout.sizes for layout in layouts]
             return (
                 f"the plan {self.source} is for other gradients: {_described(self.sizes)}, but this model has "
                 f"{_described(theirs)}"
             )
         if self.knobs not in space:
-            return (
-                f"the plan {self.source} is not possible on this machine or with the fixed settings: "
-                f"{self.knobs.describe()}"
-            )
+            return f"the plan {self.source} is outside what this job may run: {self.knobs.describe()}"
         try:
             checked_plans(self.knobs, layouts)
         except PlanError as err:
@@ -620,11 +616,7 @@ def _round(
 
 def _compute(device: Device, matrix: torch.Tensor, product: torch.Tensor) -> None:
     for _ in range(COMPUTE_STEPS):
-        device.launch(_multiply, matrix, product)
-
-
-def _multiply(matrix: torch.Tensor, product: torch.Tensor) -> None:
-    torch.mm(matrix, matrix, out=product)
+        device.launch(partial(torch.mm, matrix, matrix, out=product))
 
 
 def threads_matter(probes: Sequence[ThreadProbe]) -> bool:
@@ -794,8 +786,8 @@ def probe_routes(
             logger.info("not probed: %s", err)
             needed_after -= needed
             continue
-        mine_s = [*soundings_s, time.perf_counter() - begin_s]
-        small_s, large_s, spent_s = control.maximum(np.array(mine_s)).tolist()
+        measured_s = [*soundings_s, time.perf_counter() - begin_s]
+        small_s, large_s, spent_s = control.maximum(np.array(measured_s)).tolist()
         budget = ProbeBudget((small_s, large_s))
         seen: set[tuple[int, int]] = set()
         carried = 0.0  # bytes a second
@@ -818,8 +810,8 @@ def probe_routes(
             probed_s = 0.0
             for repeat in range(MOST_REPEATS):
                 own_s, own_busy = _probe_s(control, router, plan, buffer, is_first=repeat == 0)
-                mine = [own_s, time.perf_counter() - begin_s, own_busy]
-                seconds, spent_s, busy = control.maximum(np.array(mine)).tolist()
+                measured = [own_s, time.perf_counter() - begin_s, own_busy]
+                seconds, spent_s, busy = control.maximum(np.array(measured)).tolist()
                 probe = LinkProbe(
                     unit_bytes=size.unit_bytes,
                     streams=streams,

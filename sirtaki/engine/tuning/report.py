@@ -32,9 +32,9 @@ def describe_progress(session: TuningSession[Any], usual: StepTime | None) -> Tu
     if known and usual is not None:
         left = at_most((session.iterations_at_most - result.iterations_used) * usual.step_s(best_s))
     if known and not result.tuned:
-        seen, aside = "nothing seen that beats the default", _a_step(usual, default_s)
+        seen, aside = "so far no setting is faster than the default", _a_step(usual, default_s)
     elif known:
-        seen = f"fastest seen so far, not yet proved: {in_ms(default_s - best_s)} a step less"
+        seen = f"best so far, not yet proved: {in_ms(default_s - best_s)} less per step"
         aside = _a_step(usual, default_s, best_s)
     return TuningProgress(
         used=result.iterations_used,
@@ -74,7 +74,7 @@ def describe_result(result: SessionResult, usual: StepTime | None, who: str) -> 
                 f"instead of {in_ms(usual.exposed_s(before_s))}; "
             )
     elif result.tuned:
-        gain = "the fastest seen, not yet proved: "
+        gain = "fastest measured, not yet proved: "
     trials = f"{result.n_trials} setting{'s' if result.n_trials != 1 else ''}"
     return f"tuned in {result.iterations_used} steps with {trials}: {gain}{found} ({result.reason})"
 
@@ -86,12 +86,12 @@ def describe_change(ratio: float, iterations: int) -> str:
         ratio: communication time now, relative to the time before. NaN if unknown.
         iterations: maximum number of iterations of the search.
     """
-    takes = "communication no longer takes as long as when"
+    takes = "communication time has changed since"
     if math.isfinite(ratio) and ratio >= 1.0:
         takes = f"communication takes {ratio:.2g} times as long as when"
     elif math.isfinite(ratio):
         takes = f"communication is {1.0 / ratio:.2g} times as fast as when"
-    return f"{takes} this setting was chosen: trying others for at most {iterations} steps"
+    return f"{takes} this setting was chosen: tuning again for at most {iterations} steps"
 
 
 def describe_retune(result: SessionResult, *, default: Knobs, earlier: Sequence[Knobs], proposer: str) -> str:
@@ -104,12 +104,12 @@ def describe_retune(result: SessionResult, *, default: Knobs, earlier: Sequence[
         proposer: name of the arm that proposed the kept setting.
     """
     if not result.tuned:
-        return f"nothing better found in {result.iterations_used} steps: the setting stays ({result.reason})"
+        return f"no faster setting found in {result.iterations_used} steps: the setting stays ({result.reason})"
     whence = f"proposed by {proposer}"
     if result.knobs == default:
         whence = "the untuned default"
     elif result.knobs in earlier:
-        whence = "as earlier in this job"
+        whence = "used earlier in this job"
     gain = "" if result.gain is None else f"communication is {result.gain.describe()}, than with the setting that ran; "
     found = f"{gain}{result.knobs.describe()}, {whence}"
     return f"tuned again in {result.iterations_used} steps: {found} ({result.reason})"
@@ -142,7 +142,7 @@ def describe_overlap(session: TuningSession[Any], tuned: Knobs) -> str:
     result, knobs = session.result, session.result.knobs.knobs
     without = in_ms(result.default_span_s)
     if result.gain is None:
-        best_s = min((trial.span_s for trial in session.trials if trial.knobs.puts_off), default=math.inf)
+        best_s = min((trial.span_s for trial in session.trials if trial.knobs.is_deferred), default=math.inf)
         times = f"{without} an iteration without it" + (
             f", {in_ms(best_s)} with it at best" if best_s < math.inf else ""
         )

@@ -134,22 +134,20 @@ class AgentList:
         adopts: accept any agent of the job, because the lost driver may have given it up.
     """
 
-    def __init__(
-        self, *, expected: Iterable[int], numbers: int, start_s: float, shares_list: bool, now_s: float
-    ) -> None:
+    def __init__(self, *, expected: Iterable[int], numbers: int, start_s: float, shares: bool, now_s: float) -> None:
         """Begin without agents.
 
         Args:
             expected: numbers of agents that another driver started.
             numbers: highest number that was given to an agent.
             start_s: seconds that an agent may take to connect.
-            shares_list: send agents the list of agents, because any agent may start the next driver.
+            shares: send agents the list of agents, because any agent may start the next driver.
             now_s: current time.
         """
         self.agents: dict[str, AgentRecord] = {}
         self.expected = set(expected)
         self.adopts = bool(self.expected)
-        self._numbers, self._start_s, self._shares_list = numbers, start_s, shares_list
+        self._numbers, self._start_s, self._shares = numbers, start_s, shares
         self._looked_s = now_s
         self._remembered: list[tuple[float, AgentRecord]] = []
 
@@ -201,7 +199,7 @@ class AgentList:
 
     def broadcast_agents(self) -> None:
         """Send all agents the list of agents that may start the next driver."""
-        if self._shares_list:
+        if self._shares:
             known = (*self.agents.values(), *(agent for _, agent in self._remembered))
             self.send_to(self.agents, KnownAgents([(agent.number, agent.places) for agent in known if agent.places]))
 
@@ -479,7 +477,7 @@ class AgentCrew(AgentList):
             expected=endpoint.agents,
             numbers=endpoint.numbers,
             start_s=job.agent_start_s,
-            shares_list=job.policy.has_successors,
+            shares=job.policy.has_successors,
             now_s=time.monotonic(),
         )
         self._job, self._proof, self._pump, self._environ = job, endpoint.proof, pump, environ

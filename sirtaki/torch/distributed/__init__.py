@@ -1,8 +1,8 @@
-"""A backend of torch.distributed: `init_process_group("sirtaki")`, for scripts that know nothing of Sirtaki.
+"""The torch.distributed backend `init_process_group("sirtaki")`, for scripts without calls of Sirtaki.
 
-Importing this registers it. From PyTorch 2.5 on nothing need be imported: `import torch` finds it by itself, as
-Sirtaki's package says that it is there. `init_method="sirtaki://"` finds the ranks under every launcher that
-`hvd.init()` knows, mpiexec too.
+Importing this package registers the backend. From PyTorch 2.5 on, `import torch` registers it, because the installed
+package declares an entry point for backends. `init_method="sirtaki://"` connects the ranks under every launcher that
+`hvd.init()` supports, including mpiexec.
 """
 
 from sirtaki.torch_backend import NAME, register

@@ -1,10 +1,11 @@
 """The process group behind `init_process_group("sirtaki")`.
 
-Large all-reduces, reduce-scatters and all-gathers of CPU tensors go through lanes; everything else is an inner group's:
-Gloo's, and for CUDA tensors NCCL's. PyTorch asks that by itself for what is not defined here.
+Lanes carry large all-reduces, reduce-scatters and all-gathers of CPU tensors. An inner group carries everything else:
+a Gloo group, or an NCCL group for CUDA tensors. PyTorch calls the inner group itself for methods that are not defined
+here.
 
-What PyTorch's C++ lets a Python class define has to be defined, though: for what is missing it asks the inner group
-with the interpreter locked, which hangs if one of Gloo's threads wants the interpreter, to free a tensor.
+Every collective that a Python class can define must be defined here. For a missing one, PyTorch's C++ calls the inner
+group while it holds the GIL. That call hangs if a thread of Gloo needs the GIL to free a tensor.
 """
 
 from __future__ import annotations
@@ -56,29 +57,29 @@ from sirtaki.uncompiled import exclude_from_compilation
 
 from .shown import RELEASES_INTERPRETER, FlightEntries, shown
 
-# ── what carries the large tensors of one process group ───────────────────────────────────────────────────────────────
+# ── lanes: connections for the large tensors of one process group ────────────────────────────────────────────────────
 #
-# They are opened when the first tensor comes, as a group that only tells small things needs none. A thread does that,
-# and drives what nobody waits for, so that submitting never waits for other ranks. Gathers have streams and a thread
-# of their own, which are opened in the same way.
+# A thread opens the lanes when the first large tensor is submitted, because many groups send only small tensors. The
+# same thread drives operations that no caller waits for. So `submit` never waits for other ranks. Gathers have streams
+# and a thread of their own, opened in the same way.
 
 LEAVE_S = 5.0
-"""How long ranks that destroy a group wait for each other."""
+"""Limit in seconds for a rank that destroys a group and waits for the other ranks to do so."""
 
 
 PIECE_BYTES = 2 << 20
-"""Of a shard, at most: gathers go in such pieces, as ranks of one host have two slots of that size each."""
+"""Largest piece of a shard in a gather: each rank of a host has two shared-memory slots of this size."""
 
 AT_ONCE = 4
-"""So many gathers are under way before the first of them is waited for."""
+"""Number of gathers in flight before the gather thread waits for the oldest."""
 
 
 class TensorGather(TensorOperation):
-    """The tensors of all ranks on their way to each.
+    """An all-gather of one tensor per rank.
 
     Attributes:
-        rows: get those of each rank, 1-d and contiguous.
-        shard: this rank's, 1-d and contiguous; left alone until it is done. It may be its row.
+        rows: receive the tensors of all ranks, in rank order. 1-d and contiguous.
+        shard: tensor of this rank, 1-d and contiguous. Unchanged until the gather ends. May be this rank's row.
     """
 
     def __init__(
@@ -89,34 +90,34 @@ class TensorGather(TensorOperation):
         self._works: list[ShardWork] = []
 
     def start(self, lanes: ShardLanes) -> None:
-        """Collective: in pieces, of which earlier ones may be awaited."""
+        """Launch the gather in pieces. Collective. May wait for earlier pieces."""
         step = PIECE_BYTES // self.shard.itemsize
         for low in range(0, self.shard.numel(), step):
             piece = slice(low, low + step)
             self._works.append(lanes.gather([row[piece] for row in self.rows], self.shard[piece]))
 
     def complete(self) -> None:
-        """Waits for all pieces, and says that they are there."""
+        """Wait for all pieces, then mark the operation as finished."""
         for work in self._works:
             work.wait()
         self.finish()
 
 
 class GroupLanes:
-    """The lanes of one process group; every rank submits the same tensors in the same order."""
+    """Lanes of one process group. Every rank submits the same tensors in the same order."""
 
     def __init__(self, ranks: Communicator, *, settings: Settings, timeout: Timeout) -> None:
-        """Opens nothing.
+        """Prepare. Opens no connection.
 
         Args:
-            ranks: of the group; ends with the lanes.
-            settings: of this process.
-            timeout: how long this rank waits for the others.
+            ranks: communicator of the group. `close` frees it.
+            settings: settings of this process.
+            timeout: returns the limit in seconds for waits for other ranks.
         """
         self._ranks, self._settings, self._timeout = ranks, settings, timeout
         self._pipeline: UnitPipeline | None = None
         self._error: CommError | None = None
-        self._backlog: deque[TensorReduction] = deque()  # of what came before they were open
+        self._backlog: deque[TensorReduction] = deque()  # submitted before the lanes were open
         self._lock = free_in_forked_children(threading.Lock())
         self._business = threading.Event()
         self._closing = False
@@ -133,15 +134,15 @@ class GroupLanes:
 
     @property
     def fault(self) -> CommError | None:
-        """What has gone wrong in the communication of any rank, which ends the group.
+        """Return the communication error that ended the group, or None.
 
-        That a rank has ended is none: what others do without it goes on.
+        The exit of a rank is no such error, because the other ranks may continue without it.
         """
         error = self._ranks.failures.error
         return None if isinstance(error, PeerLostError) and not isinstance(error, PeerFaultError) else error
 
     def gather(self, gather: TensorGather) -> None:
-        """Starts it; never blocks on other ranks.
+        """Submit a gather. Non-blocking.
 
         Raises:
             CommError: the group has failed.
@@ -156,11 +157,11 @@ class GroupLanes:
                 self._gatherer.start()
 
     def submit(self, reduction: TensorReduction, *, awaited: bool) -> None:
-        """Starts it; never blocks on other ranks.
+        """Submit a reduction. Non-blocking.
 
         Args:
-            reduction: of one tensor.
-            awaited: `finish` follows at once, so that no other thread need be woken.
+            reduction: reduction of one tensor.
+            awaited: the caller calls `finish` at once, so that the lanes' thread need not wake up.
 
         Raises:
             CommError: the group has failed.
@@ -180,14 +181,14 @@ class GroupLanes:
             self._business.set()
 
     def drive(self) -> None:
-        """From now on what has been submitted gets on though nobody waits for it."""
+        """Wake the lanes' thread, so that submitted operations progress while no caller waits for them."""
         self._business.set()
 
     def finish(self, operation: TensorOperation, timeout_s: float | None = None) -> bool:
-        """Blocks until it is done; False if the time is up.
+        """Wait until the operation has ended. Return False after `timeout_s` seconds.
 
         Raises:
-            CommError: it has failed.
+            CommError: the operation has failed.
         """
         while not operation.ended.done():
             if self._pipeline is not None and isinstance(operation, TensorReduction):
@@ -203,12 +204,12 @@ class GroupLanes:
         try:
             with self._limited_opening():
                 pipeline = open_lanes(self._ranks, settings=self._settings, timeout_s=NEVER_S)
-        except Exception as err:  # whatever it is, those who wait must hear of it
-            self._fail(err if isinstance(err, CommError) else CommError(f"no streams for this process group: {err}"))
+        except Exception as err:  # any error, because callers that wait must get it
+            self._fail(err if isinstance(err, CommError) else CommError(f"cannot open streams of a group: {err}"))
             return
         with self._lock:
             self._pipeline = pipeline
-            with suppress(CommError):  # which those hear of who wait
+            with suppress(CommError):  # because `finish` raises the error for the callers that wait
                 while self._backlog:
                     pipeline.submit(self._backlog.popleft())
         pipeline.drain()
@@ -233,23 +234,23 @@ class GroupLanes:
                     gather.start(lanes)
                 else:
                     return
-        except Exception as err:  # whatever it is, those who wait must hear of it
+        except Exception as err:  # any error, because callers that wait must get it
             error = err if isinstance(err, CommError) else CommError(f"this process group cannot gather: {err!r}")
-            error = self._ranks.failures.error or error  # what broke the connections, where that is known
+            error = self._ranks.failures.error or error  # prefer the error that broke the connections
             self._fail(error)
             for gather in under_way:
                 gather.finish(error)
 
     @contextmanager
     def _limited_opening(self) -> Iterator[None]:
-        """Fail the group if its lanes are not open within its timeout, because another rank has not come."""
+        """Fail the group if the block does not open the lanes within the timeout of the group."""
         begin_s, opened = time.monotonic(), threading.Event()
 
         def watch() -> None:
-            while not opened.wait(FAULT_LOOK_S):
+            while not opened.wait(FAULT_POLL_S):
                 if time.monotonic() - begin_s > (limit_s := self._timeout()):
                     late = f"the first large tensor of this process group was not sent within {limit_s:g} s"
-                    self._ranks.failures.report(StallError(f"{late}: another rank has not come, or stands still"))
+                    self._ranks.failures.report(StallError(f"{late}: another rank has not sent it, or hangs"))
                     return
 
         threading.Thread(target=watch, name="sirtaki-group-opening", daemon=True).start()
@@ -259,12 +260,12 @@ class GroupLanes:
             opened.set()
 
     def _report(self, ended: Future[None]) -> None:
-        """What an operation has failed with has failed for the whole group; how it ends when that is closed is none."""
+        """Report the error of an operation as the error of the group. Errors while the group closes are ignored."""
         if isinstance(error := ended.exception(), CommError) and not self._closing:
             self._ranks.failures.report(error)
 
     def _tell_of_fault(self) -> None:
-        """The others wait for what this rank will not do any more: they hear of it at once, from whatever thread."""
+        """Abort the other ranks, because they would wait for operations that this rank cannot finish. Thread-safe."""
         error = self._ranks.failures.error
         if not self._closing and not isinstance(error, PeerLostError):
             self._ranks.abort(f"rank {self._ranks.rank}: {error}", fault=True)
@@ -281,9 +282,9 @@ class GroupLanes:
             operation.finish(error)
 
     def close(self) -> None:
-        """Collective in so far as ranks take leave of each other, for some seconds at most; what is under way fails.
+        """Fail all operations in flight, wait up to `LEAVE_S` for the other ranks to close too, and disconnect.
 
-        Ranks that wait for this one after that are told that it has left.
+        A rank that still waits for this rank afterwards gets an error.
         """
         if self._closing:
             return
@@ -295,7 +296,7 @@ class GroupLanes:
             pipeline.fail(destroyed)
         self._gathers.put(None)
         self._take_leave()
-        self._ranks.failures.report(destroyed)  # which ends waits for what another rank has not begun
+        self._ranks.failures.report(destroyed)  # ends waits for operations that another rank has not begun
         for thread in (self._thread, self._gatherer):
             if thread is not None:
                 thread.join(LEAVE_S)
@@ -306,9 +307,9 @@ class GroupLanes:
             self._shards.close()
 
     def _take_leave(self) -> None:
-        with suppress(CommError):  # then all know already that the group has failed
+        with suppress(CommError):  # the group has failed, and all ranks have got that error
             if not leave_together(self._ranks.duplicate(), LEAVE_S):
-                self._ranks.abort(f"rank {self._ranks.rank} has destroyed the process group, and others use it")
+                self._ranks.abort(f"rank {self._ranks.rank} has destroyed the process group while other ranks use it")
 
 
 # ── the process group behind `init_process_group("sirtaki")` ──────────────────────────────────────────────────────────
@@ -319,27 +320,21 @@ LANE_OPS = {theirs: ours for ours, theirs in TORCH_OPS.items()}
 
 LANE_DTYPES = frozenset(
     (
-        torch.float32,
-        torch.float64,
-        torch.float16,
-        torch.bfloat16,
-        torch.int8,
-        torch.uint8,
-        torch.int32,
-        torch.int64,
+        *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+        *(torch.int8, torch.uint8, torch.int32, torch.int64),
     )
 )
-"""Those that Gloo adds up, too; a bool is left to Gloo, for which it is a byte."""
+"""Dtypes that lanes reduce. Gloo reduces the same ones, and bool as a byte."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReduceRecipe:
-    """How tensors of different ranks are combined.
+    """A reduction, as an operation with a factor before it and a divisor after it.
 
     Attributes:
-        op: PyTorch's, without averages and scaled sums.
-        factor: what this rank's tensor is multiplied by before that; None = nothing.
-        divisor: what the result is divided by; 1 = nothing. Integers are rounded towards zero, as NCCL does.
+        op: reduction of PyTorch, neither AVG nor PREMUL_SUM.
+        factor: factor of this rank's tensor before the reduction. None for no factor.
+        divisor: divisor of the result. Integers are rounded towards zero, as in NCCL.
     """
 
     op: TorchOp.RedOpType
@@ -348,7 +343,7 @@ class ReduceRecipe:
 
     @classmethod
     def of(cls, op: TorchOp | TorchOp.RedOpType, size: int) -> ReduceRecipe:
-        """That of an operation over `size` ranks."""
+        """Convert a reduction of PyTorch over `size` ranks."""
         whole: Any = TorchOp(op) if isinstance(op, TorchOp.RedOpType) else op  # Any: the stub lacks what pickles it
         kind, factor = whole.__getstate__()
         if kind == TorchOp.AVG:
@@ -357,16 +352,16 @@ class ReduceRecipe:
 
     @property
     def lane_op(self) -> ReduceOp | None:
-        """What lanes do; None if they can't."""
+        """Return the reduction for lanes, or None if lanes do not support it."""
         return LANE_OPS.get(self.op)
 
     def prepare_(self, tensor: torch.Tensor) -> None:
-        """In place, before others see it."""
+        """Multiply a tensor by `factor` in place, before it is sent."""
         if self.factor is not None:
             tensor.mul_(self.factor)
 
     def divide_(self, tensor: torch.Tensor) -> None:
-        """In place, at the end."""
+        """Divide the result by `divisor` in place."""
         if self.divisor == 1:
             return
         if tensor.is_floating_point() or tensor.is_complex():
@@ -376,100 +371,103 @@ class ReduceRecipe:
 
 
 NO_TIMEOUT = timedelta(0)
-"""What PyTorch says where it means none."""
+"""PyTorch's value for a wait without a limit."""
 
 
 KEEPS_WORKS = TorchVersion(torch.__version__) >= "2.7"
-"""Whether PyTorch's C++ keeps a work of Python's alive; 2.4 does not, and waits for ever."""
+"""True if PyTorch's C++ keeps a Python work alive. PyTorch before 2.7 does not, and would wait forever."""
 
 
 class FillingWork(Work):
-    """An operation that fills some tensors."""
+    """A work that writes its results to given tensors."""
 
     def __init__(self, outputs: Any) -> None:  # Any: tensors, or lists of them where PyTorch has lists
         super().__init__()
         self._outputs = outputs
 
     def synchronize(self) -> None:
-        """Waits: the tensors are the host's, which knows no streams."""
+        """Wait for the work. CPU tensors have no streams, so a wait of the host is needed."""
         self.wait()
 
     def is_success(self) -> bool:
-        """Return whether it has ended well."""
+        """Return whether the work has ended without an error."""
         return self.is_completed() and self.exception() is None
 
     def result(self) -> Any:
-        """What the operation fills."""
+        """Return the tensors that the work writes."""
         return self._outputs
 
 
 class LaneWork(FillingWork):
-    """A tensor on its way through the lanes."""
+    """Work of an operation in the lanes."""
 
     def __init__(self, lanes: GroupLanes, operation: TensorOperation, outputs: Any) -> None:
         super().__init__(outputs)
         self._lanes, self._operation = lanes, operation
         self._future: torch.futures.Future[Tensors] | None = None
-        self._told, self._teller = threading.Event(), 0  # what waits for the future has run; in which thread it does
+        self._callbacks_done = threading.Event()  # all callbacks of the future have run
+        self._callback_thread = 0  # thread that runs the callbacks now, or 0
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Drives the lanes until the tensor is there; a timeout of 0 is none.
+        """Drive the lanes until the operation has ended. A timeout of 0 means no limit.
 
         Raises:
-            CommError: it has failed, or the time is up.
+            CommError: the operation has failed.
+            RuntimeError: the timeout has passed.
         """
         limit_s = timeout.total_seconds()
         if not self._lanes.finish(self._operation, limit_s if limit_s > 0 else None):
             raise RuntimeError(f"an operation of this process group did not end within {limit_s:g} s")
-        if self._future is not None and not self._tells():
-            self._told.wait()  # the thread that ends the operation tells the future after those who wait
+        if self._future is not None and not self._is_in_callback():
+            self._callbacks_done.wait()  # because the thread that ends the operation wakes waiting threads first
         return True
 
     def is_completed(self) -> bool:
-        """Return whether it has ended, after a turn of the lanes if not; never waits."""
+        """Return whether the operation has ended and all callbacks have run. Wakes the lanes' thread. Non-blocking."""
         if not self._operation.ended.done():
             self._lanes.drive()
-        return self._operation.ended.done() and (self._future is None or self._told.is_set() or self._tells())
+        ended = self._operation.ended.done()
+        return ended and (self._future is None or self._callbacks_done.is_set() or self._is_in_callback())
 
-    def _tells(self) -> bool:
-        """Return whether this is called by what waits for the future."""
-        return self._teller == threading.get_ident()
+    def _is_in_callback(self) -> bool:
+        """Return whether the caller is a callback of the future."""
+        return self._callback_thread == threading.get_ident()
 
     def exception(self) -> BaseException | None:
-        """What it has failed with, if it has."""
+        """Return the error of the operation, or None."""
         return self._operation.ended.exception() if self._operation.ended.done() else None
 
     def get_future(self) -> torch.futures.Future[Tensors]:
-        """A future that gets the outputs, or the error, at the end."""
+        """Return a future that gets the outputs or the error when the operation ends."""
         if self._future is not None:
             return self._future
         future = self._future = torch.futures.Future()
 
-        def tell(ended: Future[None]) -> None:
-            self._teller = threading.get_ident()
+        def complete(ended: Future[None]) -> None:
+            self._callback_thread = threading.get_ident()
             try:
                 if (error := ended.exception()) is None:
                     future.set_result(self._outputs)
                 else:
                     future.set_exception(error)  # type: ignore[arg-type]  # so torch's stub has it
             finally:
-                self._teller = 0
-                self._told.set()
+                self._callback_thread = 0
+                self._callbacks_done.set()
 
-        self._operation.ended.add_done_callback(tell)
+        self._operation.ended.add_done_callback(complete)
         self._lanes.drive()
         return future
 
 
 class LastingWork(FillingWork):
-    """A work that C++ may wait for though PyTorch before 2.7 keeps none of Python's alive: it does so itself.
+    """A work that keeps itself alive, because C++ may wait for it and PyTorch before 2.7 keeps no Python work alive.
 
-    PyTorch's own way out, `_create_work_from_future`, gives works whose `wait` raises nothing where the future fails.
+    PyTorch's alternative, `_create_work_from_future`, makes works whose `wait` does not raise the error of the future.
     """
 
-    _under_way: ClassVar[set[LastingWork]] = set()  # of those that Python has let go of
+    _in_flight: ClassVar[set[LastingWork]] = set()  # works without a Python reference
     _ended: ClassVar[deque[LastingWork]] = deque(maxlen=10_000)
-    _with_tensors: ClassVar[deque[LastingWork]] = deque()  # of those that have ended, some: C++ may want the future
+    _with_tensors: ClassVar[deque[LastingWork]] = deque()  # latest ended works: C++ may still ask for the future
 
     def __init__(self, work: FillingWork) -> None:
         super().__init__(None)
@@ -479,15 +477,15 @@ class LastingWork(FillingWork):
         self._process = os.getpid()
 
     def __del__(self) -> None:
-        """Python has let go of it. C++ may have it, if nobody has waited or asked for the future."""
+        """Keep the work if C++ may hold a pointer to it: no caller has waited for it or asked for its future."""
         if self._is_asked or self._work is None or sys.is_finalizing() or self._process != os.getpid():
             return
         self._is_kept = True
-        self._under_way.add(self)  # which undoes that it goes
+        self._in_flight.add(self)  # a new reference stops the destruction
         try:
             self._work.get_future().add_done_callback(self._end)
-        except RuntimeError:  # a reduce-scatter of Gloo's, which has none
-            self._under_way.discard(self)
+        except RuntimeError:  # a reduce-scatter of Gloo, which has no future
+            self._in_flight.discard(self)
             self._ended.append(self)
 
     def _end(self, ended: torch.futures.Future[Any]) -> None:
@@ -497,20 +495,20 @@ class LastingWork(FillingWork):
         except Exception as err:
             self._error = err
         self._ended.append(self)
-        self._under_way.discard(self)
+        self._in_flight.discard(self)
         self._with_tensors.append(self)
         if len(self._with_tensors) > 16:
-            with suppress(IndexError):  # another thread was faster
+            with suppress(IndexError):  # another thread has removed it
                 self._with_tensors.popleft()._work = None
 
     def _drop(self) -> None:
-        """Its tensors, if C++ has it, which looks at no results."""
+        """Free the tensors if C++ holds this work, because C++ does not read its results."""
         self._is_asked = True
         if self._is_kept:
             self._work = None
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Waits as the work does, and raises what that raises."""
+        """Wait for the wrapped work, and raise its error."""
         self._is_asked = True
         if (work := self._work) is not None:
             work.wait(timeout)
@@ -520,54 +518,58 @@ class LastingWork(FillingWork):
         return True
 
     def is_completed(self) -> bool:
-        """Return whether it has ended."""
+        """Return whether the wrapped work has ended."""
         return self._work is None or self._work.is_completed()
 
     def exception(self) -> BaseException | None:
-        """What it has failed with, if it has."""
+        """Return the error of the wrapped work, or None."""
         return self._error if self._work is None else self._work.exception()
 
     def result(self) -> Any:
-        """What it fills."""
+        """Return the tensors that the wrapped work writes. None after `wait` if C++ holds this work."""
         return None if self._work is None else self._work.result()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """That of the work."""
+        """Return the future of the wrapped work.
+
+        Raises:
+            RuntimeError: the wrapped work has been freed.
+        """
         if self._work is None:
-            raise RuntimeError("whoever wants the future of this work has to ask for it before others end")
+            raise RuntimeError("get_future() must be called before later collectives end: this work has been freed")
         future = self._work.get_future()
         self._drop()
         return future
 
 
 def lasting(work: FillingWork) -> FillingWork:
-    """What C++ may be given."""
+    """Return a work that C++ may hold."""
     return work if KEEPS_WORKS else LastingWork(work)
 
 
-FAULT_LOOK_S = 0.1
-"""How often a wait for Gloo looks whether the group has failed."""
+FAULT_POLL_S = 0.1
+"""Interval in seconds at which a wait for Gloo polls whether the group has failed."""
 
 
 class InnerGroupWork(FillingWork):
-    """A collective of the inner group, which that would wait for though a rank cannot come any more."""
+    """A collective of the inner group whose wait ends when the group fails. The inner group itself would wait on."""
 
     def __init__(self, lanes: GroupLanes, work: Work) -> None:
         super().__init__(None)
         self._lanes, self._work = lanes, work
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Waits for it as long as the group has not failed.
+        """Wait for the collective until the group fails.
 
         Raises:
             CommError: the group has failed.
-            RuntimeError: the collective has, or the time is up.
+            RuntimeError: the collective has failed, or the timeout has passed.
         """
         limit_s = timeout.total_seconds()
         deadline_s = time.monotonic() + limit_s if limit_s > 0 else float("inf")
         while True:
             begin_s = time.monotonic()
-            slice_s = max(1e-3, min(FAULT_LOOK_S, deadline_s - begin_s))
+            slice_s = max(1e-3, min(FAULT_POLL_S, deadline_s - begin_s))
             try:
                 return self._work.wait(timedelta(seconds=slice_s))
             except RuntimeError as err:
@@ -576,36 +578,36 @@ class InnerGroupWork(FillingWork):
                 if self._work.is_completed():
                     break
                 now_s = time.monotonic()
-                # Some works of PyTorch's do not know that they have failed: those raise before the slice is over.
+                # Some failed works of PyTorch do not report completion. They raise before the slice has passed.
                 if now_s > deadline_s or now_s - begin_s < slice_s / 2:
                     raise
         return self._work.wait()
 
     def is_completed(self) -> bool:
-        """Return whether it has ended, or the group has failed."""
+        """Return whether the collective has ended or the group has failed."""
         return self._work.is_completed() or self._lanes.fault is not None
 
     def exception(self) -> BaseException | None:
-        """What it has failed with, if it has."""
+        """Return the error of the collective or of the group, or None."""
         if not self._work.is_completed():
             return self._lanes.fault
-        try:  # PyTorch before 2.7 cannot say it to Python
+        try:  # PyTorch before 2.7 does not pass the exception to Python
             self._work.wait()
         except RuntimeError as err:
             return err
         return None
 
     def result(self) -> Any:
-        """What it fills."""
+        """Return the tensors that the collective writes."""
         return self._work.result()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Gloo's: it ends when the collective does."""
+        """Return the future of the inner group's work."""
         return self._work.get_future()
 
 
 class FollowedWork(FillingWork):
-    """Operations of other groups, and what is done when they have ended, once, by whoever is there first."""
+    """Works followed by a function `then`. The first thread that finds all works ended calls `then`, once."""
 
     def __init__(self, works: Sequence[Work], then: Callable[[], None], outputs: Tensors) -> None:
         super().__init__(outputs)
@@ -615,7 +617,7 @@ class FollowedWork(FillingWork):
         self._following = threading.Lock()
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Waits for each, and does what follows."""
+        """Wait for all works, then call `then`."""
         for work in self._works:
             work.wait(timeout)
         self._follow()
@@ -628,7 +630,7 @@ class FollowedWork(FillingWork):
                 self._followed = True
 
     def is_completed(self) -> bool:
-        """Return whether all have ended; does what follows then."""
+        """Return whether all works have ended. Call `then` if they have."""
         if not all(work.is_completed() for work in self._works):
             return False
         try:
@@ -638,15 +640,15 @@ class FollowedWork(FillingWork):
         return True
 
     def exception(self) -> BaseException | None:
-        """What one of them has failed with, if all have ended."""
+        """Return the error of a work, or None. None until all works have ended."""
         return self._error if self.is_completed() else None
 
     def get_future(self) -> torch.futures.Future[Tensors]:
-        """A future that does what follows when all have ended."""
+        """Return a future that calls `then` when all works have ended."""
 
         def follow(ended: torch.futures.Future[Any]) -> Any:
             for future in ended.value():
-                if isinstance(error := future.value(), Exception):  # all that is left of a LaneWork's `set_exception`
+                if isinstance(error := future.value(), Exception):  # `set_exception` of a LaneWork makes it the value
                     raise error
             self._follow()
             return self._outputs
@@ -658,14 +660,14 @@ class FollowedWork(FillingWork):
 
 
 def meet(timeout: timedelta) -> tuple[Store, int, int]:
-    """Collective over all ranks that the launcher has started.
+    """Connect all ranks that the launcher has started. Collective.
 
     Returns:
-        A store that all of them reach, this process's rank, and how many there are.
+        A store shared by all ranks, the rank of this process, and the number of ranks.
 
     Raises:
-        ConfigError: what the launcher says does not fit together.
-        CommError: the ranks do not find each other.
+        ConfigError: the launcher's environment variables contradict each other.
+        CommError: the ranks cannot connect to each other.
     """
     settings = replace(Settings.from_environ(), start_timeout_s=timeout.total_seconds())
     ranks = open_ranks(settings)
@@ -677,13 +679,13 @@ def meet(timeout: timedelta) -> tuple[Store, int, int]:
 
 
 LARGE_BYTES = 256 * 1024
-"""From this size on tensors take the lanes: below it Gloo is as fast, with a core for each rank."""
+"""Smallest tensor in bytes that lanes reduce. For smaller ones Gloo is as fast, with a core for each rank."""
 
 LARGE_GATHER_BYTES = 512 * 1024
-"""Of all ranks' tensors together, from which on they are gathered by lanes.
+"""Smallest output in bytes, over all ranks, that lanes gather.
 
-Between four emulated nodes, on busy cores, a gather of 256 KiB took 1.5 times as long as Gloo's, of 512 KiB half as
-long; on one host it paid at any size at four ranks, at two from 4 MiB on.
+Measured between four emulated nodes on busy cores: lanes took 1.5 times as long as Gloo for 256 KiB, and half as long
+for 512 KiB. On one host, lanes were faster at any size with four ranks, and from 4 MiB on with two ranks.
 """
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -694,7 +696,7 @@ _ProcessGroup: Any = dist.ProcessGroup  # Any: what it declares differs between 
 
 
 def _left_to_inner(name: str) -> Callable[..., Work | None]:
-    """A method that calls the inner group's of this name, whose first argument has tensors."""
+    """Return a method that calls the method `name` of the inner group. Its first argument contains tensors."""
 
     def method(self: SirtakiProcessGroup, tensors: Any, *args: Any, **options: Any) -> Work | None:  # Any: as there
         return self._ask(name, tensors, *args, **options)
@@ -704,7 +706,7 @@ def _left_to_inner(name: str) -> Callable[..., Work | None]:
 
 
 def _first(tensors: Any) -> torch.Tensor | None:
-    """Of arguments with tensors in them, or lists of them, or lists of lists."""
+    """Return the first tensor in nested lists or tuples, or None."""
     if isinstance(tensors, torch.Tensor):
         return tensors
     found = map(_first, tensors) if isinstance(tensors, list | tuple) else ()
@@ -712,16 +714,16 @@ def _first(tensors: Any) -> torch.Tensor | None:
 
 
 def _is_ours(tensors: Sequence[torch.Tensor]) -> bool:
-    """Dense ones on the CPU; real, as torch.distributed has made of complex ones."""
+    """Return whether lanes support these tensors: dense, real and on the CPU."""
     return all(
         tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_complex() for tensor in tensors
     )
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor as threads of the group may write it: without gradients, and no inference tensor.
+    """Return a tensor over the same memory that any thread may write: detached, and no inference tensor.
 
-    An inference tensor may be written within `torch.inference_mode()` only, in which those threads are not.
+    An inference tensor can be written within `torch.inference_mode()` only, which threads of the group do not enter.
     """
     if not tensor.is_inference():
         return tensor.detach()
@@ -731,7 +733,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _as_real(tensors: Tensors, opts: Any) -> Tensors:  # Any: options with an operation
-    """Complex ones as pairs of numbers, which torch.distributed does for all-reduces only, where the sum is theirs."""
+    """View complex tensors as real ones if the reduction is a sum. torch.distributed does so for all-reduces only."""
     if ReduceRecipe.of(opts.reduceOp, 1).op != TorchOp.SUM:
         return tensors
     return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
@@ -739,24 +741,24 @@ def _as_real(tensors: Tensors, opts: Any) -> Tensors:  # Any: options with an op
 
 @dataclass(slots=True)
 class _Unreduced:
-    """A model over this backend whose gradients DDP has not reduced yet.
+    """State of a DDP model over this backend until DDP has reduced its gradients once.
 
-    It is attached where the backward pass ends in which DDP has: all ranks come there, in the same order. A forward
-    pass, or one within `no_sync()`, may be of one rank alone.
+    The model is attached at the end of the backward pass in which DDP reduced its gradients, because all ranks reach
+    this point, in the same order. A single rank may run a forward pass or a backward pass within `no_sync()` alone.
 
     Attributes:
-        wanted: parameters that DDP reduces, by name: those that wanted gradients when it was made, frozen since or not.
-        begun: DDP has begun to.
+        wanted: names of the parameters that DDP reduces: they required gradients when DDP wrapped the model.
+        begun: True once DDP has begun to reduce gradients.
     """
 
     wanted: frozenset[str]
     begun: bool = False
 
     def attach(self, model: DistributedDataParallel) -> None:
-        """Collective: from now on Sirtaki reduces what DDP has reduced.
+        """Let Sirtaki reduce the gradients of `model` that DDP has reduced until now. Collective.
 
         Raises:
-            ConfigError: on all ranks: the model cannot be attached.
+            ConfigError: the model cannot be attached. Raised on all ranks.
         """
         from sirtaki.torch.ddp import attach
 
@@ -771,11 +773,11 @@ class _Unreduced:
 
 
 _unreduced: weakref.WeakKeyDictionary[DistributedDataParallel, _Unreduced] = weakref.WeakKeyDictionary()
-"""In the order in which they were made, the same on all ranks."""
+"""DDP models that are not attached yet, in the order of their creation, which is the same on all ranks."""
 
 
 def _see_ddp(module: torch.nn.Module, name: str, inside: torch.nn.Module | None, *, attach: bool) -> None:
-    """A hook of PyTorch's where a module gets another one: DDP its model."""
+    """Record a new DDP model. Global hook that PyTorch calls when a module registers a submodule."""
     if name == "module" and inside is not None and isinstance(module, DistributedDataParallel):
         exclude_from_compilation()
         group = module.process_group
@@ -786,21 +788,22 @@ def _see_ddp(module: torch.nn.Module, name: str, inside: torch.nn.Module | None,
 
 
 def _see_reduction() -> None:
-    """In a backward pass in which DDP reduces gradients of some model, before it waits for them."""
+    """Check at the end of this backward pass which models DDP reduces. Called while DDP launches an all-reduce."""
     if _unreduced:
         when_backward_ends(_see_models)
 
 
 def _see_models() -> None:
-    """At the end of that pass, just before DDP waits."""
+    """Record the models whose gradients DDP has begun to reduce. Called at the end of the pass, before DDP waits."""
     for model, known in list(_unreduced.items()):
-        done = model.static_graph and model._static_graph_delay_allreduce_enqueued  # it has waited, in its first pass
+        # With a static graph, DDP has already waited at the end of the first pass.
+        done = model.static_graph and model._static_graph_delay_allreduce_enqueued
         known.begun |= done or not _is_idle(model)
     when_backward_ends(_attach_reduced)
 
 
 def _is_idle(model: DistributedDataParallel) -> bool:
-    """Return whether DDP has begun to reduce no gradients of the model, or has ended."""
+    """Return whether no reduction of DDP is in flight for the model."""
     try:
         model.reducer._check_reducer_finalized()
     except RuntimeError:
@@ -809,7 +812,7 @@ def _is_idle(model: DistributedDataParallel) -> bool:
 
 
 def _attach_reduced() -> None:
-    """Collective, as DDP's reductions before it: attaches models that it has reduced, or leaves them to it for ever."""
+    """Attach the models whose gradients DDP has reduced, or leave them to DDP forever. Collective."""
     reduced = [(model, known) for model, known in _unreduced.items() if known.begun and _is_idle(model)]
     for model, known in reduced:
         del _unreduced[model]
@@ -821,19 +824,19 @@ def _attach_reduced() -> None:
             logger.info("a model under DDP is not attached: %s", err)
 
 
-_ended: list[Any] = []  # groups of Gloo's (Any: whose class is PyTorch's) where the interpreter is not released, until
-# the next group is made
+_ended: list[Any] = []  # Any: Gloo groups
+"""Ended groups, kept until the next group is created, because destroying them here could hang before PyTorch 2.9."""
 
-_told = False
+_logged = False
 
 
-def _tell_once(settings: Settings, rank: int, size: int) -> None:
-    """What the first group of this process does, and how to do without: on rank 0, in one line."""
-    global _told
-    if _told:
+def _log_once(settings: Settings, rank: int, size: int) -> None:
+    """Set up logging and hooks for the first group of this process, and log what it does."""
+    global _logged
+    if _logged:
         return
-    _told = True
-    if not job.is_initialized():  # else `hvd.init()` has
+    _logged = True
+    if not job.is_initialized():  # else `hvd.init()` has started logging
         start_logging(settings, rank)
     exclude_from_compilation()
     register_module_module_registration_hook(partial(_see_ddp, attach=settings.attach and size > 1))
@@ -853,20 +856,20 @@ def _tell_once(settings: Settings, rank: int, size: int) -> None:
 
 
 class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
-    """Some ranks; every rank calls the same operations in the same order."""
+    """The process group of `init_process_group("sirtaki")`. All ranks call the same collectives in the same order."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-        """Collective over them.
+        """Connect the ranks of the group. Collective.
 
         Args:
-            store: this group's alone.
-            rank: of this process in the group.
-            size: how many there are.
-            timeout: how long operations wait for other ranks.
+            store: store that only this group uses.
+            rank: rank of this process in the group.
+            size: number of ranks in the group.
+            timeout: limit for waits for other ranks.
 
         Raises:
             ConfigError: an environment variable is invalid.
-            CommError: the ranks do not find each other.
+            CommError: the ranks cannot connect to each other.
         """
         super().__init__(rank, size)
         settings = Settings.from_environ()
@@ -879,22 +882,22 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
             self._set_default_backend(types.GLOO)
         self._register_backend(CPU, types.GLOO, self._inner)
         self._on_cuda = self._open_cuda(PrefixStore("nccl/", store), rank, size, timeout)
-        # `torch.distributed` changes the timeout of the inner groups.
+        # Read at every use, because `torch.distributed` may change the timeout of the inner groups.
         self._timeout: Timeout = timeout_of(self) or timeout.total_seconds
         self._lanes: GroupLanes | None = None
         self._keeps_entries = settings.flight_entries > 0
-        _tell_once(settings, dist.get_rank() if dist.is_initialized() else rank, size)
+        _log_once(settings, dist.get_rank() if dist.is_initialized() else rank, size)
         if size > 1:
             ranks = open_at_store(
                 settings, PrefixStore("mesh/", store), rank=rank, size=size, timeout_s=timeout.total_seconds()
             )
             self._lanes = GroupLanes(ranks, settings=settings, timeout=self._timeout)
-            # Not at the interpreter's end: a rank that ends without leave is lost to the others.
+            # Not at interpreter exit, so that the other ranks see a rank that exits without `shutdown` as lost.
             finalize(self, self._lanes.close)
 
     @cached_property
     def plain(self) -> dist.ProcessGroup:
-        """A group of PyTorch's own over the same inner groups; only its operators are used."""
+        """Return a `dist.ProcessGroup` over the same inner groups, for the operators of dispatch modes (`shown`)."""
         plain = dist.ProcessGroup(self.rank(), self.size())  # type: ignore[call-arg]  # the stub lacks this one
         types = dist.ProcessGroup.BackendType
         plain._register_backend(CPU, types.GLOO, self._inner)
@@ -923,7 +926,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return nccl
 
     def getBackendName(self) -> str:
-        """PyTorch's C++ asks for it under this name."""
+        """Return the name of the backend. Called by PyTorch's C++."""
         return NAME
 
     # ── all-reduce ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -933,8 +936,8 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def allreduce(
         self, tensors: Any, opts: Any = None
     ) -> Work | None:  # Any: one tensor or several, two classes of options
-        """Collective: see `torch.distributed.all_reduce`."""
-        if in_backward():  # DDP's, of gradients
+        """See `torch.distributed.all_reduce`. Collective."""
+        if in_backward():  # DDP reduces gradients
             _see_reduction()
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         opts = dist.AllreduceOptions() if opts is None else opts
@@ -949,15 +952,15 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     @shown
     @outside_modes
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work | None:  # Any: as above
-        """Collective: see `torch.distributed.all_reduce_coalesced`."""
+        """See `torch.distributed.all_reduce_coalesced`. Collective."""
         opts = dist.AllreduceCoalescedOptions() if opts is None else opts
         if not tensors or not _is_ours(tensors) or len({tensor.dtype for tensor in tensors}) > 1:
             return self._ask("allreduce_coalesced", tensors, opts)
         return self._all_reduce(tensors, opts.reduceOp, opts)
 
     def _all_reduce(self, tensors: Tensors, op: dist.ReduceOp, opts: Any) -> Work:
-        """The tensors as one: a contiguous one where it lies, others in a copy."""
-        plain = [_plain(tensor) for tensor in tensors]  # parameters are written by threads that record gradients
+        """Reduce the tensors as one flat tensor: a single contiguous one in place, others in a copy."""
+        plain = [_plain(tensor) for tensor in tensors]  # because the writing thread may record gradients
         whole = len(tensors) == 1 and tensors[0].is_contiguous()
         flat = plain[0].view(-1) if whole else torch.cat([tensor.reshape(-1) for tensor in plain])
 
@@ -975,7 +978,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     @shown
     @outside_modes
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Work | None:  # Any: as above
-        """Collective: see `torch.distributed.reduce_scatter`; the inputs' sizes may differ from rank to rank."""
+        """See `torch.distributed.reduce_scatter`. Collective. The sizes of the inputs of one rank may differ."""
         opts = dist.ReduceScatterOptions() if opts is None else opts
         outputs, inputs = _as_real(outputs, opts), [_as_real(each, opts) for each in inputs]
         if not _is_ours([*outputs, *(tensor for each in inputs for tensor in each)]):
@@ -983,7 +986,8 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         parts, (output,) = inputs[0], outputs
         if len(parts) != self.size() or parts[self.rank()].numel() != output.numel():
             raise ValueError(
-                f"reduce_scatter needs one input for each of {self.size()} ranks, this rank's as its output"
+                f"reduce_scatter requires one input for each of {self.size()} ranks, and the input of this rank must "
+                "have the size of its output"
             )
         start = sum(part.numel() for part in parts[: self.rank()])
         return self._scatter(torch.cat([part.reshape(-1) for part in parts]), output, start, opts)
@@ -991,27 +995,27 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     @shown
     @outside_modes
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work | None:
-        """Collective: see `torch.distributed.reduce_scatter_tensor`."""
+        """See `torch.distributed.reduce_scatter_tensor`. Collective."""
         opts = dist.ReduceScatterOptions() if opts is None else opts
         output, tensor = _as_real([output, tensor], opts)
         if not _is_ours([output, tensor]):
             return self._ask("_reduce_scatter_base", output, tensor, opts)
         if tensor.numel() != self.size() * output.numel() or tensor.dtype != output.dtype:
             raise ValueError(
-                f"reduce_scatter of {tensor.numel()} elements of {tensor.dtype} over {self.size()} ranks does not give "
-                f"{output.numel()} of {output.dtype}"
+                f"the output of reduce_scatter has {output.numel()} elements of {output.dtype}, but must have the "
+                f"dtype {tensor.dtype} and 1/{self.size()} of the input's {tensor.numel()} elements"
             )
         return self._scatter(tensor.reshape(-1), output, self.rank() * output.numel(), opts)
 
     @shown
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work | None:
-        """Collective: several at once."""
+        """Launch several collectives and return one work. Collective."""
         works = [
             self.reduce_scatter_single(output, tensor, opts) for output, tensor in zip(outputs, inputs, strict=True)
         ]
         return self._joined(works, outputs)
 
-    # Their names before torch 2.13.
+    # Names of these methods before torch 2.13.
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -1030,11 +1034,11 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     @staticmethod
     def _joined(works: Sequence[Work | None], outputs: Tensors) -> Work | None:
-        """Return one work for all of them; None if all were synchronous."""
+        """Return one work for all `works`, or None if all collectives were synchronous."""
         left = [work for work in works if work is not None]
         return lasting(FollowedWork(left, lambda: None, outputs)) if left else None
 
-    # ── both ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── all-reduce and reduce-scatter ────────────────────────────────────────────────────────────────────────────
 
     def _reduce(
         self,
@@ -1046,16 +1050,16 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         outputs: Tensors,
         then: Callable[[], None] | None,
     ) -> Work:
-        """Collective: `target` gets elements of the reduction of `flat` over ranks, from `start` on.
+        """Reduce `flat` over ranks and write the elements from `start` on to `target`. Collective.
 
         Args:
-            flat: 1-d and contiguous; left as it is, unless it is `target`.
+            flat: 1-d and contiguous. Unchanged, unless `flat` is `target`.
             target: 1-d and contiguous.
-            start: see above.
-            recipe: how.
-            opts: of PyTorch, for time limit and synchrony.
-            outputs: what the work has filled in the end.
-            then: fills them from `target`; None = they are `target`.
+            start: index of the first element for `target`.
+            recipe: the reduction.
+            opts: PyTorch's options. Only the timeout and `asyncOp` are used.
+            outputs: result of the work.
+            then: copies `target` to `outputs`. None if `outputs` share the memory of `target`.
         """
         if recipe.factor is not None and target is not flat:
             flat = flat.clone()
@@ -1086,7 +1090,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         options = dist.AllreduceOptions()
         options.reduceOp, options.timeout = dist.ReduceOp(recipe.op), opts.timeout
         if target is flat and recipe.divisor == 1 and then is None:
-            return self._watched(  # a future has this shape
+            return self._watched(  # with the shape of the output, because the future contains this tensor
                 self._inner.allreduce([flat.view(outputs[0].shape)], options)
             )
         work = self._watched(self._inner.allreduce([scratch], options))
@@ -1108,7 +1112,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     @shown
     @outside_modes
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Work | None:  # Any: as above
-        """Collective: see `torch.distributed.all_gather`."""
+        """See `torch.distributed.all_gather`. Collective."""
         opts = AllgatherOptions() if opts is None else opts
         if self._lanes is None or len(inputs) != 1 or len(outputs) != 1 or not self._gathers(outputs[0], inputs[0]):
             return self._ask("allgather", outputs, inputs, opts)
@@ -1122,7 +1126,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     @shown
     @outside_modes
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work | None:
-        """Collective: see `torch.distributed.all_gather_into_tensor`."""
+        """See `torch.distributed.all_gather_into_tensor`. Collective."""
         opts = AllgatherOptions() if opts is None else opts
         if self._lanes is None or not self._gathers([output], tensor):
             return self._ask("_allgather_base", output, tensor, opts)
@@ -1132,21 +1136,21 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
             whole.view(-1).chunk(self.size()),
             tensor,
             [] if whole is plain else [(plain, whole)],
-            list(plain.chunk(self.size())),  # Gloo tells parts
+            list(plain.chunk(self.size())),  # the result of Gloo's work is a list of parts too
         )
 
     @shown
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work | None:
-        """Collective: several at once."""
+        """Launch several collectives and return one work. Collective."""
         works = [self.all_gather_single(output, tensor, opts) for output, tensor in zip(outputs, inputs, strict=True)]
         return self._joined(works, outputs)
 
-    # Their names before torch 2.13.
+    # Names of these methods before torch 2.13.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def _gathers(self, outputs: Tensors, tensor: torch.Tensor) -> bool:
-        """Return whether lanes gather that: what all ranks decide alike. What does not fit is Gloo's to refuse."""
+        """Return whether lanes gather the tensors. All ranks decide alike. Gloo rejects invalid arguments."""
         numel = self.size() * tensor.numel()
         return (
             numel * tensor.itemsize >= LARGE_GATHER_BYTES
@@ -1162,7 +1166,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
         outputs: Any,
     ) -> Work:
-        """Collective: `rows` get the tensors of all ranks, then each first one of `copies` what its second one has."""
+        """Gather the tensors of all ranks into `rows`, then copy in each pair of `copies` the second to the first."""
         assert self._lanes is not None
 
         def copy_back() -> None:
@@ -1175,12 +1179,12 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._lanes.gather(gather)
         return lasting(LaneWork(self._lanes, gather, outputs))
 
-    # ── what inner groups do ─────────────────────────────────────────────────────────────────────────────────────
+    # ── collectives of the inner groups ──────────────────────────────────────────────────────────────────────────
 
     def _ask(
         self, name: str, tensors: Any, *args: Any, **options: Any
     ) -> Work | None:  # Any: as the inner group has it
-        """Call that method of the inner group for the device of these tensors, or lists of tensors.
+        """Call the method `name` of the inner group for the device of the tensors.
 
         Returns:
             The work. None for a synchronous collective of NCCL from torch 2.8 on: the current stream waits for it.
@@ -1188,21 +1192,21 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         first = _first((tensors, *args))
         on_cuda = first is not None and first.device.type == "cuda"
         inferred = first is not None and first.is_inference()
-        with torch.inference_mode() if inferred else nullcontext():  # its threads take that over
+        with torch.inference_mode() if inferred else nullcontext():  # inherited by the threads of the inner group
             work: Work | None = getattr(self._on_cuda if on_cuda else self._inner, name)(tensors, *args, **options)
-        # A wait for those that ends early breaks the connection; PyTorch 2.4's never tells that it has ended.
+        # Not watched: a timeout of send or recv breaks the connection. PyTorch 2.4's reduce-scatter never completes.
         alone = name in ("send", "recv") or (name == "_reduce_scatter_base" and not KEEPS_WORKS)
         if work is None or alone or (on_cuda and self._on_cuda is not self._inner):
             return work
         return self._watched(work)
 
     def _watched(self, work: Work) -> Work:
-        """A collective of Gloo's that ends when the group fails."""
+        """Return a work whose wait ends when the group fails."""
         return lasting(InnerGroupWork(self._lanes, work)) if self._lanes is not None else work
 
     @shown
     def barrier(self, opts: Any = None) -> Work | None:
-        """Collective: see `torch.distributed.barrier`."""
+        """See `torch.distributed.barrier`. Collective."""
         opts = dist.BarrierOptions() if opts is None else opts
         on_cuda = opts.device is not None and opts.device.type == "cuda"
         work: Work = (self._on_cuda if on_cuda else self._inner).barrier(opts)
@@ -1210,13 +1214,13 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     @shown
     def broadcast(self, tensors: Any, *args: Any, **options: Any) -> Work | None:  # Any: as the inner group has it
-        """Collective: see `torch.distributed.broadcast`; contiguous or not, where Gloo writes between elements."""
+        """See `torch.distributed.broadcast`. Collective. Copies other than contiguous tensors, unlike Gloo."""
         return self._ask_contiguous("broadcast", tensors, *args, **options)
 
     @shown
     @outside_modes
     def reduce(self, tensors: Any, opts: Any = None, *args: Any, **options: Any) -> Work | None:  # Any: as above
-        """Collective: see `torch.distributed.reduce`; contiguous or not, as for `broadcast`."""
+        """See `torch.distributed.reduce`. Collective. Copies other than contiguous tensors, unlike Gloo."""
         opts = dist.ReduceOptions() if opts is None else opts
         outputs = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         known = isinstance(opts, dist.ReduceOptions) and _is_ours(outputs)
@@ -1237,7 +1241,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     @shown
     def scatter(self, outputs: Any, inputs: Any, *args: Any, **options: Any) -> Work | None:  # Any: as above
-        """Collective: see `torch.distributed.scatter`; contiguous or not, as for `broadcast`."""
+        """See `torch.distributed.scatter`. Collective. Copies other than contiguous tensors, unlike Gloo."""
         plain = [[tensor.contiguous() for tensor in part] if isinstance(part, list) else part for part in inputs]
         return self._ask_contiguous("scatter", outputs, plain, *args, **options)
 
@@ -1245,18 +1249,18 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def gather(
         self, outputs: list[Tensors], inputs: Tensors, *args: Any, **options: Any
     ) -> Work | None:  # Any: as above
-        """Collective: see `torch.distributed.gather`; contiguous or not: PyTorch 2.4's Gloo sends what lies between."""
+        """See `torch.distributed.gather`. Collective. Inputs are made contiguous, because old Gloo ignores strides."""
         return self._ask("gather", outputs, [tensor.contiguous() for tensor in inputs], *args, **options)
 
     @shown
     def all_to_all_single(
         self, output: Any, tensor: torch.Tensor, *args: Any, **options: Any
     ) -> Work | None:  # Any: as above
-        """Collective: see `torch.distributed.all_to_all_single`; contiguous or not, as for `broadcast`."""
+        """See `torch.distributed.all_to_all_single`. Collective. Copies other than contiguous tensors, unlike Gloo."""
         return self._ask_contiguous("alltoall_base", output, tensor.detach().contiguous(), *args, **options)
 
     def _ask_contiguous(self, name: str, tensors: Any, *args: Any, **options: Any) -> Work | None:  # Any: as above
-        """As `_ask`, with contiguous copies of tensors that are not, from which they are filled at the end."""
+        """Call `_ask` with contiguous copies of tensors, because Gloo ignores strides. Copy the results back."""
         outputs = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         if all(tensor.layout is not torch.strided or tensor.is_contiguous() for tensor in outputs):
             return self._ask(name, tensors, *args, **options)
@@ -1268,7 +1272,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 tensor.copy_(copy)
 
         work = self._ask(name, copies[0] if isinstance(tensors, torch.Tensor) else copies, *args, **options)
-        if work is None:  # the current stream waits for NCCL
+        if work is None:  # synchronous: the current CUDA stream waits for NCCL
             copy_back()
             return None
         return lasting(FollowedWork([work], copy_back, outputs))

@@ -1,12 +1,12 @@
-"""Show the collectives of a process group written in Python to PyTorch's instruments.
+"""Make the collectives of a Python process group visible to PyTorch's dispatch modes and profiler.
 
-PyTorch's own groups send each collective through the dispatcher, as an operator `c10d::allreduce_`. Dispatch modes
-(`CommDebugMode`, `FlopCounterMode`, trackers of memory) and the profiler see it there. A group that is written in
-Python is called before the dispatcher, so they see nothing of it.
+PyTorch's own groups call each collective as an operator, such as `c10d::allreduce_`. Dispatch modes (`CommDebugMode`,
+`FlopCounterMode`, memory trackers) and the profiler record operators. PyTorch calls a group written in Python before
+the dispatcher, so modes and profiler cannot record its collectives.
 
-`shown` has such a group send a collective through the dispatcher, too, while a mode or the profiler is active on this
-thread. A plain `ProcessGroup` over the same backends calls the operator. Below all modes of the user, `_Bottom` takes
-the operator's place and calls the group's own method, so the ranks do the same whether or not one of them is watched.
+While a mode or the profiler is active on the calling thread, a collective decorated with `shown` calls the operator,
+on a plain `ProcessGroup` over the same backends. Below all modes of the user, the mode `_Bottom` intercepts the
+operator and calls the group's own method. So all ranks send the same data, although only some may have an active mode.
 Without an active mode or profiler, a collective costs two extra checks.
 """
 
@@ -34,7 +34,7 @@ class PythonProcessGroup(Protocol):
 
     @property
     def plain(self) -> dist.ProcessGroup:
-        """A group of PyTorch's own over the same backends, whose collectives are operators."""
+        """Return a `dist.ProcessGroup` over the same backends, whose collectives are operators."""
         ...
 
 
@@ -77,22 +77,23 @@ def _show(
 
 
 _inside = threading.local()
-"""`here` is True while this thread runs a collective that is shown. Collectives that it calls are not shown again."""
+"""`here` is True while this thread runs a shown collective, so that nested collectives are not shown as well."""
 
 
 class _Ended(Work):
-    """The work of a collective that has none, because it was synchronous."""
+    """Completed work, for a synchronous collective."""
 
     def wait(self, timeout: object = None) -> bool:
         return True
 
 
 class _Bottom(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The mode below all others of the user: calls the group's method where PyTorch would call its backend.
+    """Dispatch mode below all modes of the user. Calls the group's method in place of the operator.
 
     Attributes:
-        called: the operator has come down to this mode. A mode may answer by itself, as one for fake tensors does.
-        work: what the method has returned.
+        called: True if the operator has reached this mode. A mode above, for example for fake tensors, may handle the
+            operator itself.
+        work: result of the group's method.
     """
 
     def __init__(self, call: Callable[[], Work | None], event: Callable[[], AbstractContextManager[object]]) -> None:
@@ -103,7 +104,7 @@ class _Bottom(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # Any: PyTorch's
         if func.namespace != "c10d" or self.called or torch._C._len_torch_dispatch_stack():
-            return func(*args, **(kwargs or {}))  # another operator, or tensors that another mode below has made
+            return func(*args, **(kwargs or {}))  # another operator, or a mode below this one is active
         self.called = _inside.here = True
         try:
             with self._event():
@@ -115,7 +116,7 @@ class _Bottom(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def below_all(self) -> Iterator[None]:
-        """Activate this mode below those of the user that are active."""
+        """Activate this mode below the active modes of the user."""
         push, pop = torch._C._push_on_torch_dispatch_stack, torch._C._pop_torch_dispatch_stack
         above = [pop(None) for _ in range(_active_of_user())]
         push(self)
@@ -131,7 +132,7 @@ class _Bottom(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _active_of_user() -> int:
-    """Return the number of active modes, without PyTorch's own for compiling and fake tensors, which stay below."""
+    """Return the number of active modes of the user. PyTorch's modes for compiling and fake tensors do not count."""
     stack = [torch._C._get_dispatch_stack_at(place) for place in range(torch._C._len_torch_dispatch_stack())]
     return sum(getattr(mode, "_mode_key", None) is None for mode in stack)
 
@@ -175,27 +176,27 @@ def _tensors(found: Any) -> Iterator[torch.Tensor]:  # Any: tensors, lists of te
 
 
 RELEASES_INTERPRETER = TorchVersion(torch.__version__) >= "2.9"
-"""Whether PyTorch lets other threads run while it destroys a group (pytorch/pytorch 154976). Earlier ones wait for
-Gloo's threads, of which one may need the interpreter to free the last tensor: for ever."""
+"""True if PyTorch releases the GIL while it destroys a group (pytorch/pytorch 154976). Without that, PyTorch waits for
+Gloo's threads, one of which may need the GIL to free a tensor, so both hang."""
 
-_kept: list[dist.ProcessGroup] = []  # where the interpreter is not released
+_kept: list[dist.ProcessGroup] = []  # groups that are never destroyed, if PyTorch does not release the GIL
 
 
 class FlightEntries:
-    """Entries of large tensors in PyTorch's flight recorder, beside those of Gloo's own collectives.
+    """Writer of flight recorder entries for collectives of large tensors. Gloo writes entries of its own collectives.
 
-    Only backends in PyTorch's C++ write entries. A Gloo group of this rank alone therefore reduces a tensor of the same
-    size and type, which takes no time, as one rank has nothing to add, and touches no memory. An entry says that this
-    rank has called the collective, so that the ranks that have not can be told; not that the collective has ended.
+    Only backends in C++ can write entries. Therefore a Gloo group of one rank reduces an uninitialised tensor of the
+    same size and dtype. This takes no time, because a reduction over one rank does nothing. An entry shows that this
+    rank has called the collective, so that missing ranks can be found. It does not show that the collective has ended.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        """Write entries of this group, with its name."""
+        """Use the name and size of `group` in all entries."""
         self._name, self._ranks = group.group_name, group.size()
         self._groups: dict[str, Any] = {}  # Any: process groups, whose stub lacks methods
 
     def add(self, collective: str, numel: int, dtype: torch.dtype) -> None:
-        """Write an entry of a collective that begins: `collective` is part of its group's description."""
+        """Write an entry for a launched collective. The description of the entry's group contains `collective`."""
         if (alone := self._groups.get(collective)) is None:
             made: Any = dist.ProcessGroup  # Any: the stub lacks the constructor without a store
             alone = self._groups[collective] = made(0, 1)

@@ -135,8 +135,7 @@ class CheckpointFolder:
         """Write a checkpoint, verify it, and publish it atomically. Then remove the oldest checkpoints.
 
         Checkpoints with larger numbers were written by a job that this job did not continue. They are renamed, so that
-        a
-        later job finds the checkpoint written last.
+        a later job finds the checkpoint written last.
 
         Args:
             number: number of the commit.
@@ -180,7 +179,7 @@ class CheckpointFolder:
             shutil.rmtree(path, ignore_errors=True)
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest complete checkpoint. None if there is none.
+        """Return the newest complete checkpoint, or None.
 
         Newer checkpoints that are damaged are renamed. Checkpoints that this process may not read are skipped.
         """
@@ -339,9 +338,7 @@ class Checkpoints:
             self._writing.join()
 
     def listen(self) -> None:
-        """Install handlers: SIGTERM and SIGUSR1 request a checkpoint at the next commit. A later SIGTERM ends the
-        process.
-        """
+        """Let SIGTERM and SIGUSR1 request a checkpoint at the next commit. A later SIGTERM ends the process."""
         if threading.current_thread() is not threading.main_thread():
             return
         before = signal.getsignal(signal.SIGTERM)
@@ -359,13 +356,14 @@ class Checkpoints:
         return now_s - self._signalled_s <= AGAIN_S
 
 
-def _handle(number: signal.Signals, is_news: Callable[[], bool], before: Any) -> None:  # Any: what signal.signal takes
-    """Handle a signal by `is_news`, and once it returns False by the previous handler. Forked children end at the
-    signal.
+def _handle(number: signal.Signals, accepts: Callable[[], bool], before: Any) -> None:  # Any: as in signal.signal
+    """Call `accepts` for each signal. Once it returns False, restore the previous handler and send the signal again.
+
+    The signal ends forked children.
     """
 
     def answer(number: int, frame: FrameType | None) -> None:
-        if not is_news():
+        if not accepts():
             signal.signal(number, before)
             os.kill(os.getpid(), number)
 

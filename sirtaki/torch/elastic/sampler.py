@@ -23,7 +23,7 @@ class EpochPosition:
         epoch: number of the epoch.
         processed: indices in the order in which they were recorded. The sampler appends to this list.
         length: number of entries of `processed` that belong to this position.
-        shared: number of these that the other ranks know.
+        shared: number of entries that were sent to the other ranks.
     """
 
     epoch: int
@@ -56,7 +56,7 @@ class SamplerUpdate(NamedTuple):
 
 
 class _Deal(NamedTuple):
-    """A distribution of samples: the indices that were not processed, and this rank's part of them."""
+    """A distribution of the unprocessed samples of an epoch over ranks."""
 
     remaining: list[int]
     own: list[int]
@@ -168,7 +168,7 @@ class ElasticSampler(Sampler[int]):
         return self.num_samples * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch and what has been processed of it."""
+        """Return the epoch and its processed indices."""
         return {"epoch": self.epoch, "processed_indices": set(self.processed_indices)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -207,30 +207,29 @@ class ElasticSampler(Sampler[int]):
         self._shared = mark.shared
         self.reset()
 
-    def news(self, mark: EpochPosition) -> SamplerUpdate:
-        """Return the indices that the other ranks do not know. `mark`: position in this rank's newest commit."""
+    def unsent(self, mark: EpochPosition) -> SamplerUpdate:
+        """Return the indices that this rank has not sent yet. `mark`: position in this rank's newest commit."""
         known = mark.length if mark.processed is self._in_order else 0
         return SamplerUpdate(
             committed=(mark.epoch, mark.processed[mark.shared : mark.length]),
             later=(self.epoch, self._in_order[max(self._shared, known) :]),
         )
 
-    def merge(self, mark: EpochPosition, news: Iterable[SamplerUpdate]) -> EpochPosition:
+    def merge(self, mark: EpochPosition, updates: Iterable[SamplerUpdate]) -> EpochPosition:
         """Record the samples that all ranks have processed.
 
         Args:
             mark: position in this rank's newest commit.
-            news: results of `news()` of all ranks.
+            updates: results of `unsent()` of all ranks.
 
         Returns:
             The position to commit, with the samples that all ranks have committed and none that were recorded later.
         """
-        told = list(news)
-        all_told = [pair for each in told for pair in each]
-        committed = _of_epoch(mark.epoch, (each.committed for each in told))
+        updates = list(updates)
+        committed = _of_epoch(mark.epoch, (each.committed for each in updates))
         is_newest = mark.processed is self._in_order and mark.length == len(self._in_order)
-        nothing_later = is_newest and not any(each.later[1] for each in told)
-        self.record_indices(_of_epoch(self.epoch, all_told))
+        nothing_later = is_newest and not any(each.later[1] for each in updates)
+        self.record_indices(_of_epoch(self.epoch, (pair for each in updates for pair in each)))
         before, self._shared = self._in_order, len(self._in_order)
         if nothing_later:
             return self.mark()
@@ -252,5 +251,5 @@ class ElasticSampler(Sampler[int]):
         return self.num_samples
 
 
-def _of_epoch(epoch: int, told: Iterable[Indices]) -> list[int]:
-    return [index for of_epoch, indices in told if of_epoch == epoch for index in indices]
+def _of_epoch(epoch: int, pairs: Iterable[Indices]) -> list[int]:
+    return [index for of_epoch, indices in pairs if of_epoch == epoch for index in indices]

@@ -517,14 +517,14 @@ class TorchState(ObjectState):
 
     def _news(self) -> dict[str, SamplerUpdate]:
         marks = self._commits.newest.tree["marks"]
-        return {name: sampler.news(marks[name]) for name, sampler in self._samplers.items() if name in marks}
+        return {name: sampler.unsent(marks[name]) for name, sampler in self._samplers.items() if name in marks}
 
     def _complete(self, news: Sequence[Any]) -> None:
         marks = self._commits.newest.tree["marks"]
         for name, sampler in self._samplers.items():
             if name in marks:
-                told = [each[name] for each in news if each is not None and name in each]
-                marks[name] = sampler.merge(marks[name], told)
+                updates = [each[name] for each in news if each is not None and name in each]
+                marks[name] = sampler.merge(marks[name], updates)
         super()._complete(news)
 
 
@@ -580,15 +580,15 @@ class Recovery:
     out_of_step: bool
 
 
-def plan_recovery(statuses: Sequence[RankStatus], mine: RankStatus) -> Recovery:
+def plan_recovery(statuses: Sequence[RankStatus], own: RankStatus) -> Recovery:
     """Decide from which state all ranks continue.
 
     Args:
         statuses: status of all ranks, in rank order. Equal on all ranks.
-        mine: status of this rank.
+        own: status of this rank.
     """
     holders = [each for each in statuses if each.has_state]
-    goes_back = mine.has_state and any(each.restored for each in holders)
+    goes_back = own.has_state and any(each.restored for each in holders)
     return Recovery(
         # A commit that has returned on some rank is held by all ranks. A newer commit may not be.
         back_to=max(each.standing.completed for each in holders) if goes_back else None,
@@ -598,7 +598,7 @@ def plan_recovery(statuses: Sequence[RankStatus], mine: RankStatus) -> Recovery:
 
 
 def synchronise_generation(state: State, *, restored: bool, wants_sync: bool) -> bool:
-    """Attach process sets and optimizers that all ranks have, and restore the newest commit that all hold. Collective.
+    """Attach process sets and optimizers that all ranks have, and restore the newest commit of all ranks. Collective.
 
     Args:
         state: state of the script.
@@ -615,7 +615,7 @@ def synchronise_generation(state: State, *, restored: bool, wants_sync: bool) ->
     elastic = current.elastic
     assert elastic is not None
     sets, optimizers = process_sets.lasting(), lasting_optimizers.detached()
-    mine = RankStatus(
+    own = RankStatus(
         has_state=elastic.has_state,
         restored=restored,
         standing=state._standing(),
@@ -623,17 +623,17 @@ def synchronise_generation(state: State, *, restored: bool, wants_sync: bool) ->
         process_sets=tuple(sets),
         optimizers=tuple(optimizers),
     )
-    statuses: list[RankStatus] = current.control.all_gather(mine)
+    statuses: list[RankStatus] = current.control.all_gather(own)
     process_sets.open_again([sets[ranks] for ranks in _common([each.process_sets for each in statuses])])
     lasting_optimizers.attach(current, optimizers, _common([each.optimizers for each in statuses]))
     current.settled = True
-    settlement = plan_recovery(statuses, mine)
-    if settlement.back_to is not None:
+    recovery = plan_recovery(statuses, own)
+    if recovery.back_to is not None:
         if not restored:
             state.restore()
-        state._go_back(settlement.back_to)
-    state._count_from(settlement.count_from)
-    return settlement.out_of_step
+        state._go_back(recovery.back_to)
+    state._count_from(recovery.count_from)
+    return recovery.out_of_step
 
 
 def copy_root_state(state: State) -> None:
@@ -672,8 +672,8 @@ def resume(state: ObjectState, *, has_state: bool) -> None:
     if newest < 0 or any(there for there, _ in found_by):
         return
     holder = found_by.index((False, newest))
-    mine = found is not None and job.current().rank == holder
-    tree, problem = broadcast_object(_loaded(found) if mine and found is not None else None, holder)
+    reads = found is not None and job.current().rank == holder
+    tree, problem = broadcast_object(_loaded(found) if reads and found is not None else None, holder)
     if problem:
         raise ConfigError(problem)
     try:

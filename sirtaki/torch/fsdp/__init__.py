@@ -1,21 +1,21 @@
-"""For scripts that shard their model with PyTorch's `fully_shard`: one line has Sirtaki carry its shards, tuned.
+"""Tuned gathers and scatters for models that are sharded with PyTorch's `fully_shard`.
 
-for block in model.blocks: fully_shard(block)
-fully_shard(model)
-sirtaki.torch.fsdp.attach(model)
+    for block in model.blocks: fully_shard(block)
+    fully_shard(model)
+    sirtaki.torch.fsdp.attach(model)
 
-FSDP gathers the parameters of each module before they are used, and scatters its gradients. It waits for both at once,
-and each uses one connection. After `attach`, gathers and scatters use several connections (`comm.shards`), and FSDP
-goes on while they are in flight:
+FSDP gathers the parameters of each module before their use, and scatters its gradients. Without Sirtaki, FSDP over Gloo
+waits for both at once, and each uses one connection. After `attach`, gathers and scatters use several connections
+(`comm.shards`), and overlap with computation:
 
-    gather     launched when FSDP asks for it, waited for when the module is used; FSDP prefetches some modules
+    gather     launched when FSDP requests it, waited for when the module is used. FSDP prefetches some modules.
     scatter    launched at the end of the module's backward pass, waited for when the whole pass ends, or when the next
-               scatter (or the one after it, if memory allows) needs its memory
+               scatter (or the one after it, if memory allows) needs its memory.
 
-If FSDP or a hook reads a gradient earlier, the scatter is waited for at once: gradients that accumulate, are divided or
-cast by FSDP, are all-reduced over replicas, or have hooks of the user's.
+FSDP waits for a scatter at once if its result is read earlier: if gradients are accumulated, divided, cast or
+all-reduced by FSDP, or have hooks of the user.
 
-On GPUs PyTorch's own collectives carry the shards, in CUDA streams. Sirtaki tunes how far ahead parameters are
+On GPUs, PyTorch's own collectives send the shards, in CUDA streams. Sirtaki tunes how far ahead parameters are
 gathered, which parameters are kept for the backward pass, how many scatters may be in flight, and whether scatters have
 a communicator of their own.
 """
@@ -51,32 +51,31 @@ def attach(
     scatters: Choice = NoneCompressor,
     carries: bool | None = None,
 ) -> None:
-    """Have Sirtaki gather and scatter the shards of `model`, tuned. Collective, before the first forward pass.
+    """Let Sirtaki gather and scatter the shards of `model`, and tune both. Collective, before the first forward pass.
 
-    Any launcher may have started the ranks, and any backend may carry their process group, because Sirtaki connects
-    the ranks once more. Meshes, policies, hooks and checkpoints of FSDP stay as they are. Groups of one rank are
-    ignored.
+    Works with every launcher and every backend of the process groups, because Sirtaki opens its own connections.
+    Meshes, policies, hooks and checkpoints of FSDP stay unchanged. Groups of one rank are ignored.
 
     Args:
-        model: `fully_shard` has been called on it, and on its blocks before; or `replicate`, whose gradients are
-            reduced as those of a DDP model (`sirtaki.torch.ddp`).
-        gathers: how gathered shards are packed: `Compression.int8`, `.fp8`, `.fp16`, `.bf16` or a codec of
-            the user's own. Modules compute with unpacked parameters; the optimizer and checkpoints have exact shards.
-            Ranks that share memory pack nothing.
-        scatters: the same for gradients, which are summed after unpacking.
-        carries: whether Sirtaki carries the shards. False = PyTorch's own collectives do, or those that the user has
-            given to FSDP, and Sirtaki tunes when. None = it does for parameters on the CPU, and for no others.
+        model: a model after `fully_shard` on its blocks and then on itself. Gradients of a model after `replicate` are
+            reduced like those of a DDP model (`sirtaki.torch.ddp`).
+        gathers: compression of gathered shards: `Compression.int8`, `.fp8`, `.fp16`, `.bf16` or a custom codec.
+            Modules compute with the decompressed parameters. The optimizer and checkpoints use the exact shards. Ranks
+            that share memory do not compress.
+        scatters: compression of gradients, which are summed after decompression.
+        carries: True lets Sirtaki send the shards. False lets PyTorch's collectives, or the user's, send the shards,
+            while Sirtaki tunes their timing. None is True for parameters on the CPU, and False for other parameters.
 
     Raises:
-        ConfigError: PyTorch is too old, nothing is sharded, it is attached already, or shards are to be carried or
-            packed that are not on the CPU; or modules have parameters on several meshes; or a compressor cannot pack a
-            tensor by itself.
-        MismatchError: on all ranks, if their models or compressors differ.
+        ConfigError: PyTorch is too old, the model is not sharded or attached already, a module has parameters on
+            several meshes, `carries=True` or compression is used with parameters that are not on the CPU, or
+            compression is `Compression.topk` or `.powersgd`.
+        MismatchError: the models or compressors of ranks differ. Raised on all ranks.
     """
     packing = _codec(gathers), _codec(scatters)
     modules = sharded_modules(model)
     if not modules:
-        raise ConfigError("attach() takes a model after fully_shard() or replicate(), and this one is not sharded")
+        raise ConfigError("attach() requires a model after fully_shard() or replicate(), but this model is not sharded")
     groups = find_groups(modules)
     # PyTorch may carry the gradients of parameters that are sharded over one rank, but not those under replicate().
     replicas = [
@@ -84,12 +83,17 @@ def attach(
     ]
     sharded = [group for group in groups if group not in replicas]
     if replicas and (carries is False or (packing[0] and not sharded)):
-        raise ConfigError("replicated parameters are not gathered, and Sirtaki carries their gradients")
+        raise ConfigError(
+            "carries=False and gathers= cannot be used with replicate(), because its parameters are not gathered and "
+            "Sirtaki reduces their gradients: remove these arguments"
+        )
     devices = {str(group.device) for group in sharded if group.device.type != "cpu"}
     if devices and (carries or any(packing)):
-        raise ConfigError(f"Sirtaki carries and packs parameters on the CPU, and these are on {', '.join(devices)}")
+        raise ConfigError(
+            f"carries=True, gathers= and scatters= need parameters on the CPU, not on {', '.join(devices)}"
+        )
     if carries is False and any(packing):
-        raise ConfigError("gathers and scatters are packed where Sirtaki carries them, and not with carries=False")
+        raise ConfigError("gathers= and scatters= cannot be used with carries=False, because PyTorch sends the shards")
     settings = Settings.from_environ()
     if not is_initialized():  # otherwise `hvd.init()` has done so
         start_logging(settings, dist.get_rank())
@@ -119,16 +123,18 @@ def _codec(choice: Choice) -> Codec | None:
     if scheme is None:
         return None
     if not isinstance(scheme, Quantised):
-        raise ConfigError("shards are packed by int8, fp8, fp16, bf16 or an object with pack() and unpack()")
+        raise ConfigError(
+            "gathers= and scatters= must be Compression.int8, .fp8, .fp16, .bf16 or an object with pack() and unpack()"
+        )
     return scheme.codec
 
 
 def attached(model: nn.Module) -> ShardedModel | None:
-    """Return the state of an attached model. None if it is not attached, or replicated."""
+    """Return the state of an attached model. None for a model that is not attached or is replicated."""
     return next((owner for owner in owners_of(model) if isinstance(owner, ShardedModel)), None)
 
 
 def describe(model: nn.Module) -> str:
-    """Describe what carries the shards of an attached model, and the setting. Empty if the model is not attached."""
+    """Describe the transport of an attached model's shards, and the setting. Empty if the model is not attached."""
     found = attached(model)
     return "" if found is None else found.describe()

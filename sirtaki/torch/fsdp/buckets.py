@@ -1,4 +1,4 @@
-"""Gathers and scatters of a sharded model: which travel as one, which are in flight, and how long a step computes."""
+"""Gathers and scatters of a sharded model, coalesced in buckets, and the computation times of a step."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from sirtaki.engine.autograd import in_backward, when_backward_ends
 from .private import FsdpGroup
 
 Packing = tuple[Codec | None, Codec | None]
-"""The codecs of gathers and of scatters. None = shards travel as they are."""
+"""Codecs of gathers and of scatters. None sends shards without compression."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
-    """Adjacent modules whose shards travel as one.
+    """Adjacent modules whose shards are coalesced into one transfer.
 
     Attributes:
-        first: the module that is used first. Its gradients are scattered last.
-        last: the module that is used last. Its parameters are gathered last in the forward pass.
-        again: the module whose parameters are gathered last for the backward pass.
+        first: first module in the order of use. Its gradients are scattered last.
+        last: last module in the order of use. Its parameters are gathered last in the forward pass.
+        again: module whose parameters are gathered last for the backward pass.
     """
 
     first: FsdpGroup
@@ -38,13 +38,13 @@ class Bucket:
 
 
 class JointTransfers:
-    """All gathers and scatters of one model. Those of a bucket are collected and launched as one.
+    """Gathers and scatters of one model. The transfers of a bucket are collected and launched as one.
 
     Attributes:
-        buckets: the bucket of each group that is in one.
-        hooked: groups with gradient hooks of the user's on some rank.
+        buckets: bucket of each coalesced group.
+        hooked: groups that have gradient hooks of the user on at least one rank.
         packing: codecs of gathers and scatters.
-        most_scatters: scatters that may be in flight.
+        most_scatters: limit of scatters in flight.
         waited_s: seconds that the training thread has waited for transfers so far.
     """
 
@@ -58,14 +58,14 @@ class JointTransfers:
 
     @property
     def has_scatters(self) -> bool:
-        """Return whether scatters have not been waited for."""
+        """Return whether scatters are in flight or collected."""
         return bool(self._in_flight) or self._scattering is not None
 
     def bucket_of_gather(self, group: FsdpGroup) -> Bucket | None:
-        """Return the bucket with which FSDP's next gather of `group` travels.
+        """Return the bucket of FSDP's next gather of `group`.
 
-        None for gathers that the user has asked for (`unshard`). These must be launched at once, because each rank
-        waits for them where it likes.
+        None for a gather requested by the user (`unshard`). It must be launched at once, because ranks may wait for it
+        at different points.
         """
         return self.buckets.get(group) if group.phase in ("FORWARD", "PRE_BACKWARD") else None
 
@@ -74,11 +74,11 @@ class JointTransfers:
     ) -> tuple[ShardWork | JointGather, Callable[[], None] | None]:
         """Gather the parameters of `group`. Collective, non-blocking.
 
-        FSDP asks for the modules of a bucket one after the other. The bucket is launched with its last module, or when
-        FSDP waits for one of its modules before.
+        FSDP requests the modules of a bucket one after the other. The bucket is launched with its last module, or
+        earlier if FSDP waits for one of its modules.
 
         Returns:
-            The work, and what to call once it is done.
+            The work, and a function to call when it has ended.
         """
         bucket, (codec, _) = self.bucket_of_gather(group), self.packing
         kind = bucket, lanes, shard.dtype
@@ -114,11 +114,11 @@ class JointTransfers:
 
         Args:
             group: the parameter group.
-            lanes: lanes between its ranks.
-            whole: gradients of this rank, as `ShardLanes.scatter` takes them.
-            part: memory for this rank's part of the sum.
-            recipe: how elements are combined, and the factor of the result.
-            waits: wait for the result here. Otherwise the end of the backward pass does.
+            lanes: lanes between the ranks of the group.
+            whole: gradients of this rank, in the layout of `ShardLanes.scatter`.
+            part: memory for this rank's shard of the result.
+            recipe: reduction, and factor of the result.
+            waits: wait for the result before returning, instead of at the end of the backward pass.
         """
         bucket, (_, codec), (op, scale) = self.buckets.get(group), self.packing, recipe
         kind = bucket, lanes, whole.dtype, recipe
@@ -174,7 +174,7 @@ class JointTransfers:
         """Wait for one transfer.
 
         Raises:
-            CommError: it failed.
+            CommError: the transfer failed.
         """
         begun_s = time.perf_counter()
         work.wait()
@@ -182,10 +182,10 @@ class JointTransfers:
 
 
 class StepTrace:
-    """Computation times of one step: when the training thread used modules, without the time it waited.
+    """Computation times of one step, per module, without waits of the training thread for transfers.
 
     Attributes:
-        begun_s: when the step began.
+        begun_s: begin of the step (`time.perf_counter`).
     """
 
     def __init__(self, transfers: JointTransfers) -> None:
@@ -196,7 +196,7 @@ class StepTrace:
         self._now: FsdpGroup | None = None  # used in the forward pass
 
     def used(self, group: FsdpGroup | None) -> None:
-        """Record that the forward pass begins to use `group`. None if the forward pass has ended."""
+        """Record that the forward pass begins to use `group`. None ends the forward pass."""
         self._add(self._forward, self._now)
         self._now = group
 
@@ -211,8 +211,8 @@ class StepTrace:
             order: groups in the order of use.
 
         Returns:
-            Seconds of computation, `(2 groups + 1,)`: forward, backward, the rest. Infinite for modules that were used
-            twice, or not at all.
+            Seconds of computation, `(2 groups + 1,)`: forward pass per group, backward pass per group, rest. Infinite
+            for modules that were used twice or not at all.
         """
         forward_s = [self._forward.get(group, math.inf) for group in order]
         backward_s = [self._backward.get(group, 0.0) for group in order]

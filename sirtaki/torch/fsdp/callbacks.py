@@ -24,7 +24,7 @@ from .private import FsdpGroup, is_default, wrap_forward
 
 
 def install(sharded: ShardedModel, model: nn.Module, modules: Iterable[Any]) -> None:  # Any: FSDP's modules
-    """Have FSDP call Sirtaki whenever it gathers or scatters, and when modules of `model` are used. Not collective."""
+    """Register callbacks for FSDP's gathers and scatters, and hooks on the modules of `model`. Not collective."""
     carries = sharded.connections.carries
     for group in sharded.groups:
         group.set_owner(sharded)
@@ -50,7 +50,7 @@ def install(sharded: ShardedModel, model: nn.Module, modules: Iterable[Any]) -> 
 
 
 class GatherWork(dist.Work):
-    """Work that FSDP waits for before it uses a module."""
+    """Gather that FSDP waits for before it uses a module."""
 
     def __init__(
         self, transfers: JointTransfers, work: ShardWork | JointGather, *then: Callable[[], None] | None
@@ -73,20 +73,20 @@ class GatherWork(dist.Work):
 
 
 class AllGatherCallback:
-    """FSDP's `AllGather` of one parameter group. It gathers parameters, or in a backward pass returns kept ones.
+    """FSDP's `AllGather` of one parameter group. Gathers parameters, or returns kept ones in a backward pass.
 
     Attributes:
-        carrier: the collective that FSDP would use; None if Sirtaki carries the shards.
-        can_keep: nothing else uses the memory that is allocated for parameters.
+        carrier: collective that FSDP would use. None if Sirtaki gathers the shards.
+        can_keep: True if only this callback uses the memory that is allocated for parameters.
     """
 
     def __init__(self, model: ShardedModel, group: FsdpGroup, carrier: Any) -> None:
         self._model, self._group, self.carrier = model, group, carrier
         self.can_keep = carrier is None or is_default(carrier)
-        self._kept: torch.Tensor | None = None  # what the next gather returns
+        self._kept: torch.Tensor | None = None  # result of the next gather
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return memory for the whole parameters. FSDP calls this before each gather."""
+        """Return memory for the gathered parameters. Called by FSDP before each gather."""
         (numel,), model = size, self._model
         self._kept = kept = model.take_kept(self._group)
         if kept is not None and kept.numel() == numel:
@@ -97,7 +97,7 @@ class AllGatherCallback:
         joint = model.transfers.bucket_of_gather(self._group) is not None
         if lanes is None or kept is not None or model.keeper_of(self._group) or joint:
             return torch.empty(numel, dtype=dtype, device=device)
-        model.transfers.launch_gathers()  # these take memory, too
+        model.transfers.launch_gathers()  # because queued gathers need memory too
         return lanes.gather_memory(numel, dtype)
 
     def __call__(
@@ -112,7 +112,7 @@ class AllGatherCallback:
         if keeper is True:
             model.keep(self._group, output_tensor)
         lanes = model.lanes(group)
-        if self.carrier is not None or lanes is None:  # the latter: a process group that the mesh did not have before
+        if self.carrier is not None or lanes is None:  # no lanes: the process group was created after `attach`
             gather = self.carrier or dist.all_gather_into_tensor
             work: dist.Work | None = gather(output_tensor, input_tensor, group=group, async_op=async_op)
             return work
@@ -132,22 +132,22 @@ class ReduceScatterCallback:
     """FSDP's `ReduceScatter` of one parameter group.
 
     Attributes:
-        carrier: the collective that FSDP would use; None if Sirtaki carries the shards.
+        carrier: collective that FSDP would use. None if Sirtaki scatters the gradients.
     """
 
     def __init__(self, model: ShardedModel, group: FsdpGroup, carrier: Any) -> None:
         self._model, self._group, self.carrier = model, group, carrier
-        self._whole: torch.Tensor | None = None  # the next result belongs to it
+        self._whole: torch.Tensor | None = None  # whole gradient, whose shard FSDP allocates next
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return memory. FSDP calls this for the whole gradient, then for this rank's part of the sum."""
+        """Return memory. Called by FSDP for the whole gradient, then for the shard of this rank."""
         if self.carrier is not None:
             return cast(torch.Tensor, self.carrier.allocate(size, dtype=dtype, device=device))
         (numel,), transfers = size, self._model.transfers
         if self._group in transfers.buckets:
             return torch.empty(numel, dtype=dtype, device=device)
-        transfers.launch_scatters()  # these take memory, too
-        transfers.make_room()  # before there is memory for one more
+        transfers.launch_scatters()  # because queued scatters need memory too
+        transfers.make_room()
         lanes, whole, self._whole = self._model.lanes(self._group.shard_process_group), self._whole, None
         if lanes is None or (whole is not None and (whole.dtype, whole.numel()) == (dtype, numel * lanes.control.size)):
             return torch.empty(numel, dtype=dtype, device=device)
@@ -157,7 +157,7 @@ class ReduceScatterCallback:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        """Scatter. Wait only if FSDP, or a hook of the user's, reads the result before the backward pass ends."""
+        """Scatter. Wait only if FSDP or a user's hook reads the result before the backward pass ends."""
         model, lanes = self._model, self._model.lanes(group)
         recipe = None if lanes is None else _recipe(op, group.size())
         model.record_scatter(self._group)
@@ -176,7 +176,7 @@ class ReduceScatterCallback:
 
 
 def _recipe(op: Any, size: int) -> tuple[ReduceOp, float] | None:  # Any: its type is PyTorch's and private
-    """Return how elements are combined, and the factor of the result. None if lanes cannot do that."""
+    """Return the reduction and the factor of its result, or None if lanes do not support `op`."""
     whole: Any = TorchOp(op) if isinstance(op, TorchOp.RedOpType) else op
     kind, factor = whole.__getstate__()
     if kind == TorchOp.AVG:

@@ -30,19 +30,19 @@ from .private import FsdpGroup, Ranks, collective_name, is_default, ranks_of
 logger = logging.getLogger(__name__)
 
 LEAVE_S = 5.0
-"""Seconds for which a rank that no longer uses a model waits for ranks that may still use it."""
+"""Limit in seconds for which a rank that deletes a model waits for the other ranks to delete it too."""
 
 
 class ShardConnections:
     """Connections between the ranks of each process group of a model. Refers to no module of the model.
 
     Attributes:
-        carries: Sirtaki carries the shards.
-        lanes: lanes by the ranks that they connect; empty if PyTorch carries the shards.
-        control: the control plane of all ranks of all process groups; None if no process group has all, or all have
-            one rank.
-        lanes_of_all: the lanes between the ranks of the largest process group; None if PyTorch carries the shards.
-        searching: a search is in progress. Set on the rank that decides.
+        carries: True if Sirtaki sends the shards, False if PyTorch does.
+        lanes: lanes by the ranks that they connect. Empty if PyTorch sends the shards.
+        control: control plane of the process group that contains the ranks of all process groups. None without such a
+            process group, or if all process groups have one rank.
+        lanes_of_all: lanes between the ranks of the largest process group. None if PyTorch sends the shards.
+        searching: True while a search is in progress, on the rank that decides.
     """
 
     searching = False
@@ -51,14 +51,14 @@ class ShardConnections:
         """Open the connections. Collective.
 
         Args:
-            settings: of this process.
+            settings: settings of this process.
             groups: parameter groups of the model.
-            packing: how shards are packed.
-            carries: Sirtaki carries the shards. Otherwise PyTorch does.
+            packing: codecs of gathers and scatters.
+            carries: True if Sirtaki sends the shards, False if PyTorch does.
 
         Raises:
-            MismatchError: on all ranks, the models or the arguments differ.
-            TransportError: on all ranks, a connection cannot be opened.
+            MismatchError: the models or the arguments of ranks differ. Raised on all ranks.
+            TransportError: a connection cannot be opened. Raised on all ranks.
         """
         self._settings, self.carries = settings, carries
         self.lanes: dict[Ranks, ShardLanes] = {}
@@ -72,7 +72,7 @@ class ShardConnections:
         if not all(set(other) <= set(ranks) for other in self._controls):
             self.control = None
             if dist.get_rank() == 0:
-                logger.info("modules are sharded between other ranks each, of which none has all: nothing is tuned")
+                logger.info("modules are sharded over different groups of ranks, none with all ranks: nothing is tuned")
         if not self._controls and dist.get_rank() == 0:
             no_log = NO_LOG if settings.trial_log else ""
             logger.info("shards of groups of one rank: nothing is gathered or scattered, and nothing tuned%s", no_log)
@@ -108,7 +108,7 @@ class ShardConnections:
             logger.info("shards of %d modules between %d ranks: %s; %s", len(groups), len(ranks), how, then)
 
     def leave(self) -> None:
-        """Close the connections once all ranks have left. Non-blocking. Called when the model is deleted."""
+        """Close the connections when all ranks have called this method. Non-blocking. Called for a deleted model."""
         forget_at_exit(self.close)
         if self._controls:  # otherwise the process ends and has closed the connections
             threading.Thread(target=self.close, name="sirtaki-leave").start()
@@ -120,9 +120,9 @@ class ShardConnections:
             self.searching = False
             logger.info("the job ends while settings are tried: none is kept, the next job begins anew")
         for (mesh, farewell), ranks in zip(self._meshes, controls, strict=False):
-            with suppress(CommError):  # the other ranks have been told of the failure
+            with suppress(CommError):  # all ranks have received the error
                 if not leave_together(farewell, LEAVE_S):
-                    mesh.abort(f"rank {mesh.rank} has ended, or has given up a sharded model that others use")
+                    mesh.abort(f"rank {mesh.rank} has exited, or has deleted a sharded model that other ranks use")
             farewell.free()
             mesh.free()
             if ranks in lanes:
@@ -130,16 +130,16 @@ class ShardConnections:
 
 
 class PytorchCollectives:
-    """Settings of PyTorch's own collectives under FSDP: scatters in flight, and a process group of their own."""
+    """Settings of PyTorch's own collectives under FSDP: limit of scatters in flight, own communicator of scatters."""
 
     def __init__(self, groups: Sequence[FsdpGroup], control: ControlPlane | None) -> None:
         self._groups, self._control = groups, control
         self._made: dict[Ranks, dist.ProcessGroup] = {}  # process groups of scatters
 
     def choices(self) -> tuple[tuple[int, ...], int]:
-        """Return the numbers of communicators that may be tried, and the most scatters in flight.
+        """Return the numbers of communicators to try, and the limit of scatters in flight.
 
-        What the user has set stays as it is.
+        Values that the user has set are the only choice.
         """
         groups = self._groups
         if not all(is_default(group.collectives[1]) for group in groups):
@@ -170,7 +170,7 @@ class PytorchCollectives:
         for group, ranks in sharded.items():
             group.set_own_scatter_process_group(self._made[ranks], use=knobs.streams > 1)
 
-    def settle(self, knobs: ShardKnobs) -> None:
+    def release_unused(self, knobs: ShardKnobs) -> None:
         """Destroy the process groups of scatters if the final setting does not use them. Collective."""
         if knobs.streams == 1:
             for made in self._made.values():
@@ -179,7 +179,7 @@ class PytorchCollectives:
 
 
 def describe_pytorch(groups: Sequence[FsdpGroup]) -> str:
-    """Name the backends of PyTorch that would carry the shards, and the user's own collectives."""
+    """Return the names of PyTorch's backends for the shards, and of the user's own collectives."""
     backends = " and ".join(sorted({backend_name(group.shard_process_group, group.device) for group in groups}))
     own = {collective_name(each) for group in groups for each in group.collectives if not is_default(each)}
     return ", ".join([f"PyTorch's {backends}", *sorted(own)])

@@ -1,8 +1,8 @@
 """State of a model under `fully_shard` whose shards Sirtaki carries or tunes.
 
-FSDP gathers the parameters of each module before they are used, and scatters its gradients afterwards. `ShardedModel`
+FSDP gathers the parameters of each module before their use, and scatters the gradients afterwards. `ShardedModel`
 decides how far ahead FSDP gathers, which modules keep their parameters for the backward pass, and which modules' shards
-travel as one.
+are coalesced.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class StepObserver(Protocol):
     """The tuner of a sharded model."""
 
     def end_step(self) -> None:
-        """A step has ended, with nothing in flight. Collective."""
+        """End a step. Collective, with nothing in flight."""
         ...
 
     def give_up(self, why: str) -> None:
-        """Steps can no longer be compared. Collective, with nothing in flight."""
+        """Stop tuning, because steps can no longer be compared. Collective, with nothing in flight."""
         ...
 
 
@@ -50,18 +50,18 @@ class ShardedModel:
 
     Attributes:
         groups: parameter groups, in the order of `model.modules()`.
-        order: parameter groups in the order of use, which is known after the first forward pass with gradients; empty
-            if modules are used in different orders.
-        connections: connections between its ranks.
+        order: parameter groups in the order of use, recorded in the first forward pass with gradients. Empty if modules
+            are used in different orders.
+        connections: connections between the ranks of the model.
         pytorch: settings of PyTorch's collectives.
         transfers: gathers and scatters.
         given: codecs that the user has chosen.
-        node_ranks: ranks of each node, if they can keep parameters together; otherwise 0.
-        near: lanes within a node, if parameters may be kept there.
+        node_ranks: number of ranks per node, if they can keep gathered parameters together. Otherwise 0.
+        near: lanes within a node, if the ranks of a node may keep gathered parameters together.
         knobs: the setting in use.
-        trace: trace of the step in progress, if one is wanted.
-        sets_prefetch: Sirtaki decides what is gathered ahead, because the user has not. Known with `order`.
-        tuner: what is told when steps end.
+        trace: trace of the step in progress. None if the step is not traced.
+        sets_prefetch: True if Sirtaki sets the prefetch, because the user has not. Set together with `order`.
+        tuner: observes the end of each step.
     """
 
     tuner: StepObserver
@@ -69,7 +69,7 @@ class ShardedModel:
     def __init__(
         self, groups: Sequence[FsdpGroup], connections: ShardConnections, given: Packing, settings: Settings
     ) -> None:
-        """Collective."""
+        """Create the state. Collective."""
         self.groups, self.connections, self.given = groups, connections, given
         self.pytorch = PytorchCollectives(groups, connections.control)
         self.transfers, self.knobs = JointTransfers(given), AS_PYTORCH
@@ -80,7 +80,7 @@ class ShardedModel:
         self.trace: StepTrace | None = None
         self._used: list[FsdpGroup] = []  # in this forward pass
         self._in_forward = self._with_gradients = False  # of the whole model
-        self._prefetched: list[FsdpGroup] = []  # gathered in a forward pass, used or not
+        self._prefetched: list[FsdpGroup] = []  # gathered in this forward pass, used or not
         self._scattered = False  # since the model was called
         self._kept: dict[FsdpGroup, torch.Tensor] = {}  # whole parameters, or this rank's part of them
         self.near: ShardLanes | None = None
@@ -102,11 +102,11 @@ class ShardedModel:
         return lanes.control.local_size
 
     def lanes(self, process_group: dist.ProcessGroup) -> ShardLanes | None:
-        """Return the lanes between the ranks of a process group. None if PyTorch carries its shards."""
+        """Return the lanes between the ranks of a process group. None if PyTorch sends the shards."""
         return self.connections.lanes.get(ranks_of(process_group))
 
     def describe(self) -> str:
-        """Describe what carries the shards, and the setting."""
+        """Describe the transport of the shards, and the setting."""
         return f"{self.carriers}, {self.knobs.describe()}"
 
     @property
@@ -118,12 +118,12 @@ class ShardedModel:
 
     @property
     def whole_bytes(self) -> tuple[int, ...]:
-        """Bytes of each module's gathered parameters, in the order of use."""
+        """Return the bytes of each module's gathered parameters, in the order of use."""
         return tuple(group.n_bytes[0] for group in self.order)
 
     @property
     def joinable(self) -> tuple[int, ...]:
-        """Places, in the order of use, of modules whose shards can travel with those of the module before."""
+        """Return the places, in the order of use, of modules that can be coalesced with the module before."""
         if not self.connections.carries or not self.sets_prefetch:
             return ()
         layouts = [group.layout for group in self.order]
@@ -131,19 +131,18 @@ class ShardedModel:
 
     @property
     def dropped(self) -> tuple[int, ...]:
-        """Places, in the order of use, of modules that FSDP gathers again for the backward pass."""
+        """Return the places, in the order of use, of modules that FSDP gathers again for the backward pass."""
         return tuple(place for place, group in enumerate(self.order) if self._can_keep(group))
 
     def _can_keep(self, group: FsdpGroup) -> bool:
-        """Return whether FSDP gathers the parameters again, into memory that nothing else uses."""
-        return group.gathered_again and getattr(
-            group.collectives[0], "can_keep", False
-        )  # the user may have set another
+        """Return whether FSDP gathers the parameters again, into memory that only Sirtaki's callback uses."""
+        # The user may have replaced the callback by one without `can_keep`.
+        return group.gathered_again and getattr(group.collectives[0], "can_keep", False)
 
     # ── settings ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def run(self, knobs: ShardKnobs) -> None:
-        """Use a setting from the next step on, except for streams that cannot be opened. Collective, between steps."""
+        """Use a setting from the next step on. Keep the streams if new ones cannot open. Collective, between steps."""
         if (lanes := self.connections.lanes_of_all) is None:
             self.pytorch.apply(self.knobs, knobs)
         elif knobs.streams != self.knobs.streams:
@@ -179,7 +178,7 @@ class ShardedModel:
     # ── forward passes ───────────────────────────────────────────────────────────────────────────────────────────
 
     def begin_forward(self, group: FsdpGroup | None, *_: object) -> None:
-        """Begin a forward pass of the whole model, whose own parameters are in `group`. A forward hook.
+        """Begin a forward pass of the whole model, whose own parameters are in `group`. Forward pre-hook.
 
         If gradients have been scattered since the last call, a step has ended and nothing is in flight.
         """
@@ -191,14 +190,14 @@ class ShardedModel:
         self._kept.clear()
         self._in_forward = True
         self._with_gradients, self._used = torch.is_grad_enabled(), []
-        if self._scattered and self._with_gradients:  # an evaluation may come before the step ends
+        if self._scattered and self._with_gradients:  # because an evaluation may run before the step ends
             self._scattered = False
             if self.order:
                 self.tuner.end_step()
         self.use(group)
 
     def end_forward(self, module: nn.Module, args: object, output: object) -> None:
-        """End a forward pass of the whole model. A forward hook. `output` is None if the pass has failed."""
+        """End a forward pass of the whole model. Forward hook. `output` is None if the pass has failed."""
         if in_backward():
             return
         self._in_forward = False
@@ -209,8 +208,8 @@ class ShardedModel:
             self._compare_order(self._used)
 
     def use(self, group: FsdpGroup | None, *_: object) -> None:
-        """Record that a module is about to be used, in a forward pass of the model or of a part. A forward hook."""
-        if in_backward():  # activations are computed again
+        """Record that a forward pass begins to use a module. Forward pre-hook."""
+        if in_backward():  # a checkpoint recomputes activations
             return
         if not self._in_forward:
             self._drop_prefetched()
@@ -220,7 +219,7 @@ class ShardedModel:
                 self.trace.used(group)
 
     def _compare_order(self, used: list[FsdpGroup]) -> None:
-        """Learn the order of use in the first pass with gradients. Give up if a later pass has another order."""
+        """Record the order of use in the first pass with gradients. Stop tuning if a later pass has another order."""
         if not used or (self._order_known and self.order in ((), used)):
             return
         why = "modules are used in another order than before"
@@ -238,18 +237,18 @@ class ShardedModel:
         self.tuner.give_up(why)
 
     def record_gather(self, group: FsdpGroup) -> None:
-        """Record that FSDP has asked for a gather, perhaps ahead."""
+        """Record that FSDP has requested a gather, possibly a prefetch."""
         if group.phase == "FORWARD":
             self._prefetched.append(group)
 
     def record_scatter(self, group: FsdpGroup) -> None:
-        """Record that FSDP has asked for a scatter."""
+        """Record that FSDP has requested a scatter."""
         self._scattered = True
         if self.trace is not None:
             self.trace.scattered(group)
 
     def _drop_prefetched(self) -> None:
-        """Discard parameters that a forward pass has gathered and not used. They would be old after the next step."""
+        """Discard parameters that a forward pass has gathered and not used, because the next step changes them."""
         prefetched, self._prefetched = self._prefetched, []
         for group in prefetched:
             if group.drop_gather():
@@ -257,14 +256,15 @@ class ShardedModel:
 
     # ── parameters that are kept for the backward pass ───────────────────────────────────────────────────────────
     #
-    # FSDP does not know of them. It reshards the parameters after the forward pass and gathers them for the backward
-    # pass. It then gets the parameters that were kept, and nothing is sent.
+    # FSDP reshards all parameters after the forward pass and requests a gather for the backward pass. For kept
+    # parameters, the callback returns the kept tensor, and no data is sent.
 
     def keeper_of(self, group: FsdpGroup) -> ShardLanes | bool:
-        """Return what keeps the parameters that are about to be gathered.
+        """Return where the parameters of the next gather are kept for the backward pass.
 
         Returns:
-            The lanes within the node if its ranks keep them together; otherwise whether this rank keeps them.
+            Lanes within the node if the ranks of a node keep the parameters together. True if this rank keeps them,
+            False if they are not kept.
         """
         if not (self._in_forward and self._with_gradients) or in_backward():
             return False
@@ -276,18 +276,18 @@ class ShardedModel:
         return place in self.knobs.kept
 
     def keep(self, group: FsdpGroup, values: torch.Tensor) -> None:
-        """Keep whole parameters, or this rank's part of those that its node keeps, for the next backward pass."""
+        """Keep gathered parameters for the next backward pass: all, or this rank's part of those kept by the node."""
         self._kept[group] = values
 
     def take_kept(self, group: FsdpGroup) -> torch.Tensor | None:
-        """Return what was kept for the backward pass that this thread runs, and forget it."""
+        """Return and release the kept parameters of `group`, or None. None outside of a backward pass."""
         if not self._kept or not in_backward():
             return None
-        when_backward_ends(self._kept.clear)  # drops what this pass has not used
+        when_backward_ends(self._kept.clear)  # releases kept parameters that this pass has not used
         return self._kept.pop(group, None)
 
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Drop kept parameters that `optimizer` updates. Wait for scatters that a failed backward pass has left.
+        """Drop kept parameters that `optimizer` updates. Wait for scatters of a failed backward pass.
 
         Raises:
             CommError: a scatter failed.

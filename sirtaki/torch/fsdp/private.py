@@ -72,7 +72,7 @@ def find_groups(modules: Iterable[Any]) -> list[FsdpGroup]:
     for module in modules:
         groups = _groups_of(module)
         if len(groups) > 1:
-            raise ConfigError("attach() takes modules whose parameters are all on one mesh; this one has several")
+            raise ConfigError("attach() requires modules whose parameters are all on one mesh; this module has several")
         for group in groups:
             if id(group) not in found:
                 if hasattr(group, _OWNER):
@@ -82,7 +82,7 @@ def find_groups(modules: Iterable[Any]) -> list[FsdpGroup]:
 
 
 def owners_of(model: nn.Module) -> Iterator[object]:
-    """Yield what has attached the parameter groups that FSDP has in `model`. Empty for other models."""
+    """Yield the owners that are attached to FSDP's parameter groups in `model`. Empty without FSDP."""
     for module in model.modules():
         state = getattr(module, "_get_fsdp_state", lambda: None)()
         yield from (getattr(group, _OWNER, None) for group in getattr(state, "_fsdp_param_groups", ()))
@@ -115,17 +115,17 @@ def wrap_forward(module: Any, before: Callable[..., None], after: Callable[..., 
 
 
 class FsdpGroup:
-    """A parameter group of FSDP2: parameters that it gathers together, and whose gradients it reduces together.
+    """A parameter group of FSDP2: its parameters are gathered together, and their gradients are reduced together.
 
     Attributes:
-        module: the FSDPModule of the group; the first one if it has several.
-        modules: all of them.
-        number: its number in the model, the same on all ranks.
-        device: the device of the parameters.
-        shards: ranks that share the parameters; 1 if each rank has all of them.
-        shard_process_group: the process group over which parameters are sharded; None under `replicate()`.
-        replicate_process_group: the process group over which gradients are all-reduced; None if they are not.
-        replicated: each rank has all parameters, and their gradients are all-reduced.
+        module: first FSDPModule of the group.
+        modules: all FSDPModules of the group.
+        number: index of the group in the model, equal on all ranks.
+        device: device of the parameters.
+        shards: number of ranks over which the parameters are sharded.
+        shard_process_group: process group over which parameters are sharded. None under `replicate()`.
+        replicate_process_group: process group over which gradients are all-reduced. None without an all-reduce.
+        replicated: True if each rank has all parameters and gradients are all-reduced.
     """
 
     def __init__(self, module: Any, group: Any, number: int) -> None:
@@ -142,51 +142,51 @@ class FsdpGroup:
         self.replicated = self.replicate_process_group is not None and self.shards == 1
 
     def set_owner(self, owner: object) -> None:
-        """Store what has attached this group, for `owners_of`."""
+        """Store the owner of this group, for `owners_of`."""
         setattr(self._group, _OWNER, owner)
 
     # ── process groups ───────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def all_process_groups(self) -> list[dist.ProcessGroup]:
-        """Process groups over which parameters are sharded: from the start, and after the forward pass."""
+        """Return the process groups over which parameters are sharded, before and after the forward pass."""
         meshes = (self._group.mesh_info, self._group.post_forward_mesh_info)
         return [mesh.shard_process_group for mesh in meshes if hasattr(mesh, "shard_process_group")]
 
     @property
     def gather_process_group(self) -> Any:
-        """The process group of the next all-gather."""
+        """Return the process group of the next all-gather."""
         return self._group._all_gather_process_group
 
     @property
     def own_scatter_process_group(self) -> object:
-        """The process group that only scatters use; None if there is none. "unknown" if this PyTorch has no such."""
+        """Return the process group that only scatters use, or None. "unknown" if this PyTorch does not support one."""
         return getattr(self._group.mesh_info, "reduce_scatter_process_group", "unknown")
 
     def set_own_scatter_process_group(self, made: dist.ProcessGroup, *, use: bool) -> None:
-        """Have scatters use `made`, or no longer use it. A process group that the user has set stays."""
+        """Let scatters use `made`, or stop using it. Keep a process group that the user has set."""
         if self.own_scatter_process_group in (None, made):
             self._group.mesh_info.reduce_scatter_process_group = made if use else None
 
     @property
     def most_scatter_buffers(self) -> int:
-        """Scatters that FSDP has in flight at most; 0 if this PyTorch cannot set it."""
+        """Return FSDP's limit of scatters in flight. 0 if this PyTorch has no such limit."""
         return int(getattr(self._group.comm_ctx, "reduce_scatter_max_input_buffers", 0))
 
     def set_most_scatter_buffers(self, n: int) -> None:
-        """Allow `n` scatters in flight. The limit holds for all groups of a model."""
+        """Allow `n` scatters in flight, for all groups of a model."""
         self._group.comm_ctx.reduce_scatter_max_input_buffers = n
 
     # ── parameters ───────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def param_ids(self) -> set[int]:
-        """Ids of the parameters that the optimizer has."""
+        """Return the ids of the sharded parameters, which the optimizer updates."""
         return {id(each.sharded_param) for each in self._group.fsdp_params}
 
     @property
     def description(self) -> list[tuple[Any, ...]]:
-        """Shapes, dtypes and `requires_grad` of the parameters, which must be the same on all ranks."""
+        """Return shapes, dtypes and `requires_grad` of the parameters, which must be equal on all ranks."""
         return [
             (tuple(each.sharded_param.shape), str(each.sharded_param.dtype), each.sharded_param.requires_grad)
             for each in self._group.fsdp_params
@@ -194,7 +194,7 @@ class FsdpGroup:
 
     @property
     def n_bytes(self) -> tuple[int, int]:
-        """Bytes of the whole parameters that ranks gather, and of the whole gradients that they scatter."""
+        """Return the bytes of the gathered parameters, and of the gradients before they are scattered."""
         policy, gathered, scattered = self._group.mp_policy, 0, 0
         for each in self._group.fsdp_params:
             numel = each.padded_sharded_param_size.numel() * self.shards
@@ -205,21 +205,21 @@ class FsdpGroup:
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """Ranks and dtypes, which must be equal for shards of two groups to be coalesced."""
+        """Return ranks and dtypes. Shards of two groups can be coalesced only if these are equal."""
         policy = self._group.mp_policy
         dtypes = {policy.param_dtype or each.sharded_param.dtype for each in self._group.fsdp_params}
         return ranks_of(self.shard_process_group), self._group._use_post_forward_mesh, dtypes, policy.reduce_dtype
 
     @property
     def has_gradient_hooks(self) -> bool:
-        """Return whether the user has registered hooks that see the gradients as soon as they are accumulated."""
+        """Return whether the user has registered post-accumulate-grad hooks."""
         return any(getattr(each.sharded_param, "_post_accumulate_grad_hooks", None) for each in self._group.fsdp_params)
 
     # ── passes ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def phase(self) -> str:
-        """The pass that FSDP is in: "FORWARD", "PRE_BACKWARD", "POST_BACKWARD" or "IDLE"."""
+        """Return the state of FSDP: "FORWARD", "PRE_BACKWARD", "POST_BACKWARD" or "IDLE"."""
         return str(self._group._training_state.name)
 
     @property
@@ -228,10 +228,10 @@ class FsdpGroup:
         return bool(self._group._reshard_after_forward and not self._group._use_post_forward_mesh)
 
     def drop_gather(self) -> bool:
-        """Discard parameters that were prefetched and not used. Wait for their gather.
+        """Discard prefetched parameters that were not used, after waiting for their gather.
 
         Returns:
-            Whether there was such a gather.
+            False if no parameters are prefetched.
         """
         if (result := self._group._all_gather_result) is None:
             return False
@@ -244,7 +244,7 @@ class FsdpGroup:
     def reads_scatter_result(self, dtype: torch.dtype) -> bool:
         """Return whether FSDP reads the result of a scatter before the backward pass ends.
 
-        It does so to cast, all-reduce or accumulate the gradients. Otherwise it only hands them on to the parameters.
+        FSDP reads the result to cast, all-reduce or accumulate gradients. Otherwise it only sets `.grad`.
         """
         group, gradients = self._group, (each.sharded_param.grad for each in self._group.fsdp_params)
         return (
@@ -258,17 +258,17 @@ class FsdpGroup:
 
     @property
     def collectives(self) -> tuple[Any, Any]:
-        """The callables with which FSDP all-gathers and reduce-scatters."""
+        """Return the callables with which FSDP all-gathers and reduce-scatters."""
         return self._group._all_gather_comm, self._group._reduce_scatter_comm
 
     @property
     def has_user_prefetch(self) -> bool:
-        """Return whether modules to prefetch have been set."""
+        """Return whether the user has set modules to prefetch."""
         state = self.module._get_fsdp_state()
         return bool(state._states_to_forward_prefetch or state._states_to_backward_prefetch)
 
     def set_prefetch(self, forward: Iterable[FsdpGroup], backward: Iterable[FsdpGroup]) -> None:
-        """Set the groups that FSDP gathers ahead when this one is used, in each pass."""
+        """Set the groups that FSDP prefetches when this group is used, in each pass."""
         self.module.set_modules_to_forward_prefetch([other.module for other in forward])
         self.module.set_modules_to_backward_prefetch([other.module for other in backward])
 
@@ -281,7 +281,7 @@ class FsdpGroup:
 
     @property
     def reduces(self) -> bool:
-        """Return whether gradients of this pass are reduced at all (`set_requires_gradient_sync`)."""
+        """Return whether gradients of this pass are reduced (`set_requires_gradient_sync`)."""
         return bool(self._group.reduce_grads)
 
     @property
@@ -290,12 +290,12 @@ class FsdpGroup:
         return bool(self._group.reduce_grads and self._group.all_reduce_grads)
 
     def ignore_unused(self) -> None:
-        """Stop FSDP from reducing zeros in the place of missing gradients, because Sirtaki takes gradients away."""
+        """Stop FSDP from reducing zeros for missing gradients, because Sirtaki removes the gradients from FSDP."""
         if getattr(self._group, "reduce_scatter_unused_params", False):
             self._group.reduce_scatter_unused_params = False
 
     def replicated_params(self) -> list[ReplicatedParam]:
-        """Have FSDP make the parameters with which modules compute, which stay the same objects. Return all.
+        """Let FSDP create the parameters that modules compute with, which it reuses in all steps. Return all.
 
         Raises:
             ConfigError: the parameters are on the meta device.
@@ -311,9 +311,9 @@ class FsdpGroup:
 
 
 class ReplicatedParam:
-    """One parameter under `replicate()`, and its gradient while Sirtaki has it.
+    """One parameter under `replicate()`, and its gradient while Sirtaki reduces it.
 
-    FSDP has two copies of the parameter: the optimizer's, and the one with which modules compute.
+    FSDP has two copies of the parameter: one for the optimizer, and one that modules compute with.
 
     Attributes:
         group: its parameter group.
@@ -331,24 +331,24 @@ class ReplicatedParam:
 
     @property
     def _local(self) -> torch.Tensor | None:
-        """The values of the parameter's gradient."""
+        """Return the local values of the parameter's gradient."""
         gradient = self._record.sharded_param.grad
         return None if gradient is None else gradient._local_tensor
 
     @property
     def _is_shared(self) -> bool:
-        """Return whether the reduced gradient becomes the parameter's without a copy."""
+        """Return whether the reduced gradient can become the parameter's gradient without a copy."""
         local = self._record.sharded_param._local_tensor
         return bool(local.dtype is self.stand_in.dtype and local.device == self.stand_in.device)
 
     def begin(self) -> None:
-        """Start from the gradient that the parameter has. Take what FSDP has kept for this pass."""
+        """Begin a pass with the earlier gradient of the parameter, and with gradients that FSDP has accumulated."""
         self.stand_in.grad = self._local if self._is_shared else None
         if self.group.all_reduces:
             self.take()
 
     def take(self) -> None:
-        """Take the gradient that autograd has computed away from FSDP, and add it to the stand-in's."""
+        """Remove the computed gradient from FSDP, and add it to the stand-in's gradient."""
         if (gradient := self._take_computed()) is None:
             return
         if (factor := self._group.gradient_divide_factor) is not None:
@@ -361,7 +361,7 @@ class ReplicatedParam:
             self.stand_in.grad += gradient
 
     def hold(self) -> None:
-        """Keep the gradient of a pass that is not to be all-reduced."""
+        """Accumulate the gradient of a pass without an all-reduce."""
         if (gradient := self._take_computed()) is not None:
             self._held = gradient if self._held is None else self._held.add_(gradient)
 
@@ -379,7 +379,7 @@ class ReplicatedParam:
         return gradient.detach().to(self.stand_in.dtype)
 
     def give(self) -> None:
-        """Make the reduced gradient the parameter's, and run the hooks that the user has on the parameter."""
+        """Set the parameter's gradient to the reduced one, and run the user's hooks of the parameter."""
         reduced, local, sharded = self.stand_in.grad, self._local, self._record.sharded_param
         if reduced is None:  # no rank has a gradient
             return
@@ -401,12 +401,12 @@ class ReplicatedParam:
 
 
 def collective_name(collective: Any) -> str:
-    """Return the class name of what gathers or scatters. Sirtaki's callbacks are named after their `carrier`."""
+    """Return the class name of a gather or scatter callable. For Sirtaki's callbacks, use their `carrier`."""
     return type(getattr(collective, "carrier", collective)).__name__
 
 
 def is_default(collective: Any) -> bool:
-    """Return whether PyTorch's own collective gathers or scatters, and not one of the user's."""
+    """Return whether the callable is PyTorch's own, and not the user's."""
     return collective_name(collective) in ("DefaultAllGather", "DefaultReduceScatter")
 
 
@@ -423,14 +423,14 @@ def _groups_of(module: Any) -> Sequence[Any]:
 
 
 def _require(kind: str, found: Any) -> None:
-    """Reject an object of FSDP's, or a class, that lacks an attribute which Sirtaki uses."""
+    """Reject an object or class of FSDP that lacks an attribute which Sirtaki uses."""
     later = getattr(type(found), "__annotations__", ())  # attributes that FSDP sets in the first forward pass
     for name in USED[kind].split():
         if name not in later and inspect.getattr_static(found, name, _OWNER) is _OWNER:
             raise ConfigError(
-                f"sirtaki.torch.fsdp needs {kind}.{name} of PyTorch's FSDP2, and this PyTorch ({torch.__version__}) "
-                f"does not have it (checked with {', '.join(CHECKED_WITH)}); "
-                'init_process_group("sirtaki") goes with other versions'
+                f"sirtaki.torch.fsdp needs {kind}.{name} of PyTorch's FSDP2, which PyTorch {torch.__version__} lacks: "
+                f'use PyTorch {", ".join(CHECKED_WITH)}, or init_process_group("sirtaki"), which supports '
+                "all versions"
             )
 
 
@@ -439,6 +439,4 @@ def log_unchecked_version() -> None:
     """Log, once and on rank 0, that Sirtaki's tests did not run with this version of PyTorch."""
     version = ".".join(torch.__version__.split(".")[:2])
     if version not in CHECKED_WITH and dist.get_rank() == 0:
-        logger.info(
-            "sirtaki.torch.fsdp was not checked with PyTorch %s, only with %s", version, ", ".join(CHECKED_WITH)
-        )
+        logger.info("sirtaki.torch.fsdp was not tested with PyTorch %s, only with %s", version, ", ".join(CHECKED_WITH))

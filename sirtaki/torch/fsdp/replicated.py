@@ -42,25 +42,25 @@ from .private import FsdpGroup, ReplicatedParam
 
 
 def attach(model: nn.Module, groups: Sequence[FsdpGroup], compression: Choice) -> ReplicatedGradients | None:
-    """Have Sirtaki reduce the gradients of these parameter groups, tuned. Collective.
+    """Let Sirtaki reduce the gradients of parameter groups under `replicate()`. Collective.
 
     Args:
-        model: the module whose forward pass is called.
+        model: module whose forward pass is called.
         groups: parameter groups of `replicate()` in the model.
-        compression: how gradients travel.
+        compression: compression of gradients.
 
     Returns:
-        What reduces them. None if there is one rank only.
+        The reducer of the gradients. None with one rank.
 
     Raises:
-        ConfigError: the groups are not replicated over all ranks, or have hooks that Sirtaki would pass by.
-        MismatchError: on all ranks, if their models differ.
+        ConfigError: the groups are not replicated over all ranks, or have all-reduce hooks, which Sirtaki cannot call.
+        MismatchError: the models of ranks differ. Raised on all ranks.
     """
     process_group = groups[0].replicate_process_group
     if any(group.replicate_process_group is not process_group for group in groups):
-        raise ConfigError("attach() takes replicated modules that are all on one mesh")
+        raise ConfigError("attach() requires that all modules after replicate() are on one mesh")
     if any(group.has_all_reduce_hook for group in groups):
-        raise ConfigError("attach() takes the place of set_all_reduce_hook(): leave that out")
+        raise ConfigError("attach() cannot be used with set_all_reduce_hook(): remove the hook")
     if (current := job_over(process_group)) is None:
         return None
     names = {id(param): name for name, param in model.named_parameters()}
@@ -82,9 +82,9 @@ def attach(model: nn.Module, groups: Sequence[FsdpGroup], compression: Choice) -
 
 
 class ReplicatedGradients(DdpGradients):
-    """Reducer of a replicated model's gradients. An iteration is a backward pass that is to be synchronised."""
+    """Reduction of a replicated model's gradients. An iteration is a due backward pass, see `DdpGradients`."""
 
-    undefined_are_zeros = False  # as FSDP has it
+    undefined_are_zeros = False  # as in FSDP
     nodes_are_kept = False
     _replicas: Collection[ReplicatedParam] = ()
     _groups: Sequence[FsdpGroup] = ()
@@ -96,7 +96,7 @@ class ReplicatedGradients(DdpGradients):
         return self._mark_ready
 
     def follow(self, groups: Sequence[FsdpGroup], replicas: Mapping[str, ReplicatedParam]) -> None:
-        """Hook the parameters with which modules compute. Called once."""
+        """Register hooks on the parameters that modules compute with. Called once."""
         self._groups, self._replicas = groups, replicas.values()
         this = weakref.ref(self)
 
@@ -110,7 +110,7 @@ class ReplicatedGradients(DdpGradients):
         ]
 
     def before_forward(self, *_: object) -> None:
-        """Prepare the next backward pass, if gradients are recorded and to be synchronised. A forward hook."""
+        """Make the next backward pass due, if autograd records it and FSDP would all-reduce. Forward pre-hook."""
         if in_backward() or not torch.is_grad_enabled():  # activations are computed again
             return
         distributed_autograd.refuse_sharded()
@@ -120,12 +120,12 @@ class ReplicatedGradients(DdpGradients):
             self.prepare()
 
     def after_forward(self, _module: object, _inputs: object, output: object) -> None:
-        """Watch for the backward pass that begins at `output`. A forward hook."""
+        """Watch `output` for the start of the due backward pass. Forward hook."""
         if not in_backward():
             self.watch(output)
 
     def _take_from(self, replica: ReplicatedParam) -> None:
-        """Take a gradient that has been computed."""
+        """Remove a computed gradient from FSDP, and mark it as ready if this pass is due."""
         if replica.group.all_reduces and self._due:
             self._begin()
             replica.take()
@@ -140,7 +140,7 @@ class ReplicatedGradients(DdpGradients):
         super()._begin()
 
     def end_backward(self) -> None:
-        """End the backward pass: give each parameter its reduced gradient."""
+        """End the backward pass. Set each parameter's gradient to the reduced one."""
         super().end_backward()
         for replica in self._replicas:
             replica.give()

@@ -111,7 +111,7 @@ class ShardTarget(TunableTarget[ShardKnobs]):
         if self._topology is None:
             traced = lanes if not self._shares_memory else None
             if traced is not None and model.trace is None:
-                model.trace = StepTrace(model.transfers)  # of the next step; on one host it would predict nothing
+                model.trace = StepTrace(model.transfers)  # traces the next step; useless for prediction on one host
                 return
             remembers = self._settings.registry != REGISTRY_OFF
             self._topology = cluster_fingerprint(control, self._settings) if remembers else ""
@@ -150,15 +150,15 @@ class ShardTarget(TunableTarget[ShardKnobs]):
         return self._ended_s - self._begun_s
 
     def progress(self, session: TuningSession[ShardKnobs]) -> TuningProgress:
-        """Describe how far the search is. On rank 0."""
+        """Describe the progress of the search. On rank 0."""
         return describe_progress(session, WHOLE_STEPS)
 
     def keep(self) -> None:
-        """Keep what runs. Collective."""
+        """End the search with the setting in use. Collective."""
         knobs, lanes = self._model.knobs, self._lanes
         self._controller = None
         self._model.connections.searching = False
-        self._model.pytorch.settle(knobs)
+        self._model.pytorch.release_unused(knobs)
         if lanes is not None and (knobs.gathers or knobs.scatters):
             self._steps_to_measure, lanes.losses = MEASURED_STEPS, (Loss(), Loss())
 
@@ -192,9 +192,9 @@ class ShardTarget(TunableTarget[ShardKnobs]):
             self._model.connections.searching = False
             self._synchronize()
             self._model.run(self.default)
-            self._model.pytorch.settle(self.default)
+            self._model.pytorch.release_unused(self.default)
             if self._control.rank == 0:
-                logger.info("no settings are tried any more, the default stays: %s", why)
+                logger.info("tuning stopped, keeping the default: %s", why)
 
     def _synchronize(self) -> None:
         """Wait until the parameters' devices have run all kernels."""
@@ -202,7 +202,7 @@ class ShardTarget(TunableTarget[ShardKnobs]):
             torch.get_device_module(device).synchronize(device)
 
     def _measure_loss(self, lanes: ShardLanes, losses: tuple[Loss, Loss]) -> None:
-        """Count one more step with packed shards. After the last one, log on rank 0 what packing costs. Collective."""
+        """Count a step with compressed shards. After the last one, log the compression error on rank 0. Collective."""
         self._steps_to_measure -= 1
         if self._steps_to_measure:
             return
@@ -217,7 +217,7 @@ class ShardTarget(TunableTarget[ShardKnobs]):
             logger.info("packed as SIRTAKI_LOSSY allows: %s (all ranks, %d steps)", "; ".join(found), MEASURED_STEPS)
 
     def _choices(self) -> tuple[tuple[int, ...], int, int]:
-        """Return numbers of streams that may be tried, the most scatters in flight, and the memory that is left."""
+        """Return the stream counts to try, the limit of scatters in flight, and the memory budget in bytes."""
         lanes, memory_bytes = self._lanes, self._settings.fsdp_memory
         if lanes is not None:
             streams, scattering = tuple(n for n in STREAMS if n <= lanes.most_streams), MOST_SCATTERING
@@ -231,7 +231,7 @@ class ShardTarget(TunableTarget[ShardKnobs]):
         return tuple(sorted({self._model.knobs.streams, *streams})), scattering, memory_bytes
 
     def _make_space(self) -> ShardSpace:
-        """Return the settings that may be chosen, and set the key of what is stored. On rank 0."""
+        """Return the search space, and set the key of this model in the registry. On rank 0."""
         model, settings, default = self._model, self._settings, self.default
         lossy = self._allowed_compressors()
         streams, scattering, memory_bytes = self._choices()
@@ -266,20 +266,20 @@ class ShardTarget(TunableTarget[ShardKnobs]):
         return space
 
     def _allowed_compressors(self) -> tuple[str, ...]:
-        """Return the compressors that SIRTAKI_LOSSY allows and that can pack shards here."""
+        """Return the compressors that SIRTAKI_LOSSY allows and that can be used for these shards."""
         names, why = self._settings.lossy, ""
         if any(self._model.given):
-            why = "attach() was told how shards are packed"
+            why = "attach() has the argument gathers= or scatters="
         elif self._lanes is None:
-            why = "PyTorch carries the shards"
+            why = "PyTorch sends the shards"
         elif self._shares_memory:
-            why = "ranks that share memory send each other nothing"
+            why = "all ranks share memory and send nothing"
         if why and names:
-            logger.info("SIRTAKI_LOSSY is left aside: %s", why)
+            logger.info("SIRTAKI_LOSSY is ignored: %s", why)
         return () if why else tuple(name for name in names if codec_of(name) is not None)
 
     def _recall(self, key: ShardsKey, space: ShardSpace, default: ShardKnobs) -> ShardKnobs | None:
-        """Return the setting of a job that was allowed as much memory, or the least above it, if it may run here."""
+        """Return the stored setting of the smallest memory budget not below this job's, if the search space has it."""
 
         def accept(record: ShardsRecord) -> ShardKnobs | None:
             return record.setting if record.setting in space else None
@@ -296,15 +296,15 @@ def _untuned(lanes: ShardLanes, modules: int, settings: Settings) -> ShardKnobs:
 
 
 def measure_step(model: ShardedModel, lanes: ShardLanes, streams: Sequence[int]) -> ShardedStep | None:
-    """Measure the network after a step with a trace, and end the trace. Collective.
+    """Measure the network after a traced step, and end the trace. Collective.
 
     Args:
-        model: its `trace` is set.
-        lanes: lanes that carry its shards.
-        streams: numbers of connections that may be used.
+        model: a model with a `trace`.
+        lanes: lanes of the model's shards.
+        streams: numbers of connections to measure.
 
     Returns:
-        The measured step, which predicts steps with other settings. None if nothing can be predicted.
+        The measured step, from which steps with other settings are predicted. None if a prediction is impossible.
     """
     trace, model.trace = model.trace, None
     assert trace is not None
@@ -332,18 +332,18 @@ def measure_step(model: ShardedModel, lanes: ShardLanes, streams: Sequence[int])
 def measure_link(
     lanes: ShardLanes, streams: Sequence[int], *, now: int, whole_bytes: int, seconds: float, near: ShardLanes | None
 ) -> ShardLink | None:
-    """Measure how long gathers and scatters take. Collective, with nothing in flight.
+    """Measure the times of gathers and scatters. Collective, with nothing in flight.
 
     Args:
         lanes: lanes to measure.
-        streams: numbers of connections that may be used.
-        now: the number of connections in use, before and afterwards.
-        whole_bytes: bytes of the largest tensor that is gathered.
-        seconds: the approximate time that may be spent.
-        near: lanes within a node, if there are any.
+        streams: numbers of connections to measure.
+        now: number of connections in use, before and afterwards.
+        whole_bytes: bytes of the largest gathered tensor.
+        seconds: approximate time limit.
+        near: lanes within a node, or None.
 
     Returns:
-        The measured link. None if the times are too short to be measured.
+        The measured link. None if the times are too short to measure.
     """
     begun_s, control = time.perf_counter(), lanes.control
     whole_bytes = min(max(whole_bytes, LEAST_PROBE_BYTES), PROBE_BYTES)
@@ -395,7 +395,7 @@ def measure_link(
 
 
 def memory_advice(model: ShardedModel, space: ShardSpace, on_accelerator: bool) -> str:
-    """Describe how many bytes a step would save if more memory were allowed for kept parameters. Empty if few."""
+    """Describe how much less a step would send with a larger memory budget for kept parameters. Empty if little."""
     left = tuple(place for place in space.dropped if place not in (*model.knobs.kept, *model.knobs.near))
     who, knobs = "modules kept their", replace(model.knobs, kept=space.dropped, near=())
     if model.node_ranks:
@@ -404,20 +404,20 @@ def memory_advice(model: ShardedModel, space: ShardSpace, on_accelerator: bool) 
     needed = space.extra_bytes(knobs)
     if needed <= space.memory_bytes:
         return ""
-    needed += COMMUNICATOR_BYTES if on_accelerator else 0  # with so much memory a further communicator is tried, too
+    needed += COMMUNICATOR_BYTES if on_accelerator else 0  # because a larger budget also allows one more communicator
     dropped = sum(space.whole_bytes[place] for place in left)
     scattered = sum(group.n_bytes[1] for group in model.order)
     less = dropped / max(1, sum(space.whole_bytes) + dropped + scattered)
     if less < WORTH_MEMORY:
         return ""
     return (
-        f"if {who} parameters until the backward pass, a step would send {100 * less:.0f} % less; "
-        f"for as much memory as that takes it is tried (SIRTAKI_FSDP_MEMORY={math.ceil(needed / 2**20)}MiB)"
+        f"if {who} parameters until the backward pass, a step would send {100 * less:.0f} % less: set "
+        f"SIRTAKI_FSDP_MEMORY={math.ceil(needed / 2**20)}MiB to let the tuner try this"
     )
 
 
 def _write_step(recorded: RecordedStep, folder: Path) -> None:
-    """Write the traced step for `sirtaki optimize`. Training goes on if it cannot be written."""
+    """Write the traced step for `sirtaki optimize`. Log a warning if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / SHARDED_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(recorded), indent=1))

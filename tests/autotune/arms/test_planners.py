@@ -80,7 +80,7 @@ def test_a_plan_has_no_more_streams_than_its_route_offers(planner):
     assert all(proposal.knobs in few for proposal in arm.ask(2))
 
 
-def test_the_route_with_the_shorter_simulated_span_comes_first():
+def test_the_route_with_the_shorter_simulated_span_is_proposed_first():
     fast = LinkModel(alpha_s=1e-4, throughput=(1e9,))
     arm = MgWfbp(space=PLANNER_SPACE, model=model_of([1_000_000] * 4, links={GLOO: LINK, MPI: fast}))
     assert [arm.ask()[0].knobs.transport for _ in range(2)] == [TransportKind.MPI, TransportKind.GLOO]
@@ -146,7 +146,7 @@ def test_one_that_allocates_threads_is_left_out_where_there_are_none() -> None:
         assert names == [planner for planner in OUR_PLANNERS if planner is not LibraM]
 
 
-def test_with_a_model_that_is_presumed_right_they_propose_and_else_are_silent() -> None:
+def test_planners_propose_only_with_a_model_that_is_presumed_right() -> None:
     assert any(planner.ask() for planner in make_planners(space=SPACE, model=PLANNING))
     doubted = make_planners(space=SPACE, model=PLANNING, presumed=False)
     assert [list(planner.ask()) for planner in doubted] == [[]] * len(doubted)
@@ -219,7 +219,7 @@ ROUTE = (TransportKind.GLOO, Algorithm.FLAT)
 
 
 def end_s(ready_s, sizes, ends, *, alpha_s, beta):
-    """When groups sent one behind the other are through."""
+    """Return the ends of groups that are sent in sequence."""
     free_s, begin = 0.0, 0
     for end in ends:
         free_s = max(ready_s[end - 1], free_s) + alpha_s + beta * sum(sizes[begin:end])
@@ -227,7 +227,7 @@ def end_s(ready_s, sizes, ends, *, alpha_s, beta):
     return free_s
 
 
-def test_a_gradient_is_merged_if_the_next_is_ready_before_a_startup_is_over():
+def test_a_gradient_is_merged_if_the_next_is_ready_within_a_start_up():
     ends = merge_gradients([1.0, 1.5, 5.0], [1, 1, 1], alpha_s=1.0, beta_s_per_byte=0.1)
     assert ends == [2, 3]  # 1.5 < 1 + 1 (eq. 5); 5 is not before 1.5 + 1
 
@@ -275,18 +275,19 @@ def test_a_layer_whose_successor_is_ready_within_a_startup_is_merged():
     assert layer_types([1.0, 1.5], [5, 1], **PAPER) == [M, S]  # not Q1, Q2, not Q3: eq. (38)
 
 
-def test_a_layer_whose_successor_comes_later_but_in_its_transmission_is_simultaneous():
+def test_a_layer_whose_successor_is_ready_during_its_transmission_is_simultaneous():
     assert layer_types([1.0, 3.0, 20.0], [5, 1, 1], **PAPER) == [S, N, S]  # not Q1, not Q2: eq. (39)
 
 
 def test_theorem_1_merges_where_the_papers_own_model_says_that_two_at_once_are_faster():
-    """Two layers that are ready at once: eq. (32) compares merging with sending one *after* the other."""
+    """For two layers that are ready at once, eq. (32) compares merging with sending them in sequence."""
     sizes, alpha_s, beta_s_per_byte, gamma = (10_000_000, 10_000_000), 1.0, 1e-6, 1.5
     assert layer_types([0.0, 0.0], sizes, alpha_s=alpha_s, beta_s_per_byte=beta_s_per_byte, gamma=gamma) == [M, S]
+    link = LinkModel(alpha_s=alpha_s, throughput=(1 / beta_s_per_byte, 2 / (gamma * beta_s_per_byte)))  # eq. (3), (9)
     model = PlanningModel(
         layout=GradientLayout(sizes=sizes, itemsize_bytes=1),
         profile=Profile.from_durations([0.0, 0.0]),
-        links={ROUTE: LinkModel.two_way(alpha_s=alpha_s, beta_s_per_byte=beta_s_per_byte, gamma=gamma)},
+        links={ROUTE: link},
     )
     space = KnobSpace(routes=(ROUTE,), streams=(1, 2))
     assert span_s(AscWfbp(space=space, model=model), model) == pytest.approx(alpha_s + 20)  # eq. (34)
@@ -407,14 +408,14 @@ def backward_s(
     choices: Sequence[int],
     model: StageModel,
 ) -> float:
-    """The backward time of a plan by eq. (7)-(15), with starts wherever they fall.
+    """Return the backward time of a plan by eq. (7)-(15), with arbitrary starts.
 
     Args:
         compute_s: computation of each layer in the order of the backward pass, `(L,)`.
         sizes_bytes: `(L,)`.
-        ends: of each group, `(n_groups,)`.
+        ends: ends of the groups, `(n_groups,)`.
         choices: thread allocation of each group, `(n_groups,)`.
-        model: what overlapping costs.
+        model: cost of overlap.
     """
     ready = np.concatenate([[0.0], np.cumsum(compute_s)])
     sent = np.concatenate([[0.0], np.cumsum(sizes_bytes)])

@@ -1,4 +1,4 @@
-"""Search techniques: the shared contract of arms, what each finds, and those that other packages bring."""
+"""Search techniques: the contract of arms, what each arm finds, and arms of other packages."""
 
 import gc
 import importlib.metadata
@@ -60,12 +60,12 @@ def scikit_optimize(space: KnobSpace, rng: np.random.Generator) -> Arm:
 
 
 def compressors(space: KnobSpace, rng: np.random.Generator) -> Arm:
-    """It has something to propose where some are allowed only, and something has run."""
+    """Return the arm that proposes codecs, after a setting has run."""
     return CompressorArm(space)
 
 
 def nccl(space: KnobSpace, rng: np.random.Generator) -> Arm:
-    """It has something to propose where NCCL may be told something, and something has run."""
+    """Return the arm that proposes NCCL settings, after a setting has run."""
     return NcclArm(space)
 
 
@@ -243,7 +243,7 @@ def test_a_broken_arm_is_an_error_if_named_and_a_warning_if_not(
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where modules of the test lie."""
+    """Return a folder for modules of the test."""
     monkeypatch.syspath_prepend(tmp_path)
     before = set(sys.modules)
     yield tmp_path
@@ -305,7 +305,7 @@ def test_a_measured_setting_is_not_proposed_by_any_arm_again() -> None:
     assert arm.ask()[0].knobs == second
 
 
-def test_it_comes_close_to_the_optimum_in_most_runs() -> None:
+def test_it_gets_close_to_the_optimum_in_most_runs() -> None:
     best = min(map(span_of, KnobLattice(GPU).points))
     found = []
     for seed in range(10):
@@ -323,12 +323,12 @@ def test_it_proposes_nothing_twice_and_ends_with_the_space() -> None:
 
 
 def members_of(arm: PBTArm) -> dict[int, float]:
-    """Number of streams and span of each member."""
+    """Return number of streams and span of each member."""
     return {WIDE.streams[member.index[1]]: member.span_s for member in arm._members}
 
 
 def with_members(spans_s: dict[int, float]) -> PBTArm:
-    """A population of settings that differ in their streams."""
+    """Return a population of settings with different numbers of streams."""
     arm = PBTArm(WIDE, rng=np.random.default_rng(0), population=len(spans_s))
     arm.tell([measured(streams, span_s, arm="somebody else") for streams, span_s in spans_s.items()])
     return arm
@@ -339,7 +339,7 @@ def measured(streams: int, span_s: float, *, arm: str) -> Trial:
     return replace(trial_of(Proposal(arm=arm, knobs=knobs)), span_s=span_s)
 
 
-def test_the_worst_member_moves_and_stays_where_it_has_got_to_even_if_that_is_worse() -> None:
+def test_the_worst_member_moves_and_keeps_its_new_setting_even_if_it_is_worse() -> None:
     arm = with_members({1: 1.0, 2: 2.0, 4: 3.0})
     arm.tell([measured(8, 9.0, arm="pbt")])
     assert members_of(arm) == {1: 1.0, 2: 2.0, 8: 9.0}
@@ -360,7 +360,7 @@ def hyperband(max_iterations: int = 4) -> HyperbandArm:
 
 
 def course(arm: HyperbandArm, turns: int) -> dict[Knobs, list[int]]:
-    """The iterations asked for, setting by setting."""
+    """Return the requested iterations by setting."""
     asked: dict[Knobs, list[int]] = {}
     for _ in range(turns):
         (proposal,) = arm.ask()
@@ -467,7 +467,7 @@ def test_a_proposal_is_ready_between_two_iterations(arm: BayesianArm) -> None:
 
 
 @pytest.mark.lengthy
-def test_arms_that_no_one_has_asked_import_no_library_that_is_slow_to_load() -> None:
+def test_unused_arms_import_no_slow_library() -> None:
     program = """
 import sys
 import numpy as np
@@ -507,7 +507,7 @@ def mean_and_deviation(process: GaussianProcess, x_MD: FloatArray, routes_M: Int
 
 
 def test_another_route_is_expected_to_have_the_same_shape_where_it_has_shown_it() -> None:
-    """Of the second route only one half is known; the other half rises as it does on the first."""
+    """Only one half of the second route is measured. Its other half rises as on the first route."""
     grid = np.linspace(0.0, 1.0, 9)
     x_ND = np.array([[x, 0.5] for x in (*grid, *grid[:5])])
     routes_N = np.array([0] * 9 + [1] * 5)
@@ -517,8 +517,8 @@ def test_another_route_is_expected_to_have_the_same_shape_where_it_has_shown_it(
     assert mean_M[1] - mean_M[0] > 0.15
 
 
-def test_repetitions_say_how_much_is_noise() -> None:
-    """The same scatter around a bowl: luck if repetitions scatter as much, a rough landscape if they agree."""
+def test_repetitions_determine_the_noise() -> None:
+    """Scatter around a bowl is noise if repetitions scatter as much, and a rough landscape if they agree."""
     rng = np.random.default_rng(3)
     x_ND, routes_N = rng.random((30, 2)), np.zeros(30, dtype=int)
     y_N = bowl(x_ND, routes_N) + 0.1 * rng.standard_normal(30)

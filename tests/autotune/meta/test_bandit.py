@@ -1,4 +1,4 @@
-"""The bandit over arms: credit by the papers' formula, turns, faults of arms, and who takes part."""
+"""The bandit over arms: credit by the papers' formula, turns, faults of arms, and participation."""
 
 import logging
 import math
@@ -95,7 +95,7 @@ def knobs(streams: int) -> Knobs:
 
 
 class ListListArm:
-    """Proposes the given stream counts in turn and remembers what it was told."""
+    """An arm that proposes given numbers of streams in turn and records results."""
 
     def __init__(self, name: str, streams: Sequence[int], *, expected: float | None = None) -> None:
         self.name = name
@@ -148,7 +148,7 @@ def bandit(*arms: ListListArm, seed: int = 0) -> BanditArm:
     return BanditArm(arms, rng=np.random.default_rng(seed), window=12)
 
 
-def test_credit_goes_to_the_arm_that_asked_and_to_no_one_for_the_default() -> None:
+def test_credit_goes_to_the_arm_that_proposed_and_to_none_for_the_default() -> None:
     both = bandit(ListListArm("a", [1]), ListListArm("b", [2]))
     both.tell([trial("default", 1, was_best=True), trial("b", 2, was_best=True), trial("a", 3)])
     assert both.bandit.auc("b") == 1.0
@@ -168,7 +168,7 @@ def test_an_arm_that_finds_new_bests_is_asked_more_often() -> None:
     assert uses["lucky"] > 2 * uses["idle"] > 0
 
 
-def test_an_arm_with_nothing_to_propose_is_passed_over_and_not_counted() -> None:
+def test_an_arm_with_nothing_to_propose_is_skipped_and_not_counted() -> None:
     both = bandit(ListListArm("dry", []), ListListArm("full", [1, 2, 3]))
     for _ in range(3):
         (proposal,) = both.ask()
@@ -179,7 +179,7 @@ def test_an_arm_with_nothing_to_propose_is_passed_over_and_not_counted() -> None
 
 
 @pytest.mark.parametrize("fault", ["ask", "tell", "expected_improvement"])
-def test_an_arm_that_raises_is_left_out_and_the_others_go_on(fault: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_arm_that_raises_is_removed_and_the_others_continue(fault: str, caplog: pytest.LogCaptureFixture) -> None:
     good = ListListArm("good", range(1, 9), expected=0.2)
     both = bandit(FaultyArm("faulty", fault), good)
     for _ in range(8):
@@ -242,7 +242,7 @@ def test_an_arm_answers_no_more_than_it_is_asked_for_and_under_its_own_name() ->
 
 
 class Judge(ListListArm):
-    """Its surrogate promises what it is told to, by the number of streams."""
+    """An arm whose surrogate predicts given times by number of streams."""
 
     def __init__(self, name: str, promises: dict[int, float]) -> None:
         super().__init__(name, [])
@@ -264,12 +264,12 @@ def test_an_arm_with_only_hopeless_proposals_is_skipped() -> None:
     assert {arm.ask()[0].arm for _ in range(20)} == {"good"}
 
 
-def test_a_plan_of_which_the_surrogate_knows_nothing_passes() -> None:
+def test_a_plan_that_the_surrogate_cannot_predict_passes() -> None:
     arm = bandit(ListListArm("planner", [1]), Judge("judge", {1: float("inf")}))
     assert arm.ask()[0].arm == "planner"
 
 
-def test_arms_of_the_whole_space_take_over_once_and_know_all_trials() -> None:
+def test_arms_of_the_whole_space_replace_the_others_once_and_get_all_trials() -> None:
     narrow, wide = ListListArm("one", [1]), ListListArm("one", [7])
     doubts = iter([False, True, True])
     arm = BanditArm(
@@ -325,7 +325,7 @@ def names(bandit: BanditArm) -> list[str]:
     return list(bandit._arms)
 
 
-def test_planners_come_first_as_given_then_ours_then_others(made: list[Drawn]) -> None:
+def test_planners_are_first_as_given_then_our_arms_then_others(made: list[Drawn]) -> None:
     bandit = arms(planners=[Named("p"), Named("q")])
     assert names(bandit) == ["p", "q", *OUR_ARMS, "theirs"]
     assert [arm.space for arm in made] == [SPACE] * len(made)

@@ -239,7 +239,7 @@ def test_a_registrys_setting_that_loses_is_followed_by_the_usual_search() -> Non
     assert [trial.knobs for trial in arm.told[:2]] == [slow, DEFAULT]
 
 
-def test_after_a_registrys_setting_that_loses_similar_jobs_settings_come_first_within_the_space_that_is_left() -> None:
+def test_after_a_registrys_setting_loses_similar_jobs_settings_are_first_within_the_rest_of_the_space() -> None:
     warm_up = session(exact=remembered(DEFAULT.but(unit_bytes=64 * MIB)))
     while warm_up.assignment.purpose is not Purpose.SEARCH:
         warm_up.record([landscape(warm_up.assignment.knobs)] * warm_up.assignment.measured_iterations)
@@ -284,7 +284,7 @@ def test_a_setting_without_a_valid_plan_is_rejected_from_every_source(
     assert caplog.text.count("do not fit") == 1
 
 
-def test_a_claimed_history_is_read_no_farther_than_a_session_can_have_gone() -> None:
+def test_a_recalled_history_is_read_up_to_a_sessions_largest_length() -> None:
     history = [Trial(arm="grid", knobs=DEFAULT, iterations=10**9, span_s=span_s) for span_s in (0.1, math.inf)] * 5000
     seen: list[Knobs] = []
 
@@ -297,7 +297,7 @@ def test_a_claimed_history_is_read_no_farther_than_a_session_can_have_gone() -> 
     assert len(seen) < 1000
 
 
-def test_a_registry_that_knows_the_default_as_best_ends_the_warm_up() -> None:
+def test_a_registry_with_the_default_as_best_ends_the_warm_up() -> None:
     job = Job(session(exact=remembered(DEFAULT))).run()
     assert job.result.knobs == DEFAULT
     assert job.result.iterations_used == 3
@@ -365,7 +365,7 @@ def test_a_plan_that_the_user_gives_is_compared_with_the_registrys_setting(
     assert whose in job.result.reason
 
 
-def test_cut_short_the_best_so_far_is_known_at_any_moment() -> None:
+def test_a_session_cut_short_has_a_best_setting_at_any_moment() -> None:
     job = Job(session(ListArm(streams(2), BEST, streams(8))))
     assert job.result.knobs == DEFAULT
     assert math.isinf(job.result.default_span_s)
@@ -375,7 +375,7 @@ def test_cut_short_the_best_so_far_is_known_at_any_moment() -> None:
     assert job.result.reason == "the tuning phase was cut short"
 
 
-def test_a_job_cut_short_goes_on_where_it_was() -> None:
+def test_a_job_cut_short_resumes_its_search() -> None:
     first = Job(session(ListArm(streams(2), BEST))).run(5)
     arm = ListArm(BEST, streams(8))
     told = [Trial.from_json(trial.to_json()) for trial in first.session.trials]
@@ -404,7 +404,7 @@ def test_close_finalists_are_measured_again_and_the_lucky_one_loses() -> None:
     assert any(trial.arm == FINALS_ARM for trial in job.session.trials)
 
 
-def test_a_setting_that_the_surrogate_believes_in_comes_to_the_finals() -> None:
+def test_a_setting_that_the_surrogate_predicts_to_be_best_reaches_the_finals() -> None:
     near = [*(streams(count) for count in (2, 3, 4, 6, 8)), BEST.but(streams=2)]
     spans = {knobs: 0.1 + 0.001 * i for i, knobs in enumerate(near)} | {DEFAULT: 0.2}
     doubted = Job(session(ListArm(*near)), span_of=spans.__getitem__).run()
@@ -700,7 +700,7 @@ def test_a_few_outliers_do_not_make_the_noise_large() -> None:
     assert book.noise < 0.04
 
 
-def test_a_lead_grows_with_the_measurements_and_is_the_same_seen_from_the_other_side() -> None:
+def test_a_lead_grows_with_the_measurements_and_is_symmetric() -> None:
     few, many = ledger(), ledger()
     for book, repeats in ((few, 1), (many, 4)):
         book.add(knobs(1), arm="a", spans_s=[1.0] * repeats)

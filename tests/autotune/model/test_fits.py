@@ -198,7 +198,7 @@ MODEL = ContentionModel(
 @pytest.mark.parametrize(
     "gammas", [(0.0, 0.0, 0.0), (-1.0, 0.0, 0.0), (1.0, 1.1, 0.0), (1.0, -0.1, 0.0), (1.0, 0.5, -0.1)]
 )
-def test_curves_that_fall_or_go_below_zero_are_refused(gammas: tuple[float, float, float]) -> None:
+def test_curves_that_fall_or_become_negative_are_rejected(gammas: tuple[float, float, float]) -> None:
     with pytest.raises(TuningError, match="a rate curve needs γ1 > 0"):
         RateCurve(gamma_1=gammas[0], gamma_2=gammas[1], gamma_3=gammas[2])
 

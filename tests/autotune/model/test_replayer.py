@@ -24,7 +24,7 @@ from sirtaki.errors import ReplayError, TuningError
 LINK = SharedResource(name="link", totals=(1.0, 1.5), is_link=True)
 
 
-def test_two_ranks_meet_at_a_barrier_and_go_on_after_gaps() -> None:
+def test_two_ranks_meet_at_a_barrier_and_continue_after_gaps() -> None:
     nodes = [node(0, 3.0), node(1, 5.0), node(2, 2.0), node(0, 1.0), node(1, 1.0)]
     found = replay(graph(nodes, [(0, 2, 0.0), (1, 2, 0.5), (2, 3, 0.0), (2, 4, 0.25)]))
     assert found.end_s == (3.0, 5.0, 7.5, 8.5, 8.75)
@@ -88,7 +88,7 @@ def test_a_server_needs_a_throughput() -> None:
 @pytest.mark.lengthy
 @settings(max_examples=30, deadline=None)
 @given(drawn_graphs(chained=True, slowed=True))
-def test_brute_force_in_small_steps_comes_to_the_same(one: ReplayGraph) -> None:
+def test_brute_force_in_small_steps_has_the_same_result(one: ReplayGraph) -> None:
     dt_s = 1 / 64
     expected = brute_force(one, dt_s)
     assert replay(one).end_s == pytest.approx(expected, abs=dt_s * 4 * (len(one.nodes) + 1))

@@ -65,7 +65,7 @@ def contention(**changes):
     return ContentionModel(**{**fields, **changes})
 
 
-def test_communication_slows_computation_down_and_runs_faster_once_it_is_over():
+def test_communication_slows_computation_down_and_is_faster_after_it():
     layout = layout_of(4, 0)
     simulator = Simulator(
         layout=layout,
@@ -80,7 +80,7 @@ def test_communication_slows_computation_down_and_runs_faster_once_it_is_over():
 
 
 def naive_stops(needed_s, streams, sizes, link):
-    """The same model by another method: work left of every unit, all rates worked out anew at each event."""
+    """Return the ends of units by a simulation that recomputes all rates at each event."""
     left = {"link": list(sizes), "host": [link.host_s] * len(sizes)}
     state, at = ["waiting"] * len(sizes), [math.inf] * len(sizes)
     stops, now = [0.0] * len(sizes), 0.0
@@ -377,7 +377,7 @@ def unpresumed(*spans_s: float) -> Forecast:
         ((0.1,) * 5, False),
     ],
 )
-def test_a_model_that_is_not_presumed_right_is_believed_once_it_has_ranked_five_trials_right(
+def test_a_model_that_is_not_presumed_right_is_trusted_once_it_has_ranked_five_trials_right(
     spans_s: Sequence[float], believed: bool
 ) -> None:
     assert unpresumed(*spans_s).believed is believed
@@ -455,7 +455,7 @@ TRIALS_GLOO, MPI = (TransportKind.GLOO, Algorithm.FLAT), (TransportKind.MPI, Alg
 PROBED = LinkModel(alpha_s=1e-3, throughput=(4e8, 8e8, 1.2e9, 1.6e9))
 
 
-"""Of an idle network: streams do not hinder each other there."""
+"""Link model of an idle network, where streams do not slow each other down."""
 
 
 def planning_model(link: LinkModel) -> PlanningModel:
@@ -541,7 +541,7 @@ def learner(model: PlanningModel) -> ContentionLearner:
 def learnt_from(
     model: PlanningModel, truth: ContentionModel | None, *, noise: float, pace: float = 1.0, seed: int = 0
 ) -> PlanningModel:
-    """What is learnt on a job with that contention whose backward passes take `pace` times what the model says."""
+    """Return the model learnt on a job with this contention, whose backward passes take `pace` times the prediction."""
     rng, learning = np.random.default_rng(seed), learner(model)
     job = Simulator(layout=TRIALS_LAYOUT, profile=PROFILE.times(pace), link=TRIALS_LINK, contention=truth)
     for knobs in (LEARNING_DEFAULT, *learning.draws):
@@ -576,7 +576,7 @@ def test_a_difference_within_the_noise_is_not_learnt(truth: ContentionModel | No
 
 @pytest.mark.lengthy
 def test_training_corrects_probes_that_were_taken_beside_another_computation() -> None:
-    """Probes of a matrix product had shown computation that hardly notices; spans and backward passes tell."""
+    """Probes of a matrix product showed hardly any slowdown. Spans and backward passes show it."""
     probed = threads_model(replace(CONTENTION, alpha_2=1e-5))
     job = Simulator(layout=TRIALS_LAYOUT, profile=PROFILE, link=TRIALS_LINK, contention=CONTENTION)
     seen = []
@@ -616,7 +616,7 @@ def test_nothing_is_drawn_within_one_host() -> None:
 CLUSTER = Cluster(name="four", ranks=4, hop_s=1e-3, link_bytes_per_s=1e9, flow_bytes_per_s=4e8, crowding=0.1)
 
 
-def test_an_all_reduce_goes_round_twice_less_one_hop_each_time() -> None:
+def test_an_all_reduce_takes_two_rounds_of_all_hops_but_one() -> None:
     assert CLUSTER.link().alpha_s == pytest.approx(6e-3)
     assert replace(CLUSTER, ranks=2).link().alpha_s == pytest.approx(2e-3)
 

@@ -1,4 +1,4 @@
-"""Operations from any thread in any order: performed once, waited for by anybody, told of, and never left behind."""
+"""Operations from any thread in any order run once, can be awaited by any thread, are recorded, and always end."""
 
 import random
 import threading
@@ -32,7 +32,7 @@ def submit(engine: EagerEngine, name: str, value: float = 1.0, *, wake: bool = T
 
 
 def on_engines(act: Callable[[EagerEngine], Any], *, size: int = SIZE) -> list[Any]:
-    """What `act` returns on each rank; its engine is closed with those of the others."""
+    """Call `act` with each rank's engine in a thread. Return the results. Engines are closed together."""
 
     def run(comm: Communicator) -> Any:
         engine = EagerEngine(comm, comm.failures)
@@ -100,7 +100,7 @@ def test_a_name_is_under_way_until_it_is_done() -> None:
     on_engines(act, size=2)
 
 
-def test_a_wait_that_is_interrupted_leaves_the_operation_under_way() -> None:
+def test_an_interrupted_wait_leaves_the_operation_in_flight() -> None:
     def act(engine: EagerEngine) -> None:
         asked = []
         if engine.rank == 0:
@@ -138,7 +138,7 @@ def test_a_waiting_operation_is_known_with_its_name_and_start() -> None:
     on_engines(act, size=2)
 
 
-def test_a_join_is_waited_for_since_the_others_last_got_on() -> None:
+def test_a_join_is_awaited_from_the_last_progress_of_the_others() -> None:
     looked = threading.Event()
 
     def act(engine: EagerEngine) -> None:
@@ -197,7 +197,7 @@ def test_a_lost_job_ends_waits_threads_and_later_calls() -> None:
     among(2, act)
 
 
-def test_an_interrupt_in_a_round_fails_the_job_and_all_that_is_pending() -> None:
+def test_an_interrupt_in_a_round_fails_the_job_and_all_pending_operations() -> None:
     def act(comm: Communicator) -> None:
         engine = EagerEngine(comm, comm.failures)
 
@@ -235,7 +235,7 @@ def test_the_reason_why_a_rank_cannot_take_part_is_reported_although_it_leaves()
 
 
 class Noting:
-    """A timeline that keeps what it is told."""
+    """A timeline that keeps its entries."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[str, str, float, float, dict[str, Any]]] = []

@@ -36,7 +36,7 @@ Tensors = list[torch.Tensor]
 
 
 def run(kind: CollectiveKind, tensors_of: Any, *, size: int = SIZE, **rest: Any) -> list[Tensors]:
-    """What each rank gets of one operation, to which rank r contributes `tensors_of(r)`, which stay as they are."""
+    """Run one operation to which rank r contributes `tensors_of(r)`. Return the results by rank. Checks the inputs."""
 
     def act(comm: Communicator) -> Tensors:
         tensors: Sequence[torch.Tensor] = tensors_of(comm.rank)
@@ -111,7 +111,7 @@ def test_tensors_need_not_be_contiguous_nor_resolved_nor_without_a_graph() -> No
         assert torch.equal(result, torch.tensor([1 - 2j, 3 + 1j]))
 
 
-def test_a_group_of_several_dtypes_comes_back_in_its_order_with_memory_of_its_own() -> None:
+def test_a_group_of_several_dtypes_is_returned_in_its_order_with_its_own_memory() -> None:
     dtypes = [torch.float32, torch.int64, torch.float32, torch.bfloat16, torch.int64]
 
     def tensors_of(rank: int) -> Tensors:
@@ -265,7 +265,7 @@ def tree(vectors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def over(vectors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What each rank finds in its vector's place."""
+    """Return the result on each rank, in place of its vector."""
 
     def act(comm: Communicator) -> torch.Tensor:
         mine, waits = vectors[comm.rank].clone(), list[Test]()

@@ -1,4 +1,4 @@
-"""One round after the other: what all have pending is performed, what they disagree about is refused on all alike."""
+"""Rounds: operations pending on all ranks run, and a disagreement is an error on all of them."""
 
 import math
 from collections.abc import Callable
@@ -162,7 +162,7 @@ def test_operations_pending_on_some_ranks_wait_for_the_others() -> None:
     on_ranks(act)
 
 
-def test_names_that_all_ranks_know_are_agreed_by_bits() -> None:
+def test_names_learnt_by_all_ranks_are_agreed_by_bits() -> None:
     def act(rank: Rank) -> None:
         for name in "abc":  # learnt together
             rank.submit(name)
@@ -180,7 +180,7 @@ def test_names_that_all_ranks_know_are_agreed_by_bits() -> None:
     on_ranks(act)
 
 
-def test_names_that_were_exchanged_are_known_from_then_on() -> None:
+def test_exchanged_names_are_learnt() -> None:
     def act(rank: Rank) -> None:
         rank.submit("a")
         left = rank.submit("b") if rank.rank else None
@@ -195,7 +195,7 @@ def test_names_that_were_exchanged_are_known_from_then_on() -> None:
     on_ranks(act)
 
 
-def test_names_in_use_stay_known_where_there_are_few_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_in_use_stay_learnt_if_there_are_few_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "CAPACITY", 3)
     monkeypatch.setattr(engine, "NameSlots", lambda: NameSlots(3))
 
@@ -230,7 +230,7 @@ def test_a_name_with_a_changed_tensor_is_exchanged_and_learnt_again() -> None:
     on_ranks(act)
 
 
-def test_a_disagreement_is_the_same_error_on_all_ranks_and_the_rest_goes_on() -> None:
+def test_a_disagreement_is_the_same_error_on_all_ranks_and_other_operations_run() -> None:
     def act(rank: Rank) -> str:
         odd = rank.submit("odd", dtype=torch.float32 if rank.rank else torch.int64)
         fine = rank.submit("fine")

@@ -1,4 +1,4 @@
-"""Sums of sparse tensors: entries in one place add up, whoever has how many."""
+"""Sums of sparse tensors: entries at one position are added, for any numbers of entries."""
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def test_two_parts_under_one_name_are_distinguished_and_a_disagreement_is_an_err
     among(2, act)
 
 
-def test_a_wait_can_be_interrupted_and_goes_on_later() -> None:
+def test_an_interrupted_wait_can_be_continued() -> None:
     def act(comm: Communicator) -> list[float]:
         engine = EagerEngine(comm, comm.failures)
         try:

@@ -1,4 +1,4 @@
-"""Every communicator does what the protocol says, whatever carries it."""
+"""Every communicator meets the contract, over every carrier."""
 
 from rank_jobs import OVER_MESH, Job, played_on_ranks, slow
 

@@ -1,4 +1,4 @@
-"""Ranks find each other and prove to each other who they are, or are told why not, within a time limit."""
+"""Ranks connect and authenticate each other, or get an error with the reason, within a time limit."""
 
 import contextlib
 import itertools
@@ -61,7 +61,7 @@ def meetings(size: int, **changes: Any) -> list[Meeting]:
 def together(
     places: Sequence[Meeting], *, timeout_s: float = 20.0, secrets: Sequence[str | None] = ()
 ) -> list[MeshCommunicator | Exception]:
-    """What each rank gets, in a thread each."""
+    """Connect ranks in one thread each. Return the results by rank."""
 
     def join(place: Meeting, secret: str | None) -> MeshCommunicator | Exception:
         try:
@@ -95,27 +95,27 @@ def test_some_of_the_ranks_may_meet_without_the_others() -> None:
 
 
 def expect(results: Sequence[Any], kind: type[Exception], *words: str) -> None:
-    """Every rank raises, and one of them says all of this."""
+    """Check that every rank raises, and that one of the messages contains all words."""
     assert all(isinstance(result, (ConfigError, CommError)) for result in results), results
     assert any(isinstance(result, kind) and all(word in str(result) for word in words) for result in results), results
 
 
 @pytest.mark.lengthy
-def test_a_rank_that_does_not_come_is_named_in_time() -> None:
+def test_a_missing_rank_is_named_in_time() -> None:
     begin_s = time.monotonic()
     expect(together(meetings(3)[:2], timeout_s=1.0), CommError, "rank 2 of 3 did not register", "START_TIMEOUT")
     assert time.monotonic() - begin_s < 5.0
 
 
 @pytest.mark.lengthy
-def test_a_master_that_is_not_there_is_an_error_with_the_remedy() -> None:
+def test_a_missing_master_is_an_error_with_the_remedy() -> None:
     expect(together(meetings(2)[1:], timeout_s=0.5), CommError, "cannot connect to rank 0 at 127.0.0.1", "MASTER_ADDR")
     expect(
         together(meetings(2, host="no.such.host.invalid")[1:], timeout_s=0.5), ConfigError, "is not the name of a host"
     )
 
 
-def test_a_port_that_is_taken_is_an_error_with_the_remedy() -> None:
+def test_a_port_in_use_is_an_error_with_the_remedy() -> None:
     with socket.create_server(("", 0)) as other:
         places = meetings(2, port=other.getsockname()[1])
         expect(together(places[:1], timeout_s=2.0), ConfigError, "MASTER_PORT", "each job a port of its own")
@@ -148,7 +148,7 @@ def test_ranks_of_different_worlds_get_an_error() -> None:
 @pytest.mark.parametrize(
     ("secrets", "words"),
     [
-        (["a", "b"], ["cannot authenticate each other", "SIRTAKI_SECRET"]),
+        (["a", "b"], ["authentication between ranks", "SIRTAKI_SECRET"]),
         (["a", None], ["SIRTAKI_SECRET is set on only one"]),
     ],
 )
@@ -187,7 +187,7 @@ def test_nothing_stays_open_after_a_failure() -> None:
 
 
 def known(size: int) -> tuple[Membership, list[Listeners]]:
-    """A membership of ranks that listen, and their listeners."""
+    """Return a membership of ranks that listen, and their listeners."""
     listeners = [open_listeners(None, loopback_only=True) for _ in range(size)]
     ranks = tuple(listening(Member(number=rank), own) for rank, own in enumerate(listeners))
     return Membership(generation=1, members=ranks, name="job", secret="secret"), listeners
@@ -263,7 +263,7 @@ KEY = job_key("secret", "job")
 
 @pytest.fixture
 def acceptor() -> Iterator[Acceptor]:
-    """Of rank 0, which waits for ranks 1 and 2."""
+    """Yield rank 0's acceptor, which waits for ranks 1 and 2."""
     acceptor = Acceptor(listen(["127.0.0.1"]), key=KEY, own=0, expected=[1, 2])
     yield acceptor
     for sock in acceptor.close().values():
@@ -271,14 +271,14 @@ def acceptor() -> Iterator[Acceptor]:
 
 
 def hang_up(sock: socket.socket) -> bool:
-    """Whether the other end closes the connection without a word."""
+    """Return whether the peer closes the connection without an answer."""
     sock.settimeout(5.0)
     with contextlib.suppress(ConnectionResetError):
         return sock.recv(1000) == b""
     return True
 
 
-def test_ranks_that_know_the_secret_are_connected_each_once(acceptor: Acceptor) -> None:
+def test_ranks_with_the_secret_are_connected_once_each(acceptor: Acceptor) -> None:
     with connect(acceptor.handshakes.addresses[0], key=KEY, own=2, other=0) as two:
         assert 1 in acceptor.missing
         with pytest.raises(OSError, match=r"closed|reset"):
@@ -310,7 +310,7 @@ def test_a_peer_that_cannot_answer_the_challenge_is_rejected(acceptor: Acceptor)
 
 
 def test_a_replay_proves_nothing(acceptor: Acceptor) -> None:
-    """What one connection was proved with is sent again on another."""
+    """The proof of one connection is sent again on another one."""
     with socket.create_server(("127.0.0.1", 0)) as relay:
         seen: list[bytes] = []
 

@@ -132,7 +132,7 @@ def test_contexts_have_one_number_on_all_ranks_and_no_other_has_it(links: list[L
     assert len(set(numbers[0])) == 4
 
 
-def test_a_subset_needs_nothing_of_the_others(links: list[Links]) -> None:
+def test_a_subset_needs_no_other_ranks(links: list[Links]) -> None:
     worlds = [MeshCommunicator(each) for each in links]
     for _ in range(3):
         worlds[0].subset([0, 1])  # which rank 2 knows nothing of
@@ -158,7 +158,7 @@ def test_early_messages_are_kept_and_late_ones_dropped(links: list[Links]) -> No
     assert len(links[1]._mailboxes) == 1
 
 
-def test_an_operation_that_was_given_up_does_not_disturb_others(links: list[Links]) -> None:
+def test_an_abandoned_operation_does_not_disturb_others(links: list[Links]) -> None:
     def act(comm: MeshCommunicator) -> list[float]:
         abandoned, used = comm.duplicate(), comm.duplicate()
         if comm.rank:
@@ -256,7 +256,7 @@ def test_an_invalid_frame_is_an_error(ends: tuple[Connection, Connection]) -> No
             pass
 
 
-def test_to_an_end_that_is_gone_everything_can_be_sent(ends: tuple[Connection, Connection]) -> None:
+def test_sending_to_a_closed_peer_raises_nothing(ends: tuple[Connection, Connection]) -> None:
     sender, reader = ends
     reader.close()
     sendings = [sender.send(frame(0, bytes(MAX_PAYLOAD_BYTES))) for _ in range(5)]
@@ -268,7 +268,7 @@ def test_to_an_end_that_is_gone_everything_can_be_sent(ends: tuple[Connection, C
 
 
 def die(links: Links) -> None:
-    """As a killed process does: its sockets are closed, and it does nothing more."""
+    """Act like a killed process: close the sockets, and stop."""
     links._closing = True
     for connection in links._connections.values():
         with contextlib.suppress(OSError):  # where the other end has closed it already
@@ -335,7 +335,7 @@ def test_all_ranks_learn_at_once_and_without_polling_why_a_rank_aborts(fault: bo
         lambda comm: comm.receive(np.ones(3), 2),
     ],
 )
-def test_a_rank_that_dies_in_the_middle_ends_the_operation_on_all_others(begin: object) -> None:
+def test_a_rank_that_dies_during_an_operation_ends_it_on_all_others(begin: object) -> None:
     links = connected(4)
 
     def act(comm: MeshCommunicator) -> None:
@@ -368,7 +368,7 @@ def test_a_silent_rank_is_named_and_a_short_silence_forgiven() -> None:
 
 @pytest.mark.lengthy
 @pytest.mark.parametrize("comes", [True, False])
-def test_a_rank_that_still_connects_to_others_is_not_silent_before_its_time_is_up(comes: bool) -> None:
+def test_a_rank_that_still_connects_to_others_is_not_silent_before_its_time_limit(comes: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         theirs = socket.create_connection(listener.getsockname())
         own = Links(0, {1: listener.accept()[0]}, heartbeat_s=0.3, first_s=30.0 if comes else 1.0)

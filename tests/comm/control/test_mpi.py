@@ -1,4 +1,4 @@
-"""What is set for MPI before it is loaded, and ranks that outlive others under it."""
+"""MPI's variables before it is loaded, and ranks that outlive their peers under MPI."""
 
 import threading
 import types
@@ -19,7 +19,7 @@ def version_of(name: str) -> str:
     return "5.0.11"
 
 
-def test_pypis_open_mpi_does_not_look_for_a_fabric(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pypis_open_mpi_does_not_search_for_a_fabric(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMPI_MCA_btl", "")
     monkeypatch.delenv("OMPI_MCA_btl")
     monkeypatch.setattr(mpi.metadata, "version", version_of)
@@ -46,7 +46,7 @@ class Gone(Exception):
 
 
 class Communicator:
-    """As mpi4py's; what it raises or waits for is set from outside."""
+    """Stand-in for mpi4py's communicator. The test sets its errors and waits."""
 
     def __init__(self, size: int = 3) -> None:
         self.rank, self.size = 1, size

@@ -1,4 +1,4 @@
-"""The control plane: where ranks are, what they agree on and tell each other, and how waiting ends."""
+"""The control plane: places of ranks, agreements, messages, and the end of waits."""
 
 import datetime
 import itertools
@@ -32,13 +32,13 @@ from sirtaki.machine import interface_addresses, own_addresses, serve_store
     ("ranks", "local_size"),
     [(1, "all"), (3, "all"), (4, 2), *(pytest.param(*of, marks=pytest.mark.slow) for of in ((2, "all"), (4, 1)))],
 )
-def test_ranks_agree_and_know_their_places(run_ranks: RunRanks, ranks: int, local_size: str | int) -> None:
+def test_ranks_agree_and_have_their_places(run_ranks: RunRanks, ranks: int, local_size: str | int) -> None:
     output = run_ranks("control.py", ranks, local_size).stdout
     assert sorted(output.split("\n")[:-1]) == [f"ok {rank}" for rank in range(ranks)]
 
 
 @pytest.mark.parametrize(("ranks", "local_size"), [(4, 2), pytest.param(1, "all", marks=pytest.mark.slow)])
-def test_they_do_over_a_mesh(run_ranks: RunRanks, ranks: int, local_size: str | int) -> None:
+def test_ranks_agree_over_a_mesh(run_ranks: RunRanks, ranks: int, local_size: str | int) -> None:
     output = run_ranks("control.py", ranks, local_size, env=OVER_MESH).stdout
     assert sorted(output.split("\n")[:-1]) == [f"ok {rank}" for rank in range(ranks)]
 
@@ -90,7 +90,7 @@ def test_the_offset_is_wrong_by_half_the_quickest_round_trip_at_most(
     )  # half for the way, half for "no difference"
 
 
-def test_every_rank_finds_how_far_its_clock_is_and_how_well_that_is_known() -> None:
+def test_every_rank_estimates_the_offset_of_its_clock_and_its_error() -> None:
     def find(control):
         ahead_s = 10.0 * control.rank
         return compare_clocks(control, now_s=lambda: time.perf_counter() + ahead_s)
@@ -189,7 +189,7 @@ def test_a_waiting_rank_serves_its_peers_now_and_then_until_the_job_fails() -> N
 # ── addresses ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_loopback_is_known_and_not_offered() -> None:
+def test_loopback_is_recognised_and_not_offered() -> None:
     assert interface_addresses()["lo"] == "127.0.0.1"
     assert not [address for address in own_addresses(None) if address.startswith("127.")]
 

@@ -27,7 +27,7 @@ from tests.fakes.meshes import among
 
 
 def at_the(number: int) -> tuple[Callable[[], bool], list[float]]:
-    """A condition that holds at its n-th evaluation, and the times of all evaluations."""
+    """Return a condition that holds at its n-th evaluation, and the times of all evaluations."""
     times_s = list[float]()
 
     def condition() -> bool:

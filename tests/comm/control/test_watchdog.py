@@ -1,4 +1,4 @@
-"""Watchdogs of three ranks, in threads, name who is waited for and end what would never end; they outlive errors."""
+"""Watchdogs of three ranks, in threads, name awaited ranks, end endless waits, and survive errors."""
 
 import logging
 import time
@@ -19,7 +19,7 @@ from sirtaki.errors import CommError, PeerLostError, StallError
 
 @pytest.fixture
 def dog(monkeypatch: pytest.MonkeyPatch) -> Watchdog:
-    """One that nobody has started: there is one rank only."""
+    """Return a watchdog that was not started, of the only rank."""
     monkeypatch.setattr(watchdog, "TICK_S", 0.001)
     return Watchdog(MessageBoard(world(load_mpi().COMM_SELF)), FailureBoard(), warning_s=60.0, shutdown=lambda: None)
 

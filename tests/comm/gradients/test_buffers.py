@@ -1,4 +1,4 @@
-"""Gradients go into flat buffers and come out of them, and what users do to them meanwhile is seen."""
+"""Gradients are copied into and out of flat buffers, and changes by the user are detected."""
 
 import itertools
 import logging
@@ -24,7 +24,7 @@ def made(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[
 
 
 def come(arrivals: ReadyGradients, params: Params, *indices: int) -> None:
-    """These gradients of this rank's come now."""
+    """Mark gradients of this rank as ready."""
     for index in indices:
         gradient = params[index].grad
         assert gradient is not None
@@ -108,7 +108,7 @@ def test_other_strides_or_another_dtype_make_the_buffers_outdated(
     assert bool((param.grad == 3.0).all())
 
 
-def test_gradients_come_in_order_or_are_counted_one_by_one() -> None:
+def test_gradients_in_the_expected_order_are_appended_and_others_counted() -> None:
     params, _, arrivals = made((2,), (2,), (2,))
     assert not arrivals.add_in_order(params[1:])
     params[0].grad = None
@@ -195,7 +195,7 @@ def test_gradients_are_assigned_one_by_one_and_not_touched_afterwards() -> None:
 
 
 def changed(*, replaced: bool = False, written: bool = False) -> ReadyGradients:
-    """Of two parameters, of which the first one's gradient has come, and was changed too early."""
+    """Return two parameters' ready gradients, of which the first one was changed too early."""
     params, _, found = made((2,), (3,))
     come(found, params, 0)
     found.lost_replaced, found.lost_written = [0] * replaced, [0] * written

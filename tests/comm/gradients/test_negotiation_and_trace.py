@@ -1,4 +1,4 @@
-"""Ranks agree on what is ready, traces tell of units, and a device that stalls is found."""
+"""Ranks agree on ready gradients, traces contain units, and a stalled device is detected."""
 
 import random
 import threading
@@ -108,7 +108,7 @@ def test_all_ranks_learn_the_same_rounds_from_any_orders(seed: int, granularity_
     assert len({each.used for each in communicators}) == 1, "a rank began a round that no other one joins"
 
 
-def test_a_wait_may_be_interrupted_and_goes_on_later() -> None:
+def test_an_interrupted_wait_can_be_continued() -> None:
     rounds = Rounds(ranks=2)
     alone = ReadinessNegotiation(rounds.communicator(), FailureBoard())  # type: ignore[arg-type]
     found: list[int] = []
@@ -145,7 +145,7 @@ GROUP = SimpleNamespace(layout=LAYOUT)
 
 
 class Noting:
-    """A timeline that keeps what it is told."""
+    """A timeline that keeps its entries."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[Any, ...]] = []

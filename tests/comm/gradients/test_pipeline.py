@@ -1,4 +1,4 @@
-"""Gradients are reduced right, whatever the order in which they come, and units leave in their order, not too early."""
+"""Gradients are reduced correctly in any order of readiness. Units are launched in their order, and not too early."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -23,11 +23,11 @@ from sirtaki.comm.transports.contract import NOTHING_TO_DO, Work
 from sirtaki.errors import CommError, PlanError, TransportError
 
 RANKS = 3
-"""That all have the same gradients."""
+"""Number of ranks, which all have the same gradients."""
 
 
 class Streams(Device):
-    """A device with streams, which counts what is asked of it."""
+    """A device with streams that counts calls."""
 
     streams = True
 
@@ -79,7 +79,7 @@ class Made:
         return plan_of(layout.numel, *self.cuts, streams=self.streams)
 
     def profiled(self) -> "Made":
-        """The order of the gradients is known."""
+        """Return the pipeline after its order was profiled."""
         for _ in range(2):
             self.come(*self.order)
             self.sync.finish()
@@ -88,7 +88,7 @@ class Made:
         return self
 
     def come(self, *indices: int) -> None:
-        """Gradients of ascending values come."""
+        """Mark gradients of ascending values as ready."""
         for index in indices:
             gradient = parameters((self.params[index].numel(),), dtype=self.params[index].dtype)[0].grad
             assert gradient is not None
@@ -97,7 +97,7 @@ class Made:
 
     @property
     def left(self) -> list[tuple[int, int]]:
-        """Elements of the units that have left, in order."""
+        """Return the element ranges of launched units, in order."""
         return [(start, stop) for start, stop, _ in self.router.reduced]
 
     @property
@@ -280,7 +280,7 @@ def test_gradients_are_awaited_and_assigned_one_by_one() -> None:
     assert made.sync.finish().span_s >= 0.0
 
 
-def test_an_interrupted_wait_goes_on_and_sends_nothing_twice_and_a_failed_one_raises() -> None:
+def test_an_interrupted_wait_continues_and_sends_nothing_twice_and_a_failed_one_raises() -> None:
     made = Made(2).profiled()
     made.come(0)
     assert [made.sync.reduce(lambda: True) for _ in range(2)] == [False, False]
@@ -396,7 +396,7 @@ def test_a_recorder_gets_when_each_gradient_was_ready_copied_and_launched() -> N
 
 
 def agreed(made: Made, *rounds: list[int]) -> None:
-    """The ranks agree on these places of the layout, round by round."""
+    """Let the ranks agree on these positions of the layout, round by round."""
     made.sync._negotiation = negotiation = SimpleNamespace(  # type: ignore[assignment]
         begin=lambda sizes_bytes, granularity_bytes, on_agreed: vars(negotiation).update(
             sizes_bytes=sizes_bytes.tolist(), granularity_bytes=granularity_bytes, agree=on_agreed

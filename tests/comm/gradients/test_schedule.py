@@ -46,7 +46,7 @@ def test_the_unit_with_the_flags_leaves_last_and_waits_for_parameters_without_el
     assert set(units[-1].members) == {0, 1, 2}
 
 
-def test_units_of_two_dtypes_are_merged_by_when_their_last_gradient_comes() -> None:
+def test_units_of_two_dtypes_are_merged_by_the_readiness_of_their_last_gradient() -> None:
     dtypes = torch.float32, torch.float32, torch.float64, torch.float32
     buffers = make_buffers([parameters((4,), dtype=dtype)[0] for dtype in dtypes])
     plans = [plan_of(group.layout.numel, 4, 8) for group in buffers.groups]
@@ -126,7 +126,7 @@ def test_in_every_order_of_readiness_each_unit_is_launched_once_on_its_kind_of_s
 
 
 class SumOf:
-    """A control plane on which the other ranks have said their places already."""
+    """A control plane whose peers have sent their positions already."""
 
     def __init__(self, *others: list[int]) -> None:
         self._others = others
@@ -144,12 +144,12 @@ def test_no_rank_rules_the_order() -> None:
     assert found[0] == found[1] == found[2] == [0, 2, 1, 3]
 
 
-def test_a_rank_without_gradients_has_no_say() -> None:
+def test_a_rank_without_gradients_does_not_affect_the_order() -> None:
     assert agree_on_order([0, 1, 2], SumOf([2, 1, 0]), counts=False) == [2, 1, 0]  # type: ignore[arg-type]
 
 
 def settled(n_params: int = 40) -> tuple[OrderProfiling, FlatBuffers]:
-    """The order of so many parameters was profiled in iterations 0 and 1."""
+    """Return the profiling of `n_params` parameters' order after iterations 0 and 1."""
     profiling = OrderProfiling()
     assert [profiling.ends_with(iteration) for iteration in (0, 1)] == [False, True]
     assert not profiling.active

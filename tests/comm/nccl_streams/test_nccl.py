@@ -80,7 +80,7 @@ def test_a_way_of_nccl_is_another_communicator_except_within_a_node() -> None:
 
 
 class MadeHere:
-    """Stands where `ProcessGroupNCCL` would, and notes what the environment says when its communicator is made."""
+    """Stand-in for `ProcessGroupNCCL` that records the environment when its communicator is created."""
 
     refuses = False
     made: ClassVar[list[dict[str, str]]] = []
@@ -103,7 +103,7 @@ class MadeHere:
 
 
 class ControlOfOne:
-    """As much of a control plane as making communicators takes."""
+    """The part of a control plane that the creation of communicators needs."""
 
     rank, size, local_rank, local_size, node_ranks, cross_rank, cross_size = 0, 1, 0, 1, (0,), 0, 1
 
@@ -407,13 +407,13 @@ def test_new_versions_run_several_streams() -> None:
         ({"cuda_runtime": (11, 8)}, "runtime is 11.8"),
     ],
 )
-def test_older_ones_run_one_and_say_why(changed: dict[str, object], reason: str) -> None:
+def test_older_releases_run_one_communicator_and_log_the_reason(changed: dict[str, object], reason: str) -> None:
     old = replace(GOOD, **changed)  # type: ignore[arg-type]  # one field each
     assert old.max_streams == 1
     assert reason in old.why_one_stream
 
 
-def test_the_users_own_choice_of_launch_order_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_choice_of_launch_order_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LAUNCH_ORDER, "0")
     ask_for_launch_order()
     assert os.environ[LAUNCH_ORDER] == "0"

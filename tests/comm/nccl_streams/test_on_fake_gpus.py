@@ -1,4 +1,4 @@
-"""What users train with, on GPUs that are none: all is ordered between streams, and the host never waits."""
+"""Training on fake GPUs: all accesses are ordered between streams, and the host never waits."""
 
 from rank_jobs import OVER_MESH, UNTUNED, Job, played_on_ranks, slow
 

@@ -1,4 +1,4 @@
-"""Units through the host: each goes out, is reduced and comes back by itself, and what fails is heard of."""
+"""Units through host memory: each is copied out, reduced and copied back separately, and errors are reported."""
 
 import threading
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from sirtaki.errors import CommError
 
 
 class Inner:
-    """A transport between two ranks of which the other one has the same, done when `go` is set."""
+    """A transport between two ranks with equal values. Reductions are done when `go` is set."""
 
     kind, max_streams, threads = TransportKind.MPI, 5, ()
     stream_cost = StreamCost(descriptors=3, threads=1)
@@ -88,7 +88,7 @@ def test_it_offers_the_streams_of_the_inner_one_and_takes_two_threads_more_for_e
     assert inner.closed
 
 
-def test_a_unit_goes_out_and_comes_back_and_nothing_beside_it_moves() -> None:
+def test_a_unit_is_copied_out_and_back_and_nothing_beside_it_changes() -> None:
     transport, inner = staged()
     buffer = buffer_of(6)
     work = reduce(transport, buffer, 2, 4, stream=1)
@@ -105,7 +105,7 @@ def test_a_unit_goes_out_and_comes_back_and_nothing_beside_it_moves() -> None:
     transport.close()
 
 
-def test_an_empty_unit_goes_nowhere() -> None:
+def test_an_empty_unit_is_not_sent() -> None:
     transport, inner = staged()
     assert reduce(transport, buffer_of(3), 1, 1) is NOTHING_TO_DO
     assert inner.asked == []

@@ -130,7 +130,7 @@ def test_a_gradient_that_no_rank_has_is_none_and_the_host_waits_for_that_alone()
     cuda.check()
 
 
-def test_a_gradient_that_is_missing_is_zero_and_nothing_waits() -> None:
+def test_a_missing_gradient_is_zero_and_nothing_waits() -> None:
     cuda = FakeCuda()
     with training(cuda) as job:
         job.run(*two_mixed(cuda), absent=(0, 4))
@@ -167,7 +167,7 @@ def test_a_gradient_that_the_user_keeps_keeps_its_value(streams: Any) -> None:
     cuda.check()
 
 
-def test_gradients_that_come_in_the_expected_order_need_not_be_counted_one_by_one() -> None:
+def test_gradients_in_the_expected_order_need_not_be_counted_one_by_one() -> None:
     cuda = FakeCuda()
     with training(cuda) as job:
         for _ in range(WARM_UP):
@@ -244,10 +244,8 @@ def test_an_nccl_that_cannot_start_is_logged_once_and_gradients_are_staged(caplo
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_several_communicators_run_only_where_nccl_knows_their_order(
-    late: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As with `attach`, where DDP may have used NCCL before Sirtaki was imported."""
+def test_several_communicators_run_only_where_nccl_orders_them(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with `attach`, where DDP may have used NCCL before Sirtaki is imported."""
     monkeypatch.delenv(transport.LAUNCH_ORDER)
     monkeypatch.setattr(transport, "_set_too_late", False)
     monkeypatch.setattr(dist, "is_initialized", lambda: late)

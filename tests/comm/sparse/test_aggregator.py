@@ -1,4 +1,4 @@
-"""Sums through an aggregator are right whatever the network and the processes do, and the same on all ranks."""
+"""Sums through an aggregator are right and equal on all ranks, under any faults of network and processes."""
 
 import socket
 import threading
@@ -231,7 +231,7 @@ def test_an_aggregator_that_ends_sends_ranks_to_its_standby_at_once() -> None:
         assert all(client.moves == 1 for client in clients)
 
 
-def test_one_that_is_started_again_at_once_goes_on_without_a_standby() -> None:
+def test_an_aggregator_restarted_at_once_continues_without_a_standby() -> None:
     with process() as (address, first):
         restarted: list[Any] = []
 
@@ -330,7 +330,7 @@ def refusal(address: str, layout: HeatLayout = SMALL, job: str = "other") -> str
 
 
 @pytest.mark.lengthy
-def test_a_job_beyond_its_limits_is_refused_and_others_are_not_disturbed() -> None:
+def test_a_job_beyond_the_limits_is_rejected_and_others_are_not_disturbed() -> None:
     with serving(memory_bytes=400_000, jobs=1, silent_s=0.5) as (address, aggregator):
         assert "the step needs 2.5 MiB of registers, and 0.4 MiB are free" in refusal(
             address, HeatLayout(rows=40_000, width=16)
@@ -403,7 +403,7 @@ CHANGED = st.tuples(st.sampled_from(SEEDS), st.lists(st.tuples(st.integers(0, 80
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.binary(max_size=100) | CHANGED, min_size=1, max_size=30))
 def test_it_survives_every_packet(sent: list[Any]) -> None:
-    """Noise, and packets in which some bytes are others."""
+    """Random packets, and packets with changed bytes."""
     with serving(memory_bytes=10_000) as (address, aggregator):
         noisy = Wire.connected(parse_address(address))
         for one in sent:

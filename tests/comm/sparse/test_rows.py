@@ -1,4 +1,4 @@
-"""Rows: added up where they meet, carried by lanes of any kind, reduced in one order whatever comes first."""
+"""Rows are summed, sent over lanes of any kind, and reduced in one order for any order of arrival."""
 
 import contextlib
 import threading
@@ -182,7 +182,7 @@ def test_a_transport_that_there_is_not_is_refused_by_all() -> None:
 
 @pytest.mark.lengthy
 @pytest.mark.parametrize("kind", [SHARED, GLOO])
-def test_a_wait_for_ranks_that_do_not_come_ends_when_lanes_are_stopped(kind: TransportKind) -> None:
+def test_a_wait_for_missing_ranks_ends_when_lanes_are_stopped(kind: TransportKind) -> None:
     def act(lanes: SparseLanes) -> None:
         if lanes.rank == 0:
             threading.Timer(0.2, lanes.stop).start()

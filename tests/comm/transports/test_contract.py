@@ -1,4 +1,4 @@
-"""What transports and their users hand each other, what streams take of a process."""
+"""The contract between transports and their users, and the resources that streams need."""
 
 import errno
 import os
@@ -52,7 +52,7 @@ def test_non_contiguous_and_empty_tensors_are_scaled_too() -> None:
 LENGTHS = np.array([[1, 2, 3], [0, 16, 5], [7, 0, 0]])
 
 
-def test_parcels_lie_one_behind_the_other_by_receiver_and_arrive_by_sender() -> None:
+def test_parcels_are_ordered_by_receiver_and_arrive_by_sender() -> None:
     parcels = Parcels(LENGTHS)
     assert parcels.sent_by(0) == [(0, 1), (1, 3), (3, 6)]
     assert parcels.sent_by(2) == [(0, 7), (7, 7), (7, 7)]
@@ -88,7 +88,7 @@ def in_use() -> int:
 
 @pytest.fixture
 def limits() -> Iterator[tuple[int, int]]:
-    """Those of descriptors, (soft, hard), which the test may change."""
+    """Yield the limits of descriptors (soft, hard). The test may change them."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield before
     resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -1,4 +1,4 @@
-"""What a wait for Gloo makes of time-outs and failures, while ranks find each other too, and the end of streams."""
+"""Waits for Gloo: time-outs and failures, also while ranks connect, and the end of streams."""
 
 import threading
 from datetime import timedelta
@@ -43,7 +43,7 @@ def test_a_reduction_that_ends_just_when_the_time_is_up_has_not_failed() -> None
     assert late._result.tolist() == [0.5, 0.5]
 
 
-def test_a_reduction_that_goes_on_is_waited_for_again() -> None:
+def test_a_reduction_that_continues_is_awaited_again() -> None:
     late = work(Late(4))
     assert not late.wait(0.1)
     assert late.wait(0.1)
@@ -103,7 +103,7 @@ def test_keys_are_those_of_the_other_store() -> None:
     assert store.get("b") == b"2"
 
 
-def test_gloo_does_not_wait_for_a_rank_that_is_gone() -> None:
+def test_gloo_does_not_wait_for_a_rank_that_has_exited() -> None:
     failures = FailureBoard()
     store = WatchfulStore(HashStore(), failures)
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]

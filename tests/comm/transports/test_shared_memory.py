@@ -47,7 +47,7 @@ def wanted(size: int, numel: int, op: ReduceOp = ReduceOp.SUM) -> torch.Tensor:
 
 
 def shared(control: ControlPlane, tensor: torch.Tensor) -> FlatBuffer:
-    """Collective: a buffer with these values that the node shares."""
+    """Return a buffer with these values that the node shares. Collective."""
     regions = share_memory(control, tensor.numel() * tensor.dtype.itemsize)
     peers = tuple(region.view(tensor.dtype) for region in regions)
     peers[control.local_rank].copy_(tensor)
@@ -245,7 +245,7 @@ def test_an_error_in_a_streams_thread_is_reported_to_its_waiters_only() -> None:
     on_planes(1, act)
 
 
-def test_a_stream_that_one_rank_cannot_open_is_open_nowhere_and_the_others_go_on(
+def test_a_stream_that_one_rank_cannot_open_is_closed_on_all_and_training_continues(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     unlucky: set[int] = set()
@@ -364,7 +364,7 @@ def test_memory_that_one_rank_cannot_share_is_an_error_on_all_and_leaves_nothing
     assert {"no memory": "no space", "no descriptor": "too many", "cannot be mapped": "64 bytes"}[how] in messages[0]
 
 
-def test_a_file_that_is_not_the_one_that_was_offered_means_another_container() -> None:
+def test_a_file_that_differs_from_the_offered_one_means_another_container() -> None:
     def act(control: ControlPlane) -> None:
         offered, other = os.pipe()
         control.barrier()

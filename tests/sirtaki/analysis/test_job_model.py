@@ -1,4 +1,4 @@
-"""What recordings say of the work that was done."""
+"""Job models that are derived from recordings."""
 
 from __future__ import annotations
 

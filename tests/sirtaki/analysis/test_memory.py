@@ -65,7 +65,7 @@ def test_temporary_memory_is_needed_again() -> None:
 
 
 def test_a_blocks_input_stays_until_it_is_recomputed() -> None:
-    """Its predecessor's output, which nobody else needs any more."""
+    """The input is the preceding block's output, which no other block needs."""
     memory = chain(2)
     gone_early = tuple(
         one._replace(end_s=0.95) if one.n_bytes == OUTPUT and one.begin_s == 0.5 else one for one in memory.allocations
@@ -136,7 +136,7 @@ def only(one: Callable[[MemoryQuestion], Iterable[MemoryRemedy]], asked: MemoryQ
     return found
 
 
-def test_where_the_budget_cannot_be_met_it_comes_as_near_as_it_can() -> None:
+def test_where_the_budget_cannot_be_met_the_nearest_peak_is_proposed() -> None:
     assert only(recomputation, question(100)).peak_bytes == LEAST
     assert only(accumulation, question(100)).words.startswith("8 passes")
     least = only(both, question(100))
@@ -207,7 +207,7 @@ def test_the_faster_one_of_those_that_fit_is_chosen(gap_s: float, by: str) -> No
     assert found.before.times.iteration_s < chosen_s == pytest.approx(found.after.times.iteration_s)
 
 
-def test_several_at_once_are_a_last_resort_and_where_all_is_too_much_the_least_is_known() -> None:
+def test_several_remedies_are_a_last_resort_and_the_smallest_possible_peak_is_reported() -> None:
     found = asked(THERE + 210)
     assert found.chosen is not None
     assert found.chosen.by == "both"
@@ -217,7 +217,7 @@ def test_several_at_once_are_a_last_resort_and_where_all_is_too_much_the_least_i
     assert THERE < min(one.remedy.peak_bytes for one in never.remedies) < THERE + 210
 
 
-def test_the_rank_that_holds_most_is_looked_at() -> None:
+def test_the_rank_with_the_largest_peak_counts() -> None:
     recording = memories.recording(BLOCKS)
     more = replace(recording.ranks[1], memory=memories.chain(BLOCKS + 1), modules=memories.modules(BLOCKS + 1))
     assert highest_rank(recording)[0].rank == 0

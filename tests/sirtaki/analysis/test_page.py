@@ -112,7 +112,7 @@ def test_a_recording_that_cannot_be_replayed_is_shown_without_predictions(
     assert re.findall("<h2>(.*?)</h2>", page)[1:] == ["Exposed communication", "Data of this page"]
 
 
-def test_the_most_important_comes_in_a_few_sentences(tmp_path: Path) -> None:
+def test_the_main_result_is_described_in_a_few_sentences(tmp_path: Path) -> None:
     found = findings(written(tmp_path / "job", record(over_a_link(ranks=3))))
     assert heading(found) == (
         "job: 2 iterations of 3 ranks on 3 hosts, with operators; gloo flat, 1 B units, 2 streams."
@@ -295,7 +295,7 @@ def test_names_from_the_recording_are_shown_and_not_obeyed(tmp_path: Path) -> No
     assert "&lt;b&gt;job" in page
 
 
-def test_without_operators_the_page_does_not_pretend_to_know_phases(tmp_path: Path) -> None:
+def test_without_operators_the_page_reports_no_phases(tmp_path: Path) -> None:
     page = page_of(tmp_path, record(over_a_link(), detail=Detail.UNITS))
     read(page)
     assert "divided only if operators are recorded" in page
@@ -311,7 +311,7 @@ def test_without_units_the_rest_is_shown(tmp_path: Path) -> None:
     assert "is the backward pass" in page
 
 
-def test_a_replay_that_is_far_off_claims_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replay_far_from_the_recording_makes_no_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_ERROR", -1.0)
     page = page_of(tmp_path, record(on_one_host()))
     assert page.count("so there are no predictions here") == 2

@@ -1,4 +1,4 @@
-"""The search for a plan is never slower than what ran, keeps to what a job may run, and says what its plan is worth."""
+"""The search for a plan is never slower than the current plan, proposes permitted plans, and predicts their gain."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_ranks_that_are_alike_are_replayed_once_and_of_many_different_ones_few_a
     assert len(PlanSearch(job, {}).small.ranks) <= FEW_RANKS
 
 
-def test_the_optimizer_with_the_most_gradients_is_planned_and_others_stay() -> None:
+def test_the_optimizer_with_the_most_gradients_is_planned_and_others_stay_unchanged() -> None:
     job = on_one_host()
     (buffer,) = job.buffers
     small = replace(buffer, number=1, reducer=(0, 1), layout=replace(buffer.layout, sizes=(10,), names=("b",)))
@@ -77,7 +77,7 @@ def test_the_optimizer_with_the_most_gradients_is_planned_and_others_stay() -> N
 
 
 def fastest_grouping_s(job: JobModel) -> float:
-    """A step with the best of all groups of gradients on one to four streams, each group a unit."""
+    """Return the step with the best grouping of gradients on one to four streams, one unit per group."""
     (buffer,) = job.buffers
     count, steps_s = len(buffer.layout.sizes), []
     for streams in range(1, 5):

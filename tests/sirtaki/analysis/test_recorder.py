@@ -1,4 +1,4 @@
-"""What is recorded of a running job: operators, modules, memory, gradients."""
+"""Recordings of a running job: operators, modules, memory, gradients."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ EPOCH_NS = 1_795_374_239_018_036_638
 
 
 def mark(true_s: float, *, early_s: float, late_s: float, ahead_s: float) -> Mark:
-    """One that was made at `true_s` of our clock, of which we know that it was not earlier nor later than that."""
+    """Return a mark at `true_s` of our clock, whose time is known only within these bounds."""
     return Mark(
         before_s=true_s - early_s,
         after_s=true_s + 1e-6 + late_s,
@@ -397,7 +397,7 @@ def node(
 
 
 def autograd_edges(loss: torch.Tensor) -> set[tuple[str, str]]:
-    """By name, (who gives a gradient, who gets it)."""
+    """Return edges by name: (producer of a gradient, consumer)."""
     found, left = set(), [loss.grad_fn]
     while left:
         one = left.pop()
@@ -407,7 +407,7 @@ def autograd_edges(loss: torch.Tensor) -> set[tuple[str, str]]:
     return {(giver, getter.removeprefix("torch::autograd::")) for giver, getter in found}
 
 
-def test_a_real_step_has_the_edges_that_autograd_knows_and_those_of_its_forward_pass() -> None:
+def test_a_real_step_has_autograds_edges_and_those_of_its_forward_pass() -> None:
     first, second, batch = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1), torch.randn(3, 4)
     optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1, foreach=False)
     watch = TensorWatch()
@@ -535,7 +535,7 @@ def test_tensors_without_memory_of_their_own_are_not_held() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_all_that_a_device_has_given_out_is_known() -> None:
+def test_all_allocations_of_a_device_are_recorded() -> None:
     kept = torch.ones(1000, device="cuda")
     found = [one for one in live_storages() if one.device == str(kept.device)]
     assert sum(one.n_bytes for one in found) == torch.cuda.memory_allocated(kept.device)
@@ -582,7 +582,7 @@ def test_a_node_belongs_to_the_innermost_module_that_made_it(calls: ModuleCalls)
     assert calls.of_node(-1) == calls.of_node(1 << 63) == -1
 
 
-def test_inputs_and_outputs_are_known_if_they_are_asked_for(calls: ModuleCalls) -> None:
+def test_inputs_and_outputs_are_recorded_on_request(calls: ModuleCalls) -> None:
     model, batch = nn.Linear(4, 2), torch.ones(3, 4)
     model(batch)
     calls.with_tensors = True
@@ -606,7 +606,7 @@ def test_a_module_that_fails_has_ended_and_other_threads_are_left_alone(calls: M
 
 
 @pytest.mark.slow
-def test_it_is_known_whether_something_was_compiled() -> None:
+def test_it_is_recorded_whether_something_was_compiled() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     assert not something_is_compiled()

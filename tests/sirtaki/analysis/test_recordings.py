@@ -246,7 +246,7 @@ def drawn(
     units: int = 6,
     seed: int = 0,
 ) -> Recording:
-    """Right clocks. Who is last changes from unit to unit; a transfer takes 100 µs at least, and mostly more."""
+    """Draw a recording with right clocks. The last rank changes from unit to unit; a transfer takes at least 100 µs."""
     rng = np.random.default_rng(seed)
     steps: list[list[RecordedIteration]] = [[] for _ in range(n_ranks)]
     for number in range(iterations):
@@ -267,7 +267,7 @@ def drawn(
 
 
 def wrong(recording: Recording, clocks: dict[int, tuple[float, float]]) -> Recording:
-    """Of each of these ranks the clock shows so much more, and gains so much."""
+    """Return the recording with wrong clocks: offset and drift by rank."""
 
     def moved(rank: RankRecording) -> RankRecording:
         by_s, drift = clocks[rank.rank]
@@ -288,7 +288,7 @@ def largest_error_s(true: Recording, told: Recording, rank: int) -> float:
 
 
 def smallest_round_trip_s(recording: Recording, one: int, other: int) -> float:
-    """From the one to the other and back, each way by the quickest unit."""
+    """Return the sum of the quickest transfers in both directions between two ranks."""
 
     def way_s(there: int, back: int) -> float:
         issued = {u.unit: u.issue_s for step in recording.ranks[there].iterations for u in step.units}
@@ -348,7 +348,7 @@ def test_ranks_that_meet_only_through_another_are_aligned() -> None:
     assert largest_error_s(true, told, 2) <= 1.5 * bound_s  # a chain knows less, and has fewer units
 
 
-def test_without_rank_0_the_first_that_is_there_has_the_clock_of_all() -> None:
+def test_without_rank_0_the_first_existing_rank_has_the_reference_clock() -> None:
     true = drawn(3)
     aligned = align(replace(true, ranks={rank: true.ranks[rank] for rank in (1, 2)}))
     assert aligned.reference == 1

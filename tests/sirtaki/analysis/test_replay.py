@@ -103,7 +103,7 @@ def test_chains_become_one_and_take_as_long(parts: int, capacity: float, between
     assert times(small).backward_s == pytest.approx(times(fine).backward_s)
 
 
-def test_when_gradients_come_stays_known_until_the_plan_is_settled() -> None:
+def test_ready_times_are_kept_until_the_plan_is_final() -> None:
     job = finer(over_a_link(cuts=(4,)), 3)
     plan = plan_of(SIZES, (1, 2, 4), streams=2)
     small = coarse(job, plan_is_fixed=False)
@@ -186,7 +186,7 @@ def test_a_straggler_and_a_loader_that_one_rank_waits_for_are_called_by_name() -
     assert loader.seconds == pytest.approx(0.5)
 
 
-def test_ranks_that_share_processors_say_so() -> None:
+def test_ranks_that_share_processors_are_reported() -> None:
     found = shares(on_one_host(ranks=4, capacity=2))
     assert found["is sharing the processors of host0"] > 0.3
     assert "is sharing the processors of host0" not in shares(on_one_host(ranks=4))
@@ -227,7 +227,7 @@ seconds = st.floats(0.0, 0.05)
     seconds,
     seconds,
 )
-def test_one_rank_like_all_others(
+def test_one_rank_equals_all_others(
     durations_s: list[float],
     cuts: tuple[int, ...],
     streams: int,
@@ -322,7 +322,7 @@ def test_a_replayed_plan_takes_as_long_as_a_job_with_it(
     assert times(asked).backward_s == pytest.approx(expected.backward_s, rel=1e-3)
 
 
-def test_copies_take_as_long_by_the_byte_wherever_they_come() -> None:
+def test_copies_take_equal_time_per_byte_at_every_position() -> None:
     asked = with_plans(over_a_link(cuts=(1, 2, 4)), {0: plan_of(SIZES, (4,))})
     copies = [piece for piece in asked.iterations[0].programs[0] if piece.activity.value == "copy"]
     assert sum(piece.seconds for piece in copies) == pytest.approx(0.003)
@@ -428,7 +428,7 @@ def test_without_its_straggler_a_job_is_one_that_has_none() -> None:
     assert times(without_stragglers(slow)).iteration_s == pytest.approx(times(even).iteration_s)
 
 
-def test_data_that_comes_at_once_is_not_waited_for() -> None:
+def test_data_that_is_ready_at_once_is_not_awaited() -> None:
     slow, none = over_a_link(data_s={0: 0.3}), over_a_link()
     assert times(with_faster_loader(slow, math.inf)).iteration_s == pytest.approx(times(none).iteration_s)
     less_s = times(over_a_link(data_s={0: 0.1})).iteration_s
@@ -466,7 +466,7 @@ def computed_s(job: JobModel) -> float:
 
 
 def ready(job: JobModel) -> list[list[int]]:
-    """Gradients that come behind each compiled operator of a rank."""
+    """Return the gradients that follow each compiled operator of a rank."""
     found: list[list[int]] = []
     for piece in job.iterations[0].programs[0]:
         if piece.name == COMPILED:
@@ -496,7 +496,7 @@ def test_communication_is_hidden_behind_later_parts() -> None:
     assert early_s > whole_s - 0.2
 
 
-def test_the_layout_follows_the_order_in_which_gradients_will_come() -> None:
+def test_the_layout_follows_the_predicted_order_of_readiness() -> None:
     job = compiled_job(SLOW, out_of_place=True)
     before, after = job.buffers[0].layout, in_parts(job, 2 * MB).buffers[0].layout
     assert before.names[0] == "blocks.0.weight"
@@ -506,7 +506,7 @@ def test_the_layout_follows_the_order_in_which_gradients_will_come() -> None:
     assert after.names[-1] == before.names[-1]  # the flags stay where they are
 
 
-def test_gradients_go_back_to_their_block() -> None:
+def test_gradients_return_to_their_block() -> None:
     names = ("emb.weight", "h.0.b", "norm.weight", "h.1.c", "h.1.b", "h.1.a", "h.0.c", "h.0.a", "emb.bias")
     layout = GradientLayout(sizes=(1,) * len(names), names=names)
     order = backward_order(layout, range(len(names)))

@@ -52,13 +52,13 @@ for step in range(12):
 
 @pytest.fixture
 def recorded_folder(tmp_path: Path) -> Path:
-    """A recording that is there."""
+    """Return the folder of an existing recording."""
     return written(tmp_path / "recorded", recordings.recording())
 
 
 @pytest.fixture
 def record_script(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs the command on a script that trains, on two ranks."""
+    """Return a function that runs the command on a training script, on two ranks."""
 
     def run(*options: str, **env: str) -> subprocess.CompletedProcess[str]:
         script = tmp_path / "train.py"
@@ -110,7 +110,7 @@ def test_the_recording_of_the_only_remaining_rank_is_shown(
     assert list(folders.read_folder(tmp_path / "here").ranks) == [1 - killed]
 
 
-def test_a_recording_that_is_there_is_shown_with_its_trace(
+def test_an_existing_recording_is_shown_with_its_trace(
     recorded_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["profile", "--show", str(recorded_folder)]) == 0

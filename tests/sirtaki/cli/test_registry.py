@@ -30,7 +30,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
 
 @pytest.fixture
 def run(store: Store, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs `sirtaki registry …`; what it printed."""
+    """Return a function that runs `sirtaki registry …` and returns its output."""
 
     def run_command(*arguments: object) -> str:
         parser = ArgumentParser()
@@ -187,7 +187,9 @@ def test_exported_entries_can_be_imported_elsewhere(run: Run, entries: list[JobR
     assert run("export") == file.read_text()
 
 
-def test_ways_of_rows_go_with_entries_and_the_newer_stays(run: Run, store: Store, tmp_path: Path) -> None:
+def test_records_of_rows_are_exported_with_entries_and_the_newer_ones_stay(
+    run: Run, store: Store, tmp_path: Path
+) -> None:
     file, elsewhere = tmp_path / "all.json", f"--registry={tmp_path / 'other.db'}"
     entry, ways = make_entry(), [make_way(), make_way(ranks=8)]
     store.put_all([entry, *ways])
@@ -284,7 +286,7 @@ def test_a_disabled_registry_is_reported(run: Run, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("prefix", ["", "sqlite:///"])
-def test_a_registry_that_is_not_there_is_not_made_by_looking(run: Run, tmp_path: Path, prefix: str) -> None:
+def test_reading_a_missing_registry_does_not_create_it(run: Run, tmp_path: Path, prefix: str) -> None:
     for action in (["list"], ["show", "0"], ["similar", "0"], ["export"]):
         with pytest.raises(RegistryError, match="there is no registry in"):
             run("--registry", f"{prefix}{tmp_path}/typo.db", *action)

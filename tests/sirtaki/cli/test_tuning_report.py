@@ -22,7 +22,7 @@ from sirtaki.errors import ConfigError
 # ── report ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_every_measurement_is_a_mark_with_its_setting_on_a_page_that_is_whole(log_of):
+def test_every_measurement_is_a_mark_with_its_setting_on_a_complete_page(log_of):
     class Balance(HTMLParser):
         def __init__(self):
             super().__init__()
@@ -239,7 +239,7 @@ def test_the_page_reports_the_kept_setting_its_gain_and_known_step_times(log_of)
     assert "does not hide 20 ms of its communication, 120 ms by default" in page
 
 
-def test_a_kept_setting_that_is_not_the_fastest_of_all_is_explained(log_of):
+def test_a_kept_setting_that_is_not_the_fastest_is_explained(log_of):
     lucky = trial(12, "pbt", knobs(64, 1), 0.05, 0.05)
     finals = [
         trial(14, "pbt", knobs(64, 1), 0.12, 0.1, "finals"),

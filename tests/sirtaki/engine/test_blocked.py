@@ -1,4 +1,4 @@
-"""Whether a rank that waits for gradients is needed elsewhere."""
+"""Ranks that wait for gradients continue if they are needed elsewhere."""
 
 from rank_jobs import UNTUNED, Job, played_on_ranks
 

@@ -20,7 +20,7 @@ from sirtaki.run.output import Console, ProgressBar
 
 DEFAULTS = Settings(log_time=False)
 PROGRESS = TuningProgress(
-    used=21, at_most=100, left="at most 7 s", seen="fastest seen so far, not yet proved: 7 ms less", now="x"
+    used=21, at_most=100, left="at most 7 s", seen="best so far, not yet proved: 7 ms less", now="x"
 )
 
 
@@ -62,7 +62,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
-    """One, where nobody has set logging up."""
+    """Yield a terminal without a configured logger."""
     stream, root = Terminal(), logging.getLogger("sirtaki")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(root, "handlers", [])
@@ -83,7 +83,7 @@ def test_a_bar_is_below_a_scripts_output_and_disappears_at_the_result(terminal: 
     start(terminal)
     logger = logging.getLogger("sirtaki.test")
     log_progress(logger, PROGRESS)
-    bar = "tuning [#....] 21/100; fastest seen so far, not yet proved: 7 ms less"
+    bar = "tuning [#....] 21/100; best so far, not yet proved: 7 ms less"
     assert terminal.rows == ["", bar]
     terminal.write("epoch 1")
     log_progress(logger, PROGRESS)

@@ -1,4 +1,4 @@
-"""What a warm-up or a re-tune finds runs from then on, what runs stays unless it is beaten, whatever goes wrong."""
+"""The setting found by a warm-up or a re-tuning runs from then on. The current setting stays unless it is beaten."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LAYOUTS = [GradientLayout(sizes=(1 << 20,) * 8)]
 
 
 class Proposes:
-    """An arm that proposes these settings one after the other, the last one for ever, or fails without any."""
+    """An arm that proposes given settings in turn, repeats the last one, or fails without any."""
 
     name = "one"
 
@@ -69,7 +69,7 @@ def made(
     before: Sequence[Carried] = (),
     place: Sequence[int] = (),
 ) -> KnobJob:
-    """A job that begins, of which no registry knows anything; without arms, with the usual ones."""
+    """Return a new job without registry; with the usual arms unless others are given."""
     settings = Settings(registry=REGISTRY_OFF, trial_log=None if log is None else str(log))
     cache = TuningCache(settings, [], ["host"] * 2)
     search = KnobSearch(settings, cache, default=DEFAULT, arms=arms or None, discarded_iterations=1, presumed=presumed)
@@ -83,7 +83,7 @@ def begun(*arms: Proposes, log: Path | None = None) -> KnobJob:
 
 
 def after_warm_up(arm: Proposes, log: Path | None = None) -> KnobJob:
-    """A job whose warm-up is over and in which a re-tune has begun."""
+    """Return a job whose warm-up has ended and in which a re-tuning has begun."""
     job = made(arm, log=log)
     job.search_of_knobs.retune(WINNER, LAYOUTS, ratio=3.0, iteration=200)
     job.begin(recalls=False)
@@ -91,7 +91,7 @@ def after_warm_up(arm: Proposes, log: Path | None = None) -> KnobJob:
 
 
 def run(job: KnobJob, spans_s: dict[Knobs, float]) -> int:
-    """Iterations until something is kept."""
+    """Run until a setting is kept. Return the number of iterations."""
     return job.run(lambda knobs: (spans_s.get(knobs, 1.0), math.nan))
 
 
@@ -109,7 +109,7 @@ def test_a_warm_up_begins_with_the_default_and_ends_with_the_found_setting(
     assert '"event": "result"' in (tmp_path / "log").read_text()
 
 
-def test_a_better_setting_takes_over_within_the_budget(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_better_setting_replaces_the_current_one_within_the_budget(caplog: pytest.LogCaptureFixture) -> None:
     better = Knobs(unit_bytes=MIB, streams=8, transport=ROUTE[0])
     caplog.set_level(logging.INFO)
     job = after_warm_up(Proposes(better))
@@ -183,7 +183,7 @@ def with_usual_arms(
     job: PlanningModel | None = None,
     log: Path | None = None,
 ) -> list[str]:
-    """Who proposes the settings that run; each takes a second, or what it would in that job."""
+    """Return the arms of the settings that run. An iteration takes a second, or its time in the given job."""
     tuned = made(log=log, presumed=presumed, make_model=make_model)
     tuned.begin()
 
@@ -206,8 +206,8 @@ def test_planners_are_asked_first_where_their_model_is_presumed_to_be_right() ->
     assert with_usual_arms(lambda: MODEL, presumed=False)[1] in OUR_ARMS
 
 
-def test_where_the_default_takes_longer_than_planners_expect_draws_come_first(tmp_path: Path) -> None:
-    """What these have shown of communication beside computation is in the log, and in what planners go by."""
+def test_where_the_default_takes_longer_than_planners_predict_draws_are_first(tmp_path: Path) -> None:
+    """The contention that the draws have shown is in the log and in the planners' model."""
     rate = RateCurve(gamma_1=1e9, gamma_2=0.0, gamma_3=0.0)
     slowed = ContentionModel(
         alpha_1=1.0, alpha_2=0.15, overlapped=replace(rate, gamma_1=3e8), alone=rate, default_threads=1
@@ -223,7 +223,7 @@ HERE, ELSEWHERE = (0, 0, 0), (0, 0)
 
 
 def carried(knobs: Knobs, *, settled: bool, trials: tuple[Trial, ...] = ()) -> Carried:
-    """What was left by a generation that was `HERE`."""
+    """Return the state that a generation at `HERE` has left."""
     return Carried(knobs=knobs, settled=settled, place=HERE, trials=trials)
 
 
@@ -237,7 +237,7 @@ def next_generation(
 
 
 def tried(job: KnobJob) -> list[Knobs]:
-    """What runs until something is kept, one after the other."""
+    """Return the settings that run until one is kept, in order."""
     job.run(lambda knobs: (0.5 if knobs == WINNER else 1.0, math.nan))
     return [assignment.knobs for assignment, _ in job.assignments]
 
@@ -265,12 +265,12 @@ def test_an_earlier_generations_setting_that_cannot_run_is_replaced_by_the_defau
     assert (job.running, job.kept, job.searched) == (DEFAULT, True, False)
 
 
-def test_a_winner_that_is_not_possible_any_more_is_searched_anew() -> None:
+def test_a_winner_that_is_not_possible_any_more_leads_to_a_new_search() -> None:
     narrow = KnobSpace(routes=(ROUTE,), unit_bytes=(64 * KIB, 64 * MIB), streams=(1, 2))
     next_generation(carried(WINNER, settled=True), space=narrow)
 
 
-def test_an_unfinished_warm_up_goes_on_after_its_trials_in_the_same_place_only() -> None:
+def test_an_unfinished_warm_up_resumes_after_its_trials_in_the_same_place_only() -> None:
     first = next_generation()
     first.run(lambda knobs: (1.0, math.nan), at_most=36)
     session = first.controller.release(first)
@@ -284,7 +284,7 @@ def test_an_unfinished_warm_up_goes_on_after_its_trials_in_the_same_place_only()
     assert WINNER in tried(elsewhere)
 
 
-def test_parameters_are_known_again_by_names_shapes_and_dtypes() -> None:
+def test_parameters_are_recognised_by_names_shapes_and_dtypes() -> None:
     known = key_of(["a"], [torch.zeros(2, 3)])
     assert key_of(["a"], [torch.ones(2, 3)]) == known
     others = (["b"], [torch.zeros(2, 3)]), (["a"], [torch.zeros(3, 2)]), (["a"], [torch.zeros(2, 3).double()]), ([], [])
@@ -318,17 +318,17 @@ def test_progress_is_logged_in_milliseconds_per_step_and_as_not_yet_confirmed() 
     )
     assert nothing.bar().startswith("tuning [.....] 0/250; now measuring the default: ")
     assert describe_progress(session(0.2), USUAL).line() == (
-        "tuning, step 3 of at most 250, at most 74 s more: nothing seen that beats the default (300 ms); "
+        "tuning, step 3 of at most 250, at most 74 s more: so far no setting is faster than the default (300 ms); "
         "now trying: gloo flat, 32 MiB units, 2 streams"
     )
     progress = describe_progress(session(0.2, 0.15, 0.15), USUAL)
     assert progress.line().startswith(
-        "tuning, step 6 of at most 250, at most 24 s more: fastest seen so far, not yet proved: "
-        "50 ms a step less (300 ms → 250 ms); "
+        "tuning, step 6 of at most 250, at most 61 s more: best so far, not yet proved: "
+        "50 ms less per step (300 ms → 250 ms); "
         "now"
     )
-    assert progress.bar() == "tuning [.....] 6/100; fastest seen so far, not yet proved: 50 ms a step less"
-    longest = replace(progress, used=99, seen="fastest seen so far, not yet proved: 1120 ms a step less")
+    assert progress.bar() == "tuning [.....] 6/250; best so far, not yet proved: 50 ms less per step"
+    longest = replace(progress, used=99, seen="best so far, not yet proved: 1120 ms less per step")
     assert len(longest.bar()) < 80
 
 
@@ -347,6 +347,4 @@ def test_the_result_reports_proofs_and_none_for_a_search_cut_short() -> None:
 def test_the_reason_of_a_re_tune_is_logged_also_with_an_unknown_ratio() -> None:
     assert describe_change(0.2, 20).startswith("communication is 5 times as fast as when this setting was chosen")
     assert describe_change(2.34, 20).startswith("communication takes 2.3 times as long as when this setting was chosen")
-    assert describe_change(math.nan, 20).startswith(
-        "communication no longer takes as long as when this setting was chosen"
-    )
+    assert describe_change(math.nan, 20).startswith("communication time has changed since this setting was chosen")

@@ -1,4 +1,4 @@
-"""Where gradients are decides what carries them; no GPU is needed to see which."""
+"""The device of gradients determines the transport. Tested without a GPU."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ Opened = dict[str, Any]
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
-    """What the last router was opened with, beside the ranks."""
+    """Return the arguments of the last router, except the ranks."""
     found: Opened = {}
 
     def router(control: Any, **options: Any) -> str:

@@ -1,4 +1,4 @@
-"""What was collected is closed in order, in another thread, whatever else cannot be closed."""
+"""Collected objects are closed in order, in another thread, also if one cannot be closed."""
 
 import logging
 import threading

@@ -41,15 +41,15 @@ def noisy(rng: np.random.Generator, n: int) -> np.ndarray:
 def warmed_up(rng: np.random.Generator, noise: Noise = gaussian) -> DriftWatch:
     watch = DriftWatch()
     for span_s in noise(rng, SKIPPED + REFERENCE):
-        watch.note(float(span_s))
+        watch.add(float(span_s))
     return watch
 
 
 def iterations_until(watch: DriftWatch, spans_s: np.ndarray) -> int | None:
     """After how many of these iterations the watch first finds something."""
     for number, span_s in enumerate(spans_s.tolist(), start=1):
-        watch.note(span_s)
-        if watch.pace is not Drift.USUAL:
+        watch.add(span_s)
+        if watch.drift is not Drift.USUAL:
             return number
     return None
 
@@ -68,7 +68,7 @@ def test_a_change_by_half_is_found_within_fifteen_iterations_as_a_rule(factor: f
     for _ in range(200):
         watch = warmed_up(rng)
         took.append(iterations_until(watch, factor * gaussian(rng, 200)))
-        assert watch.pace is pace
+        assert watch.drift is pace
         assert watch.ratio == pytest.approx(factor, rel=0.3)
     assert sorted(took, key=lambda n: n or 999)[180] <= 15
 
@@ -79,18 +79,18 @@ def test_a_large_change_is_found_at_once_but_a_few_iterations_are_no_change(fact
     assert iterations_until(watch, np.full(5, factor)) is None
     assert iterations_until(watch, np.ones(200)) is None
     assert iterations_until(watch, np.full(10, factor)) == 6
-    assert watch.pace is pace
+    assert watch.drift is pace
 
 
-def test_re_tunes_in_quick_succession_come_half_as_often_each_time_until_it_is_quiet_for_long() -> None:
+def test_re_tunes_in_quick_succession_are_halved_each_time_until_a_long_quiet_time() -> None:
     watch, spans_s, waited = DriftWatch(), 1.0, []
     for quiet in (0, 0, 0, 0, LONG * 8 * COOL_DOWN, 0):
         for _ in range(quiet):
-            watch.note(spans_s)
+            watch.add(spans_s)
         waited.append(0)
-        while watch.pace is Drift.USUAL:
+        while watch.drift is Drift.USUAL:
             # An oscillation that is always there again when there might be a re-tune.
-            watch.note(spans_s if watch._iterations < SKIPPED + REFERENCE else 3 * spans_s)
+            watch.add(spans_s if watch._iterations < SKIPPED + REFERENCE else 3 * spans_s)
             waited[-1] += 1
         watch.retuned()
     assert waited[1:4] == [COOL_DOWN, 2 * COOL_DOWN, 4 * COOL_DOWN]
@@ -101,11 +101,11 @@ def test_all_ranks_count_alike_whether_or_not_they_have_joined() -> None:
     watch = DriftWatch()
     for _ in range(SKIPPED + REFERENCE):
         assert not watch.due
-        watch.note(math.nan)
+        watch.add(math.nan)
     assert watch.due
     assert math.isnan(watch.ratio)
-    watch.note(1.0)
-    assert watch.pace is Drift.USUAL
+    watch.add(1.0)
+    assert watch.drift is Drift.USUAL
 
 
 def test_another_order_of_the_gradients_is_no_change_of_communication() -> None:
@@ -118,7 +118,7 @@ RESTLESS = {"SIRTAKI_WARMUP_ITERATIONS": "7", "SIRTAKI_REGISTRY": "off"}
 
 
 def re_tunes(output: str, ranks: int) -> int:
-    """How many there were, if all ranks had the same ones."""
+    """Return the number of re-tunings, which must be equal on all ranks."""
     assert output.count("on all ranks alike: True") == ranks
     counts = {int(count) for count in re.findall(r"re-tunes (\d+)", output)}
     assert len(counts) == 1

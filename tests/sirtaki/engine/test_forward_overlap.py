@@ -1,4 +1,4 @@
-"""Whether iterations may end in the next forward pass, and with which setting: what is tried and kept."""
+"""The search for deferred updates: whether iterations may end in the next forward pass, and with which setting."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -46,7 +46,7 @@ SPACE = KnobSpace(routes=((TransportKind.GLOO, Algorithm.FLAT),), streams=(1, 2)
 
 
 class Control:
-    """Of two ranks: what the other one says is added."""
+    """Control plane of two ranks. The peer's values are added."""
 
     rank = 0
 
@@ -247,8 +247,8 @@ def made(tuned: Knobs = TUNED, space: KnobSpace = TRIED_SPACE) -> OverlapArm:
 def play(
     seconds: Callable[[OverlapChoice], float], arm: OverlapArm | None = None, tuned: Knobs = TUNED
 ) -> tuple[list[OverlapChoice], TuningSession[OverlapChoice]]:
-    """What runs in a search, and the search."""
-    session = session_of(made() if arm is None else arm, OverlapChoice(tuned, puts_off=False))
+    """Run a search. Return the settings that ran, and the search."""
+    session = session_of(made() if arm is None else arm, OverlapChoice(tuned, is_deferred=False))
     run = []
     while not session.done:
         now = session.assignment
@@ -260,32 +260,32 @@ def play(
 @pytest.mark.parametrize(("unit_bytes", "streams"), [(128 * KIB, 1), (512 * KIB, 4), (4 * MIB, 2)])
 def test_a_better_setting_is_climbed_to(unit_bytes: int, streams: int) -> None:
     def seconds(choice: OverlapChoice) -> float:
-        if not choice.puts_off:
+        if not choice.is_deferred:
             return 1.0
         off = max(choice.knobs.unit_bytes / unit_bytes, unit_bytes / choice.knobs.unit_bytes)
         return 0.6 + 0.05 * off + 0.05 * abs(choice.knobs.streams - streams)
 
     run, session = play(seconds)
     kept = session.result.knobs
-    assert kept.puts_off
+    assert kept.is_deferred
     assert (kept.knobs.unit_bytes, kept.knobs.streams) == (unit_bytes, streams)
-    assert len({choice for choice in run if choice.puts_off}) <= MOST_TRIED
+    assert len({choice for choice in run if choice.is_deferred}) <= MOST_TRIED
 
 
 def test_less_than_a_percent_is_not_worth_it() -> None:
-    _, session = play(lambda choice: 0.995 if choice.puts_off else 1.0)
-    assert session.result.knobs == OverlapChoice(TUNED, puts_off=False)
+    _, session = play(lambda choice: 0.995 if choice.is_deferred else 1.0)
+    assert session.result.knobs == OverlapChoice(TUNED, is_deferred=False)
 
 
 @pytest.mark.parametrize("seconds", [0.01, 100.0])
 def test_one_surprising_measurement_does_not_keep_it(seconds: float) -> None:
     for place in range(0, 40, 3):
-        session, compared = session_of(made(), OverlapChoice(TUNED, puts_off=False)), 0
+        session, compared = session_of(made(), OverlapChoice(TUNED, is_deferred=False)), 0
         while not session.done:
             now = session.assignment
             compared += now.purpose is Purpose.FINALS
             session.record([seconds if compared == place + 1 else 1.0] * now.measured_iterations)
-        assert not session.result.knobs.puts_off
+        assert not session.result.knobs.is_deferred
 
 
 @pytest.mark.lengthy
@@ -294,7 +294,7 @@ def test_where_it_gains_nothing_noise_hardly_ever_keeps_it() -> None:
     kept = 0
     for _ in range(100):
         _, session = play(lambda choice: math.exp(0.05 * rng.standard_normal()))
-        kept += session.result.knobs.puts_off
+        kept += session.result.knobs.is_deferred
     assert kept <= 4
 
 
@@ -342,10 +342,10 @@ def test_the_fastest_predictions_are_tried_first_and_then_neighbours_of_the_best
     assert max(units.values()) > 20
 
     def seconds(choice: OverlapChoice) -> float:
-        return 0.5 if choice.puts_off and choice.knobs.streams == 4 and units.get(choice.knobs) == 13 else 1.0
+        return 0.5 if choice.is_deferred and choice.knobs.streams == 4 and units.get(choice.knobs) == 13 else 1.0
 
     run, session = play(seconds, arm)
-    first, second, *rest = dict.fromkeys(choice.knobs for choice in run if choice.puts_off)
+    first, second, *rest = dict.fromkeys(choice.knobs for choice in run if choice.is_deferred)
     assert first == TUNED
     assert (second.streams, rest[0].streams) == (2, 4)  # one stream is far from the best
     assert {units[second], units[rest[0]]} == {13}
@@ -355,15 +355,15 @@ def test_the_fastest_predictions_are_tried_first_and_then_neighbours_of_the_best
 
 def test_where_nothing_can_be_expected_it_begins_with_smaller_units() -> None:
     run, _ = play(lambda choice: 1.0)
-    tried = list(dict.fromkeys(choice.knobs for choice in run if choice.puts_off))
+    tried = list(dict.fromkeys(choice.knobs for choice in run if choice.is_deferred))
     assert tried[1].unit_bytes == LAYOUT.total_bytes // UNITS
 
 
 def test_the_log_reports_the_proved_gain_or_the_best_measurement() -> None:
-    _, faster = play(lambda choice: 0.8 if choice.puts_off else 1.0)
+    _, faster = play(lambda choice: 0.8 if choice.is_deferred else 1.0)
     assert "overlap_forward: iterations are 25.0 % faster" in describe_overlap(faster, TUNED)
     assert ": 800 ms instead of 1000 ms; 2 MiB units on 4 streams" in describe_overlap(faster, TUNED)
-    _, slower = play(lambda choice: 1.2 if choice.puts_off else 1.0)
+    _, slower = play(lambda choice: 1.2 if choice.is_deferred else 1.0)
     said = describe_overlap(slower, TUNED)
     assert said.startswith("overlap_forward: not used, because no setting ")
     assert said.endswith("(1000 ms an iteration without it, 1200 ms with it at best)")

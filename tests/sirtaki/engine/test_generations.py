@@ -1,4 +1,4 @@
-"""How a rank learns of the next generation: from its agent, or from the ranks that MPI has left."""
+"""A rank learns of the next generation from its agent, or from the ranks that MPI has left."""
 
 import os
 import socket
@@ -130,7 +130,7 @@ def test_a_registered_object_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class Agent:
-    """The other end."""
+    """The agent's end of the connection."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.channel: JsonChannel[FromRank] = JsonChannel(sock, FromRank)
@@ -302,7 +302,7 @@ UNDER_ULFM = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_mpi_ft_enable": "1"}
 
 
 class World:
-    """Where threads exchange words, each as one rank."""
+    """Messages between threads, each of which acts as a rank."""
 
     def __init__(self, size: int) -> None:
         self.barrier, self.told = threading.Barrier(size), dict[int, Any]()
@@ -310,7 +310,7 @@ class World:
 
 
 class Rank:
-    """As `Survivors`."""
+    """One rank's `Survivors`."""
 
     def __init__(self, world: World, origin: int) -> None:
         self.world, self.origin = world, origin

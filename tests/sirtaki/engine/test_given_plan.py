@@ -1,4 +1,4 @@
-"""What a user gives is read, told to all ranks, and run or left alone in one sentence."""
+"""A plan given by the user is read, sent to all ranks, and run, or ignored with one sentence."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def ranks(rank: int = 0, size: int = 4) -> ControlPlane:
     return cast(ControlPlane, Ranks(rank, size))
 
 
-def test_a_file_holds_knobs_and_the_units_that_they_come_to(tmp_path: Path) -> None:
+def test_a_file_holds_knobs_and_their_units(tmp_path: Path) -> None:
     data = json.loads(json.dumps(GIVEN.to_json()))
     assert GivenPlan.from_json(data, source="plan.json") == GIVEN
     assert CommPlan.from_json(data) == KNOBS.to_plan(LAYOUTS[0])
@@ -60,7 +60,7 @@ def test_a_plan_file_with_nccl_settings_needs_nccl() -> None:
     assert [unit["nccl"] for unit in data["units"]] == ["ring/ll", "ring/ll"]
     assert CommPlan.from_json(data) == given.knobs.to_plan(LAYOUTS[0])
     over_nccl = replace(SPACE, routes=((TransportKind.NCCL, Algorithm.FLAT),))
-    assert "is not possible on this machine" in given.misfit(LAYOUTS, 4, over_nccl)  # where the user has set NCCL_ALGO
+    assert "is outside what this job may run" in given.misfit(LAYOUTS, 4, over_nccl)  # where the user has set NCCL_ALGO
     assert given.misfit(LAYOUTS, 4, replace(over_nccl, nccl=(told,))) == ""
 
 
@@ -118,7 +118,7 @@ def test_an_unreadable_plan_file_is_reported_on_all_ranks(tmp_path: Path, caplog
             LAYOUTS,
             4,
             replace(SPACE, streams=(1,)),
-            "is not possible on this machine or with the fixed settings: gloo flat",
+            "is outside what this job may run: gloo flat",
         ),
         (LAYOUTS * 2, 4, SPACE, "is for other gradients"),
     ],
@@ -135,7 +135,7 @@ def test_a_plan_that_does_not_fit_is_ignored_or_an_error_if_it_is_required(
     assert "the plan is ignored" in caplog.text
 
 
-def test_gradients_may_come_in_another_order(caplog: pytest.LogCaptureFixture) -> None:
+def test_gradients_may_be_ready_in_another_order(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     other = [GradientLayout(sizes=(50_000, 20_000, 30_000, 2))]
     assert GIVEN.accepted(other, ranks(), SPACE, must_run=True) == KNOBS

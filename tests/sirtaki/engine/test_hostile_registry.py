@@ -1,4 +1,4 @@
-"""Whatever JSON lies in the registry, a job gets settings that fit it, or none, and never an exception."""
+"""With any JSON in the registry, a job gets valid settings or none, and never an exception."""
 
 import json
 import logging
@@ -63,7 +63,7 @@ def a_job(registry: Path, warmup_iterations: int = 12) -> tuple[TuningCache, Gra
 
 
 def tuned(registry: Path, arms: Sequence[Arm] | None = None) -> list[Knobs]:
-    """What a whole warm-up on made-up times runs, all of which fits; the last is what it keeps."""
+    """Run a warm-up on made-up times. Return the settings that ran, all valid; the last one is kept."""
     cache, layout, given = a_job(registry, 12 if arms is None else 40)  # in 12 no arm is asked
     search = KnobSearch(given, cache, default=DEFAULT, arms=arms, discarded_iterations=1)
     job, rng, ran = KnobJob(search, [layout], SPACE), np.random.default_rng(0), list[Knobs]()
@@ -82,7 +82,7 @@ def tuned(registry: Path, arms: Sequence[Arm] | None = None) -> list[Knobs]:
 
 @pytest.fixture(scope="module")
 def entries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A registry with this job's entry, an unfinished one of a similar job, and a stranger's."""
+    """Return a registry with this job's entry, an unfinished one of a similar job, and an unrelated one."""
     registry = tmp_path_factory.mktemp("registry") / "registry.db"
     cache, layout, _ = a_job(registry)
     cache.look_up([layout], SPACE)
@@ -107,7 +107,7 @@ def entries(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fresh(folder: Path) -> Path:
-    """Where no file of an earlier example lies."""
+    """Return a folder without files of earlier examples."""
     return Path(tempfile.mkdtemp(dir=folder)) / "registry.db"
 
 
@@ -146,7 +146,7 @@ def test_a_warm_up_ends_well_with_any_changed_bytes(entries: Path, tmp_path: Pat
 
 
 class Broken:
-    """An arm that raises, in whatever is asked of it."""
+    """An arm that raises in every method."""
 
     def __init__(self, name: str) -> None:
         self.name = name

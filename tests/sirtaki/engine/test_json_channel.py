@@ -1,4 +1,4 @@
-"""Messages arrive whole and in order, whatever pieces they come in; what is no message ends the connection."""
+"""Messages arrive complete and in order, in any pieces. Invalid data ends the connection."""
 
 import selectors
 import socket
@@ -17,7 +17,7 @@ class Count(msgspec.Struct, tag=True):
 
 
 class Other(msgspec.Struct, tag=True):
-    """Nobody expects it."""
+    """A message type that the receiver does not expect."""
 
 
 @pytest.fixture

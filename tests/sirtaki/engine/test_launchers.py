@@ -1,4 +1,4 @@
-"""Who has started this process, as the environment says."""
+"""The launcher of this process, derived from the environment."""
 
 import pytest
 from hypothesis import given
@@ -155,7 +155,7 @@ def test_counts_of_tasks_are_expanded():
         task_counts({"T": "2(3)"}, "T")
 
 
-def test_a_task_knows_its_place_where_nodes_have_different_numbers_of_them():
+def test_a_task_gets_its_place_on_nodes_with_different_numbers_of_tasks():
     place = step_place(STEP)
     assert place is not None
     assert (place.rank, place.size, place.local_rank, place.local_size) == (6, 7, 0, 1)

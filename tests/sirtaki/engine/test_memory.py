@@ -103,7 +103,7 @@ def test_a_registry_that_another_job_has_made_meanwhile_is_read(path: Path) -> N
     assert found(memory, entry.key) == entry
 
 
-def test_garbage_is_put_aside_and_a_new_registry_begins(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_garbage_file_is_quarantined_and_a_new_registry_begins(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for number, garbage in enumerate([b"first" * 500, b"second" * 500], start=1):
         path.write_bytes(garbage)
         memory = SettingsMemory(str(path))
@@ -132,7 +132,7 @@ DAMAGE: dict[str, Callable[[bytearray], bytearray]] = {
 
 @pytest.mark.lengthy
 @pytest.mark.parametrize("name", DAMAGE)
-def test_damage_behind_the_first_pages_is_noticed_and_the_file_is_put_aside(
+def test_damage_behind_the_first_pages_is_noticed_and_the_file_is_quarantined(
     name: str, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     written = open_store(str(path))
@@ -205,7 +205,7 @@ def test_an_unreachable_server_gives_way_to_the_local_registry(
     assert "sirtaki registry export" in warning
 
 
-def test_of_many_jobs_at_once_one_puts_it_aside_and_the_new_one_stays(path: Path) -> None:
+def test_of_many_simultaneous_jobs_one_quarantines_it_and_the_new_one_stays(path: Path) -> None:
     path.write_bytes(b"garbage" * 999)
     meeting = threading.Barrier(6)
 

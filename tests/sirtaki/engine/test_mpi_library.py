@@ -28,13 +28,13 @@ def library(path=None, vendor="Open MPI", version=(5, 0, 11)):
     return MpiLibrary(vendor=vendor, version=version, library=path, mpi4py="4.1", horovod=None)
 
 
-def test_the_mpiexec_beside_the_library_wins_over_the_one_on_path(install, tmp_path):
+def test_the_mpiexec_beside_the_library_has_priority_over_the_one_on_path(install, tmp_path):
     install("path", OPEN_MPI)
     beside = install("opt/bin", OPEN_MPI)
     assert find_mpiexec(library(tmp_path / "opt" / "lib" / "x86_64" / "libmpi.so")) == beside
 
 
-def test_one_of_another_vendor_or_version_is_passed_over(install, tmp_path):
+def test_an_mpiexec_of_another_vendor_or_version_is_skipped(install, tmp_path):
     install("opt/bin", MPICH)
     install("path", "mpirun (Open MPI) 4.1.4", name="mpirun")
     own = install("path", OPEN_MPI, name="mpiexec.openmpi")

@@ -1,4 +1,4 @@
-"""A job is seen by those who watch it, in its process and from outside."""
+"""A job is observed by watchers in its process and from outside."""
 
 import atexit
 

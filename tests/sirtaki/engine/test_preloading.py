@@ -1,4 +1,4 @@
-"""What PyTorch loads late is there before a rank joins; a process without PyTorch stays without it."""
+"""Modules that PyTorch imports late are loaded before a rank joins. A process without PyTorch stays without it."""
 
 import subprocess
 import sys

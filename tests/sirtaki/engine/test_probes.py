@@ -1,4 +1,4 @@
-"""What a search may choose from, by the router, the user's settings, and what is measured before it."""
+"""The space of a search: it follows from the router, the user's settings, and probes."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -43,7 +43,7 @@ from sirtaki.errors import PlanError
 
 
 def shapes_of(output: str) -> list[list[tuple[int, ...]]]:
-    """Of each rank: bytes, streams and rounds of its probes."""
+    """Return bytes, streams and rounds of each rank's probes."""
     lines = sorted(output.splitlines())
     return [[tuple(map(int, probe.split("x"))) for probe in line.split()[1:]] for line in lines]
 
@@ -160,7 +160,7 @@ def test_threads_matter_where_their_effect_exceeds_the_noise() -> None:
     assert not threads_matter(probes(0.6))
 
 
-def test_libras_model_comes_out_of_the_probes() -> None:
+def test_libras_model_is_fitted_to_the_probes() -> None:
     model = contention_model(probes(0.002), alpha_s=ALPHA_S)
     assert model is not None
     for threads in (512, 2048, 8192):

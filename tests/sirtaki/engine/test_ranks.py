@@ -1,4 +1,4 @@
-"""What carries the control plane follows from who has started the process, unless the user says otherwise."""
+"""The launcher of a process determines the carrier of the control plane, unless the user chooses one."""
 
 import sys
 import threading

@@ -53,7 +53,7 @@ def learned(target: RowsTarget) -> RowsTarget:
         assert not target.kept
         assert target.plan is GATHER
         assert not target.has_learned
-        target.note_accesses(seen())
+        target.count_accesses(seen())
     assert target.has_learned
     return target
 
@@ -65,14 +65,14 @@ def chosen(target: RowsTarget) -> RowsTarget:
 
 
 def tried_out(target: RowsTarget, seconds: Callable[[SparsePlan, int], float]) -> list[SparsePlan]:
-    """The plans that run until one is kept; `seconds`: what an iteration takes, by plan and number."""
+    """Return the plans that run until one is kept. `seconds`: duration of an iteration by plan and number."""
     control: Any = OneRank()
     controller, ran = TuningController(control), list[SparsePlan]()
     controller.begin(target, recalls=False)
     while controller.tries(target):
         target._span_s = seconds(target.plan, len(ran))
         ran.append(target.plan)
-        target.note_accesses(seen())
+        target.count_accesses(seen())
         controller.iteration_ended()
     assert len(ran) <= 2.5 * TRIAL_BUDGET
     return ran
@@ -89,7 +89,7 @@ def test_the_fastest_measured_algorithm_is_kept_against_predictions(fastest: int
     assert target.kept
     assert target.plan == plans[fastest]
     assert target.decision.measured_s == [1.0 + (plan != plans[fastest]) for plan in plans]
-    target.note_accesses(seen(hot=120))
+    target.count_accesses(seen(hot=120))
     assert target.kept
 
 
@@ -105,18 +105,18 @@ def test_noise_hardly_ever_replaces_the_plan_that_was_predicted() -> None:
 def test_iterations_that_touch_nothing_teach_nothing() -> None:
     target = made()
     for _ in range(5 * LEARNING_ITERATIONS):
-        target.note_accesses(AccessSample(0, 0, 0, [np.arange(0)] * 4))
+        target.count_accesses(AccessSample(0, 0, 0, [np.arange(0)] * 4))
     assert not target.has_learned
     learned(target)
 
 
 @pytest.mark.parametrize("path", [path for path in SparsePath if path is not SparsePath.HOT_COLD])
-def test_a_path_that_is_fixed_runs_at_once(path: SparsePath) -> None:
+def test_a_fixed_algorithm_runs_at_once(path: SparsePath) -> None:
     for tries in (True, False):
         target = made(path, tries=tries)
         assert not target.may_recall
         for _ in range(100):
-            target.note_accesses(seen(n=4))
+            target.count_accesses(seen(n=4))
         assert (target.kept, target.plan.path) == (True, path)
 
 
@@ -138,7 +138,7 @@ def test_hopeless_algorithms_are_not_tried() -> None:
 
 def iterations_until_it_learns_again(target: RowsTarget, now: AccessSample) -> int | None:
     for number in range(1, 200):
-        target.note_accesses(now)
+        target.count_accesses(now)
         if not target.kept:
             return number
     return None

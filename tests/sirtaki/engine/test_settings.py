@@ -99,7 +99,7 @@ def test_an_implausible_value_is_rejected_with_the_accepted_ones(name, value):
     assert accepts in str(caught.value)
 
 
-def test_sirtakis_own_name_wins_over_horovods():
+def test_sirtakis_own_name_has_priority_over_horovods():
     both = {"SIRTAKI_TUNE": "1", "HOROVOD_AUTOTUNE": "0", "HOROVOD_NUM_NCCL_STREAMS": "2", "SIRTAKI_STREAMS": "5"}
     assert Settings.from_environ(both).tune
     assert Settings.from_environ(both).streams == 5

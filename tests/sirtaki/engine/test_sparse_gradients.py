@@ -1,4 +1,4 @@
-"""Sparse gradients: agreed on by all, added up row by row by plans that are learned, told, kept and recalled."""
+"""Sparse gradients: all ranks agree on them and sum their rows by plans that are learned, logged, kept and recalled."""
 
 import json
 import logging
@@ -41,7 +41,7 @@ ROWS, WIDTH = 4, 2
 
 
 def rows(*indices: int, value: float = 1.0) -> torch.Tensor:
-    """A sparse gradient with ones in these rows."""
+    """Return a sparse gradient with ones in these rows."""
     places = torch.tensor([list(indices)], dtype=torch.int64).reshape(1, -1)
     return torch.sparse_coo_tensor(
         places, torch.full((len(indices), WIDTH), value), (ROWS, WIDTH), check_invariants=True
@@ -61,7 +61,7 @@ class Rank:
         return self.known.rows
 
     def give(self, name: str, gradient: torch.Tensor) -> None:
-        """It comes from the backward pass, and leaves."""
+        """Submit a gradient, as after a backward pass."""
         self.params[name].grad = gradient
         self.sparse.start(name, gradient, gradient._version)
 
@@ -93,7 +93,7 @@ def on_ranks(
     as_dense: bool = False,
     **settings: Any,
 ) -> list[Any]:
-    """What `act` returns on each rank; a list among the settings has each rank's own."""
+    """Call `act` on each rank. Return the results. A list among the settings has one value per rank."""
 
     def run(control: ControlPlane) -> Any:
         of_rank = {name: value[control.rank] if isinstance(value, list) else value for name, value in settings.items()}
@@ -112,7 +112,7 @@ def on_ranks(
 
 
 def zero_rows(rank: Rank) -> None:
-    """Nothing comes."""
+    """Submit no gradients."""
 
 
 def comes(rank: Rank) -> None:
@@ -288,7 +288,7 @@ def looked_up_rows(iteration: int, rank: int, looked_up: int) -> torch.Tensor:
 
 
 class Trains(Rank):
-    """Compares each sum with that of float64 and of the other ranks."""
+    """A rank that compares each sum with float64 and with its peers."""
 
     iteration = 0
 
@@ -324,7 +324,7 @@ def on_training_ranks(size: int, act: Callable[[Trains], Any], names: str = "a",
 
 @pytest.fixture
 def _several_ways_promise_something(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever else the machine does: probes on a busy one may leave a single way, which is not tried."""
+    """Make several algorithms promising, because probes on a busy machine may leave only one, which is not tried."""
     pace = CollectiveCosts(
         exchange_s=1e-4, exchange_bytes_per_s=1e9, reduce_s=1e-4, reduce_bytes_per_s=1e9, add_bytes_per_s=1e9
     )
@@ -466,7 +466,7 @@ def counts(n: int = 40, *, shift: int = 0) -> TouchCounts:
 
 
 def counts_by_turns(popular: int) -> TouchCounts:
-    """So many rows are touched in each iteration and others in turn: 40 by one rank each, whatever is popular."""
+    """Return counts of frequent rows, and of 40 further rows in turn, each accessed by one rank."""
     found = TouchCounts()
     for iteration in range(8):
         others = popular + (np.arange(40 - popular) + iteration * (40 - popular)) % (TABLE_ROWS - popular)

@@ -1,4 +1,4 @@
-"""The same units on one and on two streams, in turns, and the result in words."""
+"""The comparison of one stream with two: alternating measurements, and the result in words."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""All targets of tuning do what the controller expects of them, on two ranks."""
+"""All tuning targets meet the controller's contract, on two ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rows(control: ControlPlane) -> RowsTarget:
     form = RowFormat(1000, 16, torch.float32)
     target = RowsTarget("table", form, control, fixed=None, tries=True)
     for _ in range(LEARNING_ITERATIONS):
-        target.note_accesses(AccessSample(120, 0, 40, [np.arange(30)] * 4))
+        target.count_accesses(AccessSample(120, 0, 40, [np.arange(30)] * 4))
     pace = CollectiveCosts(
         exchange_s=1e-4, exchange_bytes_per_s=1e7, reduce_s=1e-4, reduce_bytes_per_s=7e6, add_bytes_per_s=1e9
     )
@@ -42,7 +42,7 @@ def rows(control: ControlPlane) -> RowsTarget:
 
 
 def pipeline(control: ControlPlane) -> PipelineTarget:
-    """A pipeline whose gradients have been ordered; grid search proposes settings."""
+    """Return a pipeline whose order was profiled, tuned by grid search."""
     settings = Settings(registry=REGISTRY_OFF, transport=TransportKind.SHARED_MEMORY, warmup_iterations=60)
     params = [torch.nn.Parameter(torch.zeros(64 * KIB)) for _ in range(4)]
     names = [f"p{number}" for number in range(len(params))]

@@ -1,4 +1,4 @@
-"""What earlier jobs have found, this one's and similar ones', is looked up, proposed and kept."""
+"""Settings of earlier jobs, of this job and of similar ones, are looked up, proposed and kept."""
 
 import logging
 import math
@@ -71,7 +71,7 @@ def layout_of(model: torch.nn.Module) -> GradientLayout:
 
 
 def job(path: Path, *, layers: int = 6, ranks: int = 2) -> tuple[TuningCache, GradientLayout]:
-    """A job of a perceptron that has run forward once."""
+    """Return the cache of a job with a perceptron, after one forward pass."""
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(layers)))
     hosts = [f"host{rank}" for rank in range(ranks)]
     memory = TuningCache(Settings.from_environ({"SIRTAKI_REGISTRY": str(path)}), list(model.parameters()), hosts)
@@ -80,7 +80,7 @@ def job(path: Path, *, layers: int = 6, ranks: int = 2) -> tuple[TuningCache, Gr
 
 
 def keep_winner(path: Path, *, complete: bool = True) -> tuple[TuningCache, GradientLayout]:
-    """A job that has kept what it found."""
+    """Return the cache of a job that has stored its result."""
     memory, layout = job(path)
     memory.look_up([layout], SPACE)
     assert memory.keep(WINNER, TRIALS, complete=complete, links={ROUTE: LINK})
@@ -205,7 +205,7 @@ def test_an_error_in_entries_of_other_jobs_never_reaches_the_user(
     assert "training goes on without the registry: ZeroDivisionError" in caplog.text
 
 
-def test_an_unfinished_warm_up_is_gone_on_from(path: Path) -> None:
+def test_an_unfinished_warm_up_is_resumed(path: Path) -> None:
     keep_winner(path, complete=False)
     again, layout = job(path)
     found = again.look_up([layout], SPACE)
@@ -291,7 +291,7 @@ def best_plan() -> Knobs:
     return planner.ask()[0].knobs
 
 
-def test_without_a_model_the_nearest_jobs_settings_come_first_and_each_once() -> None:
+def test_without_a_model_the_nearest_jobs_settings_are_first_and_each_once() -> None:
     other = GOOD.but(streams=2)
     found = first_proposals(
         [start(POOR), start(GOOD), start(POOR), start(other)], layouts=[LAYOUT], space=SPACE, model=None

@@ -15,7 +15,7 @@ from sirtaki.registry.schema import JobRecord
 
 
 def read_records(log: Path) -> list[dict[str, Any]]:
-    """What ran and how it ended; the model that the planners used is left out."""
+    """Return the records of trials and of the end, without the planners' model."""
     records = map(json.loads, log.read_text().splitlines())
     return [record for record in records if record["event"] != "model"]
 
@@ -156,7 +156,7 @@ def test_invalid_settings_are_refused_with_the_remedy(run_ranks: RunRanks, env: 
     assert says in job.stderr
 
 
-def test_a_registry_full_of_garbage_is_put_aside_with_a_warning(run_ranks: RunRanks, tmp_path: Path) -> None:
+def test_a_registry_full_of_garbage_is_quarantined_with_a_warning(run_ranks: RunRanks, tmp_path: Path) -> None:
     registry = tmp_path / "registry.db"
     registry.write_bytes(b"this is no database " * 1000)
     env = {"SIRTAKI_REGISTRY": str(registry), "SIRTAKI_WARMUP_ITERATIONS": "26"}
@@ -192,7 +192,7 @@ ALL_DAMAGES = [
 
 
 def run_jobs(run_ranks: RunRanks, registry: Path, ranks: int, *steps: str) -> str:
-    """Standard error, in which each step has left a line."""
+    """Run the steps, and return standard error, which has a line for each."""
     env = {"SIRTAKI_WARMUP_ITERATIONS": "26", "SIRTAKI_REGISTRY": str(registry)}
     job = run_ranks("remembered_settings.py", ranks, *steps, env=env, timeout_s=340)
     assert len(re.findall(r"^(?:done|damaged): ", job.stderr, re.MULTILINE)) == len(steps)
@@ -207,7 +207,7 @@ def entries_of(registry: Path) -> list[JobRecord]:
 @pytest.mark.timeout(360)
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_jobs_that_reduce_other_parts_of_one_model_do_not_run_each_others_settings(
+def test_jobs_that_reduce_different_parts_of_one_model_do_not_run_each_others_settings(
     run_ranks: RunRanks, tmp_path: Path, ranks: int
 ) -> None:
     registry = tmp_path / "registry.db"

@@ -67,7 +67,7 @@ def test_elastic_arguments_are_refused_before_anything_starts(name: str, launche
         (lambda options: 0, "rank 0 has written no result"),
     ],
 )
-def test_a_rank_that_failed_or_left_no_result_is_an_error_and_the_folder_is_gone(
+def test_a_rank_that_failed_or_left_no_result_is_an_error_and_the_folder_is_removed(
     fails: Callable[[argparse.Namespace], int], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders: list[Path] = []

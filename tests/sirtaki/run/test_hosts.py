@@ -1,4 +1,4 @@
-"""Hosts as users name them, how ssh reaches them, and what they say of themselves."""
+"""Hosts: their names, their access by ssh, and their facts."""
 
 import json
 import os

@@ -82,7 +82,7 @@ def launch(environ, tmp_path):
 
 @contextlib.contextmanager
 def hanging(environ, script):
-    """The launcher of two ranks that are up and do not end by themselves."""
+    """Start a launcher of two ranks that do not end by themselves."""
     job = subprocess.Popen(
         [sys.executable, "-m", "sirtaki.run", "-np", "2", "python", str(script), "hang"],
         env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
@@ -94,7 +94,7 @@ def hanging(environ, script):
 
 
 def left_behind(environ):
-    """Processes that carry this test's mark in their environment."""
+    """Return the processes that have this test's mark in their environment."""
     found = []
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
@@ -158,7 +158,7 @@ def test_other_programs_run_too_and_give_their_exit_code(launch):
     assert job.returncode == 4
 
 
-def test_variables_reach_the_ranks_and_an_option_wins_over_the_environment(launch, environ):
+def test_variables_reach_the_ranks_and_an_option_has_priority_over_the_environment(launch, environ):
     environ["SIRTAKI_STREAMS"] = "2"
     show = "import os; print(os.environ['A'], os.environ['SIRTAKI_STREAMS'], os.environ['OMP_NUM_THREADS'])"
     job = launch("-np", 1, "-x", "A=b c", "-x", "OMP_NUM_THREADS=7", "--num-nccl-streams", 3, "python", "-c", show)
@@ -184,7 +184,7 @@ def test_implausible_options_are_rejected_before_anything_starts(tmp_path, monke
 
 
 @pytest.mark.integration
-def test_horovods_modules_are_sirtakis_and_win_over_other_horovods(launch, tmp_path):
+def test_horovods_modules_are_sirtakis_and_have_priority_over_other_horovods(launch, tmp_path):
     (tmp_path / "horovod").mkdir()
     (tmp_path / "horovod" / "__init__.py").write_text("raise SystemExit('the other horovod')")
     (tmp_path / "script.py").write_text(
@@ -207,7 +207,7 @@ def test_horovods_modules_are_sirtakis_and_win_over_other_horovods(launch, tmp_p
 
 
 @pytest.mark.lengthy
-def test_a_function_runs_on_every_rank_and_its_results_come_back_by_rank(monkeypatch):
+def test_a_function_runs_on_every_rank_and_its_results_are_returned_by_rank(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", ROOT)
     assert run(divmod, (17, 5), num_proc=2) == [(3, 2), (3, 2)]
 
@@ -247,7 +247,7 @@ def test_only_the_script_sees_modules_of_its_folder(environ, tmp_path, options):
 OF_OTHERS = re.compile(
     r"(OMPI|OPAL|PMIX|PRTE|PMI|HYDRA|HYDI|MPI|MPIR)_.*|LD_LIBRARY_PATH|TORCHINDUCTOR_CACHE_DIR|OLDPWD|PWD|SHLVL|_"
 )
-"""What mpiexec, PyTorch and shells set."""
+"""Variables that mpiexec, PyTorch and shells set."""
 
 
 @pytest.mark.parametrize("options", [(), ("--min-np", 2)])
@@ -351,7 +351,7 @@ def test_a_killed_launcher_leaves_nothing_behind(environ, script):
 
 @pytest.mark.integration
 def test_files_of_a_killed_launchers_mpiexec_and_ranks_are_removed(environ, script):
-    """Whoever would clean up is killed with them."""
+    """The launcher, which would clean up, is killed with them."""
     with hanging(environ, script) as job:
         own = left_behind(environ)
         segments = set().union(*(mapped_segments(pid) for pid in own))

@@ -39,7 +39,7 @@ HOROVODRUN = """
 """
 
 
-def test_every_option_of_horovodrun_is_known():
+def test_every_option_of_horovodrun_is_accepted():
     known = {flag for action in build_parser()._actions for flag in action.option_strings}
     assert set(re.findall(r"-\S+", HOROVODRUN)) <= known
 
@@ -164,7 +164,7 @@ def test_horovodruns_layout_becomes_options(tmp_path, content, words):
     parse([*words, "-np", "1", "python"])
 
 
-def test_toml_and_yaml_say_the_same_as_json(tmp_path):
+def test_toml_and_yaml_are_equivalent_to_json(tmp_path):
     words = ["--timeline-filename", "t.json", "--num-nccl-streams", "2"]
     assert arguments(tmp_path, '[timeline]\nfilename = "t.json"\n[params]\nnum-nccl-streams = 2\n', "c.toml") == words
     pytest.importorskip("yaml", reason="PyYAML is not installed: --config-file takes TOML and JSON")

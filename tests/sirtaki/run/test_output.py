@@ -1,4 +1,4 @@
-"""What ranks write and say is heard, marked and shown, on any console and in files."""
+"""Output and messages of ranks are received, marked and shown, on any console and in files."""
 
 import errno
 import io
@@ -40,14 +40,14 @@ def shown(lines, **options):
 
 
 def overwriting(rank, text):
-    """A carriage return within a line begins it anew."""
+    """Restart a line after a carriage return."""
     inside, last = (text[:-1], "\r") if text.endswith("\r") else (text, "")
     body = inside.replace("\r", f"\r[{rank}] ")
     return (body if inside.startswith("\r") else f"[{rank}] {body}") + last
 
 
 @given(texts)
-def test_each_line_comes_out_behind_its_rank_under_both_families(lines):
+def test_each_line_is_shown_behind_its_rank_under_both_families(lines):
     expected = "".join(f"{overwriting(rank, text)}\n" for rank, text in lines)
     for hydra, mark in ((False, "[1,{}]<stdout>: "), (False, "[prterun-n0-7@1,{}]<stdout>: "), (True, "[{}] ")):
         marked = "".join(f"{mark.format(rank)}{text}\n" for rank, text in lines)
@@ -123,7 +123,7 @@ def unfinished(*parts):
         ([(0, b"a"), (1, b"b"), (0, b"c\n")], "[0] a\n[1] b\n[0] c\n"),
     ],
 )
-def test_lines_that_are_not_finished_are_shown_and_go_on(parts, expected):
+def test_unfinished_lines_are_shown_and_continued(parts, expected):
     assert shown(unfinished(*parts))[0] == expected
 
 
@@ -161,7 +161,7 @@ class Fails(io.StringIO):
         raise self.error
 
 
-def test_a_reader_that_has_gone_is_left_in_peace(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_reader_that_has_exited_causes_no_error(capfd: pytest.CaptureFixture[str]) -> None:
     stream = Fails(BrokenPipeError())
     console = Console(stream)
     console.write(b"a\n")
@@ -263,7 +263,7 @@ def back(line: str) -> ChannelLine:
 @pytest.mark.parametrize(
     "reason", ["a  b\n\tc", "\x1e\x1f", "größe 100 % +&=", "\0", "%20", "\ud800x", "ValueError('“”')", " ", "…"]
 )
-def test_any_reason_comes_back_in_one_line(reason: str) -> None:
+def test_any_reason_is_restored_from_one_line(reason: str) -> None:
     line = ChannelLine(event=RankEvent.FAILED, rank=0, pid=1, host="h", reason=reason).encode()
     assert line.isascii()
     assert line.count("\n") == 1

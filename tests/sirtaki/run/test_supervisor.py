@@ -1,4 +1,4 @@
-"""A running mpiexec is held, and nothing of it is left: by who holds it, or by who outlives that."""
+"""The supervisor of a running mpiexec ends it completely, itself or by a process that outlives it."""
 
 import mmap
 import os
@@ -111,7 +111,7 @@ def test_the_number_of_started_ranks_is_reported_while_some_are_missing(capfd, m
 
 @pytest.fixture
 def stopped_pid():
-    """A process that is stopped."""
+    """Yield the id of a stopped process."""
     with subprocess.Popen(["sleep", "60"]) as process:
         process.send_signal(signal.SIGSTOP)
         yield process.pid
@@ -119,7 +119,7 @@ def stopped_pid():
 
 
 @pytest.mark.parametrize("kind", ["StallError", "PeerLostError"])
-def test_a_rank_that_is_stopped_is_blamed_for_the_failures_of_others(capfd, stopped_pid, kind):
+def test_a_stopped_rank_is_blamed_for_the_failures_of_others(capfd, stopped_pid, kind):
     told = say(RankEvent.STARTED, pid=os.getpid()) + say(RankEvent.STARTED, rank=1, pid=stopped_pid)
     failure = say(RankEvent.FAILED, exit_code=1, reason=f"{kind}: rank 0 has waited 7 s")
     assert run(told + failure + "exit 1", ranks=2) == 1
@@ -130,7 +130,7 @@ def test_a_rank_that_is_stopped_is_blamed_for_the_failures_of_others(capfd, stop
     assert capfd.readouterr().err == expected
 
 
-def test_a_rank_that_is_stopped_is_not_blamed_for_the_errors_of_a_script(capfd, stopped_pid):
+def test_a_stopped_rank_is_not_blamed_for_the_errors_of_a_script(capfd, stopped_pid):
     told = say(RankEvent.STARTED, pid=os.getpid()) + say(RankEvent.STARTED, rank=1, pid=stopped_pid)
     assert run(told + say(RankEvent.FAILED, exit_code=1, reason="ValueError: a bad batch") + "exit 1", ranks=2) == 1
     assert "rank 0 on" in capfd.readouterr().err
@@ -158,7 +158,7 @@ def test_a_rank_that_stays_stopped_is_named_once(capfd, stopped_pid, monkeypatch
 
 
 @pytest.mark.lengthy
-def test_a_start_goes_on_while_ranks_arrive_or_compute():
+def test_a_start_continues_while_ranks_arrive_or_compute():
     arriving = "".join(f"sleep 0.4; {say(RankEvent.STARTED, rank=rank, pid=os.getpid())}" for rank in range(4))
     assert run(arriving, ranks=4, start_timeout_s=0.8) == 0
     computes = [sys.executable, "-c", "import time; b = time.time()\nwhile time.time() < b + 2: pass"]
@@ -191,12 +191,12 @@ def test_a_rank_killed_without_a_word_is_noticed_though_mpiexec_is_not(capfd):
 
 
 @pytest.mark.lengthy
-def test_a_rank_that_has_finished_may_be_gone():
+def test_a_rank_that_has_finished_may_have_exited():
     assert run(say(RankEvent.STARTED, pid=99999999) + say(RankEvent.FINISHED, pid=99999999) + "sleep 0.6") == 0
 
 
 @pytest.mark.lengthy
-def test_a_rank_on_another_host_is_not_looked_for_here():
+def test_a_rank_on_another_host_is_not_searched_here():
     assert run(say(RankEvent.STARTED, pid=99999999, host="elsewhere") + "sleep 0.6") == 0
 
 
@@ -212,7 +212,7 @@ def test_ranks_that_do_not_start_are_named():
 
 @pytest.fixture
 def left() -> Iterator[subprocess.Popen[bytes]]:
-    """A process of a session of its own that nobody ends."""
+    """Yield a process in its own session that no other process ends."""
     process = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
     yield process
     process.kill()
@@ -227,7 +227,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run_janitor(monkeypatch: pytest.MonkeyPatch, mpiexec: int, *lines: str) -> float:
-    """How long it took, in seconds."""
+    """Run the janitor. Return its duration in seconds."""
     monkeypatch.setattr(sys, "argv", ["janitor", str(mpiexec), str(leftovers.END_S)])
     with tempfile.TemporaryFile("w+") as heard:
         heard.writelines(f"{line}\n" for line in lines)

@@ -20,7 +20,7 @@ def made() -> tuple[Any, torch.nn.Parameter]:
 
 
 def attached(optimizer: Distributed) -> Any:
-    """The optimizer, once it belongs to the ranks that there are."""
+    """Attach the optimizer to the current ranks, and return it."""
     keep(optimizer, job.current())
     return optimizer
 

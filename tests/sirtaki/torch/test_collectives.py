@@ -13,7 +13,7 @@ def test_every_collective_agrees_with_numpy(run_ranks: RunRanks, ranks: int) -> 
 
 
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.integration)])
-def test_disagreements_are_errors_on_every_rank_and_the_job_goes_on(run_ranks: RunRanks, ranks: int) -> None:
+def test_disagreements_are_errors_on_every_rank_and_the_job_continues(run_ranks: RunRanks, ranks: int) -> None:
     assert run_ranks("collectives_errors.py", ranks, env=ENV).stdout.count("as they should be") == ranks
 
 

@@ -1,4 +1,4 @@
-"""Compiled models in parts: the same numbers, in whatever shape models come, with gradients one after the other."""
+"""Models compiled in parts: equal results for all kinds of models, and gradients that are ready one by one."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Twice(nn.Module):
 
 
 class Broken(nn.Module):
-    """Dynamo makes two graphs of it."""
+    """A module of which Dynamo makes two graphs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def numbers(model: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor], *
 
 
 def compiled_both_ways(make: Callable[[], nn.Module], **options: Any) -> tuple[list[Any], list[Any], int]:
-    """Numbers of the model as a whole and in parts, and how many graphs there were of that."""
+    """Return results of the model as a whole and in parts, and the number of graphs of the parts."""
     torch.manual_seed(3)
     whole = make()
     early = copy.deepcopy(whole)
@@ -160,7 +160,7 @@ def test_a_model_in_parts_computes_the_same_bit_by_bit(make: Callable[[], nn.Mod
     assert graphs >= least
 
 
-def test_a_model_that_is_smaller_than_a_part_stays_whole() -> None:
+def test_a_model_smaller_than_a_part_stays_whole() -> None:
     inner, model = Counting(), plain()
     n_bytes = 4 * sum(one.numel() for one in model.parameters())
     torch.compile(model, backend=EarlyGradients(inner, n_bytes))(torch.rand(8, WIDTH)).sum().backward()
@@ -168,7 +168,7 @@ def test_a_model_that_is_smaller_than_a_part_stays_whole() -> None:
 
 
 @pytest.mark.lengthy
-def test_gradients_come_one_part_after_the_other() -> None:
+def test_gradients_are_ready_one_part_after_the_other() -> None:
     came: dict[str, list[int]] = {}
     for name, part_bytes in (("whole", 10**9), ("early", PART_BYTES)):
         torch.compiler.reset()
@@ -189,7 +189,7 @@ def test_gradients_come_one_part_after_the_other() -> None:
 
 
 @pytest.mark.lengthy
-def test_batches_of_other_sizes_are_compiled_once_with_a_size_that_is_open() -> None:
+def test_batches_of_other_sizes_are_compiled_once_with_a_dynamic_size() -> None:
     torch.manual_seed(3)
     model = plain()
     inner = Counting()

@@ -1,4 +1,4 @@
-"""What `torch.compile` compiles around Sirtaki trains as in one process, and nothing of Sirtaki is compiled."""
+"""Models compiled around Sirtaki train like one process, and nothing of Sirtaki is compiled."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What travels smaller comes back as it was, and what cannot be made smaller is left alone."""
+"""Compressed tensors are decompressed correctly, and incompressible ones are unchanged."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ OTHERS = (torch.int8, torch.int64, torch.bool, torch.complex64)
 
 
 def there_and_back(compressor: type[Compressor], tensor: torch.Tensor) -> tuple[torch.dtype, torch.Tensor]:
-    """The dtype on the wire, and what comes out."""
+    """Return the dtype that is sent, and the decompressed tensor."""
     wire, context = compressor.compress(tensor)
     assert wire.shape == tensor.shape
     return wire.dtype, compressor.decompress(wire, context)
@@ -21,7 +21,7 @@ def there_and_back(compressor: type[Compressor], tensor: torch.Tensor) -> tuple[
     [(Compression.none, None), (Compression.fp16, torch.float16), (Compression.bf16, torch.bfloat16)],
 )
 @pytest.mark.parametrize("dtype", [*FLOATS, *OTHERS])
-def test_floats_travel_in_two_bytes_where_that_is_asked_for_and_nothing_else_changes(
+def test_floats_are_sent_in_two_bytes_on_request_and_nothing_else_changes(
     compressor: type[Compressor], wire: torch.dtype | None, dtype: torch.dtype
 ) -> None:
     for tensor in (torch.tensor([[1, 0, 1], [1, 0, 0]]).to(dtype).t(), torch.empty(0, 3, dtype=dtype)):

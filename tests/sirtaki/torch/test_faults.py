@@ -90,5 +90,5 @@ def test_without_a_fault_all_ranks_finish_also_where_a_process_they_forked_ends(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_rank_that_is_stopped_while_it_leaves_is_waited_for(run_ranks: RunRanks, ranks: int) -> None:
+def test_a_rank_that_is_stopped_while_it_leaves_is_awaited(run_ranks: RunRanks, ranks: int) -> None:
     assert run_ranks("late_to_leave.py", ranks, timeout_s=60).stdout.count("ok") == ranks

@@ -74,13 +74,13 @@ def test_a_rank_that_exits_during_a_search_is_named_to_its_peers(run_ranks: RunR
 
 
 def settings_run(run_ranks: RunRanks, *args: object, ranks: int = 2, **env: str) -> list[str]:
-    """Those that a search has run, in order; the last one is what it has kept."""
+    """Return the settings that a search has run, in order; the last one is kept."""
     tuned = {**SHARED, "SIRTAKI_WARMUP_ITERATIONS": "90", "SIRTAKI_FSDP_MEMORY": "1MiB", **env}
     return run_ranks("fsdp_tuned.py", ranks, *args, env=tuned, timeout_s=90).stdout.splitlines()
 
 
 def search(faster_times: float, steps: int = 1000) -> TuningSession[ShardKnobs]:
-    """Of a job whose steps take 0.3 s, and with two streams so many times less."""
+    """Return the search of a job whose steps take 0.3 s, and with two streams less by a factor."""
     space = ShardSpace(modules=2, streams=(1, 2), whole_bytes=(100, 100), dropped=(0, 1))
     session = shard_session(space, ShardKnobs(streams=1), budget=100)
     while not session.done and session.result.iterations_used < steps:
@@ -95,10 +95,11 @@ def test_progress_reports_times_remaining_steps_and_that_nothing_is_confirmed() 
     assert line == f"tuning, step 0 of at most 250: now measuring the default: {untuned}"
     line = describe_progress(search(1.2, 3), WHOLE_STEPS).line()
     assert line.startswith(
-        "tuning, step 3 of at most 250, at most 74 s more: nothing seen that beats the default (300 ms); now trying: "
+        "tuning, step 3 of at most 250, at most 74 s more: so far no setting is faster than the default (300 ms); "
+        "now trying: "
     )
     progress = describe_progress(search(1.2, 12), WHOLE_STEPS)
-    seen = "fastest seen so far, not yet proved: 50 ms a step less"
+    seen = "best so far, not yet proved: 50 ms less per step"
     assert f"{seen} (300 ms → 250 ms); now " in progress.line()
     assert progress.bar().endswith(f"/250; {seen}")
 
@@ -151,7 +152,7 @@ def test_where_pytorch_carries_the_shards_it_is_tuned_when(run_ranks: RunRanks, 
 
 
 @pytest.mark.integration
-def test_a_model_that_is_trained_through_a_method_of_its_own_is_tuned(run_ranks: RunRanks) -> None:
+def test_a_model_trained_through_a_custom_method_is_tuned(run_ranks: RunRanks) -> None:
     found = settings_run(run_ranks, "fast", "2 kept", "method")
     assert "kept" not in found[0]
     assert "2 kept" in found[-1]
@@ -201,7 +202,7 @@ def test_between_hosts_a_step_is_traced_and_the_search_trains_as_one_process_doe
 
 
 @pytest.mark.integration
-def test_the_tuner_packs_shards_only_where_that_is_allowed_and_pays_and_the_next_job_knows(
+def test_the_tuner_packs_shards_only_where_it_is_allowed_and_pays_and_the_next_job_reuses_it(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
     packed = "parameters packed by int8, gradients packed by int8"
@@ -257,7 +258,7 @@ def test_without_allowed_memory_the_amount_that_would_keep_parameters_is_reporte
         env = {"SIRTAKI_WARMUP_ITERATIONS": "45", "SIRTAKI_REGISTRY": "off", "SIRTAKI_LOG": "info", **env}
         return run_ranks("fsdp_tuned.py", 2, "slow", "no such setting", env=env, timeout_s=90).stderr
 
-    told = re.search(r"a step would send \d+ % less; .* \(SIRTAKI_FSDP_MEMORY=(\w+)\)", log(**SOCKETS))
+    told = re.search(r"a step would send \d+ % less: .* SIRTAKI_FSDP_MEMORY=(\w+) ", log(**SOCKETS))
     assert told
     assert "would send" not in log(**SOCKETS, SIRTAKI_FSDP_MEMORY=told[1])
     assert "would send" not in log(**SHARED), "ranks that share memory send each other nothing"

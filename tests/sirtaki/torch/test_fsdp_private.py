@@ -1,4 +1,4 @@
-"""What Sirtaki uses of PyTorch's FSDP2 beyond its public API is there, and a version without it is refused by name."""
+"""Private attributes of PyTorch's FSDP2 that Sirtaki uses exist, and a version without one is rejected by name."""
 
 import logging
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def groups_of(model: nn.Module) -> list[private.FsdpGroup]:
 
 
 def hide(patch: pytest.MonkeyPatch, found: Any, name: str) -> None:
-    """Removes an attribute of an object, whether its class, its class's annotations or the object itself has it."""
+    """Remove an attribute from an object, its class, and the class's annotations."""
     classes = found.__mro__ if isinstance(found, type) else type(found).__mro__
     for each in classes:
         if name in vars(each):
@@ -82,12 +82,12 @@ def test_a_version_that_was_not_checked_runs_and_is_logged_once(
         private.log_unchecked_version()
         private.log_unchecked_version()
     assert [record.getMessage() for record in caplog.records] == [
-        f"sirtaki.torch.fsdp was not checked with PyTorch {'.'.join(torch.__version__.split('.')[:2])}, only with 0.1"
+        f"sirtaki.torch.fsdp was not tested with PyTorch {'.'.join(torch.__version__.split('.')[:2])}, only with 0.1"
     ]
     private.log_unchecked_version.cache_clear()
 
 
-def test_a_group_knows_its_parameters(model: nn.Module) -> None:
+def test_a_group_has_its_parameters(model: nn.Module) -> None:
     first, second = groups_of(model)
     assert [group.number for group in (first, second)] == [0, 1]
     assert first.description == [((6, 4), "torch.float32", True), ((6,), "torch.float32", True)]

@@ -1,4 +1,4 @@
-"""What can be said of one rank's gradients without other ranks."""
+"""Checks of one rank's gradients."""
 
 import logging
 from collections.abc import Iterator

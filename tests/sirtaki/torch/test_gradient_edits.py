@@ -1,4 +1,4 @@
-"""What scripts do to gradients between `backward()` and `step()` gives what one process would give."""
+"""Edits of gradients between `backward()` and `step()` have the same effect as in one process."""
 
 from rank_jobs import Job, played_on_ranks, slow
 

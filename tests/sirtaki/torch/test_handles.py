@@ -1,4 +1,4 @@
-"""Handles: each is waited for once, by whoever holds it, and a rank that cannot take part lets no other wait."""
+"""Handles: each is awaited once, by any thread, and a rank that cannot take part does not block its peers."""
 
 import pytest
 import torch
@@ -95,7 +95,7 @@ def test_of_several_all_end_before_the_first_error_is_raised() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["list", "sparse", "root"])
-def test_a_rank_that_refuses_tells_the_others_why(wrong: str) -> None:
+def test_a_rank_that_rejects_an_operation_sends_its_peers_the_reason(wrong: str) -> None:
     tensor = {"list": [1.0], "sparse": torch.eye(2).to_sparse(), "root": torch.ones(1)}[wrong]
     why = {"list": "not list", "sparse": "see sparse_allreduce_async", "root": "root_rank 7 is not one of"}[wrong]
 

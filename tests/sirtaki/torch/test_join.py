@@ -1,4 +1,4 @@
-"""Ranks with fewer batches than others, in drawn patterns of drawn optimizers, against training in one process."""
+"""Ranks with fewer batches join, in random patterns of random optimizers, compared with one process."""
 
 from collections.abc import Callable
 from typing import Any

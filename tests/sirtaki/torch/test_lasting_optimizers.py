@@ -15,7 +15,7 @@ from sirtaki.torch.lasting_optimizers import WAITING, Distributed, attach, detac
 
 
 class Optimizer(Distributed):
-    """Of a signature, without ranks."""
+    """A distributed optimizer with a signature, without ranks."""
 
     def __init__(self, signature: str, *, fits: bool = True) -> None:
         self.param = torch.nn.Parameter(torch.zeros(1))

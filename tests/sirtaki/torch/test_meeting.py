@@ -1,4 +1,4 @@
-"""Waiting for each other."""
+"""Barriers."""
 
 import threading
 import time

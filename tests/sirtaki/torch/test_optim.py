@@ -61,7 +61,7 @@ def test_each_number_takes_the_course_of_the_equations(options: dict[str, Any], 
             torch.testing.assert_close(param.detach(), wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_it_goes_on_from_its_state_and_trains_every_dtype() -> None:
+def test_it_resumes_from_its_state_and_trains_every_dtype() -> None:
     torch.manual_seed(1)
     for dtype in (torch.float32, torch.bfloat16, torch.complex64):
         param = torch.randn(4, dtype=dtype, requires_grad=True)

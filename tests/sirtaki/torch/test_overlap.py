@@ -1,4 +1,4 @@
-"""Parameters that are held are waited for by whoever uses them, and a step in parts is the step that was asked for."""
+"""Users of deferred parameters wait for them, and a step in parts equals the whole step."""
 
 import copy
 import io
@@ -22,7 +22,7 @@ from sirtaki.torch.overlap import (
     CheckedReads,
     LearnedReads,
     PartialStep,
-    hold_their_own,
+    custom_modules_hold,
     refusal,
     refusal_by_trial,
     wait_for_own,
@@ -30,16 +30,16 @@ from sirtaki.torch.overlap import (
 
 
 class Notes:
-    """Lets go of what is waited for, and notes it."""
+    """Records waits, and releases the awaited parameters."""
 
     def __init__(self) -> None:
         self.arrived: list[torch.Tensor] = []
 
-    def arrive(self, tensor: torch.Tensor) -> None:
-        awaited.let_go(tensor)
+    def on_read(self, tensor: torch.Tensor) -> None:
+        awaited.release(tensor)
         self.arrived.append(tensor)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         raise AssertionError
 
 
@@ -72,7 +72,7 @@ def held(module: nn.Module) -> tuple[Notes, list[nn.Parameter]]:
         (nn.Linear(3, 4), lambda m: [repr(p) for p in m.parameters()]),
     ],
 )
-def test_every_parameter_that_is_used_is_waited_for_once(module: nn.Module, use: Callable[[Any], object]) -> None:
+def test_every_used_parameter_is_awaited_once(module: nn.Module, use: Callable[[Any], object]) -> None:
     notes, params = held(module)
     use(module)
     assert {id(param) for param in notes.arrived} >= {id(param) for param in params}
@@ -94,8 +94,8 @@ def test_reads_of_metadata_do_not_wait() -> None:
     assert {weight: 1}[weight] == 1
     assert notes.arrived == []
     for param in (weight, bias):
-        awaited.let_go(param)
-        awaited.let_go(param)
+        awaited.release(param)
+        awaited.release(param)
 
 
 def test_copies_and_pickles_are_plain() -> None:
@@ -166,7 +166,7 @@ def test_a_stale_read_is_an_error_that_names_parameter_and_module() -> None:
     checking.end()
     assert not _get_current_dispatch_mode_stack()
     for param in params:
-        awaited.let_go(param)
+        awaited.release(param)
 
 
 def test_watching_neither_begins_nor_ends_in_inference_mode() -> None:
@@ -214,8 +214,8 @@ def test_custom_modules_wait_for_the_parameters_that_they_hold() -> None:
     own = Own()
     outer = nn.Sequential(own, nn.Linear(3, 3))
     params = list(outer.parameters())
-    assert hold_their_own([outer], params)
-    assert not hold_their_own([outer], list(own.inner.parameters()))
+    assert custom_modules_hold([outer], params)
+    assert not custom_modules_hold([outer], list(own.inner.parameters()))
     notes = Notes()
     handle = register_module_forward_pre_hook(wait_for_own)
     awaited.hold(params, notes)
@@ -223,7 +223,7 @@ def test_custom_modules_wait_for_the_parameters_that_they_hold() -> None:
     handle.remove()
     assert [id(param) for param in notes.arrived] == [id(own.scale), id(own.more[0])]
     for param in params:
-        awaited.let_go(param)
+        awaited.release(param)
 
 
 # ── steps in parts ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -335,7 +335,7 @@ def by_all(_: object, params: list[torch.Tensor]) -> None:
 
 
 def clips_by_all(_: object, params: list[torch.Tensor]) -> None:
-    """As timm's Lamb: only where the norm is large."""
+    """Clip only large norms, like timm's Lamb."""
     total = torch.stack([param.grad.norm() for param in params]).norm()  # type: ignore[union-attr]
     for param in params:
         param.sub_(param.grad / (total / 100.0).clamp(min=1.0))  # type: ignore[operator]
@@ -384,12 +384,12 @@ def test_one_that_updates_each_by_itself_is_taken_and_left_as_it_was() -> None:
     [
         (counts, "its attribute steps"),
         (notes_in_group, "its option k"),
-        (by_all, "by what belongs to others"),
-        (clips_by_all, "by what belongs to others"),
-        (trusts_a_group, "by what belongs to others"),
+        (by_all, "uses other parameters"),
+        (clips_by_all, "uses other parameters"),
+        (trusts_a_group, "uses other parameters"),
         (counts_in_state, "its state all"),
-        (at_random, "by what belongs to others|random"),
-        (by_place, "cannot be tried with a few parameters"),
+        (at_random, "uses other parameters|random"),
+        (by_place, "failed in a trial step"),
     ],
 )
 def test_one_that_does_not_is_refused_by_name(act: Callable[..., None], why: str) -> None:

@@ -1,4 +1,4 @@
-"""Training whose updates are put off equals training where `step()` waits, bit by bit; on three ranks, as sums do."""
+"""Training with deferred updates is bit-identical to training where `step()` waits; on three ranks up to sums."""
 
 from rank_jobs import UNTUNED, Job, integration, played_on_ranks, slow
 

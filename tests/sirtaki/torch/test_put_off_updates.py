@@ -1,4 +1,4 @@
-"""Updates are made when somebody needs their parameters, with all that came along, and never twice."""
+"""Deferred updates run when a parameter is needed, together with all updates of their unit, and never twice."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ from sirtaki.torch.overlap import PartialStep, PutOffUpdates, Zeroing
 
 
 class Late:
-    """Gradients that come in units of two parameters; what a rank waits for is there at once, and doubled."""
+    """Gradients in units of two parameters. An awaited unit is ready at once, and doubled."""
 
     def __init__(self, params: list[torch.nn.Parameter]) -> None:
         self._params = params
@@ -104,7 +104,7 @@ def test_gradients_zeroed_meanwhile_are_zeroed_after_the_update(made: Made) -> N
     assert made.updates.zero(made.params[0], Zeroing.NONE)
     assert made.updates.zero(made.params[1], Zeroing.ZEROS)
     assert not made.updates.zero(made.params[2], Zeroing.NONE)
-    made.updates.settle()
+    made.updates.drain()
     assert made.finished == 1
     assert made.params[0].grad is None
     assert made.params[1].grad is not None
@@ -117,7 +117,7 @@ def test_a_gradient_of_another_pass_is_added_to_the_reduced_one(made: Made) -> N
     with torch._C.DisableTorchFunctionSubclass():  # as autograd does it
         assert made.params[0].grad is None
         made.params[0].grad = torch.full((1,), 5.0)
-    made.updates.settle()
+    made.updates.drain()
     assert made.params[0].item() == -2.0
     assert made.params[0].grad is not None
     assert made.params[0].grad.item() == 7.0
@@ -147,7 +147,7 @@ def test_a_step_with_missing_gradients_is_deferred_too(made: Made) -> None:
     assert made.updates.step()
     assert made.held == [True] * 4
     made.allowed = False
-    made.updates.settle()
+    made.updates.drain()
     assert not made.updates.step()
     assert not made.keep()
 

@@ -1,6 +1,6 @@
-"""What translated scripts do on several ranks: they share data as one process would see it, and rank 0 prints for all.
+"""Helpers of translated scripts on several ranks: they divide data like one process, and rank 0 prints.
 
-Values of all ranks are put together.
+Values of all ranks are combined.
 """
 
 from rank_jobs import UNTUNED, Job, played_on_ranks, slow

@@ -26,7 +26,7 @@ def spans(path: Path, rank: int, name: str) -> list[dict[str, Any]]:
 
 
 def assert_spans_nest(path: Path) -> None:
-    """Spans of one track lie in each other or apart, else Perfetto cannot draw them."""
+    """Check that spans of one track are nested or disjoint, because Perfetto cannot draw others."""
     by_track: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for event in json.loads(path.read_text()):
         if event["ph"] == "X":

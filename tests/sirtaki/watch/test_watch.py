@@ -1,4 +1,4 @@
-"""What a job tells those who watch it: watchers, totals, TensorBoard, Prometheus, and `sirtaki top`'s socket."""
+"""Observation of a job: watchers, totals, TensorBoard, Prometheus, and `sirtaki top`'s socket."""
 
 import contextlib
 import importlib.util

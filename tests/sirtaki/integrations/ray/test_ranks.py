@@ -1,4 +1,4 @@
-"""What can be said of ranks on Ray without Ray: what to install, who hears of a failure, and of rank 0's values."""
+"""Ranks on Ray, tested without Ray: the package to install, notification of failures, and rank 0's values."""
 
 import importlib.util
 from typing import Any
@@ -116,7 +116,7 @@ def place(host: str, *gpus: str) -> ActorPlace:
     return ActorPlace(host=(host,), address=f"10.0.0.{ord(host)}", gpus=gpus)
 
 
-def test_ranks_of_a_host_are_neighbours_and_hosts_come_in_the_order_in_which_they_were_found() -> None:
+def test_ranks_of_a_host_are_adjacent_and_hosts_are_in_the_order_of_discovery() -> None:
     assert in_rank_order([place("b"), place("a"), place("b"), place("c"), place("a")]) == [0, 2, 1, 4, 3]
 
 

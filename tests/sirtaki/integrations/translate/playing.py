@@ -1,9 +1,8 @@
-"""Runs scripts one after the other, on any number of ranks, and keeps what each rank printed, trained and wrote.
+"""Run scripts in sequence, on any number of ranks, and keep each rank's output, parameters and files.
 
     python playing.py RESULTS SCRIPT...
 
-Each script runs in a folder of its own, RESULTS/NAME, which all ranks share. RESULTS/NAME.RANK.pt holds what it has
-left.
+Each script runs in its own folder RESULTS/NAME, which all ranks share. RESULTS/NAME.RANK.pt has its results.
 """
 
 import contextlib

@@ -25,7 +25,7 @@ SAID = {
     "is each rank's own": {"numbers"},
     "taken for all the data": {"an error"},
 }
-"""What may differ where the translation says so."""
+"""Differences that the translation's notes announce."""
 
 NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?|-?\d+")
 TOGETHER = 40
@@ -34,7 +34,7 @@ TOGETHER = 40
 
 @functools.cache
 def translate(seed: int) -> Translation | None:
-    """What becomes of a drawn script; None where it is refused with line and reason."""
+    """Return the translation of a random script; None if it is rejected with line and reason."""
     try:
         return uncached_translate(drawn(seed))
     except TranslationError as err:
@@ -44,7 +44,7 @@ def translate(seed: int) -> Translation | None:
 
 
 def alike(one: object, other: object) -> bool:
-    """Whether two trees of tensors and numbers are equal but for the order of sums."""
+    """Return whether two trees of tensors and numbers are equal up to the order of sums."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.shape == other.shape and torch.allclose(one.double(), other.double(), rtol=1e-8, atol=1e-10)
     if isinstance(one, dict) and isinstance(other, dict):
@@ -57,7 +57,7 @@ def alike(one: object, other: object) -> bool:
 
 
 def differences(before: dict[str, Any], after: list[dict[str, Any]], folders: tuple[Path, Path]) -> set[str]:
-    """What a script has done otherwise on several ranks."""
+    """Describe how a script acted differently on several ranks."""
     numbers = [[float(word) for word in NUMBER.findall(there["printed"])] for there in (before, after[0])]
     trained = after[0]["trained"][: len(before["trained"])]  # a distributed optimizer is made of the same ones again
     found = set()
@@ -78,7 +78,7 @@ def differences(before: dict[str, Any], after: list[dict[str, Any]], folders: tu
 
 
 def load(folder: Path, seed: int, rank: int) -> dict[str, Any]:
-    """What a script has left on a rank."""
+    """Return a script's results on a rank."""
     found: dict[str, Any] = torch.load(folder / f"{seed}.{rank}.pt", weights_only=False)
     return found
 
@@ -91,7 +91,7 @@ def contents(path: Path) -> object:
 
 
 def found_in(folder: Path, seeds: range, mpiexec: list[str], several: tuple[int, ...] = (2, 3)) -> dict[int, set[str]]:
-    """What each script has done otherwise, without a word of the translation; "refused" where it was."""
+    """Return each script's unannounced differences; "refused" if it was rejected."""
     found: dict[int, set[str]] = {}
     for begin in range(seeds.start, seeds.stop, TOGETHER):
         part = list(range(begin, min(begin + TOGETHER, seeds.stop)))

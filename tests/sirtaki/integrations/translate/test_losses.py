@@ -111,7 +111,7 @@ def script(front: str, loss: str, *, accumulate: int = 1, clip: bool = False) ->
 
 
 def drawn(seed: int) -> str:
-    """A script whose loss is made of random parts, all of which can be translated."""
+    """Draw a script with a random loss that can be translated."""
     rng = random.Random(seed)
 
     def term() -> str:
@@ -167,7 +167,7 @@ def test_a_loss_that_can_be_followed_is_promised(name: str) -> None:
 
 @pytest.mark.lengthy
 @pytest.mark.parametrize("name", NAMED)
-def test_a_loss_that_mixes_samples_or_is_not_known_is_named_with_its_line(name: str) -> None:
+def test_a_loss_that_mixes_samples_or_is_unknown_is_named_with_its_line(name: str) -> None:
     text = script("", NAMED[name])
     (line,) = named(translate(text))
     assert text.splitlines()[line - 1].strip() == "loss.backward()"
@@ -180,7 +180,7 @@ def test_a_sum_over_samples_to_which_something_else_is_added_later_is_refused() 
 
 
 def _played(folder: Path, scripts: dict[str, str], mpiexec: list[str]) -> Callable[[str, int], dict[str, Any]]:
-    """What scripts leave, run when first asked for: of one process as they are, of several ranks as translated."""
+    """Return a function that runs scripts on demand, original ones in one process and translated ones on ranks."""
     files = {name: f"{number}.py" for number, name in enumerate(scripts)}
 
     @functools.cache

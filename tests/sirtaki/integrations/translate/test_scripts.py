@@ -52,7 +52,7 @@ def test_a_translated_script_sets_the_epochs_of_divided_loaders_and_is_not_trans
     assert (twice.after, twice.diff("train.py")) == (once.after, "")
 
 
-def test_nearly_all_are_translated_and_the_others_refused_with_line_and_reason() -> None:
+def test_nearly_all_are_translated_and_the_others_rejected_with_line_and_reason() -> None:
     assert len(SCRIPTS) >= 20
     assert len(REFUSED) <= 2
     for name in REFUSED:
@@ -61,7 +61,7 @@ def test_nearly_all_are_translated_and_the_others_refused_with_line_and_reason()
 
 
 Played = Callable[..., dict[str, Any]]
-"""What a script has left in a job: "before" on one rank, translated "alone" and on "two", "several" before on two."""
+"""Results of a script in a job: "before" on one rank, translated "alone" and on "two", "several" before on two."""
 
 
 @pytest.fixture(scope="module")

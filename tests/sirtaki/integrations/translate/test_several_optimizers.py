@@ -150,7 +150,7 @@ ALIKE = {
 }
 SHOWN = ("module.zero_grad()", "made in a generator expression", "gradients are never cleared", "sums", "clipped",
          "a function for both", "parameters of a comprehension whose name is another's later")  # fmt: skip
-"""Those that are tried in each run of the tests."""
+"""Scripts that run in every run of the tests."""
 
 STEPS = "fast = [p - 0.1 * g for p, g in zip(maker.parameters(), slopes)]"
 REFUSED = {

@@ -1,4 +1,4 @@
-"""What a translation does to a script: tables of what is written and what becomes of it, and of what is refused."""
+"""Translations of scripts: tables of scripts and results, and of rejected scripts."""
 
 import pytest
 from training_loops import HEAD, added
@@ -302,7 +302,7 @@ def test_each_kind_of_script_is_translated_as_expected(name: str) -> None:
     assert "DataParallel" not in after
 
 
-def test_ranks_are_known_in_the_main_block_and_seeded_ones_need_no_seed() -> None:
+def test_ranks_are_available_in_the_main_block_and_seeded_ones_need_no_seed() -> None:
     imports, _, rest = HEAD.partition("\n\n")
     inside = "def main():\n" + "".join(f"    {line}\n" for line in rest.splitlines())
     after = translate(f'{imports}\n\n{inside}\nif __name__ == "__main__":\n    main()\n').after
@@ -326,7 +326,7 @@ def test_horovods_imports_change() -> None:
     assert translate(before).after == before.replace("horovod", "sirtaki")
 
 
-def test_names_of_torch_distributed_become_ours_and_the_wrapper_goes() -> None:
+def test_names_of_torch_distributed_become_ours_and_the_wrapper_is_removed() -> None:
     assert (
         translate(DDP).after
         == """\

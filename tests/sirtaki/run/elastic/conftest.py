@@ -1,4 +1,4 @@
-"""Real jobs whose ranks come and go, on this machine; hosts are emulated by several agents."""
+"""Real elastic jobs on this machine. Several agents emulate hosts."""
 
 import json
 import os
@@ -27,14 +27,14 @@ class Job(LaunchedJob):
         return sorted(found, key=lambda record: record["at_s"])
 
     def generation(self, number: int | None = None) -> list[dict[str, Any]]:
-        """What its members have noted, by rank, once all have; of the newest one without a number."""
+        """Return the members' records by rank, once all exist; of the newest generation by default."""
         begun = [record for record in self.records if record["is_"] == "generation"]
         number = number or max([record["number"] for record in begun], default=0)
         found = sorted((record for record in begun if record["number"] == number), key=lambda record: record["rank"])
         return found if found and len(found) == found[0]["size"] else []
 
     def of_size(self, size: int) -> list[dict[str, Any]]:
-        """Waits until the newest generation has so many members, all of which have begun."""
+        """Wait until the newest generation has `size` members that have all begun."""
         self.until(lambda: len(self.generation()) == size)
         return self.generation()
 

@@ -1,4 +1,4 @@
-"""Agents: the processes that a driver starts, hears and loses, how they are started, and how they find a driver."""
+"""Agents: how a driver starts, hears and loses them, and how they find a driver."""
 
 import collections
 import os
@@ -158,7 +158,7 @@ time.sleep(60)
 
 
 @pytest.mark.lengthy
-def test_an_agent_that_was_given_up_finds_no_driver_in_the_one_that_goes_on_without_it(crew: AgentCrew) -> None:
+def test_an_abandoned_agent_finds_no_driver_in_the_one_that_continues_without_it(crew: AgentCrew) -> None:
     (known,) = crew.agents.values()
     assert [*crew.lose(known, time.monotonic())] == [Lost("localhost", "its agent has exited")]
     with ThreadPoolExecutor() as pool:
@@ -175,7 +175,7 @@ def test_an_agent_that_gets_an_unexpected_message_ends(crew: AgentCrew) -> None:
 
 
 def program(code: str) -> str:
-    """Starts a program of the test's instead of an agent, which it ignores."""
+    """Return an agent command that runs a program of the test instead."""
     return shlex.join([sys.executable, "-c", code]) + " {command}"
 
 
@@ -189,7 +189,7 @@ def program(code: str) -> str:
         (f"import sys; print({PROBLEM!r} + 'no script', file=sys.stderr); raise SystemExit(1)", "no script"),
     ],
 )
-def test_an_agent_that_does_not_come_is_given_up_with_the_reason(code: str, why: str) -> None:
+def test_a_missing_agent_is_given_up_with_the_reason(code: str, why: str) -> None:
     start_s = 0.5 if "sleep" in code else 20.0
     command = f"{code} {{command}}" if code == "no such program" else program(code)
     crew = crew_of(job_of("x", agent_command=command, agent_start_s=start_s))
@@ -295,7 +295,7 @@ def test_each_job_has_a_secret_of_its_own_which_is_not_shown() -> None:
         os.close(listener)
 
 
-def test_a_driver_that_is_not_there_is_looked_for_for_so_long_only() -> None:
+def test_a_missing_driver_is_searched_for_a_limited_time() -> None:
     (listener,) = listen(["127.0.0.1"])
     place = listener.getsockname()[:2]
     listener.close()

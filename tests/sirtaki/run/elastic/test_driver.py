@@ -1,4 +1,4 @@
-"""Jobs of real processes whose ranks come and go: ranks, agents, driver and hosts are lost and found."""
+"""Elastic jobs of real processes: ranks, agents, driver and hosts are lost and added."""
 
 import os
 import re
@@ -17,9 +17,7 @@ def places(generation: list[dict]) -> list[tuple[str, int]]:
     return [(host, slot) for host, slot, _ in generation[0]["members"]]
 
 
-def test_survivors_of_a_killed_rank_go_on_at_once_and_another_one_takes_its_place(
-    start: Callable, tmp_path: Path
-) -> None:
+def test_survivors_of_a_killed_rank_continue_at_once_and_it_is_replaced(start: Callable, tmp_path: Path) -> None:
     job = start("-np", 3, "--min-np", 2, "--output-filename", tmp_path / "output")
     first = job.of_size(3)
     assert places(first) == [("localhost", slot) for slot in range(3)]
@@ -114,7 +112,7 @@ def test_nothing_is_left_where_driver_and_agents_are_killed(start: Callable) -> 
 
 
 @pytest.mark.integration
-def test_an_agent_takes_the_place_of_a_driver_that_is_killed(start: Callable) -> None:
+def test_an_agent_replaces_a_driver_that_is_killed(start: Callable) -> None:
     job = start("-H", "a:1,b:1,c:1", "--min-np", 2, "--on-driver-loss", "go-on", *AGENTS)
     first = job.of_size(3)
     os.kill(job.process.pid, signal.SIGKILL)
@@ -165,7 +163,7 @@ def test_the_user_can_end_a_job_whose_driver_was_lost(start: Callable) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_stands_still_is_evicted_and_refused_when_it_comes_back(start: Callable) -> None:
+def test_a_hanging_rank_is_evicted_and_rejected_when_it_returns(start: Callable) -> None:
     job = start("-np", 3, "--min-np", 2)
     first = job.of_size(3)
     os.kill(first[1]["pid"], signal.SIGSTOP)
@@ -177,7 +175,7 @@ def test_a_rank_that_stands_still_is_evicted_and_refused_when_it_comes_back(star
 
 
 @pytest.mark.slow
-def test_a_host_that_stands_still_is_left_out_and_ends_its_ranks_when_it_comes_back(start: Callable) -> None:
+def test_a_hanging_host_is_dropped_and_ends_its_ranks_when_it_returns(start: Callable) -> None:
     job = start("-H", "a:1,b:1,c:1", "--min-np", 1, "--blacklist-cooldown-range", 600, 600, *AGENTS)
     first = job.of_size(3)
     agent, rank = job.agents()["b"], first[1]["pid"]
@@ -194,7 +192,7 @@ def test_a_host_that_stands_still_is_left_out_and_ends_its_ranks_when_it_comes_b
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_host_that_stands_still_ends_its_ranks_when_it_comes_back_to_a_driver_that_has_taken_over(
+def test_a_hanging_host_ends_its_ranks_when_it_returns_to_a_successor_of_its_driver(
     start: Callable,
 ) -> None:
     words = ("--min-np", 1, "--blacklist-cooldown-range", 600, 600, "--on-driver-loss", "go-on")
@@ -294,7 +292,7 @@ def begun(job, size: int) -> list[tuple[int, int, int]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_an_unchanged_script_survives_kills_and_hosts_that_come_and_go(start: Callable, tmp_path: Path) -> None:
+def test_an_unchanged_script_survives_kills_and_changing_hosts(start: Callable, tmp_path: Path) -> None:
     script, hosts = tmp_path / "train.py", tmp_path / "hosts"
     script.write_text(SCRIPT)
     hosts.write_text("a:1\nb:1\n")

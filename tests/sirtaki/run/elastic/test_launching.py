@@ -1,4 +1,4 @@
-"""What a driver is told: options, the answers of discovery scripts, what a lost driver leaves behind."""
+"""Inputs of a driver: options, answers of discovery scripts, and the state of a lost driver."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""Jobs over hosts with networks of their own, which come apart, or are slow and lose packets."""
+"""Jobs over hosts with separate networks that are cut, slow, or lossy."""
 
 import functools
 import time
@@ -54,7 +54,7 @@ def hosts_of(generation: list[dict]) -> list[str]:
 
 
 @pytest.mark.parametrize("cut", [{"into": CUT, "out_of": CUT}, {"into": CUT}, {"out_of": CUT}], ids=str)
-def test_a_host_that_is_cut_off_is_left_out_and_refused_when_it_comes_back(
+def test_a_disconnected_host_is_dropped_and_rejected_when_it_returns(
     lab: NetLab, job: Callable, cut: dict[str, str]
 ) -> None:
     running = job("--blacklist-cooldown-range", 600, 600)
@@ -73,7 +73,7 @@ def test_a_host_that_is_cut_off_is_left_out_and_refused_when_it_comes_back(
     assert running.stop() == 0
 
 
-def test_most_hosts_go_on_without_the_driver_that_is_cut_off_with_one(
+def test_most_hosts_continue_without_the_driver_that_is_cut_off_with_one(
     lab: NetLab, job: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SIRTAKI_TEST_TIMEOUT_S", "300")  # agents wait a minute for a silent driver

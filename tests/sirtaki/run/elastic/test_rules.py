@@ -87,7 +87,7 @@ class Story:
     # ── what happens ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def does(self, event: Callable[..., None], *args: Any) -> list[Any]:
-        """What the rules have had done about it; agents that they want are there at once."""
+        """Apply an event. Return the actions of the rules. Requested agents exist at once."""
         before = len(self.all)
         event(*args, self.now_s)
         while self._up:
@@ -142,7 +142,7 @@ def new_in(form: FormGeneration) -> set[int]:
 
 
 def running(hosts: dict[str, int], **policy: Any) -> Story:
-    """A job in its first generation, with a rank in every slot."""
+    """Return a job in its first generation, with a rank in every slot."""
     story = Story(hosts, **policy)
     story.join(*range(1, sum(hosts.values()) + 1))
     assert story.members.member_list.generation == 1
@@ -159,7 +159,7 @@ def test_the_first_generation_begins_once_all_that_have_started_have_joined() ->
     assert (form.number, form.workers, new_in(form)) == (1, (1, 2, 3), {1, 2, 3})
 
 
-def test_the_first_generation_does_not_wait_for_ever_for_a_rank_that_does_not_come() -> None:
+def test_the_first_generation_does_not_wait_for_a_missing_rank_for_ever() -> None:
     story = Story({"a": 3}, start_grace_s=10.0)
     story.join(1, 2)
     assert of(FormGeneration, story.wait(9.0)) == []
@@ -168,7 +168,7 @@ def test_the_first_generation_does_not_wait_for_ever_for_a_rank_that_does_not_co
     assert (tell.workers, tell.message.change) == ((1, 2), Change.ADDED)
 
 
-def test_survivors_of_a_killed_rank_go_on_at_once_and_its_successor_joins_later() -> None:
+def test_survivors_of_a_killed_rank_continue_at_once_and_its_successor_joins_later() -> None:
     story = running({"a": 2, "b": 2})
     actions = story.end(3, KILLED)
     assert of(StartRank, actions) == [StartRank(worker=5, slot=0)]
@@ -341,7 +341,7 @@ def taken_over(
     generation: int = 5,
     has_state: bool = True,
 ) -> tuple[Story, bool]:
-    """A job of one rank a host, whose new driver hears of these processes: phase and generation of each."""
+    """Return a job with one rank per host, whose new driver gets these processes: phase and generation of each."""
     story = Story(start_ranks=1, min_ranks=1)
     newest, reports = FormGeneration(number=generation, workers=members, has_state=True), dict[str, RegisterAgent]()
     for rank, (number, (phase, own)) in enumerate(reported.items()):
@@ -356,7 +356,7 @@ def taken_over(
     return story, goes_on
 
 
-def test_a_new_driver_goes_on_with_more_than_half_of_the_members() -> None:
+def test_a_new_driver_continues_with_more_than_half_of_the_members() -> None:
     member = ProcessPhase.MEMBER, 5
     for there, expected in (((1, 2, 3), True), ((2, 3), True), ((3,), False)):
         assert taken_over(dict.fromkeys(there, member), (1, 2, 3))[1] is expected
@@ -381,7 +381,7 @@ def test_a_generation_that_only_some_members_have_received_is_abandoned() -> Non
     assert of(FormGeneration, story.join(1, 3, has_state=True))[0].workers == (1, 2, 3)
 
 
-def test_members_that_have_not_synchronised_yet_do_not_go_on_without_those_that_had_the_state() -> None:
+def test_members_that_are_not_synchronised_yet_do_not_continue_without_those_with_the_state() -> None:
     story, goes_on = taken_over(dict.fromkeys((2, 3), (ProcessPhase.MEMBER, 5)), (1, 2, 3), has_state=False)
     assert goes_on
     (end,) = of(JobEnd, story.join(2, 3))
@@ -451,7 +451,7 @@ def test_a_permanently_lost_host_is_not_awaited_before_or_after_the_first_genera
         {"on_failure": OnFailure.DROP_HOST, "hosts_stay": True, "cooldown_s": (600.0, 600.0)},
     ],
 )
-def test_where_others_may_come_they_are_waited_for(policy: dict[str, Any]) -> None:
+def test_where_further_ranks_are_possible_they_are_awaited(policy: dict[str, Any]) -> None:
     story = running({"a": 1, "b": 1}, timeout_s=10.0, **policy)
     story.end(2, KILLED)
     assert of(JobEnd, [*story.join(1, has_state=True), *story.wait(9.9)]) == []
@@ -459,7 +459,7 @@ def test_where_others_may_come_they_are_waited_for(policy: dict[str, Any]) -> No
     assert "1 of at least 2 ranks were ready within 10 s; --elastic-timeout waits longer" in end.text
 
 
-def test_ranks_that_hand_their_state_over_count_though_their_host_is_left_out_for_good() -> None:
+def test_ranks_that_hand_their_state_over_count_although_their_host_is_dropped_for_good() -> None:
     story = running(
         {"a": 2, "b": 2}, start_ranks=4, min_ranks=3, hosts_stay=True, on_failure=OnFailure.DROP_HOST, max_ranks=4
     )
@@ -635,7 +635,7 @@ def test_a_new_driver_keeps_the_dropped_hosts() -> None:
 
 
 def driver(*generations: tuple[int, ...]) -> Quorum:
-    """One that has begun these, and of which no agent has said that it knows of any."""
+    """Return the quorum of a driver that has formed these generations, none of which an agent has confirmed."""
     quorum = Quorum()
     for number, members in enumerate(generations, start=1):
         quorum.begin(number, members)
@@ -649,7 +649,7 @@ def successor(present: tuple[int, ...], *lists: tuple[int, ...]) -> Quorum:
 
 
 @pytest.mark.parametrize("size", range(1, 7))
-def test_of_a_driver_and_those_that_it_cannot_reach_one_goes_on(size: int) -> None:
+def test_of_a_driver_and_unreachable_members_one_side_continues(size: int) -> None:
     members = tuple(range(10, 10 + size))
     for count in range(size + 1):
         for gone in combinations(members, count):
@@ -659,7 +659,7 @@ def test_of_a_driver_and_those_that_it_cannot_reach_one_goes_on(size: int) -> No
             assert old.is_lost is not new.is_lost
 
 
-def test_members_that_have_died_for_certain_go_on_nowhere() -> None:
+def test_members_that_have_certainly_died_do_not_continue() -> None:
     quorum = driver((1, 2, 3, 4))
     quorum.lose([2, 3, 4])
     assert quorum.is_lost
@@ -667,7 +667,7 @@ def test_members_that_have_died_for_certain_go_on_nowhere() -> None:
     assert not quorum.is_lost  # 3 and 4 are half, without the first
 
 
-def test_until_enough_know_of_a_generation_the_one_before_counts() -> None:
+def test_until_enough_members_confirm_a_generation_the_one_before_counts() -> None:
     quorum = driver((1, 2, 3), (1, 4, 5, 6, 2, 3))
     assert quorum.older == ((1, 2, 3),)
     quorum.lose([2, 3])
@@ -689,7 +689,7 @@ def test_a_new_driver_must_have_a_quorum_of_each_generation_that_counts() -> Non
     assert not successor((1, 2, 3, 6, 7, 8), *lists).is_lost
 
 
-def test_a_generation_begins_without_those_only_that_could_not_go_on() -> None:
+def test_a_generation_begins_without_those_only_that_could_not_continue() -> None:
     quorum = driver((1, 2, 3, 4, 5))
     assert quorum.permits([1, 2, 3])
     assert not quorum.permits([1, 2])

@@ -21,7 +21,7 @@ HELD = 300
 
 
 class Runs:
-    """What a pickle does to whoever loads it."""
+    """An object whose unpickling runs code."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -49,7 +49,7 @@ def listening(pids: list[int]) -> set[tuple[str, int]]:
 
 
 def greetings(rng: random.Random, trap: Path) -> list[bytes]:
-    """Random bytes; frames and messages of huge lengths; a greeting of the right form, to others and to the driver."""
+    """Return random bytes, frames with huge lengths, and a well-formed greeting, to others and to the driver."""
     hello = struct.pack("<8sII32s", MAGIC, rng.randrange(9), rng.choice([0, 0, 1, 2**31]), rng.randbytes(32))
     return [
         rng.randbytes(rng.randrange(1, 300)),
@@ -124,7 +124,7 @@ PER_S, WINDOW_S = 700, 0.5
 
 
 def visit(place: tuple[str, int], count: int, trap: Path) -> list[tuple[float, float]]:
-    """So many strangers at a socket, `PER_S` a second, every other `WINDOW_S`; when they came."""
+    """Connect as `count` strangers, `PER_S` per second, in every other `WINDOW_S`. Return the times."""
     rng, held, windows, number = random.Random(count), list[socket.socket](), list[tuple[float, float]](), 0
     while number < count:
         begun_s = time.monotonic()
@@ -152,7 +152,7 @@ def visit(place: tuple[str, int], count: int, trap: Path) -> list[tuple[float, f
 
 
 def admits(place: tuple[str, int]) -> bool:
-    """Whether whoever connects there is connected."""
+    """Return whether a connection is accepted."""
     try:
         socket.create_connection(place, timeout=0.5).close()
     except OSError:
@@ -161,7 +161,7 @@ def admits(place: tuple[str, int]) -> bool:
 
 
 def steps_of(folder: Path) -> list[tuple[float, float]]:
-    """When each step began, and how long it took, of all ranks."""
+    """Return start and duration of each step of all ranks."""
     lines = [line.split() for path in folder.glob("*.steps") for line in path.read_text().splitlines()]
     return [(float(line[0]), float(line[1])) for line in lines if len(line) == 2]
 

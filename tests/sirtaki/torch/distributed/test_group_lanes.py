@@ -1,4 +1,4 @@
-"""Whoever waits for large tensors of a rank that does not come is told which one, and soon."""
+"""A rank that does not take part in a large operation is soon named to its peers."""
 
 import itertools
 import re
@@ -20,7 +20,7 @@ from rank_jobs import OVER_MESH
 @pytest.mark.parametrize(
     "operation", ["sum", "gather", "compiled", pytest.param("gather_gloo", marks=pytest.mark.slow)]
 )
-def test_a_rank_that_does_not_come_is_named(run_ranks: RunRanks, operation: str, fault: str, says: str) -> None:
+def test_a_missing_rank_is_named(run_ranks: RunRanks, operation: str, fault: str, says: str) -> None:
     env = {**OVER_MESH, "SIRTAKI_TRANSPORT": "gloo"} if operation == "gather_gloo" else OVER_MESH
     job = run_ranks("torch_backend_faults.py", 3, fault, operation, env=env, check=False, timeout_s=60)
     assert job.stdout.count(says) == 2, job.stdout + job.stderr
@@ -29,7 +29,7 @@ def test_a_rank_that_does_not_come_is_named(run_ranks: RunRanks, operation: str,
 
 WAYS = (("shared_memory", "in_thread"), ("gloo", "submitting"), ("shared_memory", "submitting"), ("gloo", "waiting"))
 AT_ONCE = (("sum", "sum"), ("gather", "small"))
-"""What rank 1 fails in, and what the others wait for: the same, or what Gloo does."""
+"""Operation in which rank 1 fails, and operation of its peers: the same one, or one over Gloo."""
 
 CASES = [
     pytest.param(ranks, *way, *doing, id="-".join([f"{ranks}-ranks", *way, *doing]), marks=marks)
@@ -75,7 +75,7 @@ def test_a_mistake_and_a_group_that_ends_are_no_faults(run_ranks: RunRanks, rank
         ("stand_still", "waited 2 s for the gradients of iteration 0"),
     ],
 )
-def test_a_rank_that_does_not_come_to_a_step_of_ddp_is_named_within_the_groups_timeout(
+def test_a_rank_missing_in_a_step_of_ddp_is_named_within_the_groups_timeout(
     run_ranks: RunRanks, fault: str, says: str
 ) -> None:
     job = run_ranks("torch_backend_faults.py", 3, fault, "gradients", env=OVER_MESH, check=False, timeout_s=60)

@@ -1,4 +1,4 @@
-"""Ranks of every launcher meet where the script says `init_method="sirtaki://"`."""
+"""Ranks of every launcher connect if the script uses `init_method="sirtaki://"`."""
 
 import pytest
 from conftest import RunRanks

@@ -1,4 +1,4 @@
-"""What the backend asks of its inner group for CUDA tensors: NCCL's where there is a GPU, a recorded one here."""
+"""Operations that the backend forwards to its inner group for CUDA tensors. Without a GPU the group is recorded."""
 
 from collections.abc import Iterator
 from datetime import timedelta
@@ -13,7 +13,7 @@ from sirtaki.torch.distributed.process_group import SirtakiProcessGroup
 
 
 class OnCuda(torch.Tensor):
-    """Memory of the host that says it is a GPU's."""
+    """A tensor in host memory that claims to be on a GPU."""
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""What operations give back."""
+"""Works that operations return."""
 
 import gc
 import weakref
@@ -17,7 +17,7 @@ from sirtaki.torch.distributed.process_group import FillingWork, FollowedWork, L
 
 
 class Lanes:
-    """Lanes that end when told to."""
+    """Lanes that complete on request."""
 
     def __init__(self) -> None:
         self.driven = 0
@@ -142,7 +142,7 @@ class Group(dist.ProcessGroup):
 
 
 def given_to_cpp(work: FillingWork) -> Callable[[], object]:
-    """What waits for it in C++, once Python has let go of it."""
+    """Return a function that waits for the work in C++, after Python has released it."""
     group = Group(0, 1)
     _register_process_group("gives works away", group)
     group.works.append(LastingWork(work))

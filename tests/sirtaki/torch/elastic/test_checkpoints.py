@@ -69,7 +69,7 @@ def test_the_newest_three_stay_by_number_and_not_by_name(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "no manifest", "no state", "manifest is nonsense"])
-def test_a_damaged_one_is_passed_over_for_the_one_before(
+def test_a_damaged_checkpoint_is_skipped_for_the_one_before(
     damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = folder_with(tmp_path, 1, 2)
@@ -93,7 +93,7 @@ def test_a_damaged_one_is_passed_over_for_the_one_before(
     assert names(tmp_path) == ["checkpoint-00000001", "damaged-1-checkpoint-00000002"]
 
 
-def test_one_that_may_not_be_read_is_passed_over_and_stays_as_it_is(
+def test_an_unreadable_checkpoint_is_skipped_and_stays(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = folder_with(tmp_path, 1, 2)
@@ -251,7 +251,7 @@ def begins_at(output: str) -> set[int]:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_job_that_was_killed_goes_on_where_it_was_and_ends_as_if_it_had_not_been(
+def test_a_killed_job_resumes_and_ends_as_if_it_had_not_been_killed(
     run_ranks: RunRanks, tmp_path: Path, ranks: int
 ) -> None:
     whole = run_ranks("elastic_checkpoints.py", ranks, STEPS, "none", 0, env=environment(tmp_path / "whole")).stdout

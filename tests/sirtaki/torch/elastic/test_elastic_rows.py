@@ -1,4 +1,4 @@
-"""Sparse gradients on ranks that come and go: whatever way rows take, training is that of one process."""
+"""Sparse gradients on elastic ranks: with every algorithm, training equals one process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GLOO = {"SIRTAKI_TRANSPORT": "gloo"}
 
 
 def comings_and_goings(moments: list[tuple[str, str]]) -> list[Event]:
-    """At each moment a third rank comes; in the next generation, at the same moment, one of the three is killed."""
+    """Return events: at each moment a third rank is added; in the next generation one of the three is killed."""
     workers, events = [0, 1], []
     for number, (stage, phase) in enumerate(moments):
         generation = 1 + 2 * number
@@ -34,7 +34,7 @@ def comings_and_goings(moments: list[tuple[str, str]]) -> list[Event]:
 
 @pytest.fixture
 def play(launcher: Launcher, tmp_path: Path) -> Play:
-    """Runs a job, and compares it with one process in float64."""
+    """Return a function that runs a job and compares it with one process in float64."""
 
     def play(
         way: str,
@@ -63,7 +63,7 @@ def play(launcher: Launcher, tmp_path: Path) -> Play:
 
 
 def check(history: list[list[Line]], weights: str, digest: str, *, tolerance: float) -> None:
-    """All ranks have the same weights, which are those of float64, given who took part."""
+    """Check that all ranks have the same weights, and that they equal float64 training with the same members."""
     alone = Model()
     optimizers = alone.optimizers()
     for number, lines in enumerate(history):

@@ -1,4 +1,4 @@
-"""Jobs of real ranks that are killed, stopped and come."""
+"""Jobs of real ranks that are killed, stopped and added."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GLOO = {"SIRTAKI_TRANSPORT": "gloo", "SIRTAKI_STREAMS": "3"}
 
 @pytest.fixture
 def start(launcher: Launcher, tmp_path: Path) -> Start:
-    """Makes a job."""
+    """Return a function that creates a job."""
     return lambda **how: ElasticJob(launcher, tmp_path, **how)
 
 
@@ -59,7 +59,7 @@ def test_one_of_three_is_left(start: Start) -> None:
 
 
 @pytest.mark.integration
-def test_a_rank_comes_and_one_is_dismissed(start: Start) -> None:
+def test_a_rank_is_added_and_one_is_dismissed(start: Start) -> None:
     faults = [(0, 3, "before_step", "add"), (1, 21, "before_step", "leave")]
     with start(ranks=2, iterations=40, pause_s=0.02, faults=faults) as job:
         judge = job.run()
@@ -69,7 +69,7 @@ def test_a_rank_comes_and_one_is_dismissed(start: Start) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_stopped_for_a_second_is_waited_for(start: Start) -> None:
+def test_a_rank_that_is_stopped_for_a_second_is_awaited(start: Start) -> None:
     with start(ranks=2, faults=[(1, 5, "in_step", "stop")]) as job:
         judge = job.run()
     judge.check(ended=2)
@@ -213,7 +213,7 @@ def test_a_rank_that_is_lost_before_training_ends_no_other_script(launcher: Laun
 
 
 @pytest.mark.integration
-def test_diloco_goes_on_with_the_ranks_that_there_are(launcher: Launcher, tmp_path: Path) -> None:
+def test_diloco_continues_with_the_remaining_ranks(launcher: Launcher, tmp_path: Path) -> None:
     with ElasticJob(
         launcher, tmp_path, ranks=3, program="elastic_features.py", replaces=True, play="less_often"
     ) as job:

@@ -22,7 +22,7 @@ PLACE = SimpleNamespace(rank=0, size=1)
 
 @pytest.fixture(autouse=True)
 def _ranks_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process is the rank that `PLACE` names."""
+    """Make this process the rank that `PLACE` names."""
     PLACE.rank, PLACE.size = 0, 1
     monkeypatch.setattr(job, "current", lambda: SimpleNamespace(control=PLACE))
 
@@ -57,7 +57,7 @@ WHO = st.integers(0, 3)
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Several ranks in one process; what is collective happens on all of them."""
+    """Several ranks in one process. Collective operations run on all of them."""
 
     ranks: list[Rank]
 
@@ -128,7 +128,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def look_for_changes(self) -> None:
-        """Without a commit: all hear what has been recorded, and no commit grows by what came after it."""
+        """Exchange recorded indices without a commit. No commit may contain later indices."""
         news = [state._news() for state, _ in self.each(self.ranks)]
         saved = [reference.saved for _, reference in self.ranks]
         known = [(reference.epoch, reference.done) for _, reference in self.ranks]
@@ -164,7 +164,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(lost=st.sets(WHO), new=st.integers(0, 2), undo=st.booleans())
     def ranks_come_and_go(self, lost: set[int], new: int, undo: bool) -> None:
-        """Commits of all ranks are restored if one is lost; then the state of all is put together."""
+        """Restore commits on all ranks if one is lost. Then merge the states of all ranks."""
         stay = [rank for number, rank in enumerate(self.ranks) if number not in lost] or self.ranks[:1]
         if undo:
             self.restore()
@@ -210,7 +210,7 @@ class TestAnyOrder(AnyOrder.TestCase):  # type: ignore[misc]  # Hypothesis makes
     settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 
 
-def test_a_batch_after_restore_is_of_the_iteration_that_is_running() -> None:
+def test_a_batch_after_restore_belongs_to_the_running_iteration() -> None:
     sampler = ElasticSampler(range(8), shuffle=True)
     order = list(sampler)
     state = TorchState(sampler=sampler)

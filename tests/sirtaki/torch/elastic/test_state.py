@@ -1,4 +1,4 @@
-"""What is committed, restored, synchronised and dealt out."""
+"""State: what is committed, restored, synchronised and dealt."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def be(monkeypatch: pytest.MonkeyPatch) -> Be:
     return be
 
 
-def test_a_newer_commit_that_others_do_not_hold_is_forgotten_with_its_random_numbers() -> None:
+def test_a_newer_commit_that_others_lack_is_forgotten_with_its_random_numbers() -> None:
     state = ObjectState(step=0, history=[0])
     drawn = []
     for step in (1, 2):
@@ -51,7 +51,7 @@ def test_a_newer_commit_that_others_do_not_hold_is_forgotten_with_its_random_num
     assert state._standing().written == 9
 
 
-def test_model_optimizer_and_sampler_go_back_together(be: Be) -> None:
+def test_model_optimizer_and_sampler_are_restored_together(be: Be) -> None:
     be(0, 1)
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -147,12 +147,12 @@ def test_indices_processed_on_one_rank_are_not_dealt_again(be: Be) -> None:
     for sampler in (first, second, third):
         sampler.record_batch(0, 2)
     marks = [sampler.mark() for sampler in (first, second, third)]
-    said = [sampler.news(mark) for sampler, mark in zip((first, second, third), marks, strict=True)]
+    said = [sampler.unsent(mark) for sampler, mark in zip((first, second, third), marks, strict=True)]
     done = {index for news in said for index in news.committed[1]}
     assert len(done) == 6
     for rank, sampler in enumerate((first, second)):  # the third is lost
         mark = sampler.merge(marks[rank], said)
-        assert sampler.news(mark) == ((0, []), (0, []))
+        assert sampler.unsent(mark) == ((0, []), (0, []))
         be(rank, 2)
         sampler.reset()
     assert set(first) | set(second) == set(range(23)) - done
@@ -162,14 +162,14 @@ def test_indices_processed_on_one_rank_are_not_dealt_again(be: Be) -> None:
 def test_indices_recorded_after_a_mark_are_forgotten_and_unsent_ones_are_sent_again(be: Be) -> None:
     (sampler,) = samplers_of(be, 1)
     sampler.record_indices([1, 2])
-    sampler.merge(sampler.mark(), [sampler.news(sampler.mark())])
+    sampler.merge(sampler.mark(), [sampler.unsent(sampler.mark())])
     sampler.record_indices([3])
     mark = sampler.mark()
     sampler.record_indices([4, 5])
     assert copy.deepcopy(mark) is mark
     sampler.rewind(mark)
     assert sampler.processed_indices == {1, 2, 3}
-    assert sampler.news(mark).committed == (0, [3])
+    assert sampler.unsent(mark).committed == (0, [3])
     sampler.set_epoch(1)
     assert sampler.processed_num == 0
     sampler.rewind(mark)

@@ -22,7 +22,7 @@ TIMEOUT_S = 60.0
 
 @pytest.fixture
 def play(launcher: Launcher, mpiexec: list[str], tmp_path: Path) -> Play:
-    """Runs a job and reads what its ranks have logged."""
+    """Return a function that runs a job and reads the logs of its ranks."""
     if "--map-by" not in mpiexec:
         pytest.skip("this mpiexec is not Open MPI's, which has ULFM")
 
