@@ -182,7 +182,8 @@ class Settings:
     Attributes:
         tune: search for a faster setting in the first iterations. Off: the default runs, with the values
             that the remaining settings fix.
-        warmup_iterations: number of training iterations in which settings may be tried.
+        warmup_iterations: number of training iterations in which settings may be tried. The comparison that proves the
+            result takes as many more as it needs, at most 1.5 times this number.
         plan: plan file of `sirtaki optimize`, or its folder. The warm-up tries the plan first. Without tuning, the plan
             runs. Rank 0's value applies to all ranks.
         unit_bytes: fixed size of a unit. A unit is one all-reduce (DDP's bucket, Horovod's fusion buffer).
