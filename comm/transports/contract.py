@@ -211,7 +211,7 @@ class FlatBuffer:
 
 
 class Work:
-    """An all-reduce or exchange in flight. The base class is an operation on an empty range, which has ended already."""
+    """An all-reduce or exchange in flight. The base class is an operation on an empty range, which has ended."""
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the result is in the buffer, for at most `timeout_s`.
@@ -381,7 +381,7 @@ class Transport(ABC):
 
         Raises:
             PlanError: on all ranks, if that many streams cannot be open at the same time.
-            TransportError: on all ranks, if any rank could not open a stream. The new streams are then closed, and streams
+            TransportError: on all ranks, if any rank could not open a stream. The new streams are then closed. Streams
                 that were open before the call stay open.
             CommError: the job has failed.
         """

@@ -219,9 +219,7 @@ def _open_device(address: str) -> object:
 
 def _reject_connections(listeners: set[int]) -> None:
     """Drop all packets to listening sockets, because Gloo keeps a file descriptor open for each unknown client."""
-    program = ctypes.create_string_buffer(
-        struct.pack("HBBI", _RETURN, 0, 0, 0)
-    )  # a packet filter that keeps 0 bytes of each packet
+    program = ctypes.create_string_buffer(struct.pack("HBBI", _RETURN, 0, 0, 0))  # keeps 0 bytes of each packet
     for listener in listeners:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(listener)) as there:
             there.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program)))
@@ -315,7 +313,7 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
 
     def _start(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
         unit = buffer.tensor[start:stop]
-        work = self.streams[stream.number].allreduce([unit], TORCH_OPS[op])  # type: ignore[attr-defined]  # torch's stub
+        work = self.streams[stream.number].allreduce([unit], TORCH_OPS[op])  # type: ignore[attr-defined]  # not in stub
         unit_work = _GlooUnitWork(work, unit, scale, f"elements [{start}, {stop}) on stream {stream.number}")
         if recorder.times_wanted():
             unit_work.record_end()
