@@ -56,15 +56,15 @@ class Device:
         return self._nothing
 
     def before_packing(self) -> AbstractContextManager[object]:
-        """Return a context whose body runs on the stream from which `beside` was entered. Packing continues after it."""
+        """Return a context whose body runs on the stream from which `beside` was entered. Packing waits for it."""
         return self._nothing
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
-        """Return a context whose body runs on `stream`, made by `make_stream`, without any order to the current stream."""
+        """Return a context whose body runs on a stream of `make_stream`, without any order to the current stream."""
         return self._nothing
 
     def make_stream(self) -> Any:
-        """Create a high-priority stream. None on the host. Streams differ until PyTorch's pool of 32 streams is used up."""
+        """Create a high-priority stream. None on the host. Streams differ until PyTorch's pool of 32 is used up."""
         return None
 
     def notice_stream(self) -> None:
@@ -81,7 +81,7 @@ class Device:
         """Keep references to tensors until the work that is queued on the current stream now has ended."""
 
     def release(self) -> None:
-        """Drop the references of `keep`. The streams that may reuse the memory first wait for packing, which reads it."""
+        """Drop the references of `keep`. Streams that may reuse their memory first wait for packing, which reads it."""
 
     def record_event(self, *, timed: bool = False) -> Event:
         """Record an event on the current stream. Only timed events can be passed to `elapsed_s`."""
