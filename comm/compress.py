@@ -119,8 +119,8 @@ class Scheme(Protocol):
     def reduce(self, unit: CompressionInput, result: torch.Tensor, scale: float) -> None:
         """Write the approximate sum of `unit.values` over ranks, times `scale`, into `result`. Collective.
 
-        The result must be bitwise equal on all ranks. The scheme overwrites `unit.values` with this rank's residual. The
-        residuals of all ranks add up to the exact sum minus the approximate sum, except for rounding.
+        The result must be bitwise equal on all ranks. The scheme replaces `unit.values` by the residual of this rank.
+        The residuals of all ranks add up to the exact sum minus the approximate sum, except for rounding.
         """
         ...
 
@@ -189,7 +189,7 @@ class MatrixSlice:
     A row of the matrix is an entry along the outermost dimension of the parameter.
 
     Attributes:
-        key: name of the parameter, and index of the first row in the unit.
+        key: name of the parameter, and index in the parameter of the slice's first row.
         columns: number of elements of a row.
     """
 
@@ -207,7 +207,7 @@ def packed_bytes(codec: Codec, count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """Scheme that sends packed values. Each rank sums one part of a unit (bucket) from the packed summands of all ranks.
+    """Scheme that sends packed values. Each rank sums one part of a unit (bucket), from packed summands of all ranks.
 
     The rank then sends the packed sum of its part to all ranks. Sums are computed in float32. The rounding errors of
     packing summands and sums become residuals of the rank that has packed them.
@@ -290,7 +290,7 @@ class PowerSgd:
             raise ConfigError(f"the rank of powersgd must be at least 1, not {self.rank}")
 
     def reduce(self, unit: CompressionInput, result: torch.Tensor, scale: float) -> None:
-        """Sum matrices by one power iteration. The residual is this rank's matrix minus the mean of the approximate sum."""
+        """Sum matrices by one power iteration. The residual is the own matrix minus the mean of the approximate sum."""
         values, plain, end = unit.values, list[tuple[int, int]](), 0
         blocks: list[tuple[MatrixSlice, torch.Tensor, torch.Tensor]] = []
         for piece in unit.pieces:

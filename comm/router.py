@@ -288,8 +288,8 @@ class Router:
         have, want = self._opened.get(route, 0), 1 + max(stream.number for stream in streams)
         try:
             if want > have:
-                # First check descriptors and threads on all ranks: a failure in `open_streams` takes long, and can break
-                # Gloo.
+                # First check descriptors and threads on all ranks, because a failure in `open_streams` takes long and
+                # can make Gloo unusable.
                 with reserved(transport.stream_cost * (want - have)) as problem:
                     self._control.agree_on_success(problem)
             transport.open_streams(streams)
@@ -355,7 +355,7 @@ class Router:
     def exchange(
         self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, *, route: Route, stream: int
     ) -> Work:
-        """Launch an all-to-all in host memory over a flat route, as in `Transport.exchange`. Non-blocking, collective."""
+        """Launch an all-to-all in host memory on a flat route, like `Transport.exchange`. Collective, non-blocking."""
         return self.transports[route].exchange(outgoing, parcels, incoming, stream=StreamSpec(stream))
 
     def all_reduce_plan(self, buffer: FlatBuffer, plan: CommPlan, *, scale: float = 1.0) -> list[Work]:
