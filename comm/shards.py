@@ -18,8 +18,8 @@ Several small gathers or scatters may be coalesced into one (`JointGather`, `Joi
 into one buffer and out of the buffer takes less time than one message for each tensor.
 
 A `Codec` may pack (compress) data that are sent over sockets: the shards of a gather, and the rows of a scatter (qwZ
-and qgZ of ZeRO++: Wang et al., 2023). Sums are computed from the unpacked values, in float32. There is no error feedback,
-because a rank has no memory for the residuals of the other ranks' shards.
+and qgZ of ZeRO++: Wang et al., 2023). Sums are computed from the unpacked values, in float32. There is no error
+feedback, because a rank has no memory for the residuals of the other ranks' shards.
 
 All ranks must submit the same operations in the same order, as with every process group, but may wait for operations in
 any order. Operations may have labels (numbers). If the ranks pass different labels, the operation fails. This happens,
@@ -514,7 +514,7 @@ class _OverSockets(ShardLanes):
         return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
     def _put_scratch(self, memory: torch.Tensor) -> None:
-        """Keep the buffer of a completed scatter for later ones, but at most as many bytes as the largest scatter needs."""
+        """Keep the buffer of a completed scatter for reuse, unless the buffers exceed what the largest scatter needs."""
         if sum(one.numel() for one in self._scratch) + memory.numel() <= self._largest_scratch:
             self._scratch.append(memory)
 
@@ -649,13 +649,13 @@ class _Wholes:
         self._release_before(place, self._held.pop(place) + 1)
 
     def _release_before(self, place: int, number: int) -> None:
-        """Release `place` after all gathers before `number`, unless this rank still holds a result in it. Thread-safe."""
+        """Release `place` after the gathers before `number`, unless this rank still holds a result in it. Thread-safe."""
         self._ended[place] = max(self._ended[place], number)
         if place not in self._held:
             self._released[self._me][place] = self._ended[place]
 
     def next(self) -> torch.Tensor:
-        """Start the next gather, and return its shared memory, uint8. Ranks that have not called `take` must call `end`."""
+        """Start the next gather, and return its shared memory, uint8. A rank that did not `take` it must call `end`."""
         place = self.number % WHOLES
         self.number += 1
         return torch.from_numpy(self._memory[place])
