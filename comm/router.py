@@ -318,7 +318,7 @@ class Router:
                 for plan in plans
                 for key in transport.keys(streams_of(plan, algorithm))
             ]
-            self.device.synchronise()  # because a communicator to close must have nothing in flight
+            self.device.synchronise()  # a communicator may be closed only with no operation in flight
             self._pool.keep_only(keys)
 
     # ── units ───────────────────────────────────────────────────────────────────────────────────────
@@ -405,7 +405,7 @@ class Router:
         """Close all transports and communicators. Collective. May be called twice."""
         self.release()
         if self._pool is not None and self._control.failures.error is None:
-            self.device.synchronise()  # because a communicator to close must have nothing in flight
+            self.device.synchronise()  # a communicator may be closed only with no operation in flight
             self._pool.close()
 
 

@@ -514,7 +514,7 @@ class _OverSockets(ShardLanes):
         return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
     def _put_scratch(self, memory: torch.Tensor) -> None:
-        """Keep the buffer of a completed scatter for reuse, unless the buffers exceed what the largest scatter needs."""
+        """Keep the buffer of a completed scatter for reuse. All such buffers together never exceed the largest one."""
         if sum(one.numel() for one in self._scratch) + memory.numel() <= self._largest_scratch:
             self._scratch.append(memory)
 
@@ -649,7 +649,7 @@ class _Wholes:
         self._release_before(place, self._held.pop(place) + 1)
 
     def _release_before(self, place: int, number: int) -> None:
-        """Release `place` after the gathers before `number`, unless this rank still holds a result in it. Thread-safe."""
+        """Release `place` after gathers before `number`, unless this rank still holds a result in it. Thread-safe."""
         self._ended[place] = max(self._ended[place], number)
         if place not in self._held:
             self._released[self._me][place] = self._ended[place]

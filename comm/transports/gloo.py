@@ -401,7 +401,7 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
 
 
 ONE_HOP_BYTES = 16 << 10
-"""Size up to which a rank sends a whole unit (bucket) to all peers. Each then adds up all of it, and sends no sums."""
+"""Largest unit (bucket) that each rank sends whole to all peers. Each rank then adds up the whole unit itself."""
 
 MOST_SENDING = 3
 """Largest number of units (buckets) of one stream whose summands are sent at the same time."""
