@@ -417,7 +417,7 @@ class Cost(NamedTuple):
     """Precision lost and bytes saved by compression, on one rank.
 
     Attributes:
-        residual_squares: sum of squares of the residuals of compressed units.
+        residual_squares: sum of squares of the residuals of compressed units (buckets).
         gradient_squares: sum of squares of the gradients of compressed units.
         sent_bytes: bytes that all units have sent.
         whole_bytes: bytes that all units would send without compression.
@@ -440,7 +440,7 @@ class CompressedUnits:
         """Create the object without starting a thread.
 
         Args:
-            router: reduces units and exchanges packed values. The caller must close this object before the router.
+            router: reduces units (buckets), and exchanges packed values. The caller must close this object before it.
             scheme: scheme of all units that name no compressor. None = units without a compressor are not compressed.
             feedback: residuals of this rank.
             rank: rank of this process.
@@ -457,7 +457,7 @@ class CompressedUnits:
         self._costs: dict[int, Cost] = {}  # by stream, each written by its thread
 
     def lay_out(self, groups: Sequence[CompressibleGroup], plans: Sequence[CommPlan]) -> None:
-        """Use the buffers of `groups`, and `plans`, from now on. No unit may be in flight."""
+        """Use the buffers of `groups`, and `plans`, from now on. No unit (bucket) may be in flight."""
         self._feedback.factors.clear()  # because the matrix slices change
         self._groups, self._plans = {id(group.buffer): group for group in groups}, list(plans)
         self._schemes = {}
@@ -477,7 +477,7 @@ class CompressedUnits:
     def _copy_residuals(self) -> None:
         """Copy the residuals into one tensor per flat buffer.
 
-        A flat buffer that has neither residuals nor compressed units gets no tensor.
+        A flat buffer that has neither residuals nor compressed units (buckets) gets no tensor.
         """
         feedback = self._feedback
         feedback.loaded, self._residuals, self._uncompressed = False, {}, set()
@@ -515,7 +515,7 @@ class CompressedUnits:
         op: ReduceOp = ReduceOp.SUM,
         scale: float = 1.0,
     ) -> Work:
-        """Launch the all-reduce of a unit, like `Router.all_reduce`.
+        """Launch the all-reduce of a unit (bucket), like `Router.all_reduce`.
 
         Of a plan, either all units or none must be launched by this method.
         """
@@ -561,13 +561,13 @@ class CompressedUnits:
         self._costs[stream] = Cost(*(old + new for old, new in zip(before, cost, strict=True)))
 
     def _end(self, group: CompressibleGroup, stop: int) -> int:
-        """Return the end of the gradients in a unit that ends at `stop`: it excludes control flags in the unit."""
+        """Return the end of the gradients in a unit (bucket) that ends at `stop`. Control flags may follow them."""
         layout = group.layout
         return min(stop, layout.offsets[-2]) if layout.names[-1:] == (FLAGS,) else stop
 
     @torch.no_grad()
     def _add_residual(self, target: torch.Tensor, residual: torch.Tensor) -> None:
-        """Add the residual to the gradients of a unit that is no longer compressed. It becomes the rounding error."""
+        """Add the residual to a unit (bucket) that is no longer compressed. Its new value is the rounding error."""
         before = target.clone() if target.itemsize < residual.itemsize else None
         target.add_(residual)
         if before is None:
@@ -611,7 +611,7 @@ class CompressedUnits:
         return pieces
 
     def close(self) -> bool:
-        """End the threads once no unit is in flight. Return False if a thread still waits for a peer."""
+        """End the threads once no unit (bucket) is in flight. Return False if a thread still waits for a peer."""
         return join_workers(list(self._workers.values()), within_s=1.0)
 
 

@@ -165,7 +165,7 @@ Route = tuple[TransportKind, Algorithm]
 
 
 def goes_through_sockets(route: Route) -> bool:
-    """Return whether ranks exchange bytes through sockets on a route. Only then may its units be compressed."""
+    """Return whether ranks exchange bytes through sockets on a route. Only then, compression is allowed."""
     return route[0] in (TransportKind.GLOO, TransportKind.MPI) and route[1] is Algorithm.FLAT
 
 
@@ -215,7 +215,7 @@ class Unit:
 
     @property
     def numel(self) -> int:
-        """Number of elements in this unit."""
+        """Number of elements in this unit (bucket)."""
         return self.stop - self.start
 
 
@@ -288,7 +288,7 @@ class CommPlan:
 
 
 def _unit_json(unit: Unit) -> dict[str, Any]:
-    """Return a unit as a dict for JSON.
+    """Return a unit (bucket) as a dict for JSON.
 
     The dict omits `compressor` and `nccl` at their defaults, so that fingerprints of older versions stay valid.
     """

@@ -230,7 +230,7 @@ class Router:
         return fit, f"{name} has at most {fit}"
 
     def threads(self) -> tuple[int, ...]:
-        """Return the numbers of GPU threads per unit that all routes offer. Empty = a plan cannot choose the number."""
+        """Return the numbers of GPU threads per unit (bucket) that all routes offer. Empty = there is no choice."""
         offers = [self.transports[route].threads for route in self.routes]
         return tuple(count for count in offers[0] if all(count in offer for offer in offers))
 
@@ -324,7 +324,7 @@ class Router:
     # ── units ───────────────────────────────────────────────────────────────────────────────────────
 
     def prepare(self, act: Callable[[], None], *, route: Route, stream: int) -> None:
-        """Call `act` before units that are submitted to the stream later: in the thread of the stream, if it has one.
+        """Call `act` before units (buckets) submitted to the stream later: in the thread of the stream, if it has one.
 
         Args:
             act: function to call. Must not raise.
@@ -359,7 +359,7 @@ class Router:
         return self.transports[route].exchange(outgoing, parcels, incoming, stream=StreamSpec(stream))
 
     def all_reduce_plan(self, buffer: FlatBuffer, plan: CommPlan, *, scale: float = 1.0) -> list[Work]:
-        """Launch the all-reduces of all units of `plan`, whose streams must be open. Collective, non-blocking."""
+        """Launch the all-reduces of all units (buckets) of `plan` on its open streams. Collective, non-blocking."""
         return [
             self.all_reduce(
                 buffer,
@@ -410,7 +410,7 @@ class Router:
 
 
 def streams_of(plan: CommPlan, algorithm: Algorithm) -> list[StreamSpec]:
-    """Return the streams that the units of `plan` with this algorithm use, each once."""
+    """Return the streams that the units (buckets) of `plan` with this algorithm use, each once."""
     return list(
         dict.fromkeys(
             StreamSpec(unit.stream, unit.threads, unit.nccl) for unit in plan.units if unit.algorithm is algorithm

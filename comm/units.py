@@ -38,14 +38,14 @@ from .plan import Route
 from .router import Router
 
 LEAST_BYTES = 128 << 10
-"""Size of the smallest unit. A tensor too small for one full unit per stream is cut into one equal part per stream."""
+"""Size of the smallest unit (bucket). A tensor too small for one full unit per stream is cut into equal units."""
 
 LATE_S = 0.5
-"""Time that units in flight get after a rank has ended, because a rank may exit normally after its last operation."""
+"""Time that operations in flight get after a rank has ended: a rank may exit normally after its last operation."""
 
 UNIT_BLAME_S = 0.5
-"""Time for which the error of a unit waits until the control plane names the rank that has ended. A rank that ends
-closes its control plane before its transports, so the name arrives early."""
+"""Time for which the error of an operation waits until the control plane names the rank that has ended. A rank that
+ends closes its control plane before its transports, so the name arrives early."""
 
 
 class TensorOperation:
@@ -126,7 +126,7 @@ class TensorReduction(TensorOperation):
 
 @dataclass(slots=True, eq=False)
 class _TensorUnit:
-    """A unit in flight: elements `[low, high)` of the tensor of `reduction`."""
+    """A unit (bucket) in flight: elements `[low, high)` of the tensor of `reduction`."""
 
     reduction: TensorReduction
     low: int
@@ -155,7 +155,7 @@ class UnitPipeline:
             control: control plane of these ranks. The pipeline closes it if all ranks close the pipeline together.
             route: transport and algorithm of all units.
             streams: number of streams.
-            unit_bytes: size of a unit in bytes.
+            unit_bytes: size of a unit (bucket) in bytes.
             slots: uint8 buffer in memory that the ranks of the node share. Its size is a multiple of `unit_bytes`.
                 None = units are reduced in the tensors themselves.
         """
@@ -173,7 +173,7 @@ class UnitPipeline:
         self._error: CommError | None = None
 
     def submit(self, reduction: TensorReduction) -> None:
-        """Queue a reduction, and launch its units as long as slots are free. Non-blocking.
+        """Queue a reduction, and launch its units (buckets) as long as slots are free. Non-blocking.
 
         Raises:
             CommError: an earlier reduction has failed.
@@ -190,7 +190,7 @@ class UnitPipeline:
             self.fail(problem)
 
     def finish(self, reduction: TensorReduction, timeout_s: float | None = None) -> bool:
-        """Wait until a reduction has ended. Meanwhile copy results and launch units, unless another thread does so.
+        """Wait until a reduction has ended. Meanwhile launch units (buckets), unless another thread does so.
 
         Returns:
             False if the reduction has not ended within `timeout_s`.
@@ -224,7 +224,7 @@ class UnitPipeline:
         self.finish(reduction)
 
     def drain(self) -> None:
-        """Wait until no unit is in flight. Raise no error, because the callers of `finish` get the errors."""
+        """Wait until no unit (bucket) is in flight. Raise no error, because the callers of `finish` get the errors."""
         while self._in_flight:
             with self._drive_lock:
                 self._advance()
@@ -244,8 +244,8 @@ class UnitPipeline:
         """End the threads and connections of this rank.
 
         Args:
-            together: True if all ranks close the pipeline now, with no unit in flight. The call is then collective, and
-                also closes communicators and the control plane.
+            together: True if all ranks close the pipeline now, with no operation in flight. The call is then collective,
+                and also closes communicators and the control plane.
         """
         if together:
             self._router.close()
@@ -254,7 +254,7 @@ class UnitPipeline:
             self._router.release()
 
     def _launch_units(self) -> CommError | None:
-        """Launch units while slots are free. Return the error if a launch fails. Requires `_submit_lock`."""
+        """Launch units (buckets) while slots are free. Return the error if a launch fails. Requires `_submit_lock`."""
         while self._queue and len(self._in_flight) < self._window:
             reduction = self._queue[0]
             itemsize, numel = reduction.source.itemsize, reduction.source.numel()
@@ -297,7 +297,7 @@ class UnitPipeline:
         return found
 
     def _advance(self) -> None:
-        """Wait briefly for the oldest unit in flight. If it has ended, copy its result. Requires `_drive_lock`."""
+        """Wait briefly for the oldest unit (bucket). If it has ended, copy its result. Requires `_drive_lock`."""
         try:
             unit = self._in_flight[0]
         except IndexError:  # another thread is launching a unit, or has called `fail`
@@ -332,7 +332,7 @@ class UnitPipeline:
             self.fail(problem)
 
     def _copy_result(self, unit: _TensorUnit) -> None:
-        """Copy the elements of a unit that `target` receives, unless the unit was reduced in `target` itself."""
+        """Copy the wanted elements of a unit (bucket) to `target`, unless the unit was reduced in `target` itself."""
         reduction = unit.reduction
         if self._slots is None and reduction.target is reduction.source:
             return

@@ -70,7 +70,7 @@ ALLOWANCES = tuple(THREADS_PER_CTA * ctas for ctas in (1, 2, 4, 8, 16))
 
 
 def ctas_for(threads: int | None) -> int | None:
-    """Return the number of CTAs (thread blocks) for `threads` GPU threads (LIBRA's r) per unit. None = NCCL decides."""
+    """Return the number of CTAs (thread blocks) that have `threads` GPU threads (LIBRA's r). None = NCCL decides."""
     if threads is None:
         return None
     return min(MAX_CTAS, max(1, threads // THREADS_PER_CTA))

@@ -406,7 +406,7 @@ class Transport(ABC):
         """Launch the all-reduce of elements `[start, stop)`, at least one. Called by `all_reduce`."""
 
     def prepare(self, act: Callable[[], None], *, stream: StreamSpec) -> bool:
-        """Queue `act` for the stream's thread, which calls it before units that are submitted later. Non-blocking.
+        """Queue `act` for the stream's thread, which calls it before units (buckets) submitted later. Non-blocking.
 
         Args:
             act: function to call. Must not raise.

@@ -433,7 +433,7 @@ class _Path:
         return work
 
     def _begin(self, work: ThreadWork, unit: torch.Tensor, op: ReduceOp, scale: float, failed: str) -> None:
-        """Send the parts of a unit, and reduce received parts of earlier units. Runs in the thread for summands."""
+        """Send the parts of a unit (bucket), and reduce parts of earlier units. Runs in the thread for summands."""
         self._begun += 1
         work.begun_s = time.perf_counter()
         work.attempt(lambda: self._sending.append((work, failed, self._send(unit, op, scale))), failed)

@@ -372,7 +372,7 @@ class _SharedMemoryStream:
             raise
 
     def prepare(self, act: Callable[[], None] | _UnitTask) -> None:
-        """Queue a call, or a unit that the stream's thread must post, behind earlier calls. Non-blocking."""
+        """Queue a call, or a unit (bucket) that the stream's thread must post, behind earlier calls. Non-blocking."""
         self._to_prepare += 1
         self._incoming.put(act)
         if self._to_prepare - self._prepared == 1:  # else the thread is awake and empties the queue
@@ -415,7 +415,7 @@ class _SharedMemoryStream:
         self._control.failures.report(err)
 
     def _advance(self) -> bool:
-        """Move each unit to its next stage if the counters permit it. Return whether a unit has moved."""
+        """Move each unit (bucket) to its next stage if the counters permit it. Return whether a unit has moved."""
         moved = False
         while not self._incoming.empty():
             self._accept(self._incoming.get())
@@ -440,7 +440,7 @@ class _SharedMemoryStream:
         self._prepared += 1
 
     def _bounds(self, task: _UnitTask) -> tuple[int, int]:
-        """Return the element range of this rank's share of a unit. The range is empty on ranks without a share."""
+        """Return the element range that this rank reduces of a unit (bucket). It is empty on ranks without a share."""
         numel = task.stop - task.start
         if self._me >= self._shares:
             return task.start, task.start
@@ -494,7 +494,7 @@ class _SharedMemoryStream:
         self._doorbell.ring_peers()
 
     def _fail_units_of(self, rank: int) -> None:
-        """Fail the units in flight, because `rank` has ended and will not post them."""
+        """Fail the units (buckets) in flight, because `rank` has ended and will not post them."""
         while not self._incoming.empty():
             self._accept(self._incoming.get())
         if not (self._to_reduce or self._to_complete or self._crossing.qsize()):

@@ -64,7 +64,7 @@ class _StagedStream:
             worker.put(device.enter_thread)
 
     def submit(self, buffer: FlatBuffer, start: int, stop: int, op: ReduceOp, scale: float) -> Work:
-        """Launch the copy of a unit to the host, after the kernels queued on the current CUDA stream. Non-blocking."""
+        """Launch the copy of a unit (bucket) to the host after the kernels on the current CUDA stream. Non-blocking."""
         device, mirror, work = self._device, buffer.mirror, _StagedWork(self._device)
         assert mirror is not None
         on_gpu, on_host = buffer.tensor[start:stop], mirror.tensor[start:stop]
@@ -92,7 +92,7 @@ class _StagedStream:
         return work
 
     def close(self) -> None:
-        """End the two threads after they have processed their queued units."""
+        """End the two threads after they have processed their queued units (buckets)."""
         for worker in (self._to_host, self._to_gpu):
             join_workers([worker], within_s=2.0)
 
