@@ -86,7 +86,7 @@ class Blockwise:
     def unpack(self, packed: torch.Tensor, count: int) -> torch.Tensor:
         """Return the encoded values, each multiplied by the scale of its block."""
         n_blocks = -(-count // self.block)
-        scales = packed[: 4 * n_blocks].clone().view(torch.float32)  # the clone is aligned; a message may not be
+        scales = packed[: 4 * n_blocks].clone().view(torch.float32)  # clone, because the message may be unaligned
         numbers = packed[4 * n_blocks :].view(self.dtype).float()
         padded = torch.nn.functional.pad(numbers, (0, -count % self.block)).view(n_blocks, self.block)
         return padded.mul_(scales[:, None]).view(-1)[:count]
@@ -259,7 +259,7 @@ class TopK:
         """Sum the values that the ranks send. The residual contains the values that this rank does not send."""
         values = unit.values
         count = max(1, math.ceil(self.ratio * values.numel()))
-        if count * unit.size >= values.numel():  # an all-reduce sends no more bytes
+        if count * unit.size >= values.numel():  # an all-reduce sends no more bytes than top-k
             unit.sum_(result.copy_(values)).mul_(scale)
             values.zero_()
             return
@@ -447,14 +447,14 @@ class CompressedUnits:
             size: number of ranks.
         """
         self._router, self._scheme, self._feedback, self._rank, self._size = router, scheme, feedback, rank, size
-        self._workers: dict[int, Worker] = {}  # by stream
+        self._workers: dict[int, Worker] = {}  # one thread per stream, by stream number
         self._residuals: dict[int, torch.Tensor] = {}
         self._groups: dict[int, CompressibleGroup] = {}
         self._plans: list[CommPlan] = []
-        self._schemes: dict[tuple[int, int], Scheme] = {}  # by buffer and first element
-        self._uncompressed: set[tuple[int, int]] = set()  # units no longer compressed, with residuals that are not zero
+        self._schemes: dict[tuple[int, int], Scheme] = {}  # scheme of each compressed unit, by buffer and start
+        self._uncompressed: set[tuple[int, int]] = set()  # units whose residuals must be added uncompressed
         self.measures = False
-        self._costs: dict[int, Cost] = {}  # by stream, each written by its thread
+        self._costs: dict[int, Cost] = {}  # costs since the last call of `cost`, by stream
 
     def lay_out(self, groups: Sequence[CompressibleGroup], plans: Sequence[CommPlan]) -> None:
         """Use the buffers of `groups`, and `plans`, from now on. No unit (bucket) may be in flight."""

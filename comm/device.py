@@ -128,7 +128,7 @@ CAPTURE_MODE_THREAD_LOCAL = 1
 
 
 @functools.cache
-def cuda_runtime() -> Any:  # Any: functions of a C library
+def cuda_runtime() -> Any:  # Any: ctypes has no types for C functions
     """Return the CUDA runtime library that PyTorch has loaded, or None if it cannot be found.
 
     `torch.cuda.cudart()` lacks `cudaGetLastError`, `cudaDriverGetVersion` and `cudaThreadExchangeStreamCaptureMode`.
@@ -267,10 +267,10 @@ class CudaDevice(Device):
         with self._stashing:
             self._stash.clear()
 
-    def _stream_of(self, raw: int) -> Any:  # Any: torch leaves it untyped
+    def _stream_of(self, raw: int) -> Any:  # Any: torch has no type for streams
         stream = self._known_streams.get(raw)
         if stream is None:
-            if raw == 0:  # ExternalStream refuses 0
+            if raw == 0:  # because ExternalStream rejects handle 0
                 stream = torch.cuda.default_stream(self.torch_device)
             else:
                 stream = torch.cuda.ExternalStream(raw, self.torch_device)  # type: ignore[no-untyped-call]  # torch's

@@ -257,7 +257,7 @@ class JointGather:
         self._label: int | None = None
         self._shards: list[torch.Tensor] = []
         self._numel = 0
-        self._received: list[torch.Tensor] = []  # one row per rank: the rank's shards, concatenated
+        self._received: list[torch.Tensor] = []  # row r: all shards of rank r, concatenated
 
     def add(self, rows: Sequence[torch.Tensor], shard: torch.Tensor, *, label: int = 0) -> Callable[[], None]:
         """Add a gather to the coalesced one. The arguments are those of `ShardLanes.gather`.
@@ -580,7 +580,7 @@ class _Slots:
             for work in self._works:
                 if work is not None:
                     work.wait()
-            self._slots = []  # frees the old slots
+            self._slots = []  # free the old slots before new ones are allocated
             whole_bytes = (size_bytes // MARK_BYTES + 2) * MARK_BYTES
             self._slots = [self._router.allocate(whole_bytes, torch.uint8) for _ in range(SLOTS)]
 
@@ -622,7 +622,7 @@ class _Wholes:
         self._released = [peer.numpy() for peer in router.allocate(WHOLES, torch.int64).peers]
         self._me, self._failures = control.rank, control.failures
         self._held: dict[int, int] = {}  # gather whose result this rank holds, by whole tensor
-        self._ended = [0] * WHOLES  # by whole tensor: gathers before this one have ended here
+        self._ended = [0] * WHOLES  # by whole tensor: this rank has ended all gathers before this one
         self.number = 0  # number of the next gather
 
     def take(self, size_bytes: int) -> torch.Tensor | None:

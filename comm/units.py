@@ -69,7 +69,7 @@ class TensorOperation:
         if error is None:
             try:
                 self._then()
-            except Exception as err:  # of any type, because the waiting threads must be woken
+            except Exception as err:  # any error must wake the waiting threads
                 error = CommError(f"a tensor was received, but could not be copied to its target: {err!r}")
         with suppress(InvalidStateError):
             if error is None:
@@ -244,8 +244,8 @@ class UnitPipeline:
         """End the threads and connections of this rank.
 
         Args:
-            together: True if all ranks close the pipeline now, with no operation in flight. The call is then collective,
-                and also closes communicators and the control plane.
+            together: True if all ranks close the pipeline now, with no operation in flight. The call is then
+                collective, and also closes communicators and the control plane.
         """
         if together:
             self._router.close()
@@ -262,7 +262,7 @@ class UnitPipeline:
             low, high = self._offset, min(self._offset + step, numel)
             try:
                 self._in_flight.append(self._launch(reduction, low, high))
-            except Exception as err:  # of any type, because the waiting threads must be woken
+            except Exception as err:  # any error must wake the waiting threads
                 return caused(CommError(f"elements [{low}, {high}) of a tensor could not be sent: {err!r}"), err)
             self._launched += 1
             self._offset = high
@@ -274,7 +274,7 @@ class UnitPipeline:
     def _launch(self, reduction: TensorReduction, low: int, high: int) -> _TensorUnit:
         if self._slots is None:
             if low == 0 and reduction.target is not reduction.source:
-                reduction.source = reduction.source.clone()  # because the units are reduced in place
+                reduction.source = reduction.source.clone()  # because the reduction in place changes its source
             buffer, start, result = FlatBuffer(reduction.source), low, reduction.source[low:high]
         else:
             buffer = self._typed.get(reduction.source.dtype) or self._view(self._slots, reduction.source.dtype)
@@ -318,7 +318,7 @@ class UnitPipeline:
         except CommError as err:
             self.fail(err)
             return
-        except Exception as err:  # of any type, because the waiting threads must be woken
+        except Exception as err:  # any error must wake the waiting threads
             elements = f"elements [{unit.low}, {unit.high})"
             self.fail(CommError(f"{elements} of a reduced tensor could not be copied to the target: {err!r}"))
             return

@@ -544,14 +544,14 @@ class NcclGroup:
 
     def error(self) -> str:
         """Return the asynchronous error of NCCL, empty if there is none."""
-        if not hasattr(self._group, "get_error"):  # torch < 2.7
+        if not hasattr(self._group, "get_error"):  # torch < 2.7 cannot query errors
             return ""
         found = self._group.get_error()
         return "" if found.name == "SUCCESS" else str(found.name).lower().replace("_", " ")
 
     def close(self) -> None:
         """Free the communicator, by the method that this version of torch has."""
-        self._end("shutdown", "abort", "_shutdown")  # torch 2.4 has only the last one
+        self._end("shutdown", "abort", "_shutdown")  # torch 2.4 has only `_shutdown`
 
     def abort(self) -> None:
         """Make pending operations fail, and free the communicator. Not collective. Thread-safe."""
@@ -625,7 +625,7 @@ class _Opening:
         try:
             self._device.enter_thread()
             self.run()
-        except Exception as err:  # of any type, because the training thread must learn of it
+        except Exception as err:  # any error must reach the training thread
             self.problem = self.problem or str(err)
 
     def abort(self) -> None:

@@ -312,7 +312,7 @@ class ThreadWork(Work):
             act()
         except CommError as err:
             self.finish(err)
-        except Exception as err:  # of any type, because the waiting thread must be woken
+        except Exception as err:  # any error must wake the waiting thread
             self.finish(CommError(f"{failed}: {err!r}"))
         else:
             return True

@@ -182,8 +182,8 @@ def _abort(group: ProcessGroupGloo) -> None:
 
 
 _open_lock = free_in_forked_children(threading.Lock())
-_kept_until_exit: list[list[ProcessGroupGloo]] = []  # because dropping the last reference to a group may block
-_SO_ATTACH_FILTER, _RETURN = 26, 0x06  # from asm/socket.h and linux/bpf_common.h
+_kept_until_exit: list[list[ProcessGroupGloo]] = []  # never freed, because this may block
+_SO_ATTACH_FILTER, _RETURN = 26, 0x06  # constants of asm/socket.h and linux/bpf_common.h
 
 
 def _listening_sockets() -> set[int]:
@@ -244,7 +244,7 @@ def open_group(store: Store, rank: int, size: int, timeout: timedelta) -> Proces
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stub lacks it
     options._devices, options._threads, options._timeout = devices, 2 * len(devices), timeout
     group = keep_in_forked_children(ProcessGroupGloo(store, rank, size, options))
-    if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") == "0":  # else the ranks connect later
+    if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") == "0":  # if "1", the ranks connect later
         _reject_connections(listeners)
     return group
 
@@ -380,7 +380,7 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
         A reduction that starts to wait while its connection is being closed blocks until its timeout. Dropping the last
         reference to its process group blocks as long. Therefore helper threads drop the references to groups.
         """
-        if self._messages:  # the job has failed
+        if self._messages:  # messages are in flight only if the job has failed
             for stream in streams:
                 self._fail_messages(stream)
         boxes: list[list[ProcessGroupGloo]] = []
@@ -420,7 +420,7 @@ class _Path:
             RuntimeError: a thread cannot be started.
         """
         self._transport, self._number, self._rank, self._size = transport, number, rank, size
-        self._submitted = self._begun = 0  # numbers of units; the caller counts submitted ones
+        self._submitted = self._begun = 0  # numbers of units that were submitted and begun
         self._sending: deque[tuple[ThreadWork, str, Callable[[], Callable[[], None]]]] = deque()
         self._scratch: list[torch.Tensor] = []
         self._summands, self._sums = (Worker(f"sirtaki-direct-{number}-{what}") for what in ("in", "out"))

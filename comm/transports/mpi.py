@@ -130,7 +130,7 @@ class MpiTransport(StreamTransport[_MpiStream]):
             work.begun_s = time.perf_counter()
             try:
                 act(chosen.comm)
-            except Exception as err:  # of any type, because the waiting thread must be woken
+            except Exception as err:  # any error must wake the waiting thread
                 work.finish(CommError(f"MPI failed in {what} on stream {number}: {err}"))
             else:
                 work.finish()

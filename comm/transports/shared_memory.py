@@ -110,7 +110,7 @@ def share_memory(control: ControlPlane, size_bytes: int) -> list[torch.Tensor]:
         descriptor = os.memfd_create("sirtaki")
         # Reserve the pages now, so that lack of memory raises here and does not cause a SIGBUS during training.
         os.posix_fallocate(descriptor, 0, length)
-    except (OSError, AttributeError) as err:  # AttributeError: not Linux
+    except (OSError, AttributeError) as err:  # AttributeError on systems other than Linux
         problem = f"rank {control.rank}: {err}"
     peers: list[int] = []
     try:
@@ -398,7 +398,7 @@ class _SharedMemoryStream:
         self._doorbell.ring_peers()
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # not Linux; sandboxes
+        with contextlib.suppress(OSError, AttributeError):  # other systems than Linux, or a sandbox
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # never preempts computing threads
         try:
             while not self._closing:
@@ -406,7 +406,7 @@ class _SharedMemoryStream:
                     for rank in self._doorbell.listen(timeout_s=1.0):
                         self._advance()  # the rank may have posted units before it ended
                         self._fail_units_of(rank)
-        except Exception as err:  # of any type, because the waiting threads must be woken
+        except Exception as err:  # any error must wake the waiting threads
             self._fail(err)
 
     def _fail(self, err: Exception) -> None:
@@ -486,7 +486,7 @@ class _SharedMemoryStream:
                         peer[start:stop].copy_(share)
                 self._count_reduced()
                 self._doorbell.ring_own()
-        except Exception as err:  # of any type, because the waiting threads must be woken
+        except Exception as err:  # any error must wake the waiting threads
             self._fail(err)
 
     def _count_reduced(self) -> None:
