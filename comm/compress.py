@@ -10,8 +10,8 @@ they outlive plans, buffers, and restarts of an elastic job with other ranks. Ov
 gradients and the last residuals equals the sum of the true gradients, whatever a scheme omits. Gradients that are not
 finite stay so on all ranks, as a loss scaler expects, and leave no residual.
 
-Units are compressed only if ranks exchange bytes over TCP. They are not compressed over shared memory or on GPUs, nor
-while the order of gradients is profiled. Control flags at the end of a buffer are never compressed.
+Units are compressed only if ranks exchange bytes over TCP. Over shared memory, on GPUs, and
+while the order of gradients is profiled, units are not compressed. Control flags at the end of a buffer are never compressed.
 """
 
 from __future__ import annotations

@@ -655,7 +655,7 @@ class _Wholes:
             self._released[self._me][place] = self._ended[place]
 
     def next(self) -> torch.Tensor:
-        """Start the next gather, and return its shared memory, uint8. A rank that did not `take` it must call `end`."""
+        """Start the next gather, and return its shared memory, uint8. If `take` returned None, `end` must follow."""
         place = self.number % WHOLES
         self.number += 1
         return torch.from_numpy(self._memory[place])

@@ -137,7 +137,7 @@ class Timeline:
         return {"name": name, "ph": "M", "pid": self._writer.rank, "tid": tid, "args": dict(arguments)}
 
     def _append(self, entries: list[dict[str, object]]) -> None:
-        """Append entries to the file in one write, which replaces the closing bracket. Other ranks are locked out."""
+        """Append entries to the file in one write, which replaces the closing bracket. Hold a lock on the file."""
         text = ",\n".join(json.dumps(entry, separators=(",", ":")) for entry in entries).encode()
         fcntl.flock(self._file, fcntl.LOCK_EX)
         try:

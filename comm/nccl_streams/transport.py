@@ -57,7 +57,7 @@ MEMORY_SHARE = 0.1
 
 
 THREADS_PER_CTA = 512
-"""NCCL's block size on current GPUs (`NCCL_NTHREADS`, which has one value per process)."""
+"""Threads of one CTA of NCCL on current GPUs (`NCCL_NTHREADS`, which has one value per process)."""
 
 MAX_CTAS = 32
 
@@ -443,7 +443,7 @@ class NcclVersions:
 
     @property
     def why_one_stream(self) -> str:
-        """Reason why only one stream is possible, for the log; empty if several are possible."""
+        """Reason why only one stream is possible, for the log. Empty = several streams are possible."""
         if self.nccl[:2] < ORDERED_NCCL:
             return f"NCCL {_dotted(self.nccl)} cannot order several communicators; {_dotted(ORDERED_NCCL)} can"
         if self.launch_order == TOO_LATE:
@@ -543,7 +543,7 @@ class NcclGroup:
             work.wait()
 
     def error(self) -> str:
-        """Return the asynchronous error of NCCL, empty if there is none."""
+        """Return the asynchronous error of the communicator, empty if there is none. Thread-safe."""
         if not hasattr(self._group, "get_error"):  # torch < 2.7 cannot query errors
             return ""
         found = self._group.get_error()
