@@ -11,7 +11,8 @@ gradients and the last residuals equals the sum of the true gradients, whatever 
 finite stay so on all ranks, as a loss scaler expects, and leave no residual.
 
 Units are compressed only if ranks exchange bytes over TCP. Over shared memory, on GPUs, and
-while the order of gradients is profiled, units are not compressed. Control flags at the end of a buffer are never compressed.
+while the order of gradients is profiled, units are not compressed. Control flags at the end of a buffer are never
+compressed.
 """
 
 from __future__ import annotations
