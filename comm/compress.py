@@ -1,16 +1,18 @@
 """Gradient compression with error feedback: the part of a gradient that compression loses is added in the next step.
 
-A unit is compressed when it is launched, so that hooks, accumulation, plans and trials do not change. Each stream has a
-thread, which processes a unit in these steps:
+A unit (bucket) is compressed when it is launched, so that hooks, accumulation, plans and trials need no code for
+compression. Each stream has a thread, which processes a unit in these steps:
 
     all_reduce ─▶ queue of the stream ─▶ add the residual ─▶ `Scheme.reduce` ─▶ keep the new residual
 
-Residuals are kept by parameter name (`Feedback`), so that they outlive plans, buffers, and generations of a job. Over
-several steps, the sum of the applied gradients and the last residuals equals the sum of the true gradients, whatever a
-scheme omits. Values that are not finite stay so on all ranks, as a loss scaler expects, and leave no residual.
+The residual of a gradient is the part that compression has lost. `Feedback` stores residuals by parameter name, so that
+they outlive plans, buffers, and restarts of an elastic job with other ranks. Over several steps, the sum of the applied
+gradients and the last residuals equals the sum of the true gradients, whatever a scheme omits. Gradients that are not
+finite stay so on all ranks, as a loss scaler expects, and leave no residual.
 
-Units are compressed between hosts, over TCP. They are not compressed over shared memory or on GPUs, nor while the order
-of gradients is profiled. Control flags at the end of a buffer are never compressed.
+Units are compressed only if ranks exchange bytes over TCP. Over shared memory, on GPUs, and
+while the order of gradients is profiled, units are not compressed. Control flags at the end of a buffer are never
+compressed.
 """
 
 from __future__ import annotations
@@ -34,17 +36,17 @@ from .router import Router
 from .transports.contract import FlatBuffer, Parcels, ReduceOp, ThreadWork, Work, Worker, join_workers
 
 FEWEST = 1024
-"""Units of fewer elements are not compressed."""
+"""Smallest number of elements of a unit (bucket) or shard that is compressed."""
 
 
 @runtime_checkable
 class Codec(Hashable, Protocol):
-    """A lossy encoding of float32 values in fewer bytes. Users may implement their own. Must be equal on all ranks."""
+    """A lossy encoding of float32 values in fewer bytes. Users may implement one. All ranks must use equal codecs."""
 
     def pack(self, values: torch.Tensor) -> torch.Tensor:
         """Return the encoding, `(m,)` uint8, of `values`, `(n,)` float32.
 
-        m must depend on n only. Values that are not finite must stay so.
+        m must depend on n only. Infinite values and NaN must not become finite.
         """
         ...
 
@@ -55,11 +57,13 @@ class Codec(Hashable, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Blockwise:
-    """Codec with one byte per value, and a float32 scale per block, which maps the largest value to the dtype's.
+    """Codec with one byte per value, and one float32 scale per block of values.
+
+    The scale maps the largest absolute value of the block to the largest value of `dtype`.
 
     Attributes:
-        dtype: int8, or a float8 type.
-        block: number of values with a common scale.
+        dtype: dtype of the encoded values, int8 or a float8 type.
+        block: number of consecutive values with a common scale.
     """
 
     dtype: torch.dtype = torch.int8
@@ -70,20 +74,20 @@ class Blockwise:
         return float(torch.finfo(self.dtype).max if self.dtype.is_floating_point else torch.iinfo(self.dtype).max)
 
     def pack(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the scales, followed by the scaled values."""
+        """Return the scales of all blocks, followed by the scaled values."""
         count = values.numel()
         padded = torch.nn.functional.pad(values, (0, -count % self.block)).view(-1, self.block)
         scales = padded.abs().amax(1).div_(self._largest)
-        # Blocks with a scale too small to divide by are sent as zeros; error feedback keeps them.
+        # A block whose scale is too small to divide by is encoded as zeros. Error feedback keeps its values.
         shares = padded * torch.where(scales < 1e-37, 0.0, 1.0 / scales)[:, None]
         if not self.dtype.is_floating_point:
             shares.round_()
         return torch.cat([scales.view(torch.uint8), shares.to(self.dtype).view(torch.uint8).view(-1)[:count]])
 
     def unpack(self, packed: torch.Tensor, count: int) -> torch.Tensor:
-        """Return the values, multiplied by the scales of their blocks."""
+        """Return the encoded values, each multiplied by the scale of its block."""
         n_blocks = -(-count // self.block)
-        scales = packed[: 4 * n_blocks].clone().view(torch.float32)  # because bytes of a message may be unaligned
+        scales = packed[: 4 * n_blocks].clone().view(torch.float32)  # clone, because the message may be unaligned
         numbers = packed[4 * n_blocks :].view(self.dtype).float()
         padded = torch.nn.functional.pad(numbers, (0, -count % self.block)).view(n_blocks, self.block)
         return padded.mul_(scales[:, None]).view(-1)[:count]
@@ -91,48 +95,48 @@ class Blockwise:
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """Codec that rounds to a 16-bit float type. Finite values beyond its range become its largest value.
+    """Codec that rounds values to a 16-bit float type. Finite values beyond its range become its largest value.
 
     Attributes:
-        dtype: float16 or bfloat16.
+        dtype: dtype of the encoded values, float16 or bfloat16.
     """
 
     dtype: torch.dtype
 
     def pack(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the values in `dtype`. Infinite values stay infinite."""
+        """Return the values rounded to `dtype`, as bytes. Infinite values stay infinite."""
         largest = torch.finfo(self.dtype).max
         within = torch.where(values.isinf(), values, values.clamp(-largest, largest))
         return within.to(self.dtype).view(torch.uint8)
 
     def unpack(self, packed: torch.Tensor, count: int) -> torch.Tensor:
-        """Return the values as float32."""
+        """Return the rounded values as float32."""
         return packed.clone().view(self.dtype)[:count].float()
 
 
 class Scheme(Protocol):
-    """An approximate sum over ranks."""
+    """Compression scheme: an algorithm that computes an approximate sum over ranks."""
 
     def reduce(self, unit: CompressionInput, result: torch.Tensor, scale: float) -> None:
         """Write the approximate sum of `unit.values` over ranks, times `scale`, into `result`. Collective.
 
-        The result must be bitwise equal on all ranks. `unit.values` becomes this rank's residual. The residuals of all
-        ranks add up to the exact sum minus the approximate one, except for rounding.
+        The result must be bitwise equal on all ranks. The scheme replaces `unit.values` by the residual of this rank.
+        The residuals of all ranks add up to the exact sum minus the approximate sum, except for rounding.
         """
         ...
 
 
 @dataclass(slots=True, eq=False)
 class CompressionInput:
-    """A vector to be summed over ranks, with the exact operations that a scheme may use.
+    """A unit (bucket) to be summed approximately over ranks, with the exact collectives that a scheme may use.
 
     Attributes:
         values: summand of this rank, `(n,)` float32.
-        pieces: matrices in the unit.
-        factors: PowerSGD's right factors, by `MatrixSlice.key`.
+        pieces: whole matrix rows of parameters that the unit contains. Only PowerSGD uses them.
+        factors: right factors of PowerSGD from the previous step, by `MatrixSlice.key`.
         rank: rank of this process.
         size: number of ranks.
-        sent_bytes: bytes that this rank has sent for the unit.
+        sent_bytes: number of bytes that this rank has sent for the unit.
     """
 
     values: torch.Tensor
@@ -146,7 +150,7 @@ class CompressionInput:
     sent_bytes: float = 0.0
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum a contiguous vector over ranks in place, without compression. Collective."""
+        """All-reduce a contiguous vector in place, without compression. Block until the sum is there. Collective."""
         if tensor.numel():
             self.sent_bytes += ring_bytes(tensor.nbytes, self.size)
             buffer = FlatBuffer(tensor)
@@ -155,11 +159,11 @@ class CompressionInput:
         return tensor
 
     def exchange(self, parcels: Sequence[torch.Tensor], lengths: Sequence[int]) -> list[torch.Tensor]:
-        """Send bytes to each peer, and return the bytes received, by sender. Collective.
+        """Send different bytes to each peer, and return the bytes received, by sender (an all-to-all). Collective.
 
         Args:
-            parcels: bytes by receiver. The entry of this rank is ignored.
-            lengths: size in bytes of each parcel that a receiver gets, by receiver.
+            parcels: bytes that this rank sends, uint8, by receiver. The entry of this rank is ignored.
+            lengths: number of bytes that a rank receives from each of its peers, by receiver.
         """
         by_sender = np.tile(np.array(lengths, dtype=np.int64), (self.size, 1))
         np.fill_diagonal(by_sender, 0)
@@ -167,7 +171,7 @@ class CompressionInput:
         return self._exchange_parcels(torch.cat(to_peers), Parcels(by_sender))
 
     def gather(self, parcel: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """Return the parcels of all ranks, whose sizes are `lengths`. Collective."""
+        """All-gather bytes: return `parcel` of each rank, by rank. `lengths` are their sizes in bytes. Collective."""
         return self._exchange_parcels(parcel, Parcels.to_all(lengths))
 
     def _exchange_parcels(self, outgoing: torch.Tensor, parcels: Parcels) -> list[torch.Tensor]:
@@ -181,13 +185,13 @@ class CompressionInput:
 
 @dataclass(frozen=True, slots=True)
 class MatrixSlice:
-    """Elements `[start, stop)` of a unit that form whole rows of a parameter's matrix.
+    """Elements `[start, stop)` of a unit (bucket) that form whole rows of one parameter, seen as a matrix.
 
-    The rows of the matrix are the entries along the outermost dimension.
+    A row of the matrix is an entry along the outermost dimension of the parameter.
 
     Attributes:
-        key: name of the parameter, and index of the first row.
-        columns: length of a row.
+        key: name of the parameter, and index in the parameter of the slice's first row.
+        columns: number of elements of a row.
     """
 
     key: str
@@ -198,21 +202,22 @@ class MatrixSlice:
 
 @lru_cache(maxsize=4096)
 def packed_bytes(codec: Codec, count: int) -> int:
-    """Return the size in bytes of `count` packed values."""
+    """Return the number of bytes into which `codec` packs `count` values."""
     return codec.pack(torch.zeros(count, dtype=torch.float32, device="cpu")).numel()
 
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """Scheme in which each rank sums one part of a unit: it receives packed summands, and sends the packed sum to all.
+    """Scheme that sends packed values. Each rank sums one part of a unit (bucket), from packed summands of all ranks.
 
-    Sums are computed in float32. Both rounding errors become residuals of the rank that has packed the values.
+    The rank then sends the packed sum of its part to all ranks. Sums are computed in float32. The rounding errors of
+    packing summands and sums become residuals of the rank that has packed them.
     """
 
     codec: Codec = field(default_factory=Blockwise)
 
     def reduce(self, unit: CompressionInput, result: torch.Tensor, scale: float) -> None:
-        """Sum what the codec keeps of each part. The residual is the rounding error of this rank."""
+        """Sum the packed values of all ranks. The residual is the rounding error of this rank's packing."""
         codec, me, size = self.codec, unit.rank, unit.size
         edges = [result.numel() * number // size for number in range(size + 1)]
         counts = [stop - start for start, stop in pairwise(edges)]
@@ -235,10 +240,12 @@ class Quantised:
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """Scheme that sends the largest values of each rank, with their indices, to all. Bytes grow with the ranks.
+    """Scheme in which each rank sends its values of largest magnitude, with their indices, to all ranks.
+
+    The bytes that a rank receives grow with the number of ranks.
 
     Attributes:
-        ratio: share of the values that is sent.
+        ratio: fraction of the values of a unit (bucket) that a rank sends.
     """
 
     ratio: float
@@ -253,7 +260,7 @@ class TopK:
         """Sum the values that the ranks send. The residual contains the values that this rank does not send."""
         values = unit.values
         count = max(1, math.ceil(self.ratio * values.numel()))
-        if count * unit.size >= values.numel():  # an all-reduce also sends 8 bytes per value
+        if count * unit.size >= values.numel():  # an all-reduce sends no more bytes than top-k
             unit.sum_(result.copy_(values)).mul_(scale)
             values.zero_()
             return
@@ -270,8 +277,8 @@ class TopK:
 class PowerSgd:
     """Low-rank scheme (Vogels et al., "PowerSGD", NeurIPS 2019, algorithm 1 with warm start).
 
-    Each `MatrixSlice` is approximated as the product of two narrow matrices. Other elements are summed exactly, and so
-    are matrices too small to gain from this.
+    Each `MatrixSlice` is approximated as the product of two narrow matrices. Matrices that are too small to save bytes,
+    and elements that are in no matrix, are summed exactly.
 
     Attributes:
         rank: number of columns of the narrow matrices.
@@ -284,7 +291,7 @@ class PowerSgd:
             raise ConfigError(f"the rank of powersgd must be at least 1, not {self.rank}")
 
     def reduce(self, unit: CompressionInput, result: torch.Tensor, scale: float) -> None:
-        """Sum matrices by one power iteration. The residual is a matrix minus the mean of the approximate sum."""
+        """Sum matrices by one power iteration. The residual is the own matrix minus the mean of the approximate sum."""
         values, plain, end = unit.values, list[tuple[int, int]](), 0
         blocks: list[tuple[MatrixSlice, torch.Tensor, torch.Tensor]] = []
         for piece in unit.pieces:
@@ -295,7 +302,7 @@ class PowerSgd:
                 end = piece.stop
                 blocks.append((piece, matrix, self._factor(unit, piece)))
         plain.append((end, values.numel()))
-        # A matrix that is not finite is not decomposed, because QR might not terminate. It stays not finite.
+        # Skip QR for matrices with infinite values or NaN, because it might not terminate. The result is not finite.
         lefts = [
             torch.linalg.qr(left).Q if bool(left.isfinite().all()) else left
             for left in _summed(unit, [matrix @ factor for _, matrix, factor in blocks])
@@ -313,7 +320,7 @@ class PowerSgd:
             values[start:stop] = 0.0
 
     def _factor(self, unit: CompressionInput, piece: MatrixSlice) -> torch.Tensor:
-        """Return the right factor of the previous step, or else noise that is equal on all ranks."""
+        """Return the right factor of the previous step. If there is none, return noise that is equal on all ranks."""
         shape = (piece.columns, self.rank)
         known = unit.factors.get(piece.key)
         if known is not None and known.shape == shape and bool(known.isfinite().all()) and known.any():
@@ -324,7 +331,7 @@ class PowerSgd:
 
 @lru_cache(maxsize=64)
 def scheme_of(name: str) -> Scheme:
-    """Return the scheme of a compressor's name.
+    """Return the compression scheme for the name of a compressor.
 
     Raises:
         ConfigError: there is no compressor of this name.
@@ -344,7 +351,7 @@ def scheme_of(name: str) -> Scheme:
 
 
 def codec_of(name: str) -> Codec | None:
-    """Return the codec of a compressor's name. None for top-k and PowerSGD, which are not codecs.
+    """Return the codec for the name of a compressor. None for top-k and PowerSGD, which use no codec.
 
     Raises:
         ConfigError: there is no compressor of this name.
@@ -354,7 +361,7 @@ def codec_of(name: str) -> Codec | None:
 
 
 def _summed(unit: CompressionInput, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the sums of several tensors over ranks, computed in one all-reduce. Collective."""
+    """Sum several tensors over ranks in one all-reduce, and return the sums. Collective."""
     if not tensors:
         return []
     flat = unit.sum_(torch.cat([tensor.reshape(-1) for tensor in tensors]))
@@ -364,12 +371,14 @@ def _summed(unit: CompressionInput, tensors: Sequence[torch.Tensor]) -> list[tor
 
 @dataclass(eq=False)
 class Feedback:
-    """Residuals of error feedback on this rank. They outlive plans and buffers.
+    """State of error feedback on this rank: residuals, which are parts of gradients that compression has lost.
+
+    The residuals outlive plans and buffers.
 
     Attributes:
-        residuals: parts of the gradients not yet applied, by parameter name, `(n,)` float32 in memory order.
-        factors: PowerSGD's right factors, by `MatrixSlice.key`.
-        loaded: `load_state_dict` was called after the last change of the layout.
+        residuals: residuals by parameter name, `(n,)` float32, in the memory order of the parameter.
+        factors: right factors of PowerSGD from the previous step, by `MatrixSlice.key`.
+        loaded: True if `load_state_dict` was called after the residuals were last copied into the buffers' layout.
     """
 
     residuals: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -384,7 +393,7 @@ class Feedback:
         }
 
     def load_state_dict(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Load a state. Residuals of parameters that are not in it become zero."""
+        """Load a state of `state_dict`. Residuals of parameters that are not in `state` become zero."""
         for name, residual in self.residuals.items():
             stored = state["owed"].get(name)
             if stored is None or stored.shape != residual.shape:
@@ -398,7 +407,7 @@ class Feedback:
 
 
 class CompressibleGroup(Protocol):
-    """The attributes of `FlatGroup` that compression uses."""
+    """The attributes of `FlatGroup` (gradients in one flat buffer) that compression uses."""
 
     layout: GradientLayout
     buffer: FlatBuffer
@@ -409,10 +418,10 @@ class Cost(NamedTuple):
     """Precision lost and bytes saved by compression, on one rank.
 
     Attributes:
-        residual_squares: sum of squares of the residuals of compressed units.
+        residual_squares: sum of squares of the residuals of compressed units (buckets).
         gradient_squares: sum of squares of the gradients of compressed units.
-        sent_bytes: bytes sent, for all units.
-        whole_bytes: bytes that would be sent without compression, for all units.
+        sent_bytes: bytes that all units have sent.
+        whole_bytes: bytes that all units would send without compression.
     """
 
     residual_squares: float = 0.0
@@ -422,35 +431,35 @@ class Cost(NamedTuple):
 
 
 class CompressedUnits:
-    """All-reduce of units with compression, where a route permits it. Otherwise the router reduces the unit.
+    """All-reduces units (buckets) with compression where their route permits it, and else through the router.
 
     Attributes:
-        measures: `all_reduce` measures its `Cost`.
+        measures: True if `all_reduce` must measure the `Cost` of compression.
     """
 
     def __init__(self, router: Router, scheme: Scheme | None, feedback: Feedback, *, rank: int, size: int) -> None:
-        """Start no thread yet.
+        """Create the object without starting a thread.
 
         Args:
-            router: reduces units and exchanges packed values. The caller must close it after this object.
-            scheme: scheme of all units that name no compressor. None = these units are not compressed.
+            router: reduces units (buckets), and exchanges packed values. The caller must close this object before it.
+            scheme: scheme of all units that name no compressor. None = units without a compressor are not compressed.
             feedback: residuals of this rank.
             rank: rank of this process.
             size: number of ranks.
         """
         self._router, self._scheme, self._feedback, self._rank, self._size = router, scheme, feedback, rank, size
-        self._workers: dict[int, Worker] = {}  # by stream
+        self._workers: dict[int, Worker] = {}  # one thread per stream, by stream number
         self._residuals: dict[int, torch.Tensor] = {}
         self._groups: dict[int, CompressibleGroup] = {}
         self._plans: list[CommPlan] = []
-        self._schemes: dict[tuple[int, int], Scheme] = {}  # by buffer and first element
-        self._uncompressed: set[tuple[int, int]] = set()  # units no longer compressed, with residuals that are not zero
+        self._schemes: dict[tuple[int, int], Scheme] = {}  # scheme of each compressed unit, by buffer and start
+        self._uncompressed: set[tuple[int, int]] = set()  # units whose residuals must be added uncompressed
         self.measures = False
-        self._costs: dict[int, Cost] = {}  # by stream, each written by its thread
+        self._costs: dict[int, Cost] = {}  # costs since the last call of `cost`, by stream
 
     def lay_out(self, groups: Sequence[CompressibleGroup], plans: Sequence[CommPlan]) -> None:
-        """Use these buffers and plans from now on. Nothing may be in flight."""
-        self._feedback.factors.clear()  # because the pieces change
+        """Use the buffers of `groups`, and `plans`, from now on. No unit (bucket) may be in flight."""
+        self._feedback.factors.clear()  # because the matrix slices change
         self._groups, self._plans = {id(group.buffer): group for group in groups}, list(plans)
         self._schemes = {}
         for group, plan in zip(groups, plans, strict=True):
@@ -467,7 +476,10 @@ class CompressedUnits:
         self._copy_residuals()
 
     def _copy_residuals(self) -> None:
-        """Copy the residuals into one tensor per buffer. A buffer without residuals and compressed units has none."""
+        """Copy the residuals into one tensor per flat buffer.
+
+        A flat buffer that has neither residuals nor compressed units (buckets) gets no tensor.
+        """
         feedback = self._feedback
         feedback.loaded, self._residuals, self._uncompressed = False, {}, set()
         for (key, group), plan in zip(self._groups.items(), self._plans, strict=True):
@@ -504,7 +516,10 @@ class CompressedUnits:
         op: ReduceOp = ReduceOp.SUM,
         scale: float = 1.0,
     ) -> Work:
-        """Launch an all-reduce, as `Router.all_reduce`. Either all units of a plan must be launched here, or none."""
+        """Launch the all-reduce of a unit (bucket), like `Router.all_reduce`.
+
+        Of a plan, either all units or none must be launched by this method.
+        """
         if self._feedback.loaded:
             self._copy_residuals()
         key = id(buffer), start
@@ -512,7 +527,7 @@ class CompressedUnits:
             self._uncompressed.remove(key)
             self._add_residual(buffer.tensor[start:stop], self._residuals[id(buffer)][start:stop])
             if not (self._schemes or self._uncompressed):
-                self._copy_residuals()  # drops the residuals, because all are zero now
+                self._copy_residuals()  # frees the residuals, which are all zero now
                 self._uncompressed.clear()
         if not self._schemes or op is not ReduceOp.SUM:
             return self._router.all_reduce(
@@ -538,7 +553,7 @@ class CompressedUnits:
         return work
 
     def cost(self) -> Cost:
-        """Return the costs since the last call."""
+        """Return the costs of compression since the last call of `cost`."""
         costs, self._costs = self._costs, {}
         return Cost(*(sum(values) for values in zip(Cost(), *costs.values(), strict=True)))
 
@@ -547,13 +562,13 @@ class CompressedUnits:
         self._costs[stream] = Cost(*(old + new for old, new in zip(before, cost, strict=True)))
 
     def _end(self, group: CompressibleGroup, stop: int) -> int:
-        """Return the end of a unit's gradients: control flags, which are never compressed, follow."""
+        """Return the end of the gradients in a unit (bucket) that ends at `stop`. Control flags may follow them."""
         layout = group.layout
         return min(stop, layout.offsets[-2]) if layout.names[-1:] == (FLAGS,) else stop
 
     @torch.no_grad()
     def _add_residual(self, target: torch.Tensor, residual: torch.Tensor) -> None:
-        """Add a residual to a gradient that is no longer compressed. The residual becomes the rounding error."""
+        """Add the residual to a unit (bucket) that is no longer compressed. Its new value is the rounding error."""
         before = target.clone() if target.itemsize < residual.itemsize else None
         target.add_(residual)
         if before is None:
@@ -583,7 +598,7 @@ class CompressedUnits:
             target.copy_(result)
 
     def _pieces(self, buffer: FlatBuffer, start: int, stop: int) -> list[MatrixSlice]:
-        """Return the pieces of all parameters of which `[start, stop)` contains whole rows."""
+        """Return the matrix slices of all parameters of which elements `[start, stop)` contain whole rows."""
         group, pieces = self._groups[id(buffer)], []
         for (name, first, end), place in zip(_spans(group.layout), group.places, strict=True):
             if end <= start or first >= stop or first == end or place.dim() < 2:
@@ -597,11 +612,11 @@ class CompressedUnits:
         return pieces
 
     def close(self) -> bool:
-        """End the threads after the units in flight. Return False if a thread still waits for a peer."""
+        """End the threads once no unit (bucket) is in flight. Return False if a thread still waits for a peer."""
         return join_workers(list(self._workers.values()), within_s=1.0)
 
 
 def _spans(layout: GradientLayout) -> list[tuple[str, int, int]]:
-    """Return the name and the range of each parameter in the flat buffer."""
+    """Return the name, start and stop of each parameter in the flat buffer."""
     ranges = zip(layout.names, layout.offsets, layout.offsets[1:], strict=False)
     return [(name, start, stop) for name, start, stop in ranges if name != FLAGS]

@@ -1,8 +1,8 @@
 """The device that holds the gradients: host memory, or one CUDA GPU.
 
-On the host, an operation is complete when its call returns. On a GPU, a call only puts work on a CUDA stream. Two
+On the host, an operation is complete when its call returns. On a GPU, a call only puts work on a CUDA stream. Two CUDA
 streams are ordered only by events, and the caching allocator reuses memory in the order of the stream that allocated
-it. This module contains all of that, so that the gradient pipeline is written once for both.
+it. `Device` hides this difference, so that the gradient pipeline has one implementation for host and GPU.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ import torch
 from sirtaki.machine import finalize, free_in_forked_children
 
 count_storage_users: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
-"""Returns the number of tensors that use a storage, by its `_cdata`. None in builds of older PyTorch without GPUs."""
+"""Function from a storage's `_cdata` to the number of tensors that use it. None in older PyTorch built without CUDA."""
 
 Event = Any
-"""A point in the work of a device, as returned by `Device.record_event`: a host time in seconds, or a CUDA event."""
+"""A point in the work of a device, recorded by `Device.record_event`: a host time in seconds, or a CUDA event."""
 
 
 class Device:
-    """The host's memory. `CudaDevice` overrides what differs on a GPU.
+    """The host's memory as the device of the gradients. `CudaDevice` overrides the methods that differ on a GPU.
 
     Attributes:
         torch_device: device of the tensors.
         streams: True if work is asynchronous. All ranks must then launch reductions in the same order, from one thread
-            at a time, and the measurements of an iteration are available when the next one ends.
-        users: gradient pipelines on this device. Each pipeline counts itself.
+            at a time. The measurements of an iteration are then available when the next iteration ends.
+        users: number of gradient pipelines on this device. Each pipeline increments it.
     """
 
     torch_device = torch.device("cpu")
@@ -45,61 +45,64 @@ class Device:
     _nothing = nullcontext()
 
     def launch(self, function: Callable[..., object], *args: object) -> None:
-        """Call a function whose tensor operations run on the current stream."""
+        """Call `function`, whose tensor operations run on the current stream."""
         function(*args)
 
     def beside(self) -> AbstractContextManager[object]:
-        """Run the body on the packing stream, ordered after the work that is on the current stream now."""
+        """Return a context whose body runs on the packing stream, which copies gradients into flat buffers.
+
+        The body runs after the work that is queued on the current stream now.
+        """
         return self._nothing
 
     def before_packing(self) -> AbstractContextManager[object]:
-        """Run the body on the stream from which `beside` was entered; packing continues after the body."""
+        """Return a context whose body runs on the stream from which `beside` was entered. Packing waits for it."""
         return self._nothing
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
-        """Run the body on a stream of `make_stream`, without any order to the current stream."""
+        """Return a context whose body runs on a stream of `make_stream`, without any order to the current stream."""
         return self._nothing
 
     def make_stream(self) -> Any:
-        """Return a high-priority stream. None on the host. Streams differ until PyTorch's pool of 32 is used up."""
+        """Create a high-priority stream. None on the host. Streams differ until PyTorch's pool of 32 is used up."""
         return None
 
     def notice_stream(self) -> None:
-        """Order packing after a gradient that was just written on the current stream. Called for each gradient."""
+        """Order packing after the current stream, which has just written a gradient. Called for each gradient."""
 
     def pin(self, tensor: torch.Tensor) -> None:
-        """Page-lock existing host memory until the tensor is freed, so that copies to the device are asynchronous."""
+        """Page-lock the host memory of `tensor` until it is freed, so that copies to the device are asynchronous."""
 
     def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Allocate zeroed host memory, `(numel,)`, page-locked if the device copies from and to it."""
+        """Allocate zeroed host memory, `(numel,)`. It is page-locked if the device is a GPU."""
         return torch.zeros(numel, dtype=dtype, device="cpu")
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Keep the memory of tensors until the work that is on the current stream now has been done."""
+        """Keep references to tensors until the work that is queued on the current stream now has ended."""
 
     def release(self) -> None:
-        """Make the streams that may reuse the memory wait for packing, which reads it; then free what `keep` holds."""
+        """Drop the references of `keep`. Streams that may reuse their memory first wait for packing, which reads it."""
 
     def record_event(self, *, timed: bool = False) -> Event:
         """Record an event on the current stream. Only timed events can be passed to `elapsed_s`."""
         return time.perf_counter()
 
     def order_after(self, event: Event) -> None:
-        """Make the current stream wait for an event. Non-blocking."""
+        """Make the current stream wait for `event`. Does not block the host."""
 
     def is_reached(self, event: Event) -> bool:
-        """Return whether the event has been reached. Non-blocking."""
+        """Return whether the device has reached `event`. Non-blocking."""
         return True
 
     def wait_for(self, event: Event) -> None:
-        """Block the calling thread until the event has been reached."""
+        """Block the calling thread until the device has reached `event`."""
 
     def elapsed_s(self, begin: Event, end: Event) -> float:
         """Return the seconds between two timed events that have been reached."""
         return float(end - begin)
 
     def synchronise(self) -> None:
-        """Block until the device has done all its work."""
+        """Block the calling thread until the device has done all its work."""
 
     def enter_thread(self) -> None:
         """Prepare a helper thread for calls to the device. Call it first in each thread that is not the user's."""
@@ -109,7 +112,7 @@ HOST = Device()
 
 
 def copy_(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy, without blocking the host if host memory is page-locked. Meant for `Device.launch`."""
+    """Copy `source` to `target`, without blocking the host if the host memory is page-locked. For `Device.launch`."""
     target.copy_(source, non_blocking=True)
 
 
@@ -118,14 +121,14 @@ logger = logging.getLogger(__name__)
 HIGH_PRIORITY = -1
 
 POOL_STREAMS = 32
-"""Streams of one priority that PyTorch creates for each device, and returns in turn (c10/cuda/CUDAStream.cpp)."""
+"""Number of streams per device and priority that PyTorch creates and returns in turn (c10/cuda/CUDAStream.cpp)."""
 
 CAPTURE_MODE_THREAD_LOCAL = 1
-"""`cudaStreamCaptureModeThreadLocal`: another thread's CUDA graph capture does not forbid calls in this thread."""
+"""`cudaStreamCaptureModeThreadLocal`. A CUDA graph capture in another thread then forbids no calls in this thread."""
 
 
 @functools.cache
-def cuda_runtime() -> Any:  # Any: functions of a C library
+def cuda_runtime() -> Any:  # Any: ctypes has no types for C functions
     """Return the CUDA runtime library that PyTorch has loaded, or None if it cannot be found.
 
     `torch.cuda.cudart()` lacks `cudaGetLastError`, `cudaDriverGetVersion` and `cudaThreadExchangeStreamCaptureMode`.
@@ -141,7 +144,7 @@ def cuda_runtime() -> Any:  # Any: functions of a C library
 
 
 def driver_version() -> tuple[int, int]:
-    """Return the newest CUDA that the driver supports, as (major, minor); (0, 0) if that cannot be found out."""
+    """Return the newest CUDA version that the driver supports, as (major, minor). (0, 0) = unknown."""
     found = ctypes.c_int(0)
     library = cuda_runtime()
     if library is None or library.cudaDriverGetVersion(ctypes.byref(found)) != 0:
@@ -150,17 +153,17 @@ def driver_version() -> tuple[int, int]:
 
 
 class CudaDevice(Device):
-    """One GPU of this process.
+    """One GPU of this process, as the device of the gradients.
 
-    Gradients are packed on a separate stream, so the backward pass does not wait for the copies. The caching
-    allocator would reuse a gradient's memory as soon as its *backward* stream frees it, so `keep` holds the memory
-    until the packing stream has read it.
+    Gradients are copied into flat buffers on a separate CUDA stream, the packing stream, so the backward pass does not
+    wait for the copies. When the last reference to a gradient is dropped, the caching allocator may give its memory to
+    the next kernel of the backward pass. So `keep` holds a reference until the packing stream has read the gradient.
     """
 
     streams = True
 
     def __init__(self, index: int) -> None:
-        """Args: `index` of the GPU, as in `cuda:index`."""
+        """Create the device for the GPU `cuda:index`. Use `cuda_device` instead, which returns one device per GPU."""
         self.torch_device = torch.device("cuda", index)
         self._index = index
         self._own_streams: set[int] = set()
@@ -169,13 +172,13 @@ class CudaDevice(Device):
         self._outer: Any = None  # the stream from which `beside` was entered
         self._stash: deque[tuple[Event, list[torch.Tensor]]] = deque()
         self._stashing = free_in_forked_children(threading.Lock())
-        self._latest_stream: int | None = None  # a raw handle; 0 is the default stream
+        self._latest_stream: int | None = None  # raw handle of the last noticed stream; 0 is the default stream
         self._noticed: set[int] = set()
         self._thread = threading.local()
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Run the body on the packing stream, after the work that is on the current stream now."""
+        """Run the body of the `with` statement on the packing stream, after the work now on the current stream."""
         outer, self._outer = self._outer, torch.cuda.current_stream(self.torch_device)
         try:
             self._side.wait_stream(self._outer)
@@ -186,7 +189,7 @@ class CudaDevice(Device):
 
     @contextmanager
     def before_packing(self) -> Iterator[None]:
-        """Run the body on the stream from which `beside` was entered; then order the packing stream after it."""
+        """Run the body on the stream from which `beside` was entered. The packing stream then waits for this stream."""
         if self._outer is None:
             yield
             return
@@ -195,11 +198,11 @@ class CudaDevice(Device):
         self._side.wait_stream(self._outer)
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
-        """Run the body on `stream`, without any order to the current stream."""
+        """Return a context whose body runs on `stream`, without any order to the current stream."""
         return torch.cuda.stream(stream)
 
     def make_stream(self) -> torch.cuda.Stream:
-        """Return a high-priority stream that this device has not returned before, as long as PyTorch's pool has one."""
+        """Create a high-priority stream, different from earlier ones as long as PyTorch's pool has unused streams."""
         for _ in range(POOL_STREAMS):
             stream: torch.cuda.Stream = torch.cuda.Stream(self.torch_device, priority=HIGH_PRIORITY)  # type: ignore[no-untyped-call]  # torch's
             if stream.cuda_stream not in self._own_streams:
@@ -208,9 +211,9 @@ class CudaDevice(Device):
         return stream
 
     def notice_stream(self) -> None:
-        """Make the packing stream wait for the previous stream when autograd changes streams.
+        """Make the packing stream wait for the previous CUDA stream if autograd now runs on a different one.
 
-        `beside` waits for the last stream in any case.
+        The packing stream waits for the last of these streams in `beside`.
         """
         raw = torch._C._cuda_getCurrentRawStream(self._index)
         if raw != self._latest_stream:
@@ -220,7 +223,7 @@ class CudaDevice(Device):
             self._noticed.add(raw)
 
     def pin(self, tensor: torch.Tensor) -> None:
-        """Page-lock existing memory, such as memory that the ranks of a host share. Log a warning if CUDA refuses."""
+        """Page-lock the memory of `tensor`, which ranks of a host may share. Log a warning if CUDA refuses."""
         if tensor.numel() == 0:
             return
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch's
@@ -233,9 +236,9 @@ class CudaDevice(Device):
         finalize(tensor, runtime.cudaHostUnregister, tensor.data_ptr())
 
     def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Allocate from PyTorch's page-locked memory; from pageable memory, with a warning, if CUDA refuses.
+        """Allocate page-locked memory from PyTorch. If CUDA refuses, log a warning and allocate pageable memory.
 
-        A child that is forked later may use it, unlike memory that `pin` has registered.
+        A forked child may use the returned memory, unlike memory that `pin` has page-locked.
         """
         try:
             return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=True)
@@ -244,7 +247,10 @@ class CudaDevice(Device):
             return torch.zeros(numel, dtype=dtype, device="cpu")
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Hold tensors until an event of the current stream, and free those whose event has been reached."""
+        """Keep references to `tensors` until the current stream reaches an event that is recorded now.
+
+        Also drop references of earlier calls whose event has been reached.
+        """
         event = self.record_event()
         with self._stashing:
             self._stash.append((event, list(tensors)))
@@ -252,7 +258,7 @@ class CudaDevice(Device):
                 self._stash.popleft()
 
     def release(self) -> None:
-        """Order the streams that wrote gradients, and the current stream, after packing; free what `keep` holds."""
+        """Drop the references of `keep`. The current stream, and those that wrote gradients, first wait for packing."""
         torch.cuda.current_stream(self.torch_device).wait_stream(self._side)
         for raw in self._noticed:
             self._stream_of(raw).wait_stream(self._side)
@@ -261,10 +267,10 @@ class CudaDevice(Device):
         with self._stashing:
             self._stash.clear()
 
-    def _stream_of(self, raw: int) -> Any:  # Any: torch leaves it untyped
+    def _stream_of(self, raw: int) -> Any:  # Any: torch has no type for streams
         stream = self._known_streams.get(raw)
         if stream is None:
-            if raw == 0:  # ExternalStream refuses 0
+            if raw == 0:  # because ExternalStream rejects handle 0
                 stream = torch.cuda.default_stream(self.torch_device)
             else:
                 stream = torch.cuda.ExternalStream(raw, self.torch_device)  # type: ignore[no-untyped-call]  # torch's
@@ -278,15 +284,15 @@ class CudaDevice(Device):
         return event
 
     def order_after(self, event: Event) -> None:
-        """Make the current stream wait for the event. Does not block the host."""
+        """Make the current CUDA stream wait for `event`. Does not block the host."""
         torch.cuda.current_stream(self.torch_device).wait_event(event)
 
     def is_reached(self, event: Event) -> bool:
-        """Query the event. Non-blocking."""
+        """Return whether the GPU has reached `event`. Non-blocking."""
         return bool(event.query())
 
     def wait_for(self, event: Event) -> None:
-        """Block the host until the event has been reached."""
+        """Block the calling thread until the GPU has reached `event`."""
         event.synchronize()
 
     def elapsed_s(self, begin: Event, end: Event) -> float:
@@ -294,15 +300,15 @@ class CudaDevice(Device):
         return float(begin.elapsed_time(end)) / 1e3
 
     def synchronise(self) -> None:
-        """Block the host until all streams of this GPU are done."""
+        """Block the calling thread until all streams of this GPU are done."""
         torch.cuda.synchronize(self.torch_device)
 
     def enter_thread(self) -> None:
         """Make this GPU the current device of a helper thread, and exempt the thread from other threads' captures.
 
-        Without the first, a call would create a context of about 0.5 GB on GPU 0. Without the second, an event query
-        would invalidate a CUDA graph that the user captures in the default mode. Does nothing in the main thread, whose
-        current device is the user's.
+        With another current device, a call could create a CUDA context of about 0.5 GB on GPU 0. Without the exemption,
+        an event query would invalidate a CUDA graph that the user captures in the default mode. The main thread is not
+        changed, because the user sets its current device.
         """
         if threading.current_thread() is threading.main_thread() or getattr(self._thread, "entered", False):
             return

@@ -1,8 +1,9 @@
 """Run Sirtaki's tensor operations outside of the PyTorch modes of the training script.
 
-A mode applies to all operations of a thread: `torch.inference_mode()`, a default device, `torch.autocast`, and modes of
-the script (`TorchFunctionMode`, `TorchDispatchMode`) that count, change or refuse operations. Sirtaki's operations in
-the training thread must be exempt, as the operations of DDP's reducer are, which runs in C++.
+A mode applies to all operations of a thread. Examples are `torch.inference_mode()`, a default device,
+`torch.autocast`, and modes of the script (`TorchFunctionMode`, `TorchDispatchMode`) that count, change or refuse
+operations. Sirtaki's operations in the training thread must not be affected. DDP's reducer runs in C++, so that most
+modes do not affect its operations either.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 without_subclasses = torch._C.DisableTorchFunctionSubclass
-"""Context in which subclasses of tensors have no `__torch_function__`."""
+"""Context manager in which PyTorch ignores `__torch_function__` of tensor subclasses."""
 
 no_torch_function = torch._C._disabled_torch_function_impl
-"""The `__torch_function__` of a subclass whose operations return plain tensors."""
+"""Value for `__torch_function__` of a tensor subclass, with which its operations return plain tensors."""
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
@@ -34,20 +35,20 @@ _state = _ThreadModes()
 
 
 def script_is_in_inference_mode() -> bool:
-    """Return whether the script has entered inference mode in this thread, also inside `outside_modes`.
+    """Return whether the script has entered inference mode in this thread, even if `outside_modes` has left it.
 
     A `TorchDispatchMode` must not begin or end inside inference mode, because leaving inference mode restores the
-    dispatch keys that the thread had when it entered. The mode would see no operations, or PyTorch would call a mode
-    that has ended.
+    dispatch keys that the thread had on entering inference mode. The `TorchDispatchMode` would then see no operations,
+    or PyTorch would call it after its end.
     """
     return torch.is_inference_mode_enabled() or _state.left_inference_mode
 
 
 def outside_changes(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
-    """Return `function`, run outside of all modes of the calling thread except `TorchDispatchMode`.
+    """Wrap `function` so that it runs outside of all modes of the calling thread except `TorchDispatchMode`.
 
-    Used for code in the backward pass. There, a `TorchDispatchMode` also sees DDP's reducer, and `function` may exit
-    the mode.
+    Used for code in the backward pass. There, a `TorchDispatchMode` also sees the operations of DDP's reducer, and
+    `function` may exit a `TorchDispatchMode` that the script has entered.
     """
 
     @functools.wraps(function)
@@ -64,9 +65,9 @@ def outside_changes(function: Callable[_Given, _Result]) -> Callable[_Given, _Re
 
 
 def outside_modes(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
-    """Return `function`, run outside of all modes of the calling thread, so that it has the same effect in any thread.
+    """Wrap `function` so that it runs outside of all modes of the calling thread, with the same effect in any thread.
 
-    Inference mode is left, because other threads could not write tensors that were created in it.
+    Inference mode is left too, because other threads could not write tensors that `function` creates in inference mode.
     """
     outside_other_modes = outside_changes(function)
 
@@ -82,9 +83,10 @@ def outside_modes(function: Callable[_Given, _Result]) -> Callable[_Given, _Resu
 
 @contextmanager
 def _without_modes() -> Iterator[None]:
-    """Leave inference mode, autocast (CPU and CUDA) and all function modes for the body, then enter them again.
+    """Leave inference mode, autocast (CPU and CUDA) and all `TorchFunctionMode`s while the `with` body runs.
 
-    A default device is a function mode. Gradient recording stays off if inference mode was on.
+    They are entered again at its end. A default device is a `TorchFunctionMode`. If inference mode was on, gradient
+    recording stays off.
     """
     with ExitStack() as stack:
         while torch._C._len_torch_function_stack():

@@ -1,4 +1,7 @@
-"""Communication plans: the layout of gradients, and its units with their streams, threads and algorithms."""
+"""Communication plans: the layout of gradients in a flat buffer, and the units (buckets) that reduce it.
+
+A plan gives each unit a range of the flat buffer, a stream, GPU threads and an algorithm.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ from typing import Any
 from sirtaki.errors import ConfigError, PlanError
 
 SMALL_GRADIENT = 16 * 1024
-"""Smallest number of elements of a large gradient."""
+"""Number of elements from which on a gradient is in `UnitClass.LARGE`."""
 
 
 class UnitClass(Enum):
-    """Kind of gradient to which most elements of a unit belong."""
+    """Class of a unit (bucket): the kind of gradient to which most of its elements belong."""
 
     LARGE = "large"  # gradients of many elements
-    EMBEDDINGS = "embeddings"  # matrices of whose rows most are zero in each step
+    EMBEDDINGS = "embeddings"  # embedding matrices, whose gradients have mostly zero rows
     SMALL = "small"  # gradients of fewer than `SMALL_GRADIENT` elements
 
 
@@ -31,10 +34,10 @@ COMPRESSORS = "fp16, bf16, int8, fp8, topk:RATIO and powersgd:RANK"
 
 
 def compressor_name(text: str) -> str:
-    """Return a compressor's name in its normal form: `TopK:.1` → `topk:0.1`, `powersgd` → `powersgd:4`.
+    """Return the canonical name of a compressor: `TopK:.1` → `topk:0.1`, `powersgd` → `powersgd:4`.
 
     Raises:
-        ConfigError: there is no compressor of this name, or its number is out of range.
+        ConfigError: there is no compressor of this name, or the number after the colon is out of range.
     """
     kind, colon, number = text.strip().lower().partition(":")
     try:
@@ -50,15 +53,15 @@ def compressor_name(text: str) -> str:
 
 
 FLAGS = "sirtaki.control_flags"
-"""Name, in a layout, of the control flags that follow the gradients in a flat buffer."""
+"""Name under which a layout lists the control flags, which follow the gradients in a flat buffer."""
 
 
 CUDA_ALIGNMENT_BYTES = 256
-"""Alignment of `cudaMalloc`. Vectorised kernels of NCCL and foreach require at least 16 bytes."""
+"""Alignment of `cudaMalloc`. Vectorised kernels of NCCL and of `torch._foreach_*` require at least 16 bytes."""
 
 
 def alignment(device: str, itemsize_bytes: int) -> int:
-    """Return the alignment, in elements, of gradients and units in flat buffers on this type of device."""
+    """Return the alignment, in elements, of gradients and units (buckets) in flat buffers on a type of device."""
     return max(1, CUDA_ALIGNMENT_BYTES // itemsize_bytes) if device == "cuda" else 1
 
 
@@ -67,12 +70,12 @@ class GradientLayout:
     """Order and sizes of the gradients in a flat buffer, sorted by the time at which they are expected to be ready.
 
     Attributes:
-        sizes: elements of each gradient, rounded up to its `alignment`, `(n_gradients,)`; zero is allowed.
-        itemsize_bytes: bytes of one element when it is sent.
-        dtype: name of the dtype in which elements are sent, such as "float32".
-        device: "cpu" or "cuda".
-        names: parameter names, `(n_gradients,)`, for messages and traces; empty if unknown.
-        embeddings: names of parameters whose gradients have mostly zero rows. Empty if not known.
+        sizes: number of elements of each gradient, rounded up to `alignment`, `(n_gradients,)`. Zero is allowed.
+        itemsize_bytes: bytes of one element of the flat buffer.
+        dtype: name of the dtype of the flat buffer, such as "float32".
+        device: type of the device that holds the flat buffer, "cpu" or "cuda".
+        names: parameter names, `(n_gradients,)`, for messages and traces. Empty = unknown.
+        embeddings: names of parameters whose gradients have mostly zero rows. Empty = unknown.
     """
 
     sizes: tuple[int, ...]
@@ -92,7 +95,7 @@ class GradientLayout:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """First element of each gradient, followed by the total: `(n_gradients + 1,)`."""
+        """Index of the first element of each gradient, followed by the number of all elements: `(n_gradients + 1,)`."""
         return (0, *accumulate(self.sizes))
 
     @property
@@ -106,7 +109,7 @@ class GradientLayout:
         return self.numel * self.itemsize_bytes
 
     def describe(self, start: int, stop: int) -> str:
-        """Return a text that names the gradients with elements in `[start, stop)`. Requires `names`."""
+        """Return a text that names the gradients with elements in `[start, stop)`, for messages. Requires `names`."""
         first = bisect_right(self.offsets, start) - 1
         last = max(first, bisect_left(self.offsets, stop) - 1)
         last -= last > first and self.names[last] == FLAGS
@@ -115,7 +118,7 @@ class GradientLayout:
         return f"{self.names[first]} … {self.names[last]} ({last - first + 1})"
 
     def class_of(self, start: int, stop: int) -> UnitClass:
-        """Return the class to which most of the elements `[start, stop)` belong."""
+        """Return the class of gradients to which most elements in `[start, stop)` belong."""
         elements: Counter[UnitClass] = Counter()
         place = bisect_right(self.offsets, start) - 1
         while place < len(self.sizes) and self.offsets[place] < stop:
@@ -141,14 +144,14 @@ class GradientLayout:
 
 
 class Algorithm(Enum):
-    """Algorithm that reduces a unit over all ranks."""
+    """All-reduce algorithm of a unit (bucket)."""
 
     FLAT = "flat"  # one all-reduce over all ranks
     HIERARCHICAL = "hierarchical"  # within the node first, then between nodes (AIACC's "tree")
 
 
 class TransportKind(Enum):
-    """Transport of a unit between ranks. With the hierarchical algorithm, transport between nodes."""
+    """Transport that reduces a unit (bucket) between ranks. With the hierarchical algorithm, the one between nodes."""
 
     SHARED_MEMORY = "shared_memory"
     GLOO = "gloo"
@@ -158,16 +161,16 @@ class TransportKind(Enum):
 
 
 Route = tuple[TransportKind, Algorithm]
-"""Transport and algorithm of a unit."""
+"""Transport and all-reduce algorithm of a unit (bucket)."""
 
 
 def goes_through_sockets(route: Route) -> bool:
-    """Return whether units on this route may be compressed: its ranks exchange bytes through sockets."""
+    """Return whether ranks exchange bytes through sockets on a route. Only then, compression is allowed."""
     return route[0] in (TransportKind.GLOO, TransportKind.MPI) and route[1] is Algorithm.FLAT
 
 
 class NcclWay(Enum):
-    """Algorithm and protocol of an all-reduce of NCCL."""
+    """Algorithm and protocol that NCCL uses for an all-reduce."""
 
     RING_LL = "ring/ll"
     RING_LL128 = "ring/ll128"
@@ -178,28 +181,28 @@ class NcclWay(Enum):
 
     @property
     def algorithm(self) -> str:
-        """Value for `NCCL_ALGO`."""
+        """The algorithm, as a value of the variable `NCCL_ALGO`."""
         return self.value.split("/")[0].capitalize()
 
     @property
     def protocol(self) -> str:
-        """Value for `NCCL_PROTO`."""
+        """The protocol, as a value of the variable `NCCL_PROTO`."""
         name = self.value.split("/")[1]
         return "Simple" if name == "simple" else name.upper()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """One all-reduce: elements `[start, stop)` of the flat buffer.
+    """A communication unit (bucket): elements `[start, stop)` of the flat buffer, reduced by one all-reduce.
 
     Attributes:
-        start: first element.
+        start: first element of the range.
         stop: end of the range.
-        stream: index of the stream.
-        threads: number of GPU threads (LIBRA's r). None = the transport's default.
-        algorithm: flat or hierarchical.
-        compressor: name of the compressor (`compressor_name`). Empty = not compressed.
-        nccl: algorithm and protocol of NCCL. None = NCCL decides, or the transport is not NCCL.
+        stream: number of the stream that reduces the unit.
+        threads: number of GPU threads that reduce the unit (LIBRA's r). None = the transport's default.
+        algorithm: flat or hierarchical all-reduce.
+        compressor: name of the compressor, as `compressor_name` returns it. Empty = not compressed.
+        nccl: NCCL algorithm and protocol. None = NCCL decides, or the transport is not NCCL.
     """
 
     start: int
@@ -212,22 +215,22 @@ class Unit:
 
     @property
     def numel(self) -> int:
-        """Number of elements in this unit."""
+        """Number of elements in this unit (bucket)."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommPlan:
-    """All units of one flat buffer, in the order of launch.
+    """Communication plan of one flat buffer: its units (buckets), in the order in which they are launched.
 
     Attributes:
         numel: number of elements of the flat buffer.
-        units: units, sorted by `start`.
-        streams: number of streams.
-        transport: transport of all units.
+        units: units, sorted by `start`, which cover each element once.
+        streams: number of streams over which the units are distributed.
+        transport: transport that reduces all units.
 
     Raises:
-        PlanError: units overlap, leave a gap, are empty or name a stream that does not exist.
+        PlanError: units overlap, leave a gap, are empty or have a stream number that is not below `streams`.
     """
 
     numel: int
@@ -264,7 +267,7 @@ class CommPlan:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CommPlan:
-        """Return the plan of a dict from `to_json`."""
+        """Create a plan from a dict that `to_json` has returned."""
         return cls(
             numel=data["numel"],
             streams=data["streams"],
@@ -279,13 +282,16 @@ class CommPlan:
         return replace(self, units=units, streams=max(1, len(numbers)))
 
     def fingerprint(self) -> str:
-        """Return a digest, which is equal on two ranks if and only if their plans are equal."""
+        """Return a hash of the plan. Two plans with equal hashes are equal."""
         text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _unit_json(unit: Unit) -> dict[str, Any]:
-    """Return a unit as a dict. Omits newer attributes with default values, so that older fingerprints stay valid."""
+    """Return a unit (bucket) as a dict for JSON.
+
+    The dict omits `compressor` and `nccl` at their defaults, so that fingerprints of older versions stay valid.
+    """
     data = {**asdict(unit), "algorithm": unit.algorithm.value}
     if not unit.compressor:
         del data["compressor"]

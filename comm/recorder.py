@@ -1,7 +1,7 @@
-"""The interface through which communication is recorded.
+"""Interface through which the communication layer reports the times of iterations and operations to a recorder.
 
-The recorder belongs to a higher layer, which passes it to `start`. Without a recording, `current` is None, and an
-iteration only checks this.
+The recorder belongs to a higher layer, which passes it to `start`. If nothing is recorded, `current` is None, and the
+only cost per iteration is the check whether `current` is None.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .plan import GradientLayout, Route
 
 
 class ReadyMoment(NamedTuple):
-    """Time at which gradient `place` of layout `layout` of the synchroniser became ready."""
+    """Time `ready_s` at which gradient number `place` of layout number `layout` became ready in the backward pass."""
 
     layout: int
     place: int
@@ -23,7 +23,7 @@ class ReadyMoment(NamedTuple):
 
 
 class CopySpan(NamedTuple):
-    """Time of copying `n_gradients` gradients into flat buffers."""
+    """Begin and end of a copy of `n_gradients` gradients into flat buffers, by `time.perf_counter`."""
 
     begin_s: float
     end_s: float
@@ -32,18 +32,18 @@ class CopySpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedUnit:
-    """Times of one unit, by `time.perf_counter`.
+    """Times of the all-reduce of one unit (bucket, a range of a flat buffer), by `time.perf_counter`.
 
     Attributes:
-        layout_number: index of the unit's layout in the synchroniser.
+        layout_number: index of the unit's layout among the layouts of the gradient pipeline.
         layout: layout of the unit's flat buffer.
-        start: first element in the flat buffer.
-        stop: end of the elements.
-        stream: stream of the unit.
-        route: transport and algorithm.
-        issued_s: time of launch.
-        began_s: time at which the transport started to reduce it. None = unknown.
-        done_s: time at which it was reduced.
+        start: first element of the unit in the flat buffer.
+        stop: end of the unit's elements.
+        stream: number of the stream that reduced the unit.
+        route: transport and algorithm that reduced the unit.
+        issued_s: time at which the all-reduce was launched.
+        began_s: time at which the transport started the all-reduce. None = unknown.
+        done_s: time at which the all-reduce ended.
     """
 
     layout_number: int
@@ -59,18 +59,18 @@ class TracedUnit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedIteration:
-    """Times of one iteration of a synchroniser, by `time.perf_counter`.
+    """Times of one training iteration of a gradient pipeline, by `time.perf_counter`.
 
     Attributes:
-        source: the synchroniser.
-        number: number of earlier iterations of this synchroniser.
-        profiling: the order of gradients was profiled in this iteration.
+        source: the gradient pipeline.
+        number: number of earlier iterations of this pipeline.
+        profiling: True if the order in which gradients become ready was profiled in this iteration.
         first_ready_s: time at which the first gradient was ready.
-        backward_ended_s: end of the backward pass.
+        backward_ended_s: time at which the backward pass ended.
         end_s: time at which all gradients were reduced.
         ready: times at which gradients became ready. Empty without a recorder.
-        copies: copies into flat buffers.
-        units: units of the iteration.
+        copies: times of copies of gradients into flat buffers.
+        units: times of the units (buckets) that were reduced in the iteration.
     """
 
     source: object
@@ -86,7 +86,7 @@ class TracedIteration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedOperation:
-    """Times of one eager operation of this rank: when it was submitted, agreed by all ranks, and done."""
+    """Times at which one eager operation was submitted on this rank, agreed by all ranks, and done."""
 
     name: str
     kind: str
@@ -97,13 +97,13 @@ class TracedOperation:
 
 
 class Recorder(Protocol):
-    """Consumer of recorded events. Its methods must return quickly, because the calling thread waits."""
+    """Receiver of the times of iterations and operations. Its methods must be fast, because their callers wait."""
 
     def iteration(self, traced: TracedIteration) -> None:
-        """Record an iteration whose gradients are all reduced. Called by the training thread."""
+        """Record an iteration after all its gradients are reduced. Called by the training thread."""
 
     def operation(self, traced: TracedOperation) -> None:
-        """Record an eager operation that is done. Called by the thread of eager operations."""
+        """Record an eager operation after it has ended. Called by the thread that runs eager operations."""
 
     def end(self) -> None:
         """End the recording, because the job or this rank ends. Thread-safe. May be called several times."""
@@ -114,18 +114,18 @@ current: Recorder | None = None
 
 
 def times_wanted() -> bool:
-    """Return whether transports must record when units start and end."""
+    """Return whether transports must record when the all-reduce of a unit (bucket) starts and ends."""
     return current is not None or timeline.current is not None
 
 
 def start(recorder: Recorder) -> None:
-    """Pass later events to `recorder`. The iteration in progress is not recorded."""
+    """Make `recorder` receive all later iterations and operations. The iteration in progress is not recorded."""
     global current
     current = recorder
 
 
 def stop() -> None:
-    """Stop recording, without calling `Recorder.end`."""
+    """Remove the current recorder without calling `Recorder.end`."""
     global current
     current = None
 
@@ -134,7 +134,7 @@ os.register_at_fork(after_in_child=stop)
 
 
 def end() -> None:
-    """End the recording, if there is one, because the job ends."""
+    """Remove the current recorder, if there is one, and call `Recorder.end`, because the job ends."""
     recorder = current
     stop()
     if recorder is not None:

@@ -1,4 +1,7 @@
-"""The routes of units in this job: which ones are possible, how many streams each offers, and opening the streams."""
+"""Choose and open the routes of a job. A route is the transport and algorithm that reduce a unit (bucket).
+
+The router states which routes are possible and how many streams each offers, opens streams, and launches all-reduces.
+"""
 
 from __future__ import annotations
 
@@ -36,23 +39,24 @@ from .plan import Algorithm, CommPlan, NcclWay, Route, TransportKind
 logger = logging.getLogger(__name__)
 
 MAX_COMMUNICATORS = 24
-"""Largest number of open NCCL communicators. One stream has one for each number of CTAs that plans use."""
+"""Largest number of open NCCL communicators. A stream has one communicator for each number of CTAs that plans use."""
 
 DIRECT_LATENCY_S = 2e-3
 """Latency between nodes from which on `DirectTransport` replaces Gloo's ring. Measured on four emulated nodes (400
-Mbit/s, 100 Mbit/s per flow): units of 16 KiB to 1 MiB take 0.2 to 0.5 of the ring's time at any latency. A buffer of 8
-MiB takes 1.04 to 1.09 of the ring's time up to 2 ms, and the same time at 5 ms."""
+Mbit/s, 100 Mbit/s per flow). With `DirectTransport`, units (buckets) of 16 KiB to 1 MiB take 0.2 to 0.5 of the ring's
+time at any latency. A buffer of 8 MiB takes 1.04 to 1.09 of the ring's time at latencies up to 2 ms, and the same time
+at 5 ms."""
 
 FLAT, TREE = Algorithm.FLAT, Algorithm.HIERARCHICAL
 
 
 class Router:
-    """Transports for one caller. Callers whose operations may interleave need separate routers.
+    """Transports of one user, such as a gradient pipeline. Users whose operations may interleave need separate routers.
 
     Attributes:
         device: device of the gradients.
-        transports: possible transports by route, with or without open streams.
-        between_nodes: `routes` omits hierarchical routes, because their sums within nodes cannot be compressed.
+        transports: possible transports by route. They need not have open streams.
+        between_nodes: True if `routes` must omit hierarchical routes, whose sums within nodes cannot be compressed.
     """
 
     between_nodes = False
@@ -70,7 +74,7 @@ class Router:
 
         Args:
             control: control plane of the ranks.
-            timeout_s: timeout of a reduction without progress.
+            timeout_s: timeout of a reduction that makes no progress.
             device: device of the gradients.
             nccl: opens NCCL communicators. None = gradients on GPUs are reduced in host memory.
             direct: use `DirectTransport` instead of Gloo's ring. None = use it if latency is above `DIRECT_LATENCY_S`.
@@ -84,10 +88,8 @@ class Router:
                 nccl, limit=MAX_COMMUNICATORS, worst=lambda value: float(control.maximum(np.array([value]))[0])
             )
         self.transports: dict[Route, Transport] = {}
-        self._opened: dict[Route, int] = {}  # number of open streams, equal on all ranks
-        self._refused: dict[
-            Route, int
-        ] = {}  # smallest number not tried again, because opening failed; equal on all ranks
+        self._opened: dict[Route, int] = {}  # numbers of open streams, equal on all ranks
+        self._refused: dict[Route, int] = {}  # smallest number of streams that is not tried again after a failure
         self._shares_memory = nccl is None and max(control.local_sizes) > 1
         if self._shares_memory:
             try:
@@ -100,7 +102,7 @@ class Router:
     # ── routes ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _possible(self) -> tuple[Route, ...]:
-        """Return the routes that this job may have, the one expected to be fastest first."""
+        """Return the routes that are possible in this job. The first one is expected to be the fastest."""
         control = self._control
         if self._nccl is not None:
             nodes = not control.one_node and control.is_homogeneous and control.local_size > 1
@@ -129,10 +131,10 @@ class Router:
                 logger.warning("%s %s cannot be used: %s", route[0].value, route[1].value, err)
 
     def _create(self, route: Route) -> Transport:
-        """Create a transport without opening a stream. Collective.
+        """Create the transport of a route without opening a stream. Collective.
 
         Raises:
-            TransportError: on all ranks, if one of them cannot create the transport.
+            TransportError: on all ranks, if any rank cannot create the transport.
         """
         control, (kind, algorithm) = self._control, route
         if kind is TransportKind.NCCL:
@@ -157,7 +159,7 @@ class Router:
         return self._create_socket_transport(kind, across=False)
 
     def _create_socket_transport(self, kind: TransportKind, *, across: bool) -> Transport:
-        """Create Gloo or MPI between all ranks, or, with `across`, between the ranks with this local rank."""
+        """Create a Gloo or MPI transport between all ranks or, with `across`, between ranks with equal local rank."""
         control = self._control
         if kind is TransportKind.MPI:
             return MpiTransport(lambda: mpi_of(control.duplicate(cross=across)), control.agree_on_success)
@@ -185,14 +187,14 @@ class Router:
         self._shares_memory = False
         for route in [
             route for route in self.transports if route[0] is TransportKind.STAGED
-        ]:  # they may use shared memory
+        ]:  # these routes may use shared memory
             self.transports.pop(route).close()
             self._opened.pop(route, None)
             self._create_if_possible(route)
 
     @property
     def routes(self) -> tuple[Route, ...]:
-        """Routes that a plan may use here, the one expected to be fastest first. Omits routes that failed to open."""
+        """Routes that a plan may use, except those that failed to open. The first is expected to be the fastest."""
         return tuple(
             route
             for route in self._possible()
@@ -200,21 +202,21 @@ class Router:
         )
 
     def max_streams(self, routes: Sequence[Route] | None = None) -> int:
-        """Return the largest number of streams that each of these routes offers. Default: all routes.
+        """Return the largest number of streams that each of `routes` offers. None = all routes of the job.
 
-        The number is limited by the transport, by the descriptors of each rank, and by earlier failures.
+        The transport, the file descriptors of each rank and earlier failures to open streams limit the number.
         """
         return min(self._limit(route)[0] for route in routes or self.routes)
 
     def why_not_more(self, routes: Sequence[Route]) -> str:
-        """Return a text: what limits the streams of the first route, and which routes offer more."""
+        """Return a text that says what limits the streams of `routes[0]`, and which of `routes` offer more."""
         limits = {route: self._limit(route) for route in routes}
         lowest, reason = limits[routes[0]]
         more = sorted({f"{limit} on {route[0].value}" for route, (limit, _) in limits.items() if limit > lowest})
         return f"{reason}{'; with SIRTAKI_TRANSPORT set there can be ' if more else ''}{' and '.join(more)}"
 
     def _limit(self, route: Route) -> tuple[int, str]:
-        """Return the largest number of streams of a route, and a text that says what limits it."""
+        """Return the largest number of streams of a route, and a text that says what limits the number."""
         transport, name = self.transports[route], route[0].value
         fit = streams_within(self._descriptors, transport.stream_cost, most=transport.max_streams)
         refused = self._refused.get(route)
@@ -228,16 +230,16 @@ class Router:
         return fit, f"{name} has at most {fit}"
 
     def threads(self) -> tuple[int, ...]:
-        """Return the values of `StreamSpec.threads` that each route offers. Empty = the number of threads is fixed."""
+        """Return the numbers of GPU threads per unit (bucket) that all routes offer. Empty = there is no choice."""
         offers = [self.transports[route].threads for route in self.routes]
         return tuple(count for count in offers[0] if all(count in offer for offer in offers))
 
     def nccl_ways(self) -> tuple[NcclWay, ...]:
-        """Return the combinations of NCCL algorithm and protocol that units may use. Empty without NCCL."""
+        """Return the combinations of NCCL algorithm and protocol that a plan may use. Empty without NCCL."""
         return () if self._nccl is None else self._nccl.ways
 
     def allocate(self, numel: int, dtype: torch.dtype) -> FlatBuffer:
-        """Allocate a zeroed buffer of the same size on each rank, which all routes can reduce. Collective."""
+        """Allocate a zeroed flat buffer of `numel` elements on each rank. All routes can reduce it. Collective."""
         if not self.device.streams:
             return self._allocate_on_host(numel, dtype)
         mirror = self._allocate_on_host(numel, dtype) if self._pool is None else None
@@ -261,16 +263,16 @@ class Router:
         """Open the streams that the plan uses. Collective.
 
         Raises:
-            PlanError: on all ranks. The job has no such route, or the route has fewer streams.
-            TransportError: on all ranks. The streams could not be opened; previous streams stay open. From now on the
-                router offers only half of the missing streams, because another failure may take long.
+            PlanError: on all ranks, if the job has no such route, or the route has fewer streams.
+            TransportError: on all ranks, if the streams could not be opened. Earlier streams stay open. The router then
+                offers only half of the missing streams, because another failure to open streams may take long.
         """
         # All ranks must open the algorithms in the same order, because opening is collective.
         for algorithm in sorted({unit.algorithm for unit in plan.units}, key=lambda kind: kind.value):
             self._open((plan.transport, algorithm), streams_of(plan, algorithm), planned=plan.streams)
 
     def open_streams(self, route: Route, count: int, *, threads: int | None = None) -> None:
-        """Open the streams 0 to `count` - 1 of a route. Collective. Raises what `open_plan` raises."""
+        """Open the streams 0 to `count` - 1 of a route. Collective. Raises the same errors as `open_plan`."""
         self._open(route, [StreamSpec(number, threads) for number in range(count)], planned=count)
 
     def _open(self, route: Route, streams: Sequence[StreamSpec], *, planned: int) -> None:
@@ -286,7 +288,8 @@ class Router:
         have, want = self._opened.get(route, 0), 1 + max(stream.number for stream in streams)
         try:
             if want > have:
-                # Check on all ranks first, because a failure halfway takes long and can make Gloo unusable.
+                # First check descriptors and threads on all ranks, because a failure in `open_streams` takes long and
+                # can make Gloo unusable.
                 with reserved(transport.stream_cost * (want - have)) as problem:
                     self._control.agree_on_success(problem)
             transport.open_streams(streams)
@@ -296,8 +299,11 @@ class Router:
         self._opened[route] = max(have, want)
 
     def keep_only(self, plans: Sequence[CommPlan]) -> None:
-        """Close streams that are not in `plans`, if they use CPU time or GPU memory. Collective; nothing in flight."""
-        self._control.agree_on_success("")  # afterwards, nothing is in flight on any rank
+        """Close streams that `plans` do not use, if idle ones cost CPU time or GPU memory. Collective.
+
+        No operation may be in flight on this rank.
+        """
+        self._control.agree_on_success("")  # once all ranks are here, no operation is in flight
         for (kind, algorithm), transport in self.transports.items():
             specs = [spec for plan in plans if plan.transport is kind for spec in streams_of(plan, algorithm)]
             wanted = 1 + max((spec.number for spec in specs), default=-1)
@@ -312,17 +318,17 @@ class Router:
                 for plan in plans
                 for key in transport.keys(streams_of(plan, algorithm))
             ]
-            self.device.synchronise()  # because a communicator to close must have nothing in flight
+            self.device.synchronise()  # a communicator may be closed only with no operation in flight
             self._pool.keep_only(keys)
 
     # ── units ───────────────────────────────────────────────────────────────────────────────────────
 
     def prepare(self, act: Callable[[], None], *, route: Route, stream: int) -> None:
-        """Call `act` before units that are submitted to the stream later: in the stream's thread, if it has one.
+        """Call `act` before units (buckets) submitted to the stream later: in the thread of the stream, if it has one.
 
         Args:
-            act: must not raise.
-            route: route of the units.
+            act: function to call. Must not raise.
+            route: route of the stream.
             stream: number of an open stream.
         """
         if not self.transports[route].prepare(act, stream=StreamSpec(stream)):
@@ -341,7 +347,7 @@ class Router:
         op: ReduceOp = ReduceOp.SUM,
         scale: float = 1.0,
     ) -> Work:
-        """Launch the all-reduce of a range over open streams, as `Transport.all_reduce`. Collective, non-blocking."""
+        """Launch the all-reduce of a range on an open stream, like `Transport.all_reduce`. Collective, non-blocking."""
         return self.transports[route].all_reduce(
             buffer, start, stop, stream=StreamSpec(stream, threads, nccl), op=op, scale=scale
         )
@@ -349,11 +355,11 @@ class Router:
     def exchange(
         self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, *, route: Route, stream: int
     ) -> Work:
-        """Launch an exchange over a flat route in host memory, as `Transport.exchange`. Collective, non-blocking."""
+        """Launch an all-to-all in host memory on a flat route, like `Transport.exchange`. Collective, non-blocking."""
         return self.transports[route].exchange(outgoing, parcels, incoming, stream=StreamSpec(stream))
 
     def all_reduce_plan(self, buffer: FlatBuffer, plan: CommPlan, *, scale: float = 1.0) -> list[Work]:
-        """Launch the sums of all units of a plan whose streams are open. Collective, non-blocking."""
+        """Launch the all-reduces of all units (buckets) of `plan` on its open streams. Collective, non-blocking."""
         return [
             self.all_reduce(
                 buffer,
@@ -369,15 +375,15 @@ class Router:
         ]
 
     def wait_for(self, works: Sequence[Work], *, interrupted: Callable[[], bool] | None = None) -> bool:
-        """Wait for all works, as `wait_for_work`.
+        """Wait for all works, like `wait_for_work`.
 
-        The error names the rank that has ended, even if this rank's connection to it broke first: a rank that exits
-        closes the connections of its router before its control plane.
+        The error names the rank that has ended, even if this rank's connection to that rank broke first. A rank that
+        exits closes the connections of its router before its control plane.
         """
         return wait_for_work(works, failures=self._control.failures, interrupted=interrupted)
 
     def check(self) -> None:
-        """Raise an asynchronous error of NCCL, if there is one. Thread-safe, non-blocking.
+        """Check the NCCL communicators for asynchronous errors. Thread-safe, non-blocking.
 
         Raises:
             CommError: a communicator has failed.
@@ -386,7 +392,7 @@ class Router:
             self._pool.check()
 
     def release(self) -> bool:
-        """End the threads and connections of this rank. NCCL communicators stay open, because closing is collective.
+        """End the threads and connections of this rank. NCCL communicators stay open: closing them is collective.
 
         Returns:
             False if a thread still waits for a peer.
@@ -399,12 +405,12 @@ class Router:
         """Close all transports and communicators. Collective. May be called twice."""
         self.release()
         if self._pool is not None and self._control.failures.error is None:
-            self.device.synchronise()  # because a communicator to close must have nothing in flight
+            self.device.synchronise()  # a communicator may be closed only with no operation in flight
             self._pool.close()
 
 
 def streams_of(plan: CommPlan, algorithm: Algorithm) -> list[StreamSpec]:
-    """Return the different streams of the plan's units with this algorithm."""
+    """Return the streams that the units (buckets) of `plan` with this algorithm use, each once."""
     return list(
         dict.fromkeys(
             StreamSpec(unit.stream, unit.threads, unit.nccl) for unit in plan.units if unit.algorithm is algorithm

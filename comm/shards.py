@@ -2,28 +2,28 @@
 
 A *gather* is an all-gather: it copies the shard of every rank into the whole tensor on all ranks. A *scatter* is a
 reduce-scatter: it adds up the whole tensors of all ranks, and leaves one row of the sum on each rank. Between hosts,
-each rank sends directly to every other rank:
+each rank sends directly to every other rank, over one or several connections:
 
-    gather     this rank's shard ─▶ its row of the whole tensor on each other rank; each piece uses the next connection
+    gather     this rank's shard, cut into one piece per connection ─▶ its row of the whole tensor on each peer
     scatter    row r of this rank's tensor ─▶ rank r, which adds up the rows in the order of ranks
 
-There are no intermediate copies. Operations do not wait for each other, because pieces are identified by a tag and not
-by their order. Ranks of one host read each other's memory instead. If nodes have several ranks, an operation has two
-levels, so that each element crosses the network once per node and not once per rank:
+There are no intermediate copies. Operations do not wait for each other, because a tag identifies each message, so that
+messages need no order. Ranks of one host do not send, but read each other's memory. If nodes have several ranks, an
+operation has two levels, so that each element crosses the network once per node and not once per rank:
 
     gather     between nodes: shards of the ranks with the same local rank ─▶ within the node: the rows received so far
     scatter    within the node: sum of the rows of each local rank ─▶ between nodes: sum over ranks of one local rank
 
 Several small gathers or scatters may be coalesced into one (`JointGather`, `JointScatter`), because copying the tensors
-into one buffer and out of it takes less time than a message for each.
+into one buffer and out of the buffer takes less time than one message for each tensor.
 
-Data sent over sockets may be packed by a `Codec`: a shard before it is sent, and each row of a tensor that is scattered
-(ZeRO++'s qwZ and qgZ: Wang et al., 2023). Sums are computed from the unpacked values, in float32. There is no error
+A `Codec` may pack (compress) data that are sent over sockets: the shards of a gather, and the rows of a scatter (qwZ
+and qgZ of ZeRO++: Wang et al., 2023). Sums are computed from the unpacked values, in float32. There is no error
 feedback, because a rank has no memory for the residuals of the other ranks' shards.
 
-All ranks must submit the same operations in the same order, as with every process group; they may wait in any order.
-Operations may have labels. If the labels of the ranks differ, the operation fails. This happens, for example, after one
-rank has caught an exception that the other ranks have not seen.
+All ranks must submit the same operations in the same order, as with every process group, but may wait for operations in
+any order. Operations may have labels (numbers). If the ranks pass different labels, the operation fails. This happens,
+for example, after one rank has caught an exception that the other ranks have not seen.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ from sirtaki.errors import CommError, MismatchError, StallError
 from sirtaki.machine import finalize
 
 MOST_TAGS = 1 << 30
-"""Number of tags of messages."""
+"""Number of different tags that messages can have."""
 
 GATHERS, SCATTERS = StreamSpec(0), StreamSpec(1)
-"""Streams of the shared-memory transport; on sockets, part of a message's tag."""
+"""Streams of gathers and scatters in the shared-memory transport. On sockets, the number is part of a message's tag."""
 
 END_S = 1.0
-"""Time for which `close` waits for threads after their connections are closed. Later it leaves them running."""
+"""Time for which `close` waits for threads after closing their connections. Threads that still run keep running."""
 
 NEVER_S = 7 * 24 * 3600.0
-"""Timeout of the transport, which never expires. `ShardWork.wait` has the timeout that counts: it may change during
-the job, and the error names the operation."""
+"""Timeout of the transport, so long that it never expires. `ShardWork.wait` has its own timeout instead, which may
+change during the job, and its error names the operation."""
 
 
 class ShardWork:
-    """A gather or scatter in flight."""
+    """An all-gather or reduce-scatter in flight."""
 
     def __init__(
         self, work: Work, control: ControlPlane, what: str, timeout: Timeout, problems: Sequence[CommError]
@@ -80,7 +80,7 @@ class ShardWork:
         return self._work.is_done()
 
     def wait(self) -> None:
-        """Block until the result is in the tensors of this rank. May be called again.
+        """Block until the result is in the tensors of this rank. May be called several times.
 
         Raises:
             CommError: the operation has failed, or has not ended within the timeout.
@@ -109,7 +109,7 @@ class ShardWork:
 
 @dataclass(slots=True)
 class Loss:
-    """Bytes that packing has saved, and precision that it has lost.
+    """Bytes that packing (compression) has saved, and precision that packing has lost.
 
     Attributes:
         squares: sum of squares of the packed values.
@@ -124,7 +124,7 @@ class Loss:
     sent_bytes: float = 0.0
 
     def add(self, values: torch.Tensor, packed: torch.Tensor, codec: Codec, itemsize: int) -> None:
-        """Add the loss of `values`, which had `itemsize` bytes each before they were converted to float32."""
+        """Add the loss of packing `values`, which had `itemsize` bytes each before conversion to float32."""
         self.squares += float(values.square().sum())
         self.lost_squares += float((values - codec.unpack(packed, values.numel())).square().sum())
         self.whole_bytes += values.numel() * itemsize
@@ -138,14 +138,14 @@ class Loss:
 
 
 class ShardLanes(ABC):
-    """All-gather and reduce-scatter between the ranks of one group.
+    """Connections over which the ranks of one group run all-gathers (gathers) and reduce-scatters (scatters).
 
     Attributes:
         control: control plane of these ranks. Only one thread at a time may use it.
         kind: transport between the ranks, or between nodes if there are two levels.
-        most_streams: largest number of connections to each peer.
+        most_streams: largest possible number of connections to each peer.
         peers: number of ranks to which each rank has connections.
-        losses: losses of gathers and of scatters. None = they are not measured.
+        losses: precision that packing has lost in gathers and in scatters. None = not measured.
     """
 
     kind: TransportKind
@@ -156,30 +156,32 @@ class ShardLanes(ABC):
         self.peers = control.size - 1
         self.losses: tuple[Loss, Loss] | None = None
 
-    def reserve(self, *, shard_bytes: int, whole_bytes: int = 0) -> None:  # noqa: B027 - most need nothing
+    def reserve(self, *, shard_bytes: int, whole_bytes: int = 0) -> None:  # noqa: B027 - most need no memory
         """Allocate shared memory for later gathers and scatters. Collective.
 
         Args:
             shard_bytes: size of the largest shard that is gathered.
-            whole_bytes: size of the largest tensor that is scattered. With 0, `gather_memory` returns private memory.
+            whole_bytes: size of the largest tensor that is scattered. 0 = none is scattered. Then `gather_memory`
+                returns private memory.
         """
 
     def within_node(self, *, shard_bytes: int) -> ShardLanes | None:
-        """Open lanes for gathers between the ranks of this node. Collective.
+        """Open connections for gathers between the ranks of this node only. Collective.
 
         Args:
             shard_bytes: size of the largest shard that is gathered.
 
         Returns:
-            The lanes, which `close` closes, too. None = each node has one rank, or there is only one node.
+            The connections. `close` of this object closes them, too. None = each node has one rank, or there is only
+            one node.
         """
         return None
 
     def use(self, streams: int) -> None:  # noqa: B027 - shared memory has no connections
-        """Split later operations over `streams` connections to each peer. Collective; nothing may be in flight.
+        """Split later operations over `streams` connections to each peer. Collective; no operation may be in flight.
 
         Raises:
-            TransportError: on all ranks, if the connections cannot be opened. The previous ones stay in use.
+            TransportError: on all ranks, if the connections cannot be opened. The earlier connections stay in use.
         """
 
     @abstractmethod
@@ -189,12 +191,12 @@ class ShardLanes(ABC):
         """Launch an all-gather: fill `rows[r]` with the shard of rank r. Collective, non-blocking.
 
         Args:
-            rows: one tensor per rank, `(n,)`, contiguous. They may be views of `gather_memory`. The row of this rank
-                may be `shard` itself.
+            rows: targets, one tensor per rank, `(n,)`, contiguous. They may be views of `gather_memory`. This rank's
+                row may be `shard` itself.
             shard: shard of this rank, `(n,)`.
             codec: packs floating-point shards that are sent over sockets. All rows then hold unpacked values, including
                 the row of this rank. None = shards are sent unpacked.
-            label: identifies the operation. The work fails if the ranks pass different labels.
+            label: number of the operation. The work fails if the ranks pass different labels.
         """
 
     @abstractmethod
@@ -216,22 +218,22 @@ class ShardLanes(ABC):
             op: reduction over ranks. 16-bit floats are reduced in float32 and rounded once.
             scale: factor for the result.
             codec: packs floating-point rows that are sent over sockets to be summed. None = rows are sent unpacked.
-            label: identifies the operation. The work fails if the ranks pass different labels.
+            label: number of the operation. The work fails if the ranks pass different labels.
         """
 
     def gather_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory, `(numel,)`, for the whole tensor of the next gather: shared by the ranks where possible."""
+        """Return memory, `(numel,)`, for the whole tensor of the next gather. Ranks of a node share it if possible."""
         return torch.empty(numel, dtype=dtype, device="cpu")
 
     def scatter_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory, `(numel,)`, for the whole tensor of the next scatter: read by the other ranks where possible.
+        """Return memory, `(numel,)`, for the whole tensor of the next scatter. Ranks of a node share it if possible.
 
-        Collective. Waits until all ranks have read its previous contents.
+        Collective. Waits until all ranks have read the previous contents of the memory.
         """
         return torch.empty(numel, dtype=dtype, device="cpu")
 
     def close(self) -> None:
-        """End the threads and connections of this rank. Not collective; nothing may be in flight."""
+        """End the threads and connections of this rank. Not collective. No operation may be in flight."""
         self._router.release()
 
     def _shard_work(self, work: Work, kind: str, elements: int, problems: Sequence[CommError] = ()) -> ShardWork:
@@ -239,29 +241,29 @@ class ShardLanes(ABC):
 
 
 class JointGather:
-    """Several gathers of one dtype between the same ranks, coalesced into one.
+    """Several all-gathers of one dtype between the same ranks, coalesced into one.
 
-    They are packed only if each of them would be packed alone.
+    The coalesced gather is packed (compressed) only if each of its shards is large enough to be packed.
 
     Attributes:
-        sent: the gather is launched, and `add` is no longer permitted.
+        sent: True once the coalesced gather is launched. `add` must not be called any more.
     """
 
     sent = False
 
     def __init__(self, lanes: ShardLanes, dtype: torch.dtype, *, codec: Codec | None) -> None:
-        """Create an empty gather of `dtype`; `codec` is the argument of `ShardLanes.gather`."""
+        """Create a coalesced gather without shards. `codec` is passed to `ShardLanes.gather`."""
         self.lanes, self.dtype, self._codec = lanes, dtype, codec
         self._label: int | None = None
         self._shards: list[torch.Tensor] = []
         self._numel = 0
-        self._received: list[torch.Tensor] = []  # one row per rank: the rank's shards, concatenated
+        self._received: list[torch.Tensor] = []  # row r: all shards of rank r, concatenated
 
     def add(self, rows: Sequence[torch.Tensor], shard: torch.Tensor, *, label: int = 0) -> Callable[[], None]:
-        """Add a gather with the arguments of `ShardLanes.gather`.
+        """Add a gather to the coalesced one. The arguments are those of `ShardLanes.gather`.
 
         Returns:
-            Function that fills `rows`. The caller must call it after `wait`.
+            Function that copies the received shards into `rows`. The caller must call it after `wait`.
         """
         self._label = _joint_label(self._label, label)
         start, stop = self._numel, self._numel + shard.numel()
@@ -275,7 +277,7 @@ class JointGather:
         return put
 
     def send(self) -> None:
-        """Launch the gather, unless it is launched. Collective, non-blocking."""
+        """Launch the coalesced gather, unless it is already launched. Collective, non-blocking."""
         if not self.sent:
             self.sent, ranks = True, self.lanes.control
             self._received = list(self.lanes.gather_memory(self._numel * ranks.size, self.dtype).view(ranks.size, -1))
@@ -285,11 +287,11 @@ class JointGather:
             self._work = self.lanes.gather(self._received, own_shard, codec=codec, label=self._label or 0)
 
     def is_done(self) -> bool:
-        """Return whether the gather has ended, with or without an error."""
+        """Return whether the coalesced gather has ended, with or without an error."""
         return self.sent and self._work.is_done()
 
     def wait(self) -> None:
-        """Launch the gather unless it is launched, and block until it has ended. May be called again.
+        """Call `send`, and block until the coalesced gather has ended. May be called several times.
 
         Raises:
             CommError: the gather has failed, or has not ended within the timeout.
@@ -299,12 +301,12 @@ class JointGather:
 
 
 class JointScatter:
-    """Several scatters of one dtype between the same ranks, coalesced into one.
+    """Several reduce-scatters of one dtype between the same ranks, coalesced into one.
 
-    They are packed only if each of them would be packed alone.
+    The coalesced scatter is packed (compressed) only if each of its parts is large enough to be packed.
 
     Attributes:
-        sent: the scatter is launched, and `add` is no longer permitted.
+        sent: True once the coalesced scatter is launched. `add` must not be called any more.
     """
 
     sent = False
@@ -312,7 +314,7 @@ class JointScatter:
     def __init__(
         self, lanes: ShardLanes, dtype: torch.dtype, *, op: ReduceOp, scale: float, codec: Codec | None
     ) -> None:
-        """Create an empty scatter of `dtype`; `op`, `scale` and `codec` are arguments of `ShardLanes.scatter`."""
+        """Create a coalesced scatter without tensors. `op`, `scale` and `codec` are passed to `ShardLanes.scatter`."""
         self.lanes, self.dtype, self.op, self.scale = lanes, dtype, op, scale
         self._codec = codec
         self._label: int | None = None
@@ -320,13 +322,16 @@ class JointScatter:
         self._parts: list[torch.Tensor] = []
 
     def add(self, whole: torch.Tensor, part: torch.Tensor, *, label: int = 0) -> None:
-        """Add a scatter with the arguments of `ShardLanes.scatter`. The caller must not write `whole` before `send`."""
+        """Add a scatter to the coalesced one. The arguments are those of `ShardLanes.scatter`.
+
+        The caller must not write `whole` before `send` has returned.
+        """
         self._label = _joint_label(self._label, label)
         self._wholes.append(whole.detach().view(self.lanes.control.size, -1))
         self._parts.append(part.detach().view(-1))
 
     def send(self) -> None:
-        """Launch the scatter, unless it is launched. Collective, non-blocking."""
+        """Launch the coalesced scatter, unless it is already launched. Collective, non-blocking."""
         if not self.sent:
             self.sent, size = True, self.lanes.control.size
             numel = sum(part.numel() for part in self._parts)
@@ -339,7 +344,7 @@ class JointScatter:
             )
 
     def wait(self) -> None:
-        """Launch the scatter unless it is launched, and block until each `part` has its sum. May be called again.
+        """Call `send`, and block until each `part` holds its row of the sum. May be called several times.
 
         Raises:
             CommError: the scatter has failed, or has not ended within the timeout.
@@ -352,17 +357,22 @@ class JointScatter:
 
 
 def _joint_label(label: int | None, another: int) -> int:
-    """Return the label of a coalesced operation after adding one labelled `another`. None = it was empty."""
+    """Return the label of a coalesced operation after adding an operation labelled `another`.
+
+    `label` is the label before that. None = no operation was added yet.
+    """
     return another if label is None else ((label + 1) * 8191 + another) % (1 << 40)
 
 
 def open_shard_lanes(control: ControlPlane, *, timeout: Timeout, kind: TransportKind | None = None) -> ShardLanes:
-    """Open the fastest lanes for these ranks: shared memory on one node, sockets between nodes, or both. Collective.
+    """Open the fastest connections for shards between these ranks: shared memory, sockets between nodes, or both.
+
+    Collective.
 
     Args:
-        control: control plane of two or more ranks. Nothing else may use it.
-        timeout: time to wait for other ranks.
-        kind: transport that the user asked for. None = the fastest. A transport that cannot carry shards means sockets.
+        control: control plane of two or more ranks. Other code must not use it.
+        timeout: returns the time in seconds after which waiting for other ranks fails.
+        kind: transport that the user asked for. None = the fastest one. Sockets replace a transport without shards.
 
     Raises:
         TransportError: on all ranks, if no connection can be opened.
@@ -375,28 +385,28 @@ def open_shard_lanes(control: ControlPlane, *, timeout: Timeout, kind: Transport
     trees = (
         TransportKind.GLOO,
         Algorithm.HIERARCHICAL,
-    ) in router.transports  # the ranks of a node can share memory
+    ) in router.transports  # True if the ranks of a node can share memory
     if kind in (None, TransportKind.SHARED_MEMORY) and trees and control.is_homogeneous and control.in_order:
         return _OverNodes(control, router, timeout=timeout)
     return _OverSockets(control, router, timeout=timeout)
 
 
 LEAST_PIECE_BYTES = 16 << 10
-"""Smallest piece for one connection, because cutting smaller pieces takes more time than sending them."""
+"""Smallest piece that a shard is cut into, one per connection. Cutting smaller ones takes more time than sending."""
 
 
 class _Finisher(Worker):
-    """A thread that completes operations in the order in which they were submitted."""
+    """A thread that completes gathers or scatters in the order in which they were submitted."""
 
     def follow(self, step: Callable[[], None]) -> Work:
-        """Queue `step`, which waits for the pieces of an operation and copies or reduces them."""
+        """Queue `step`, which waits for the messages of an operation and copies or reduces their contents."""
         work = ThreadWork()
         self.put(partial(work.run, step, "shards could not be copied to their target"))
         return work
 
 
 class _OverSockets(ShardLanes):
-    """Lanes in which each piece goes directly to its receiver, over one of several Gloo connections to it."""
+    """Gathers and scatters over sockets. Each message goes directly to its receiver, on one of several connections."""
 
     kind = TransportKind.GLOO
 
@@ -496,7 +506,7 @@ class _OverSockets(ShardLanes):
         return self._shard_work(self._scatters.follow(add_up), "reduce-scatter", len(rows) * count)
 
     def _take_scratch(self, size_bytes: int) -> torch.Tensor:
-        """Return the buffer of a completed scatter if one is large enough, because fresh memory is slow."""
+        """Return the buffer of a completed scatter if one is large enough, because newly allocated memory is slow."""
         self._largest_scratch = max(self._largest_scratch, size_bytes)
         while self._scratch:
             if (memory := self._scratch.pop()).numel() >= size_bytes:
@@ -504,22 +514,26 @@ class _OverSockets(ShardLanes):
         return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
     def _put_scratch(self, memory: torch.Tensor) -> None:
-        """Keep the buffer of a completed scatter for later ones, up to the size that the largest scatter needs."""
+        """Keep the buffer of a completed scatter for reuse. All such buffers together never exceed the largest one."""
         if sum(one.numel() for one in self._scratch) + memory.numel() <= self._largest_scratch:
             self._scratch.append(memory)
 
     def _exchange(
         self, sent: list[torch.Tensor], received: list[torch.Tensor], kind: StreamSpec, label: int
     ) -> Callable[[], None]:
-        """Send `sent[r]` to each rank r, and receive `received[r]` from it. Return a function that waits for both."""
+        """Launch sends of `sent[r]` to each rank r, and receives of `received[r]` from it.
+
+        Returns:
+            Function that blocks until all tensors are sent and received.
+        """
         numel = sent[0].numel()
         pieces = max(1, min(self._streams, numel * sent[0].itemsize // LEAST_PIECE_BYTES))
         bounds = [numel * piece // pieces for piece in range(pieces + 1)]
         waits = []
         for start, stop in itertools.pairwise(bounds):
             number = next(self._tags)
-            # The tag contains length and label, because a rank that submitted another operation must not receive this
-            # piece: it would write beyond its memory, or take one module's values for another's.
+            # The tag contains length and label, so that a rank that has submitted another operation does not receive
+            # this message. It would write beyond its memory, or take one module's values for those of another module.
             tag = (number * 8191 + numel + (2 * label + kind.number) * 524287) % MOST_TAGS
             if start < stop:
                 parts = [[row[start:stop] for row in rows] for rows in (sent, received)]
@@ -532,27 +546,27 @@ class _OverSockets(ShardLanes):
         return wait
 
     def close(self) -> None:
-        super().close()  # ends the waits of the threads
-        # Wait for the threads, because PyTorch aborts the process if one returns from its wait at interpreter exit.
+        super().close()  # makes the waits of the threads fail
+        # Wait for the threads: PyTorch aborts the process if a thread returns from its wait at interpreter exit.
         join_workers([self._gathers, self._scatters], within_s=END_S)
 
 
 SLOTS = 2
-"""Number of slots for gathers, and for scatters: one is read while the next one is filled."""
+"""Number of slots (buffers in shared memory) for gathers, and for scatters. One is read while the next is filled."""
 
 MARK_BYTES = 16
-"""Size of the mark at the end of a slot: two int64, the size in bytes and the label of the operation. A negative size
-means that the data are in the whole tensor that all ranks share, and not in the slot."""
+"""Bytes of the mark that a rank writes at the end of a slot: two int64, size in bytes and label of the operation. A
+negative size means that the data are in the whole tensor that all ranks share, and not in the slot."""
 
 WHOLES = 4
-"""Number of whole tensors in shared memory: so many gathers may be in flight or in use at the same time."""
+"""Number of whole tensors in shared memory. So many results of gathers may be in flight or in use at the same time."""
 
 RELEASE_S = 0.05
-"""Time to wait until the other ranks have released a whole tensor, before private memory is used instead."""
+"""Time to wait until other ranks have released a whole tensor in shared memory. Then private memory is used instead."""
 
 
 class _Slots:
-    """Shared memory of each rank of the node, used in turn by the gathers or by the scatters."""
+    """Slots (buffers in shared memory) through which the ranks of a node exchange data. Operations use them in turn."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -561,44 +575,44 @@ class _Slots:
         self._next = 0
 
     def reserve(self, size_bytes: int) -> None:
-        """Enlarge the slots for operations of `size_bytes`, if they are smaller. Collective."""
+        """Enlarge the slots, if they are smaller than `size_bytes`. Collective."""
         if not self._slots or self._slots[0].tensor.numel() - MARK_BYTES < size_bytes:
             for work in self._works:
                 if work is not None:
                     work.wait()
-            self._slots = []  # frees the memory
+            self._slots = []  # free the old slots before new ones are allocated
             whole_bytes = (size_bytes // MARK_BYTES + 2) * MARK_BYTES
             self._slots = [self._router.allocate(whole_bytes, torch.uint8) for _ in range(SLOTS)]
 
     def next(self, size_bytes: int) -> FlatBuffer:
-        """Wait until all ranks have read the next slot, and return it, uint8. Collective."""
+        """Return the next slot, uint8, after all ranks have read its previous contents. Collective."""
         self.reserve(size_bytes)
         if (work := self._works[self._next]) is not None:
             work.wait()
         return self._slots[self._next]
 
     def fill(self, mark: int, label: int) -> FlatBuffer:
-        """Write size and label to the end of the slot that `next` returned, and return the slot."""
+        """Write the size `mark` and the label to the end of the slot that `next` returned, and return the slot."""
         slot = self._slots[self._next]
         marks = torch.tensor([mark, label], dtype=torch.int64, device="cpu")
         slot.tensor[-MARK_BYTES:].view(torch.int64).copy_(marks)
         return slot
 
     def end_turn(self, work: ShardWork) -> None:
-        """Move to the next slot. `work` reads the current one."""
+        """Make `next` return the other slot. `work` is the operation that reads the current slot."""
         self._works[self._next] = work
         self._next = (self._next + 1) % SLOTS
 
 
 class _Wholes:
-    """Whole tensors in shared memory, one for all ranks of a node. Each rank writes its shard, and no rank copies.
+    """Whole tensors of gathers in memory that the ranks of a node share. Each rank writes its shard, and none copies.
 
-    Gather n uses whole tensor n modulo `WHOLES`, if every rank has released its previous contents. A rank uses private
-    memory instead if one has not, or if the gather is larger than reserved. Each rank decides this for itself.
+    Gather n uses whole tensor n modulo `WHOLES`, if every rank has released the previous contents. If a rank has not,
+    or if the gather is larger than reserved, private memory is used instead. Each rank decides this independently.
     """
 
     def __init__(self, control: ControlPlane, router: Router, size_bytes: int) -> None:
-        """Allocate whole tensors of `size_bytes`. Collective."""
+        """Allocate `WHOLES` whole tensors of `size_bytes` each in shared memory. Collective."""
         size_bytes = -(-size_bytes // 64) * 64
         each = -(-WHOLES // control.size)
         memory = router.allocate(each * size_bytes, torch.uint8)
@@ -607,14 +621,14 @@ class _Wholes:
         ]
         self._released = [peer.numpy() for peer in router.allocate(WHOLES, torch.int64).peers]
         self._me, self._failures = control.rank, control.failures
-        self._held: dict[int, int] = {}  # number of the gather whose result this rank holds, by place
-        self._ended = [0] * WHOLES  # by place: earlier gathers have ended on this rank, except for the one it holds
-        self.number = 0  # of the next gather
+        self._held: dict[int, int] = {}  # gather whose result this rank holds, by whole tensor
+        self._ended = [0] * WHOLES  # by whole tensor: this rank has ended all gathers before this one
+        self.number = 0  # number of the next gather
 
     def take(self, size_bytes: int) -> torch.Tensor | None:
-        """Return shared memory for the next gather, uint8; None = use private memory.
+        """Return shared memory for the result of the next gather, uint8. None = use private memory.
 
-        The memory is released when the last tensor that refers to it is freed.
+        This rank releases the shared memory when the last tensor that refers to it is freed.
         """
         place, least = self.number % WHOLES, self.number - WHOLES + 1
         if place in self._held or size_bytes > len(self._memory[place]):
@@ -626,7 +640,7 @@ class _Wholes:
         wait_for(lambda: not is_held() or self._failures.error is not None, Deadline.after(RELEASE_S))
         if is_held():
             return None
-        taken = self._memory[place][:size_bytes]  # a new array, which lives as long as the tensor's storage
+        taken = self._memory[place][:size_bytes]  # a new array, freed with the storage of the tensor
         self._held[place] = self.number
         finalize(taken, self._release, place)
         return torch.from_numpy(taken)
@@ -635,24 +649,24 @@ class _Wholes:
         self._release_before(place, self._held.pop(place) + 1)
 
     def _release_before(self, place: int, number: int) -> None:
-        """Release `place` for all gathers before `number`, unless this rank holds the result of one. Thread-safe."""
+        """Release `place` after gathers before `number`, unless this rank still holds a result in it. Thread-safe."""
         self._ended[place] = max(self._ended[place], number)
         if place not in self._held:
             self._released[self._me][place] = self._ended[place]
 
     def next(self) -> torch.Tensor:
-        """Start the next gather, and return its shared memory, uint8. A rank that did not `take` it must call `end`."""
+        """Start the next gather, and return its shared memory, uint8. If `take` returned None, `end` must follow."""
         place = self.number % WHOLES
         self.number += 1
         return torch.from_numpy(self._memory[place])
 
     def end(self, number: int) -> None:
-        """Release the memory of gather `number` after reading all shards, on a rank that did not `take` it."""
+        """Release the shared memory of gather `number`, on a rank that did not `take` it, once all shards are read."""
         self._release_before(number % WHOLES, number + 1)
 
 
 class _InSharedMemory(ShardLanes):
-    """Lanes through memory that all ranks of one node can read."""
+    """Gathers and scatters through memory that all ranks of one node share."""
 
     kind = TransportKind.SHARED_MEMORY
 
@@ -739,7 +753,7 @@ class _InSharedMemory(ShardLanes):
         kind: str,
         elements: int,
     ) -> ShardWork:
-        """Launch a call of `read` with the marks and the slots of all ranks, once all have filled their slot."""
+        """Launch a call of `read` with the marks and the slots of all ranks, once all ranks have filled their slots."""
         slot, size_bytes = slots.fill(mark, label), abs(mark)
         problems: list[CommError] = []
 
@@ -768,10 +782,10 @@ class _InSharedMemory(ShardLanes):
 
 
 class _OverNodes(ShardLanes):
-    """Lanes through shared memory within each node, and over sockets between the ranks with the same local rank.
+    """Gathers and scatters in two levels: shared memory within a node, and sockets between ranks of equal local rank.
 
-    Gathers and scatters have separate lanes, because each has a thread that starts the second level when the first one
-    has ended.
+    Gathers and scatters have separate connections, because each of the two has a thread, which starts the second level
+    when the first level has ended.
     """
 
     kind = TransportKind.GLOO

@@ -1,8 +1,8 @@
-"""A Chrome trace of what this rank does, for Perfetto (https://ui.perfetto.dev) or chrome://tracing.
+"""A Chrome trace of the communication of this rank, for Perfetto (https://ui.perfetto.dev) or chrome://tracing.
 
-All ranks of a host write to one file. It is a complete JSON array after each write, so that the trace of a killed job
-can be read. Recording an event appends a tuple to a list. A thread writes the events to the file several times a
-second. Without a trace, `current` is None and nothing is recorded.
+All ranks of a host write to one trace file. The file is a complete JSON array after each write, so that the trace of a
+killed job can be read. Recording an event appends a tuple to a list, and a thread writes the events to the file several
+times a second. If the user has not asked for a trace, `current` is None and no event is recorded.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from sirtaki.machine import free_in_forked_children
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 0.05
-"""Time between two writes to the file."""
+"""Time between two writes of recorded events to the trace file."""
 
 _END = b"\n]\n"
 
 Event = tuple[str | None, str, float, float, Mapping[str, object]]
-"""(track, name, begin_s, end_s, arguments). Times by `time.perf_counter`. None as track = overlapping."""
+"""(track, name, begin_s, end_s, arguments). Times by `time.perf_counter`. Track None = the event may overlap others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +35,10 @@ class Writer:
     """Identity of a process that writes to a trace.
 
     Attributes:
-        job: name of the job. A file of a different job is overwritten.
-        rank: rank of this process. The trace's process id.
-        host: name of the host.
-        clock_offset_s: offset to add to this process's clock, so that it equals the trace's.
+        job: name of the job. A trace file of a different job is overwritten.
+        rank: rank of this process, used as process id in the trace.
+        host: name of this process's host.
+        clock_offset_s: offset to add to times of this process, so that all ranks use one clock in the trace.
     """
 
     job: str
@@ -54,9 +54,9 @@ class Timeline:
         """Open the file, and start the writing thread.
 
         Args:
-            path: trace file, equal for all ranks of a host.
-            writer: this process.
-            mark_cycles: record the rounds of eager operations, too.
+            path: trace file, common to all ranks of a host.
+            writer: identity of this process in the trace.
+            mark_cycles: True to record also each cycle in which the ranks agree on eager operations.
 
         Raises:
             OSError: the file cannot be written.
@@ -65,7 +65,7 @@ class Timeline:
         self._writer = writer
         self._events: list[Event] = []
         self._tracks: dict[str, int] = {}
-        self._overlapping = writer.rank << 32  # ids that no other rank uses
+        self._overlapping = writer.rank << 32  # latest id of an overlapping event; other ranks use other ids
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         self._writing = free_in_forked_children(threading.Lock())
         try:
@@ -78,7 +78,7 @@ class Timeline:
         self._thread.start()
 
     def span(self, track: str, name: str, begin_s: float, end_s: float, **arguments: object) -> None:
-        """Record an event with a duration. Spans of one track must be disjoint or nested."""
+        """Record an event with a duration. Events of one track must be disjoint or nested in time."""
         self._events.append((track, name, begin_s, end_s, arguments))
 
     def overlapping(self, name: str, begin_s: float, end_s: float, **arguments: object) -> None:
@@ -94,7 +94,7 @@ class Timeline:
             self.flush()
 
     def flush(self) -> None:
-        """Write the recorded events. If this fails, as on a full disk, log a warning and close the file."""
+        """Write the recorded events to the file. If this fails, as on a full disk, log a warning and close the file."""
         with self._writing:
             count = len(self._events)
             events = self._events[:count]
@@ -137,7 +137,7 @@ class Timeline:
         return {"name": name, "ph": "M", "pid": self._writer.rank, "tid": tid, "args": dict(arguments)}
 
     def _append(self, entries: list[dict[str, object]]) -> None:
-        """Append entries by one write, which replaces the closing bracket. A file lock excludes other ranks."""
+        """Append entries to the file in one write, which replaces the closing bracket. Hold a lock on the file."""
         text = ",\n".join(json.dumps(entry, separators=(",", ":")) for entry in entries).encode()
         fcntl.flock(self._file, fcntl.LOCK_EX)
         try:
@@ -155,7 +155,7 @@ class Timeline:
             if os.pwrite(self._file, text, size - len(_END)) < len(text):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
-            os.ftruncate(self._file, size)  # keeps the earlier entries readable
+            os.ftruncate(self._file, size)  # undo a partial write, so that the earlier entries stay readable
             os.pwrite(self._file, _END, size - len(_END))
             raise
 
@@ -205,7 +205,7 @@ os.register_at_fork(after_in_child=_leave_in_child)
 
 
 def path_on_host(path: Path, host_number: int) -> Path:
-    """Return the trace file of a host: `path` on the first host, then `trace.host1.json` and so on.
+    """Return the path of a host's trace file: `path` itself on host 0, `trace.host1.json` on host 1, and so on.
 
     Hosts do not share a file, because network file systems do not lock reliably.
     """

@@ -1,7 +1,7 @@
-"""All-reduce of large tensors in units, over several streams at the same time.
+"""All-reduce of large tensors in units (element ranges, like buckets), over several streams at the same time.
 
-Eager operations and torch.distributed's process groups reduce their large tensors here. Gradients, whose units are
-planned, use `gradients.pipeline` instead. The steps of a tensor are:
+Eager operations and torch.distributed's process groups reduce their large tensors here. Gradients, whose units are in a
+communication plan, use `gradients.pipeline` instead. The steps of a tensor are:
 
     submit ─▶ _launch_units: cut off the next unit, and copy it into a free slot if there are slots
            ─▶ _launch: reduce the unit on the next stream
@@ -10,9 +10,9 @@ planned, use `gradients.pipeline` instead. The steps of a tensor are:
 There is no plan and no negotiation: all ranks must submit the same tensors in the same order, as with every process
 group. The units of all tensors form one sequence. Unit n uses stream n modulo the number of streams.
 
-Where ranks share memory, units pass through a window of *slots* in it. A unit is copied into its slot, reduced there
-and copied out again. A tensor of any size therefore needs little shared memory, which stays in the processor's cache.
-Elsewhere units are reduced in place, in the tensor itself.
+Where ranks share memory, units pass through a window of *slots* in shared memory. A unit is copied into its slot,
+reduced there and copied out again. A tensor of any size therefore needs little shared memory, which stays in the
+processor's cache. Where ranks do not share memory, units are reduced in place, in the tensor itself.
 """
 
 from __future__ import annotations
@@ -38,38 +38,38 @@ from .plan import Route
 from .router import Router
 
 LEAST_BYTES = 128 << 10
-"""Smallest unit. A tensor that is too small for one full unit per stream is cut into equal parts, one per stream."""
+"""Size of the smallest unit (bucket). A tensor too small for one full unit per stream is cut into equal units."""
 
 LATE_S = 0.5
-"""Grace period of units in flight after a rank has ended: a rank may exit normally after its last operation."""
+"""Time that operations in flight get after a rank has ended: a rank may exit normally after its last operation."""
 
 UNIT_BLAME_S = 0.5
-"""Time for which a failed unit waits for the name of the rank that has ended. A rank that ends closes its control plane
-before its transports, so the name arrives early."""
+"""Time for which the error of an operation waits until the control plane names the rank that has ended. A rank that
+ends closes its control plane before its transports, so the name arrives early."""
 
 
 class TensorOperation:
-    """An operation in flight that fills tensors.
+    """An operation in flight that writes its result into tensors.
 
     Attributes:
-        ended: resolved when the tensors are filled, or with the error of the operation.
+        ended: future, resolved when the result is in the tensors, or with the error of the operation.
     """
 
     def __init__(self, then: Callable[[], None] = lambda: None) -> None:
-        """Record the operation; the caller starts it.
+        """Create the operation. The caller starts it.
 
         Args:
-            then: called once the tensors are filled, before `ended` is resolved.
+            then: called once the result is in the tensors, before `ended` is resolved.
         """
         self.ended: Future[None] = Future()
         self._then = then
 
     def finish(self, error: CommError | None = None) -> None:
-        """Resolve `ended`, with `error` if there is one. Only the first call has an effect. Thread-safe."""
+        """Resolve `ended`, with `error` if the operation has failed. Only the first call has an effect. Thread-safe."""
         if error is None:
             try:
                 self._then()
-            except Exception as err:  # of any type, because the waiting threads must be woken
+            except Exception as err:  # any error must wake the waiting threads
                 error = CommError(f"a tensor was received, but could not be copied to its target: {err!r}")
         with suppress(InvalidStateError):
             if error is None:
@@ -78,24 +78,24 @@ class TensorOperation:
                 self.ended.set_exception(error)
 
     def wait(self, timeout_s: float) -> bool:
-        """Block for at most `timeout_s`; return whether the operation has ended. Does not drive the units."""
+        """Block for at most `timeout_s`, and return whether the operation has ended. Another thread must drive it."""
         return bool(wait([self.ended], timeout_s).done)
 
     def check(self) -> None:
-        """Raise the error of the operation, if it has failed."""
+        """Raise the error of the operation, if it has failed. Non-blocking."""
         error = self.ended.exception() if self.ended.done() else None
         if isinstance(error, CommError):
             raise fresh(error)
 
 
 class TensorReduction(TensorOperation):
-    """All-reduce of one tensor.
+    """All-reduce of one tensor by a `UnitPipeline`.
 
     Attributes:
         source: summand of this rank, 1-d and contiguous. Must not be written until the operation has ended.
         target: tensor for elements `[start, start + target.numel())` of the result, 1-d and contiguous. May be
             `source`.
-        start: index of the first element of the result that is wanted.
+        start: index of the first element of the result that `target` receives.
     """
 
     def __init__(
@@ -108,15 +108,15 @@ class TensorReduction(TensorOperation):
         timeout_s: float,
         then: Callable[[], None] = lambda: None,
     ) -> None:
-        """Record the reduction; `UnitPipeline.submit` starts it.
+        """Create the reduction. `UnitPipeline.submit` starts it.
 
         Args:
-            source: attribute.
-            target: attribute.
-            start: attribute.
+            source: summand of this rank.
+            target: tensor for the result.
+            start: index of the first element of the result that `target` receives.
             op: reduction over ranks.
-            timeout_s: time until the reduction fails, counted from this call.
-            then: called once `target` is filled, before `ended` is resolved.
+            timeout_s: time after this call at which a reduction that has not ended fails.
+            then: called once the result is in `target`, before `ended` is resolved.
         """
         super().__init__(then)
         self.source, self.target, self.start = source, target, start
@@ -126,7 +126,7 @@ class TensorReduction(TensorOperation):
 
 @dataclass(slots=True, eq=False)
 class _TensorUnit:
-    """Elements `[low, high)` of a tensor, in flight."""
+    """A unit (bucket) in flight: elements `[low, high)` of the tensor of `reduction`."""
 
     reduction: TensorReduction
     low: int
@@ -136,7 +136,7 @@ class _TensorUnit:
 
 
 class UnitPipeline:
-    """All-reduces of tensors over one route, in the order in which they are submitted."""
+    """All-reduces tensors over one route (transport and algorithm), in the order in which they are submitted."""
 
     def __init__(
         self,
@@ -148,16 +148,16 @@ class UnitPipeline:
         unit_bytes: int,
         slots: FlatBuffer | None = None,
     ) -> None:
-        """Start without opening anything: the streams of `route` must be open.
+        """Create the pipeline. The streams of `route` must be open already.
 
         Args:
             router: transports of these ranks. The pipeline is its only user, and closes it.
             control: control plane of these ranks. The pipeline closes it if all ranks close the pipeline together.
             route: transport and algorithm of all units.
             streams: number of streams.
-            unit_bytes: size of a unit in bytes.
-            slots: uint8 memory shared by the ranks of the node, a multiple of `unit_bytes`. None = units are reduced
-                in the tensors themselves.
+            unit_bytes: size of a unit (bucket) in bytes.
+            slots: uint8 buffer in memory that the ranks of the node share. Its size is a multiple of `unit_bytes`.
+                None = units are reduced in the tensors themselves.
         """
         self._router, self._control, self._failures = router, control, control.failures
         self._route, self._streams, self._unit_bytes = route, streams, unit_bytes
@@ -165,7 +165,7 @@ class UnitPipeline:
         self._window = slots.tensor.numel() // unit_bytes if slots is not None else 1 << 30
         self._typed: dict[torch.dtype, FlatBuffer] = {}
         self._queue: deque[TensorReduction] = deque()
-        self._offset = 0  # first element of `_queue[0]` that is not launched
+        self._offset = 0  # first element of `_queue[0]` not yet launched
         self._launched = 0
         self._in_flight: deque[_TensorUnit] = deque()
         self._submit_lock = free_in_forked_children(threading.Lock())
@@ -173,7 +173,7 @@ class UnitPipeline:
         self._error: CommError | None = None
 
     def submit(self, reduction: TensorReduction) -> None:
-        """Queue a reduction, and launch its units as far as slots are free. Non-blocking.
+        """Queue a reduction, and launch its units (buckets) as long as slots are free. Non-blocking.
 
         Raises:
             CommError: an earlier reduction has failed.
@@ -190,7 +190,7 @@ class UnitPipeline:
             self.fail(problem)
 
     def finish(self, reduction: TensorReduction, timeout_s: float | None = None) -> bool:
-        """Wait until a reduction has ended, and drive the units meanwhile unless another thread does.
+        """Wait until a reduction has ended. Meanwhile launch units (buckets), unless another thread does so.
 
         Returns:
             False if the reduction has not ended within `timeout_s`.
@@ -214,7 +214,7 @@ class UnitPipeline:
         return True
 
     def reduce_(self, tensor: torch.Tensor, op: ReduceOp) -> None:
-        """Reduce a contiguous 1-d tensor in place, and block until the result is in it. Collective.
+        """All-reduce a contiguous 1-d tensor in place, and block until it holds the result. Collective.
 
         Raises:
             CommError: the reduction has failed.
@@ -224,13 +224,13 @@ class UnitPipeline:
         self.finish(reduction)
 
     def drain(self) -> None:
-        """Wait until no unit is in flight. Errors are reported to the callers of `finish`."""
+        """Wait until no unit (bucket) is in flight. Raise no error, because the callers of `finish` get the errors."""
         while self._in_flight:
             with self._drive_lock:
                 self._advance()
 
     def fail(self, error: CommError) -> None:
-        """Fail all pending reductions with `error`; later calls of `submit` raise the error."""
+        """Fail all pending reductions with `error`. Later calls of `submit` raise this error."""
         with self._submit_lock:
             self._error = self._error or error
             pending = [*(unit.reduction for unit in self._in_flight), *self._queue]
@@ -244,8 +244,8 @@ class UnitPipeline:
         """End the threads and connections of this rank.
 
         Args:
-            together: all ranks close the pipeline now, with no unit in flight. The call is then collective, and also
-                closes communicators and the control plane.
+            together: True if all ranks close the pipeline now, with no operation in flight. The call is then
+                collective, and also closes communicators and the control plane.
         """
         if together:
             self._router.close()
@@ -254,7 +254,7 @@ class UnitPipeline:
             self._router.release()
 
     def _launch_units(self) -> CommError | None:
-        """Launch units while the window has room; return the error of a launch. Requires `_submit_lock`."""
+        """Launch units (buckets) while slots are free. Return the error if a launch fails. Requires `_submit_lock`."""
         while self._queue and len(self._in_flight) < self._window:
             reduction = self._queue[0]
             itemsize, numel = reduction.source.itemsize, reduction.source.numel()
@@ -262,7 +262,7 @@ class UnitPipeline:
             low, high = self._offset, min(self._offset + step, numel)
             try:
                 self._in_flight.append(self._launch(reduction, low, high))
-            except Exception as err:  # of any type, because the waiting threads must be woken
+            except Exception as err:  # any error must wake the waiting threads
                 return caused(CommError(f"elements [{low}, {high}) of a tensor could not be sent: {err!r}"), err)
             self._launched += 1
             self._offset = high
@@ -274,7 +274,7 @@ class UnitPipeline:
     def _launch(self, reduction: TensorReduction, low: int, high: int) -> _TensorUnit:
         if self._slots is None:
             if low == 0 and reduction.target is not reduction.source:
-                reduction.source = reduction.source.clone()  # because the units are reduced in place
+                reduction.source = reduction.source.clone()  # because the reduction in place changes its source
             buffer, start, result = FlatBuffer(reduction.source), low, reduction.source[low:high]
         else:
             buffer = self._typed.get(reduction.source.dtype) or self._view(self._slots, reduction.source.dtype)
@@ -297,10 +297,10 @@ class UnitPipeline:
         return found
 
     def _advance(self) -> None:
-        """Wait for the oldest unit for a moment; once it has ended, copy its result. Requires `_drive_lock`."""
+        """Wait briefly for the oldest unit (bucket). If it has ended, copy its result. Requires `_drive_lock`."""
         try:
             unit = self._in_flight[0]
-        except IndexError:  # another thread is about to launch a unit, or has failed all
+        except IndexError:  # another thread is launching a unit, or has called `fail`
             time.sleep(0)
             return
         reduction = unit.reduction
@@ -318,12 +318,12 @@ class UnitPipeline:
         except CommError as err:
             self.fail(err)
             return
-        except Exception as err:  # of any type, because the waiting threads must be woken
+        except Exception as err:  # any error must wake the waiting threads
             elements = f"elements [{unit.low}, {unit.high})"
             self.fail(CommError(f"{elements} of a reduced tensor could not be copied to the target: {err!r}"))
             return
         with self._submit_lock:
-            if self._in_flight:  # else another thread has failed all
+            if self._in_flight:  # else another thread has called `fail`
                 self._in_flight.popleft()
             problem = self._launch_units()
         if unit.high == reduction.source.numel() and not reduction.ended.done():
@@ -332,7 +332,7 @@ class UnitPipeline:
             self.fail(problem)
 
     def _copy_result(self, unit: _TensorUnit) -> None:
-        """Copy the wanted elements of a unit into the target, unless it was reduced in the target."""
+        """Copy the wanted elements of a unit (bucket) to `target`, unless the unit was reduced in `target` itself."""
         reduction = unit.reduction
         if self._slots is None and reduction.target is reduction.source:
             return

@@ -1,1 +1,1 @@
-"""CUDA: NCCL communicators on their own CUDA streams, and staging through pinned memory."""
+"""Transport over NCCL: a pool of communicators whose operations run on separate CUDA streams."""

@@ -3,10 +3,10 @@
 Each communicator is a `ProcessGroupNCCL` of PyTorch. It is created directly, without
 `torch.distributed.init_process_group`, so the user's default process group is not affected.
 
-Before NCCL 2.26, the caller had to order the operations of all communicators of a GPU. From 2.26 on,
-`NCCL_LAUNCH_ORDER_IMPLICIT=1` makes NCCL keep the order in which the host launches them. With CUDA 12.3 or newer
-(driver and runtime), the operations still overlap. Only one stream is used if one of these conditions is not met,
-because several streams could deadlock or would not overlap.
+Before NCCL 2.26, the caller had to order the operations of all communicators of a GPU. From NCCL 2.26 on, the variable
+`NCCL_LAUNCH_ORDER_IMPLICIT=1` makes NCCL keep the order in which the host launches operations. With CUDA 12.3 or newer
+(driver and runtime), operations of different communicators overlap nevertheless. If NCCL, CUDA or the variable does not
+meet these conditions, only one stream is used, because several streams could deadlock or would not overlap.
 """
 
 from __future__ import annotations
@@ -39,44 +39,45 @@ from sirtaki.machine import free_in_forked_children, keep_in_forked_children
 
 # ── the transport ─────────────────────────────────────────────────────────────────────────────────────────────────────
 #
-# NCCL fixes CTAs, algorithm and protocol when it creates a communicator. A stream number therefore has one communicator
-# for each combination that plans use. Units with the same stream number still run one after another, on one CUDA
-# stream, whichever communicator reduces them (LIBRA's stages are sequential). Communicators take GPU memory, so a pool
-# closes unused ones. It opens and closes them in the same order on all ranks.
+# CTAs, algorithm and protocol of a communicator cannot change after NCCL has created it. A stream number therefore has
+# one communicator for each combination that plans use. Units (buckets) with the same stream number still run one after
+# another, on one CUDA stream, whichever communicator reduces them (LIBRA's stages are sequential). Communicators take
+# GPU memory, so a pool closes unused communicators. It opens and closes communicators in the same order on all ranks.
 #
-# Launching a unit and waiting for it do not block the host. `_start` launches a unit on the CUDA stream of its stream
-# number, after the packing work queued so far. `NcclWork.wait` makes the caller's current CUDA stream wait. Opening new
-# streams does block the host. NCCL requires the same order of operations on all ranks, over all communicators of a GPU,
-# and launches from one thread at a time. The synchroniser keeps the order. `LAUNCH_LOCK` admits one thread.
-# All of this runs in tests without a GPU (tests/fakes/cuda.py).
+# Launching a unit and waiting for it do not block the host. `_start` launches the unit on the CUDA stream of its stream
+# number, after the copies of gradients into the flat buffer. `NcclWork.wait` makes the caller's current CUDA stream
+# wait. Opening new streams blocks the host. NCCL requires the same order of operations on all ranks, over all
+# communicators of a GPU, and launches from one thread at a time. The gradient pipeline keeps this order, and
+# `LAUNCH_LOCK` admits one thread. The tests run this module without a GPU, over tests/fakes/cuda.py.
 
 logger = logging.getLogger(__name__)
 
 MEMORY_SHARE = 0.1
-"""Largest share of GPU memory for communicators. The pool refuses plans that need more."""
+"""Largest fraction of GPU memory that communicators may use. The pool refuses plans that need more."""
 
 
 THREADS_PER_CTA = 512
-"""NCCL's block size on current GPUs (`NCCL_NTHREADS`, which has one value per process)."""
+"""Threads of one CTA of NCCL on current GPUs (`NCCL_NTHREADS`, which has one value per process)."""
 
 MAX_CTAS = 32
 
 SHARE_ALIGNMENT_BYTES = 16
-"""Alignment at which NCCL loads and stores 16 bytes at once (the 128-bit paths of `ncclKernel`)."""
+"""Alignment of each rank's part of a unit (bucket). It lets NCCL's kernels load and store 16 bytes at once (the 128-bit
+paths of `ncclKernel`)."""
 
 ALLOWANCES = tuple(THREADS_PER_CTA * ctas for ctas in (1, 2, 4, 8, 16))
-"""Possible numbers of GPU threads of a unit. Each corresponds to a different number of CTAs."""
+"""Possible numbers of GPU threads for one unit (bucket). Each corresponds to a different number of CTAs."""
 
 
 def ctas_for(threads: int | None) -> int | None:
-    """Return the CTAs (thread blocks) of a unit with `threads` GPU threads (LIBRA's r). None = NCCL decides."""
+    """Return the number of CTAs (thread blocks) that have `threads` GPU threads (LIBRA's r). None = NCCL decides."""
     if threads is None:
         return None
     return min(MAX_CTAS, max(1, threads // THREADS_PER_CTA))
 
 
 class Scope(Enum):
-    """Ranks of a communicator."""
+    """Set of ranks that a communicator connects."""
 
     ALL = "all"
     NODE = "node"  # ranks of this rank's node
@@ -88,10 +89,10 @@ class CommunicatorKey:
     """Key of a communicator in the pool.
 
     Attributes:
-        stream: number of the stream on which its operations run.
+        stream: number of the stream on which the communicator's operations run.
         ctas: thread blocks per operation, also called channels. None = NCCL decides.
         scope: ranks of the communicator.
-        way: algorithm and protocol of its all-reduces. None = NCCL decides.
+        way: NCCL algorithm and protocol of the communicator's all-reduces. None = NCCL decides.
     """
 
     stream: int
@@ -110,31 +111,34 @@ class Group(Protocol):
     """One NCCL communicator. Its operations are launched on the current CUDA stream. Collective, non-blocking."""
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
-        """Reduce `tensor` in place."""
+        """Launch an all-reduce of `tensor`, in place."""
 
     def all_reduce_scaled(self, tensor: torch.Tensor, scale: float) -> bool:
-        """Sum `tensor` in place, times `scale`. Return False, and do nothing, if NCCL needs two calls for this."""
+        """Launch an all-reduce in place: the sum of `tensor` over ranks, multiplied by `scale`.
+
+        Return False, without a launch, if NCCL cannot sum and multiply in one call.
+        """
 
     def reduce_scatter(self, share: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> None:
-        """Reduce `tensor`, `(ranks * share.numel(),)`, and write this rank's part of the result into `share`."""
+        """Launch a reduce-scatter of `tensor`, `(ranks * share.numel(),)`. `share` gets this rank's part of the sum."""
 
     def all_gather(self, tensor: torch.Tensor, share: torch.Tensor) -> None:
-        """Write the shares of all ranks into `tensor`, `(ranks * share.numel(),)`, in the order of the ranks."""
+        """Launch an all-gather: concatenate `share` of all ranks in `tensor`, `(ranks * share.numel(),)`, by rank."""
 
     def error(self) -> str:
         """Return the asynchronous error of the communicator, empty if there is none. Thread-safe."""
 
     def close(self) -> None:
-        """Free the communicator. Collective, with nothing in flight."""
+        """Free the communicator. Collective. No operation may be in flight."""
 
 
 class Opener(Protocol):
-    """Factory of communicators.
+    """Factory of NCCL communicators.
 
     Attributes:
         max_streams: number of streams that may run at the same time.
-        threads: possible numbers of GPU threads of a unit.
-        ways: combinations of algorithm and protocol that a communicator may have.
+        threads: possible numbers of GPU threads for one unit (bucket).
+        ways: combinations of NCCL algorithm and protocol that a communicator may have.
     """
 
     max_streams: int
@@ -142,7 +146,9 @@ class Opener(Protocol):
     ways: tuple[NcclWay, ...]
 
     def open(self, key: CommunicatorKey) -> Group:
-        """Open a communicator. Collective over all ranks; each joins its own communicator of the scope.
+        """Open a communicator. Collective over all ranks of the job.
+
+        With `Scope.NODE` or `Scope.ACROSS`, several communicators are opened, and this rank joins one of them.
 
         Raises:
             PlanError: on all ranks, if NCCL rejects `key.way`.
@@ -159,24 +165,26 @@ class CommunicatorPool:
     Attributes:
         limit: largest number of open communicators.
         open: open communicators by key, least recently used first.
-        cuda_streams: CUDA stream of each stream number, the same one for the flat and the hierarchical algorithm.
+        cuda_streams: CUDA streams by stream number. The flat and the hierarchical algorithm share them.
     """
 
     def __init__(self, opener: Opener, *, limit: int, worst: Callable[[float], float]) -> None:
-        """Open nothing yet.
+        """Create an empty pool. `require` opens communicators.
 
         Args:
             opener: opens communicators.
             limit: largest number of open communicators.
-            worst: returns the largest value of all ranks. Collective.
+            worst: returns the largest of the values that all ranks pass. Collective.
         """
         self.opener, self.limit, self._worst = opener, limit, worst
         self.open: OrderedDict[CommunicatorKey, Group] = OrderedDict()
         self.cuda_streams: dict[int, Any] = {}
-        self._taken_share = 0.0  # share of GPU memory of all open communicators, on the rank with the largest one
+        self._taken_share = 0.0  # fraction of GPU memory of all open communicators, each by its largest rank
 
     def require(self, keys: Sequence[CommunicatorKey]) -> None:
-        """Open the communicators of `keys` that are not open, in this order. Collective; nothing may be in flight.
+        """Open the communicators of `keys` that are not open, in the order of `keys`. Collective.
+
+        If there is no room, the pool closes the least recently used ones. No operation may be in flight.
 
         Raises:
             PlanError: on all ranks, if there are too many communicators, if they need too much memory, or if NCCL
@@ -213,16 +221,16 @@ class CommunicatorPool:
             self._close(unused)
 
     def _expected_share(self) -> float:
-        """Return the expected share of GPU memory after opening one more communicator of average size."""
+        """Return the expected fraction of GPU memory for all communicators after opening one more of average size."""
         return self._taken_share * (len(self.open) + 1) / len(self.open)
 
     def _close(self, key: CommunicatorKey) -> None:
         self._taken_share -= self._taken_share / len(self.open)
         self.open.pop(key).close()
-        logger.debug("NCCL %s is closed", key)
+        logger.debug("closed the NCCL communicator of %s; %d stay open", key, len(self.open))
 
     def keep_only(self, keys: Iterable[CommunicatorKey]) -> None:
-        """Close all communicators except `keys`. Collective; nothing may be in flight."""
+        """Close all communicators except those of `keys`. Collective. No operation may be in flight."""
         kept = set(keys)
         for key in [key for key in self.open if key not in kept]:
             self._close(key)
@@ -235,72 +243,73 @@ class CommunicatorPool:
         """
         for key, group in list(self.open.items()):
             if error := group.error():
-                raise CommError(f"NCCL failed on {key}: {error}")
+                raise CommError(f"NCCL failed in an operation on {key}: {error}; run with NCCL_DEBUG=INFO for details")
 
     def close(self) -> None:
-        """Close all communicators. Collective; nothing may be in flight."""
+        """Close all communicators. Collective. No operation may be in flight."""
         self.keep_only(())
 
 
 LAUNCH_LOCK = free_in_forked_children(threading.Lock())
-"""Admits one thread at a time to NCCL, for all communicators."""
+"""Held while a thread launches NCCL operations: NCCL permits one launching thread at a time, for all communicators."""
 
 
 class NcclWork(Work):
-    """A unit that was launched on a CUDA stream. `wait` blocks the current CUDA stream, and not the thread."""
+    """The all-reduce of a unit (bucket) on a CUDA stream. `wait` blocks the current CUDA stream, and not the thread."""
 
     def __init__(self, device: Device, begin: Event | None, end: Event) -> None:
-        """Take the events around the unit. Both are timed if `begin` is not None."""
+        """Store the CUDA events recorded before and after the all-reduce. Both are timed if `begin` is not None."""
         self._device, self._begin, self._end = device, begin, end
 
     def is_done(self) -> bool:
-        """Return whether the GPU has reduced the unit."""
+        """Return whether the GPU has finished the all-reduce of the unit (bucket)."""
         return self._device.is_reached(self._end)
 
     def times(self) -> tuple[Event | None, Event | None]:
-        """Return the events at which the unit began and ended on the GPU. None if they are not timed."""
+        """Return the timed CUDA events recorded before and after the all-reduce. Both are None if it is not timed."""
         return self._begin, None if self._begin is None else self._end
 
     def wait(self, timeout_s: float) -> bool:
-        """Make the current stream wait for the unit. Return True at once."""
+        """Make the current CUDA stream wait for the end of the all-reduce. Return True without blocking the thread."""
         self._device.order_after(self._end)
         return True
 
 
 class NcclTransport(Transport):
-    """The flat algorithm: each unit is one all-reduce of the communicator for its `StreamSpec`."""
+    """Transport over NCCL with the flat algorithm: one all-reduce over all ranks reduces one unit (bucket)."""
 
     kind = TransportKind.NCCL
     scopes: tuple[Scope, ...] = (Scope.ALL,)
 
     def __init__(self, pool: CommunicatorPool, device: Device, *, opener: Opener) -> None:
-        """Open nothing yet.
+        """Create the transport. `open_streams` opens communicators.
 
         Args:
-            pool: communicators, shared with the hierarchical algorithm. Its owner closes it.
+            pool: pool of communicators, shared with the hierarchical algorithm. The owner of the pool closes it.
             device: device of the buffers.
-            opener: states the possible numbers of streams and threads.
+            opener: source of `max_streams` and `threads`.
         """
         self._pool, self._device = pool, device
         self.max_streams = min(opener.max_streams, pool.limit // len(self.scopes))
         self.threads = opener.threads
-        self.stream_cost = StreamCost()  # none of this process; the pool limits GPU memory
+        self.stream_cost = StreamCost()  # zero, because NCCL streams cost GPU memory, which the pool limits
 
     def keys(self, streams: Sequence[StreamSpec]) -> list[CommunicatorKey]:
-        """Return the keys of the communicators that these streams need."""
+        """Return the keys of the communicators that `streams` need."""
         return list(dict.fromkeys(_key(stream, scope) for stream in streams for scope in self.scopes))
 
     def open_streams(self, streams: Sequence[StreamSpec]) -> None:
-        """Open the communicators of these streams. Collective; nothing may be in flight."""
+        """Open the communicators that `streams` need. Collective. No operation may be in flight."""
         keys = self.keys(streams)
         if not set(keys) <= self._pool.open.keys():
-            self._device.synchronise()  # because the pool may close a communicator
+            self._device.synchronise()  # no operation may be in flight when the pool closes a communicator
         self._pool.require(keys)
 
     def _start(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
-        """Launch a unit on the CUDA stream of its stream number, after the work on the current CUDA stream.
+        """Launch the all-reduce of a unit (bucket) on the CUDA stream that belongs to `stream.number`.
 
-        Units with one stream number run one after another, also on different communicators.
+        It runs after the work that is queued on the current CUDA stream. Units with the same stream number run one
+        after another, even if different communicators reduce them.
         """
         unit, device, timed = buffer.tensor[start:stop], self._device, recorder.times_wanted()
         packed = device.record_event()
@@ -310,11 +319,11 @@ class NcclTransport(Transport):
             try:
                 self._launch(unit, stream, op, scale)
             except RuntimeError as err:
-                where = f"elements [{start}, {stop}) on stream {stream.number}"
-                raise CommError(f"NCCL failed in {where}: {err}") from err
+                where = f"the all-reduce of elements [{start}, {stop}) on stream {stream.number}"
+                raise CommError(f"NCCL failed in {where}: {err}; run with NCCL_DEBUG=INFO for details") from err
             return NcclWork(device, begin, device.record_event(timed=timed))
 
-    def _cuda_stream(self, number: int) -> Any:  # Any: a stream of the device
+    def _cuda_stream(self, number: int) -> Any:  # Any: the class of streams depends on the device
         streams = self._pool.cuda_streams
         if number not in streams:
             streams[number] = self._device.make_stream()
@@ -324,7 +333,7 @@ class NcclTransport(Transport):
         return self._pool.open[_key(stream, scope)]
 
     def _launch(self, unit: torch.Tensor, stream: StreamSpec, op: ReduceOp, scale: float) -> None:
-        """Launch the reduction of a unit on the current CUDA stream."""
+        """Launch the all-reduce of a unit (bucket) on the current CUDA stream."""
         self._all_reduce(self._group(stream, Scope.ALL), unit, op, scale)
 
     def _all_reduce(self, group: Group, unit: torch.Tensor, op: ReduceOp, scale: float) -> None:
@@ -334,12 +343,12 @@ class NcclTransport(Transport):
         self._device.launch(scale_, unit, scale)
 
     def close(self) -> bool:
-        """Return True. The owner of the pool closes the communicators."""
+        """Do nothing and return True, because the owner of the pool closes the communicators."""
         return True
 
 
 def _key(stream: StreamSpec, scope: Scope) -> CommunicatorKey:
-    """Return the key of a stream's communicator.
+    """Return the key of the communicator that a stream uses for `scope`.
 
     Within a node, NCCL chooses algorithm and protocol, because the operations there are reduce-scatter and all-gather,
     for which NCCL has no tree algorithm.
@@ -351,8 +360,8 @@ def _key(stream: StreamSpec, scope: Scope) -> CommunicatorKey:
 class NcclHierarchicalTransport(NcclTransport):
     """The hierarchical algorithm: reduce-scatter within the node, all-reduce between nodes, all-gather within the node.
 
-    Each rank reduces its share of a unit between nodes, so that all network interfaces of a node are used. Elements at
-    the end of a unit that are too few for aligned shares are reduced by the flat algorithm.
+    Each rank of a node reduces an equal part of a unit (bucket) between nodes, so that all network interfaces of the
+    node are used. The last elements of a unit, too few to give each rank an aligned part, use the flat algorithm.
     """
 
     scopes = (Scope.ALL, Scope.NODE, Scope.ACROSS)
@@ -366,12 +375,16 @@ class NcclHierarchicalTransport(NcclTransport):
         local_size: int,
         local_rank: int,
     ) -> None:
-        """Open nothing yet. All nodes must have `local_size` ranks. Other arguments as for `NcclTransport`."""
+        """Create the transport. `open_streams` opens communicators.
+
+        All nodes must have `local_size` ranks. `NcclTransport` describes the other arguments.
+        """
         super().__init__(pool, device, opener=opener)
         self._local_size, self._local_rank = local_size, local_rank
 
     def _launch(self, unit: torch.Tensor, stream: StreamSpec, op: ReduceOp, scale: float) -> None:
-        # Each share starts at an address that NCCL's vectorised kernels require. The rest is shorter than `piece`.
+        # The parts of all ranks must have equal size, and start at addresses that NCCL's vectorised kernels require.
+        # Therefore `whole` has a multiple of `piece` elements, and `rest` has fewer than `piece`.
         piece = self._local_size * max(1, SHARE_ALIGNMENT_BYTES // unit.element_size())
         split = unit.numel() // piece * piece
         whole, rest = unit[:split], unit[split:]
@@ -392,7 +405,7 @@ ORDERED_NCCL = (2, 26)
 OVERLAPPING_CUDA = (12, 3)
 
 MAX_STREAMS = 24
-"""Largest number of streams in AIACC's experiments. `CommunicatorPool` checks that they fit into GPU memory."""
+"""Largest number of streams in AIACC's experiments. `CommunicatorPool` limits the GPU memory of communicators."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -404,7 +417,7 @@ class NcclVersions:
         cuda_runtime: version of CUDA for which torch was built, as (major, minor).
         cuda_driver: the newest CUDA that the driver supports, as (major, minor); (0, 0) if unknown.
         launch_order: the value of `NCCL_LAUNCH_ORDER_IMPLICIT`, "" if it is not set, `TOO_LATE` if NCCL may have read
-            it before Sirtaki set it.
+            the variable before Sirtaki set it.
     """
 
     nccl: tuple[int, ...]
@@ -430,7 +443,7 @@ class NcclVersions:
 
     @property
     def why_one_stream(self) -> str:
-        """Reason why only one stream is possible, for the log; empty if several are possible."""
+        """Reason why only one stream is possible, for the log. Empty = several streams are possible."""
         if self.nccl[:2] < ORDERED_NCCL:
             return f"NCCL {_dotted(self.nccl)} cannot order several communicators; {_dotted(ORDERED_NCCL)} can"
         if self.launch_order == TOO_LATE:
@@ -453,7 +466,7 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 
 TOO_LATE = "set too late"
-"""In `NcclVersions.launch_order`: NCCL may have read the variable before Sirtaki could set it."""
+"""Value of `NcclVersions.launch_order` if NCCL may have read the variable before Sirtaki could set it."""
 
 _set_too_late = False
 
@@ -462,7 +475,7 @@ def ask_for_launch_order() -> None:
     """Set `NCCL_LAUNCH_ORDER_IMPLICIT=1`, unless the user has set it. Called when `sirtaki.torch` is imported.
 
     NCCL reads the variable once, at its first launch. If CUDA and process groups are already in use, NCCL may have read
-    it before.
+    the variable before this call.
     """
     global _set_too_late
     if LAUNCH_ORDER not in os.environ:
@@ -472,8 +485,9 @@ def ask_for_launch_order() -> None:
 
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 NO_HANDLING = "0"
-"""PyTorch only reports the failure of a communicator. By default it would end the process before Sirtaki can name the
-ranks. It must not abort the communicator either, because work that waits for it would continue with wrong gradients."""
+"""Value with which PyTorch only reports the failure of a communicator. By default, PyTorch would end the process before
+Sirtaki can name the failed ranks. PyTorch must not abort the communicator either, because CUDA streams that wait for
+the communicator would continue with wrong gradients."""
 
 PREMULTIPLIED = (torch.float16, torch.float32, torch.float64)
 """dtypes for which each supported version of torch offers NCCL's pre-multiplied sum."""
@@ -483,21 +497,21 @@ class NcclGroup:
     """A communicator, over a `ProcessGroupNCCL` of PyTorch.
 
     From torch 2.8 on, a collective with `asyncOp = False` runs on the current CUDA stream and returns None. Older
-    versions run each collective on a CUDA stream of the group, after the work on the current stream, and return a work.
-    `wait` of this work makes the current stream wait for it. In both cases, later work on the current stream sees the
-    result.
+    versions run each collective on a CUDA stream of the group, after the kernels queued on the current stream, and
+    return a `Work`. `Work.wait` makes the current stream wait for the collective. In both cases, later kernels on the
+    current stream see the result.
     """
 
     def __init__(self, group: Any) -> None:  # Any: ProcessGroupNCCL, which a torch without CUDA lacks
-        """Take over a `ProcessGroupNCCL`."""
+        """Wrap a `ProcessGroupNCCL`, which `close` or `abort` ends."""
         self._group = group
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
-        """Launch an all-reduce on the current stream."""
+        """Launch an all-reduce on the current CUDA stream."""
         self._reduce(tensor, TORCH_OPS[op])
 
     def all_reduce_scaled(self, tensor: torch.Tensor, scale: float) -> bool:
-        """Launch a scaled sum on the current stream, as an average or as NCCL's pre-multiplied sum."""
+        """Launch a scaled sum on the current CUDA stream, as an average or as NCCL's pre-multiplied sum."""
         if not tensor.is_floating_point():
             return False
         if math.isclose(scale * self._group.size(), 1.0):
@@ -508,36 +522,36 @@ class NcclGroup:
         self._reduce(tensor, _make_nccl_premul_sum(scale))
         return True
 
-    def _reduce(self, tensor: torch.Tensor, op: Any) -> None:  # Any: torch's stub has only one of the two classes
+    def _reduce(self, tensor: torch.Tensor, op: Any) -> None:  # Any: RedOpType or ReduceOp; torch accepts both
         options = dist.AllreduceOptions()
         options.reduceOp = op
         self._order(self._group.allreduce([tensor], _on_current_stream(options)))
 
     def reduce_scatter(self, share: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> None:
-        """Launch a reduce-scatter on the current stream."""
+        """Launch a reduce-scatter on the current CUDA stream."""
         options = dist.ReduceScatterOptions()
-        options.reduceOp = TORCH_OPS[op]  # type: ignore[assignment]  # torch's stub has only one of the two
+        options.reduceOp = TORCH_OPS[op]  # type: ignore[assignment]  # torch's stub rejects RedOpType
         self._order(self._group._reduce_scatter_base(share, tensor, _on_current_stream(options)))
 
     def all_gather(self, tensor: torch.Tensor, share: torch.Tensor) -> None:
-        """Launch an all-gather on the current stream."""
+        """Launch an all-gather on the current CUDA stream."""
         self._order(self._group._allgather_base(tensor, share, _on_current_stream(AllgatherOptions())))
 
     @staticmethod
-    def _order(work: Any) -> None:  # Any: torch's Work, or None
+    def _order(work: Any) -> None:  # Any: torch's `Work`, or None from torch 2.8 on
         if work is not None:
             work.wait()
 
     def error(self) -> str:
-        """Return the asynchronous error of NCCL, empty if there is none."""
-        if not hasattr(self._group, "get_error"):  # torch < 2.7
+        """Return the asynchronous error of the communicator, empty if there is none. Thread-safe."""
+        if not hasattr(self._group, "get_error"):  # torch < 2.7 cannot query errors
             return ""
         found = self._group.get_error()
         return "" if found.name == "SUCCESS" else str(found.name).lower().replace("_", " ")
 
     def close(self) -> None:
         """Free the communicator, by the method that this version of torch has."""
-        self._end("shutdown", "abort", "_shutdown")  # torch 2.4 has only the last one
+        self._end("shutdown", "abort", "_shutdown")  # torch 2.4 has only `_shutdown`
 
     def abort(self) -> None:
         """Make pending operations fail, and free the communicator. Not collective. Thread-safe."""
@@ -547,7 +561,7 @@ class NcclGroup:
         next(getattr(self._group, name) for name in methods if hasattr(self._group, name))()
 
 
-def _on_current_stream(options: Any) -> Any:  # Any: the options of any collective
+def _on_current_stream(options: Any) -> Any:  # Any: the class of options depends on the collective
     if hasattr(options, "asyncOp"):
         options.asyncOp = False
     return options
@@ -562,16 +576,16 @@ class _Opening:
     """One attempt to open a communicator.
 
     Attributes:
-        prefix: key prefix in the store.
+        prefix: prefix of this attempt's keys in the store.
         store: store through which the ranks of the communicator exchange NCCL's id.
-        group: the communicator, once PyTorch has created the process group.
-        problem: reason of the failure. Empty = not failed.
+        group: the communicator. None until PyTorch has created the process group.
+        problem: reason why the attempt has failed. Empty = it has not failed.
     """
 
     def __init__(
         self, control: ControlPlane, device: CudaDevice, key: CommunicatorKey, *, timeout: datetime.timedelta
     ) -> None:
-        """Choose the store's key prefix. Collective over the ranks of the scope."""
+        """Choose the prefix of the keys in the store. Collective over the ranks of the scope."""
         self._key, self._device, self._timeout = key, device, timeout
         self._rank, self._size, name = {
             Scope.ALL: (control.rank, control.size, "all"),
@@ -593,7 +607,8 @@ class _Opening:
         options._timeout = self._timeout
         if self._key.ctas is not None:
             options.config.min_ctas = options.config.max_ctas = self._key.ctas
-        # PyTorch reads ERROR_HANDLING here. NCCL reads its variables when the first operation creates the communicator.
+        # PyTorch reads ERROR_HANDLING in `ProcessGroupNCCL`. NCCL reads its variables in the first operation, which
+        # creates the communicator.
         with (
             torch.cuda.device(self._device.torch_device),
             environment({ERROR_HANDLING: NO_HANDLING} | nccl_variables(self._key)),
@@ -606,15 +621,15 @@ class _Opening:
             self._device.synchronise()
 
     def attempt(self) -> None:
-        """Run, and set `problem` if this fails. For use in a thread."""
+        """Call `run`, and store the error message in `problem` if it raises. Runs in a helper thread."""
         try:
             self._device.enter_thread()
             self.run()
-        except Exception as err:  # of any type, because the training thread must learn of it
+        except Exception as err:  # any error must reach the training thread
             self.problem = self.problem or str(err)
 
     def abort(self) -> None:
-        """End the attempt, or free the communicator."""
+        """Make a pending attempt fail, or free the communicator that it has opened."""
         if self.group is not None:
             with contextlib.suppress(RuntimeError):
                 self.group.abort()
@@ -632,14 +647,14 @@ class NcclOpener:
         timeout_s: float,
         ways: tuple[NcclWay, ...] = (),
     ) -> None:
-        """Open nothing yet.
+        """Create the opener. `open` and `open_first` open communicators.
 
         Args:
             control: control plane of the ranks.
             device: GPU of this process.
             max_streams: number of streams that may run at the same time.
-            timeout_s: timeout of an operation without progress.
-            ways: combinations of algorithm and protocol that a communicator may have.
+            timeout_s: timeout of an NCCL operation that makes no progress.
+            ways: combinations of NCCL algorithm and protocol that a communicator may have.
         """
         self._control, self._device = control, device
         self._timeout = datetime.timedelta(seconds=timeout_s)
@@ -662,7 +677,7 @@ class NcclOpener:
             opening.problem = str(err)
         if key.way is not None:
             try:
-                # NCCL decides by the topology of all ranks, and equally on each rank.
+                # NCCL accepts or rejects `key.way` by the topology, equally on each rank, so that all ranks come here.
                 self._control.agree_on_success(opening.problem)
             except TransportError as err:
                 opening.abort()
@@ -673,9 +688,9 @@ class NcclOpener:
     def open_first(self) -> str:
         """Open the communicator of stream 0, which `open` returns later. Collective.
 
-        A rank whose attempt fails writes this to the store. Its peers poll the store and abort their attempts, because
-        NCCL would wait for the failed rank. With PyTorch 2.4, which cannot clone a store, they abort only after the
-        timeout.
+        A rank whose attempt fails writes the reason to the store. Its peers poll the store and abort their attempts,
+        because NCCL would wait for the failed rank. With PyTorch 2.4, which cannot clone a store, the peers abort their
+        attempts only after the timeout.
 
         Returns:
             Reason why NCCL cannot be used between these ranks, equal on all ranks. Empty = NCCL can be used.
@@ -685,7 +700,7 @@ class NcclOpener:
         """
         control, opening = self._control, _Opening(self._control, self._device, FIRST, timeout=self._timeout)
         failed, within_s = f"{opening.prefix}/failed", self._timeout.total_seconds()
-        # A second connection, because the attempt may block in the first one. torch 2.4 cannot clone a store.
+        # Poll over a second connection, because the attempt may block in the first one. torch 2.4 cannot clone a store.
         watched = opening.store.clone() if hasattr(opening.store, "clone") else None
         thread = threading.Thread(target=opening.attempt, name="sirtaki-nccl-start", daemon=True)
         thread.start()
@@ -701,7 +716,9 @@ class NcclOpener:
                 thread.join(ABORT_S)
                 if thread.is_alive():
                     raise CommError(
-                        f"rank {control.rank}: NCCL did not start ({opening.problem}), and cannot be aborted"
+                        f"rank {control.rank}: NCCL did not start ({opening.problem}), and cannot be aborted: "
+                        "this process may hang, and must then be killed; run with NCCL_DEBUG=INFO for details, "
+                        "or with SIRTAKI_TRANSPORT=staged to avoid NCCL"
                     )
         if opening.problem:
             (watched or opening.store).set(failed, opening.problem)
@@ -725,13 +742,13 @@ USER_VARIABLES = (ALGORITHM, PROTOCOL, "NCCL_TUNER_PLUGIN")
 
 
 def nccl_variables(key: CommunicatorKey) -> dict[str, str]:
-    """Return the environment variables for `key.way`, because the options of `ProcessGroupNCCL` have no such field."""
+    """Return the environment variables that set algorithm and protocol; `ProcessGroupNCCL` has no options for them."""
     return {} if key.way is None else {ALGORITHM: key.way.algorithm, PROTOCOL: key.way.protocol}
 
 
 @contextlib.contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for the body, then restore the user's values."""
+    """Set environment variables while the body of the `with` statement runs, then restore the user's values."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -745,7 +762,10 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def tunable_ways(control: ControlPlane, environ: Mapping[str, str] = os.environ) -> tuple[NcclWay, ...]:
-    """Return the combinations of algorithm and protocol to tune. Empty if the user of a rank has chosen. Collective."""
+    """Return the combinations of NCCL algorithm and protocol to tune. Collective.
+
+    Empty if one of `USER_VARIABLES` is set on any rank, because algorithm and protocol are then chosen already.
+    """
     decided: list[str] = control.all_gather(next((name for name in USER_VARIABLES if environ.get(name)), ""))
     chosen = next(filter(None, decided), "")
     if chosen and control.rank == 0:
@@ -761,8 +781,8 @@ def find_nccl(control: ControlPlane, device: CudaDevice, *, forced: bool, timeou
     Args:
         control: control plane of the ranks.
         device: GPU of this rank.
-        forced: the user has asked for NCCL. Try it even if ranks share a GPU.
-        timeout_s: timeout of an operation without progress.
+        forced: True if the user has asked for NCCL. NCCL is then tried even if ranks share a GPU.
+        timeout_s: timeout of an NCCL operation that makes no progress.
     """
     own = _identity(device, control.hosts[control.rank]) if dist.is_nccl_available() else ""
     gpus: list[str] = control.all_gather(own)
@@ -778,7 +798,7 @@ def find_nccl(control: ControlPlane, device: CudaDevice, *, forced: bool, timeou
     reasons = [reason for reason in control.all_gather(versions.why_one_stream) if reason]
     max_streams = 1 if reasons else versions.max_streams
     opener = NcclOpener(control, device, max_streams=max_streams, timeout_s=timeout_s, ways=tunable_ways(control))
-    if problem := opener.open_first():  # such as a MIG slice, a driver that is too old, no shared memory in a container
+    if problem := opener.open_first():  # for example a MIG slice, an old driver, a small /dev/shm
         _log_reason(control, f"NCCL could not be started ({problem})")
         return None
     if reasons:

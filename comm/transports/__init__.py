@@ -1,1 +1,1 @@
-"""Transports between CPU ranks, over Gloo, MPI and shared memory, and their common interface."""
+"""Transports over Gloo, MPI and shared memory, staging of GPU buffers, and the interface of all transports."""

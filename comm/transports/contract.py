@@ -1,9 +1,11 @@
 """The interface of transports, and the code that they share.
 
-A transport all-reduces element ranges of buffers over streams. Some transports also exchange parcels (all-to-all).
+A transport all-reduces element ranges of flat buffers over streams. Each stream reduces its ranges in order, and
+different streams run at the same time. Some transports also offer an all-to-all of parcels (uint8 messages).
 
-Streams are opened on all ranks or on none, because a rank that fails halfway would leave its peers waiting. Descriptors
-and threads are checked first, because Gloo's own threads end the process if they get no descriptor.
+A stream is opened on all ranks or on none, because a rank that failed alone would leave its peers waiting. Before that,
+each rank checks that it can have the file descriptors and threads of the stream. Otherwise Gloo's own threads would end
+the process when they get no descriptor.
 """
 
 from __future__ import annotations
@@ -31,16 +33,18 @@ from sirtaki.errors import CommError, TransportError
 from ..plan import NcclWay, TransportKind
 
 Lengths = npt.NDArray[np.int64]
-"""Lengths in bytes, `(n_ranks, n_ranks)`, by sender and receiver."""
+"""Lengths of parcels (messages of an all-to-all) in bytes, `(n_ranks, n_ranks)`, by sender and receiver."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parcels:
-    """Sizes of the parcels of one exchange. The parcels of one sender are contiguous in its outgoing buffer.
+    """Sizes of the parcels of one all-to-all. A parcel is the message from one rank to another.
+
+    The parcels that a rank sends are contiguous in its outgoing buffer.
 
     Attributes:
         lengths: bytes by sender and receiver.
-        shared: each sender sends one parcel to all ranks. The rows of `lengths` are constant.
+        shared: True if each rank sends the same parcel to all ranks. Each row of `lengths` then has equal values.
     """
 
     lengths: Lengths
@@ -53,7 +57,7 @@ class Parcels:
         return cls(np.repeat(each[:, None], len(each), axis=1), shared=True)
 
     def piece(self, number: int, of: int) -> Parcels:
-        """Return piece `number` of `of` pieces of about equal size into which each parcel is cut."""
+        """Return the sizes for exchange `number` of `of`, if each parcel is sent in `of` parts of about equal size."""
         return Parcels(self.lengths * (number + 1) // of - self.lengths * number // of, self.shared)
 
     def sent_by(self, rank: int) -> list[tuple[int, int]]:
@@ -65,7 +69,7 @@ class Parcels:
         return [(stop - length, stop) for length, stop in zip(lengths, stops, strict=True)]
 
     def received_by(self, rank: int) -> list[int]:
-        """Return the bytes that `rank` receives, by sender."""
+        """Return the numbers of bytes that `rank` receives, by sender."""
         received: list[int] = self.lengths[:, rank].tolist()
         return received
 
@@ -81,14 +85,14 @@ class Parcels:
 
 
 SHARE = 0.5
-"""Share of the free descriptors that streams may use, because data loaders, files and sockets need some, too."""
+"""Fraction of the free file descriptors that streams may use. Data loaders, files and sockets need the others."""
 
 UNLIMITED = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamCost:
-    """Descriptors and threads that one stream uses in this process."""
+    """File descriptors and threads that streams use in this process."""
 
     descriptors: int = 0
     threads: int = 0
@@ -101,41 +105,43 @@ class StreamCost:
 
 
 def raise_descriptor_limit() -> int:
-    """Raise the soft limit of open descriptors to the hard limit, and return the new soft limit."""
+    """Raise the soft limit of open file descriptors to the hard limit, and return the new soft limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        # This fails if the hard limit is above the kernel's present maximum. The soft limit then stays.
+        # `setrlimit` fails if the hard limit is above the kernel's present maximum. The soft limit then stays.
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return descriptor_limit()
 
 
 def descriptor_limit() -> int:
-    """Return the number of descriptors that this process may have open."""
+    """Return the number of file descriptors that this process may have open at the same time."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return UNLIMITED if soft == resource.RLIM_INFINITY else soft
 
 
 def descriptors_for_streams() -> int:
-    """Return the number of further descriptors that streams may use."""
+    """Return the number of file descriptors that new streams may use, a part of those still free."""
     try:
         in_use = len(os.listdir("/proc/self/fd"))
-    except OSError:  # no /proc, or no descriptor to read it with
+    except OSError:  # no /proc, or no free descriptor to open it
         in_use = descriptor_limit() // 2
     return max(0, int(SHARE * (descriptor_limit() - in_use)))
 
 
 def streams_within(descriptors: int, cost: StreamCost, *, most: int) -> int:
-    """Return the number of streams that `descriptors` suffice for, at least 1 and at most `most`."""
+    """Return the number of streams that fit into `descriptors` file descriptors, at least 1 and at most `most`."""
     return max(1, min(most, descriptors // cost.descriptors)) if cost.descriptors else most
 
 
 @contextlib.contextmanager
 def reserved(cost: StreamCost) -> Iterator[str]:
-    """Open descriptors and start threads while the context lasts, to check that the process can have them.
+    """Check that this process can open as many file descriptors and start as many threads as `cost` states.
+
+    It opens them at the start of the `with` statement, and releases them at its end.
 
     Yields:
-        Text that names what the process cannot have; empty if it can have all.
+        Error message if some cannot be opened or started. Empty = all can.
     """
     descriptors: list[int] = []
     threads: list[threading.Thread] = []
@@ -143,7 +149,7 @@ def reserved(cost: StreamCost) -> Iterator[str]:
     problem = ""
     try:
         try:
-            # `extend` keeps the descriptors that were opened before the error, so that they are closed below.
+            # If an `open` fails, `extend` has stored the earlier descriptors, so that `finally` closes them.
             descriptors.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(cost.descriptors))
         except OSError as err:
             problem = f"{cost.descriptors} more descriptors cannot be opened ({err}; the limit is {descriptor_limit()})"
@@ -167,7 +173,7 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def scale_(tensor: torch.Tensor, factor: float) -> None:
-    """Multiply `tensor` by `factor` in place: 16-bit floats in float32, integers in float64, truncated."""
+    """Multiply `tensor` by `factor` in place. 16-bit floats use float32; integers use float64, then truncation."""
     if factor == 1.0 or tensor.numel() == 0:
         return
     if tensor.dtype in HALF_DTYPES:
@@ -179,7 +185,7 @@ def scale_(tensor: torch.Tensor, factor: float) -> None:
 
 
 class ReduceOp(Enum):
-    """Reduction over ranks. An average is a sum with a scale."""
+    """Reduction over ranks. An average is `SUM` with the scale 1 / number of ranks."""
 
     SUM = "sum"
     MIN = "min"
@@ -189,13 +195,14 @@ class ReduceOp(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatBuffer:
-    """A contiguous buffer of the same size on each rank. Units are element ranges of a flat buffer.
+    """A contiguous buffer of the same size on each rank. One all-reduce reduces one unit (bucket), an element range.
 
     Attributes:
         tensor: buffer of this rank, 1-d and contiguous.
-        peers: buffers of all ranks of the node in shared memory, by local rank, including this rank's. Empty if the
-            ranks do not share memory.
-        mirror: host buffer of the same size through which a GPU buffer is reduced. None = reduced directly.
+        peers: buffers of all ranks of the node in shared memory, by local rank, including this rank's buffer. Empty if
+            the ranks do not share memory.
+        mirror: host buffer of the same size through which a GPU buffer is reduced. None = the transport reduces
+            `tensor` directly.
     """
 
     tensor: torch.Tensor
@@ -204,27 +211,27 @@ class FlatBuffer:
 
 
 class Work:
-    """A reduction in flight. The base class is a reduction of an empty range, which has ended."""
+    """An all-reduce or exchange in flight. The base class is an operation on an empty range, which has ended."""
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the result is in the buffer, for at most `timeout_s`.
 
-        The calling thread blocks. On a GPU, if the transport supports this, the current CUDA stream waits instead.
+        The calling thread blocks. For GPU buffers, the current CUDA stream may wait instead of the thread.
 
         Returns:
-            False if the reduction has not ended in time.
+            False if the operation has not ended within `timeout_s`.
 
         Raises:
-            CommError: the reduction has failed.
+            CommError: the operation has failed.
         """
         return True
 
     def is_done(self) -> bool:
-        """Return whether the reduction has ended, with or without an error. Non-blocking."""
+        """Return whether the operation has ended, with or without an error. Non-blocking."""
         return True
 
     def times(self) -> tuple[Event | None, Event | None]:
-        """Return when the transport started and ended the reduction, None = unknown. Call after the end."""
+        """Return when the transport started and ended the operation. None = unknown. Call after its end."""
         return None, None
 
 
@@ -232,7 +239,7 @@ NOTHING_TO_DO = Work()
 
 
 class Worker:
-    """A thread that runs tasks in order. A task must not raise."""
+    """A thread that runs queued tasks in order. A task must not raise."""
 
     def __init__(self, name: str) -> None:
         """Start the thread.
@@ -251,18 +258,18 @@ class Worker:
     def _serve(self) -> None:
         while (task := self._tasks.get()) is not None:
             task()
-            del task  # because it refers to buffers
+            del task  # frees the buffers to which the task refers, before the thread blocks
 
     def end(self) -> None:
-        """End the thread after the queued tasks. Non-blocking."""
+        """Make the thread end after it has run the queued tasks. Non-blocking."""
         self._tasks.put(None)
 
 
 def join_workers(workers: Sequence[Worker], *, within_s: float) -> bool:
-    """End threads after their queued tasks, and wait up to `within_s` for each.
+    """Make the threads end after their queued tasks, and wait up to `within_s` for each thread.
 
     Returns:
-        False if a thread has not ended.
+        False if a thread still runs.
     """
     for worker in workers:
         worker.end()
@@ -272,31 +279,31 @@ def join_workers(workers: Sequence[Worker], *, within_s: float) -> bool:
 
 
 class ThreadWork(Work):
-    """An operation that a thread runs for the caller.
+    """An all-reduce or exchange that a helper thread runs for the caller.
 
     Attributes:
-        begun_s: time at which the thread started it, by `time.perf_counter`. 0 = not started, or unknown.
-        done_s: time at which it ended, by the same clock. 0 = it has not ended.
+        begun_s: time at which the thread started the operation, by `time.perf_counter`. 0 = not started, or unknown.
+        done_s: time at which the operation ended, by the same clock. 0 = it has not ended.
     """
 
     def __init__(self) -> None:
-        self._in_flight = threading.Lock()  # held until the end; cheaper than an Event
+        self._in_flight = threading.Lock()  # released when the work ends; cheaper than an Event
         self._in_flight.acquire()
         self._error: CommError | None = None
         self.begun_s = self.done_s = 0.0
 
     def finish(self, error: CommError | None = None) -> None:
-        """End the work, with `error` if there is one. Called once, by the thread that runs it."""
+        """End the work, with `error` if it has failed, and wake waiting threads. Called once, by the helper thread."""
         self._error = error
         self.done_s = time.perf_counter()
         self._in_flight.release()
 
     def attempt(self, act: Callable[[], None], failed: str) -> bool:
-        """Call `act`. If it raises, end the work with the error, as a `CommError`.
+        """Call `act`. If it raises, end the work with a `CommError`.
 
         Args:
             act: a part of the work.
-            failed: start of the error's message, for an exception of another type.
+            failed: start of the error message if `act` raises something other than a `CommError`.
 
         Returns:
             True if `act` did not raise.
@@ -305,22 +312,22 @@ class ThreadWork(Work):
             act()
         except CommError as err:
             self.finish(err)
-        except Exception as err:  # of any type, because the waiting thread must be woken
+        except Exception as err:  # any error must wake the waiting thread
             self.finish(CommError(f"{failed}: {err!r}"))
         else:
             return True
         return False
 
     def run(self, act: Callable[[], None], failed: str) -> None:
-        """Call `act`, and end the work, with an error if `act` raises. Arguments as for `attempt`."""
+        """Call `act` as `attempt` does, and end the work in any case: with an error if `act` raises."""
         if self.attempt(act, failed):
             self.finish()
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until the work has ended, for at most `timeout_s`. Return and raise as `Work.wait`."""
+        """Block until the work has ended, for at most `timeout_s`. Return False if it has not; raise its error."""
         if not self._in_flight.acquire(timeout=timeout_s):
             return False
-        self._in_flight.release()  # because several threads may wait
+        self._in_flight.release()  # lets the next waiting thread continue
         if self._error is not None:
             raise fresh(self._error)
         return True
@@ -335,12 +342,12 @@ class ThreadWork(Work):
 
 
 class StreamSpec(NamedTuple):
-    """The stream of a unit.
+    """The stream on which a unit (bucket) is reduced, and how NCCL reduces it.
 
     Attributes:
         number: index of the stream.
-        threads: GPU threads that the unit may use, over NCCL. None = NCCL decides.
-        nccl: algorithm and protocol, over NCCL. None = NCCL decides.
+        threads: number of GPU threads for the unit. Only NCCL uses it. None = NCCL decides.
+        nccl: NCCL algorithm and protocol. None = NCCL decides.
     """
 
     number: int
@@ -349,16 +356,16 @@ class StreamSpec(NamedTuple):
 
 
 class Transport(ABC):
-    """A way to all-reduce units over several streams at the same time.
+    """All-reduces units (buckets, element ranges of a flat buffer) over several streams at the same time.
 
     A stream reduces its units in the order of submission, which must be the same on all ranks. Units of different
-    streams are not ordered. Submitting does not wait for peers.
+    streams are not ordered. Submitting a unit does not wait for peers.
 
     Attributes:
         kind: name of the transport.
         max_streams: largest number of open streams.
-        threads: possible values of `StreamSpec.threads`. Empty = the transport uses only the stream's number.
-        stream_cost: descriptors and threads of one stream.
+        threads: possible values of `StreamSpec.threads`. Empty = the transport ignores `StreamSpec.threads`.
+        stream_cost: file descriptors and threads that one stream uses in this process.
     """
 
     kind: TransportKind
@@ -368,12 +375,14 @@ class Transport(ABC):
 
     @abstractmethod
     def open_streams(self, streams: Sequence[StreamSpec]) -> None:
-        """Open these streams, and close streams that are not listed if necessary. Collective; nothing may be in flight.
+        """Open `streams`, and close other streams if there is no room. Collective.
+
+        No operation may be in flight.
 
         Raises:
-            PlanError: on all ranks, if so many streams cannot be open at the same time.
-            TransportError: on all ranks, if one of them could not open a stream. The streams that were open before stay
-                open, and the new ones are closed.
+            PlanError: on all ranks, if that many streams cannot be open at the same time.
+            TransportError: on all ranks, if any rank could not open a stream. The new streams are then closed. Streams
+                that were open before the call stay open.
             CommError: the job has failed.
         """
 
@@ -383,8 +392,8 @@ class Transport(ABC):
         """Launch the all-reduce of elements `[start, stop)` of `buffer`, in place. Collective, non-blocking.
 
         Args:
-            buffer: its elements in the range must not be read or written until the work has ended.
-            start: first element.
+            buffer: flat buffer. Elements `[start, stop)` must not be read or written until the work has ended.
+            start: first element of the range.
             stop: end of the range. The range may be empty.
             stream: an open stream.
             op: reduction over ranks.
@@ -394,13 +403,13 @@ class Transport(ABC):
 
     @abstractmethod
     def _start(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
-        """Launch the all-reduce of a range that is not empty."""
+        """Launch the all-reduce of elements `[start, stop)`, at least one. Called by `all_reduce`."""
 
     def prepare(self, act: Callable[[], None], *, stream: StreamSpec) -> bool:
-        """Have the stream's thread call `act` before it processes units submitted later. Non-blocking.
+        """Queue `act` for the stream's thread, which calls it before units (buckets) submitted later. Non-blocking.
 
         Args:
-            act: must not raise.
+            act: function to call. Must not raise.
             stream: an open stream.
 
         Returns:
@@ -409,31 +418,32 @@ class Transport(ABC):
         return False
 
     def exchange(self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, *, stream: StreamSpec) -> Work:
-        """Launch an all-to-all of parcels in host memory. Collective, non-blocking.
+        """Launch an all-to-all of parcels (messages between two ranks) in host memory. Collective, non-blocking.
 
-        A stream processes exchanges and units in the order of submission.
+        A stream processes exchanges and all-reduces in the order of submission.
 
         Args:
-            outgoing: parcels of this rank, uint8, contiguous by receiver. Must not be written until the work has ended.
-            parcels: sizes of the parcels of all ranks, equal on all ranks.
-            incoming: target of the parcels for this rank, uint8, contiguous by sender.
+            outgoing: parcels that this rank sends, uint8, contiguous by receiver. Must not be written until the end of
+                the work.
+            parcels: sizes of all parcels. Must be equal on all ranks.
+            incoming: tensor that receives the parcels for this rank, uint8, contiguous by sender.
             stream: an open stream.
         """
         return NOTHING_TO_DO if parcels.empty else self._exchange(outgoing, parcels, incoming, stream)
 
     def _exchange(self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, stream: StreamSpec) -> Work:
-        """Launch an exchange with at least one byte."""
+        """Launch an all-to-all with at least one byte. Called by `exchange`."""
         raise NotImplementedError
 
-    def keep(self, streams: int) -> None:  # noqa: B027 - most have nothing to close
-        """Close all but the first `streams` if idle streams use CPU time. Collective; nothing may be in flight."""
+    def keep(self, streams: int) -> None:  # noqa: B027 - most transports have nothing to close
+        """Close all but the first `streams` streams if idle ones use CPU time. Collective; no operation in flight."""
 
     @abstractmethod
     def close(self) -> bool:
-        """End threads and connections. Pending works fail. May be called twice.
+        """End the threads and connections of this rank. Pending operations fail. May be called twice.
 
         Returns:
-            False if a thread still waits for a peer. The buffers of its units must not be freed in this case.
+            False if a thread still waits for a peer. The buffers of its operations must then not be freed.
         """
 
 
@@ -441,11 +451,11 @@ Stream = TypeVar("Stream")
 Opened = TypeVar("Opened")
 
 Agree = Callable[[str], None]
-"""`ControlPlane.agree_on_success` between all ranks that open streams at the same time."""
+"""Type of `ControlPlane.agree_on_success`. It gets this rank's error, or "", and raises on all ranks if one failed."""
 
 
 class StreamTransport(Transport, Generic[Stream]):
-    """A transport that opens its streams in the order of their numbers.
+    """Base of transports that open their streams in the order of stream numbers.
 
     Attributes:
         streams: open streams, by number.
@@ -463,7 +473,7 @@ class StreamTransport(Transport, Generic[Stream]):
         """Close streams that are no longer in `self.streams`. Return False if a thread still waits for a peer."""
 
     def open_streams(self, streams: Sequence[StreamSpec]) -> None:
-        """Open the missing streams in order. If one fails on any rank, close those that this call opened."""
+        """Open the missing streams in order. If opening fails on any rank, close the streams that this call opened."""
         before = len(self.streams)
         try:
             while len(self.streams) <= max(stream.number for stream in streams):
@@ -473,13 +483,13 @@ class StreamTransport(Transport, Generic[Stream]):
             raise
 
     def _close_after(self, count: int) -> bool:
-        """Close all but the first `count` streams. Return False if a thread still waits for a peer."""
+        """Close all but the first `count` streams. Return False if a thread of a closed one still waits for a peer."""
         closed = self.streams[count:]
         del self.streams[count:]
         return self._close_streams(closed)
 
     def close(self) -> bool:
-        """Close all streams."""
+        """Close all streams. Return False if a thread still waits for a peer."""
         return self._close_after(0)
 
 
@@ -489,20 +499,20 @@ def open_together(
     """Call `open_local` on all ranks, and return its result if it has succeeded on every rank. Collective.
 
     Args:
-        what: name of the opened object, for messages.
+        what: name of the object to open, for error messages.
         open_local: opens the object on this rank.
-        agree: raises on all ranks if one of them has failed.
-        close: closes the object if a peer has failed.
+        agree: gets this rank's error, or "", and raises on all ranks if any rank has failed.
+        close: closes this rank's object if a peer has failed.
 
     Raises:
-        TransportError: on all ranks, if one of them has failed.
+        TransportError: on all ranks, if `open_local` has failed on any rank.
         CommError: the job has failed.
     """
     opened: list[Opened] = []
     problem = ""
     try:
         opened.append(open_local())
-    except (RuntimeError, MemoryError) as err:  # types that torch, MPI and threads raise
+    except (RuntimeError, MemoryError) as err:  # raised by torch, MPI and threads
         problem = f"{what}: {err}"
     try:
         agree(problem)

@@ -1,8 +1,9 @@
 """Transports over Gloo. Each stream is a separate process group, with its own TCP connection between any two ranks.
 
-Several connections are faster than one, because clouds limit the rate of a single TCP flow. The groups are created
-directly, without `torch.distributed.init_process_group`, so the user's default process group is not affected. Gloo's
-threads run without the GIL: launching a unit takes some microseconds, and no Python code runs until the wait.
+Several connections are faster than one, because clouds limit the rate of a single TCP flow. The process groups are
+created directly, without `torch.distributed.init_process_group`, so the user's default process group is not affected.
+Gloo's threads run without the GIL: launching the all-reduce of a unit (bucket) takes some microseconds, and Gloo runs
+no Python code until the caller waits for the result.
 """
 
 from __future__ import annotations
@@ -54,26 +55,26 @@ from .contract import (
 from .shared_memory import reduce_share
 
 LONGEST_WAIT_S = 60.0
-"""Timeout of a wait for a key, if the caller passes none."""
+"""Timeout of `WatchfulStore.wait` if the caller passes no timeout."""
 
 
 class WatchfulStore(Store):
-    """Wrapper of a store whose waits end when the job fails. Gloo uses it to connect its ranks.
+    """Wrapper of a key-value store. Waiting for a key raises when the job fails. Gloo connects its ranks through it.
 
-    The caller must keep a reference while Gloo uses the store.
+    The caller must keep a reference to the wrapper while Gloo uses it.
     """
 
     def __init__(self, store: Store, failures: FailureBoard) -> None:
-        """Wrap `store`; a failure on the board `failures` ends the waits."""
+        """Wrap `store`. Waits for keys raise once `failures` has recorded a failure of the job."""
         super().__init__()
         self._store, self._failures = store, failures
 
     def set(self, key: str, value: str) -> None:
-        """Set a key, as `Store.set`."""
+        """Set a key, like `Store.set`."""
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
-        """Wait for a key and return its value, as `Store.get`.
+        """Wait for a key and return its value, like `Store.get`.
 
         Raises:
             CommError: the job has failed.
@@ -82,18 +83,18 @@ class WatchfulStore(Store):
         return self._store.get(key)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, as `Store.add`."""
+        """Add to a counter and return the sum, like `Store.add`."""
         return self._store.add(key, amount)
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all keys are set, as `Store.check`."""
+        """Return whether all keys are set, like `Store.check`."""
         return self._store.check(keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are set, as `Store.wait`.
+        """Wait until all keys are set, like `Store.wait`.
 
         Raises:
-            CommError: the job has failed, or the time is up.
+            CommError: the job has failed, or a key was not set within the timeout.
         """
         limit_s = LONGEST_WAIT_S if timeout is None else timeout.total_seconds()
         wanted = list(keys)
@@ -105,19 +106,19 @@ class WatchfulStore(Store):
 
 MAX_STREAMS = 24
 RENDEZVOUS_TIMEOUT_S = 60.0
-"""Timeout for connecting the ranks of one stream; all ranks begin at the same time."""
+"""Timeout for connecting the ranks of one stream. It may be short, because all ranks begin at the same time."""
 
 UNUSED_TAG = (1 << 31) - 1
-"""A tag that no message has."""
+"""Tag that no message of `send_receive` has."""
 
 END_S = 1.0
-"""Time for which closing waits for the threads of streams. Later it leaves them running."""
+"""Time for which `close` waits for the threads of streams. Threads that have not ended by then keep running."""
 
 OWN_DESCRIPTORS = 5
-"""Descriptors of one stream, in addition to one connection per peer: its listening socket, and its I/O thread's."""
+"""File descriptors of one stream besides one connection per peer: a listening socket, and those of its I/O thread."""
 
 OTHER_DESCRIPTORS = 100
-"""Typical number of descriptors that a training process has open for other purposes."""
+"""Typical number of file descriptors that a training process has open for other purposes."""
 
 
 def most_ranks(streams: int, *, descriptor_limit: int) -> int:
@@ -134,7 +135,7 @@ TORCH_OPS = {
 
 
 class _GlooUnitWork(Work):
-    """A unit or exchange in flight. The first `wait` that sees its end multiplies the result by `scale`."""
+    """An all-reduce or exchange in flight. The first `wait` after its end multiplies the result by `scale`."""
 
     def __init__(self, work: torch.distributed.Work, result: torch.Tensor, scale: float, what: str) -> None:
         self._work, self._result, self._scale, self._what = work, result, scale, what
@@ -142,7 +143,7 @@ class _GlooUnitWork(Work):
         self.done_s = 0.0
 
     def record_end(self) -> None:
-        """Have `done_s` set when the unit is reduced."""
+        """Make Gloo call a function that sets `done_s` when the all-reduce ends."""
 
         def set_time(_: torch.futures.Future[list[torch.Tensor]]) -> None:
             self.done_s = time.perf_counter()
@@ -159,13 +160,13 @@ class _GlooUnitWork(Work):
         if self._done:
             return True
         if not self._work.is_completed():
-            # It raises after a failure, and also after the timeout, while the reduction continues or has just ended.
+            # `wait` also raises after its timeout, while the reduction continues, so the error is ignored here.
             with contextlib.suppress(RuntimeError):
                 self._work.wait(datetime.timedelta(seconds=timeout_s))
             if not self._work.is_completed():
                 return False
         try:
-            self._work.wait()  # raises the error, if there is one
+            self._work.wait()  # raises if the reduction has failed
         except RuntimeError as err:
             raise CommError(
                 f"Gloo failed in {self._what}, most likely because a rank has ended or its network is down: {err}"
@@ -176,17 +177,17 @@ class _GlooUnitWork(Work):
 
 
 def _abort(group: ProcessGroupGloo) -> None:
-    if hasattr(group, "abort"):  # torch < 2.7 has none: its groups end with their last reference
+    if hasattr(group, "abort"):  # torch < 2.7 has none: a group ends with its last reference
         group.abort()
 
 
 _open_lock = free_in_forked_children(threading.Lock())
-_kept_until_exit: list[list[ProcessGroupGloo]] = []  # because dropping the last reference to a group may block
-_SO_ATTACH_FILTER, _RETURN = 26, 0x06  # from asm/socket.h and linux/bpf_common.h
+_kept_until_exit: list[list[ProcessGroupGloo]] = []  # never freed, because this may block
+_SO_ATTACH_FILTER, _RETURN = 26, 0x06  # constants of asm/socket.h and linux/bpf_common.h
 
 
 def _listening_sockets() -> set[int]:
-    """Return the descriptors of listening sockets of this process; empty if the system does not list descriptors."""
+    """Return the file descriptors of listening sockets of this process. Empty on systems without /proc/self/fd."""
     found = set[int]()
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         with contextlib.suppress(OSError):
@@ -200,7 +201,7 @@ def _listening_sockets() -> set[int]:
 def _open_and_list(open_: Callable[[], Opened], sockets: int) -> tuple[Opened, set[int]]:
     """Call `open_`, and return its result with the listening sockets that it opened.
 
-    The set is empty if their number is not `sockets`, because another thread may have opened some.
+    The set of sockets is empty if their number is not `sockets`, because another thread may have opened some of them.
     """
     with _open_lock:
         before = _listening_sockets()
@@ -212,20 +213,20 @@ def _open_and_list(open_: Callable[[], Opened], sockets: int) -> tuple[Opened, s
 def _open_device(address: str) -> object:
     try:
         return ProcessGroupGloo.create_device(hostname=address, lazy_init=False)
-    except TypeError:  # torch < 2.8 has no such argument, and always connects at once
+    except TypeError:  # torch < 2.8 has no `lazy_init`, and always connects at once
         return ProcessGroupGloo.create_device(hostname=address)
 
 
 def _reject_connections(listeners: set[int]) -> None:
-    """Drop all packets to listening sockets, because Gloo keeps a descriptor for each stranger that connects."""
-    program = ctypes.create_string_buffer(struct.pack("HBBI", _RETURN, 0, 0, 0))  # keep 0 bytes of each packet
+    """Drop all packets to listening sockets, because Gloo keeps a file descriptor open for each unknown client."""
+    program = ctypes.create_string_buffer(struct.pack("HBBI", _RETURN, 0, 0, 0))  # keeps 0 bytes of each packet
     for listener in listeners:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(listener)) as there:
             there.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program)))
 
 
 def open_group(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
-    """Open a Gloo group as PyTorch does, but accept no connections after its ranks are connected. Collective.
+    """Open a Gloo process group like PyTorch, but reject connections once the ranks are connected. Collective.
 
     The arguments are those of `ProcessGroupGloo`.
 
@@ -243,13 +244,13 @@ def open_group(store: Store, rank: int, size: int, timeout: timedelta) -> Proces
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stub lacks it
     options._devices, options._threads, options._timeout = devices, 2 * len(devices), timeout
     group = keep_in_forked_children(ProcessGroupGloo(store, rank, size, options))
-    if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") == "0":  # with lazy initialisation, ranks connect later
+    if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") == "0":  # if "1", the ranks connect later
         _reject_connections(listeners)
     return group
 
 
 class GlooTransport(StreamTransport[ProcessGroupGloo]):
-    """Streams over Gloo process groups. Each has one worker thread, which keeps units in order."""
+    """Transport over Gloo. Each stream is a process group with one thread, which keeps its units (buckets) in order."""
 
     kind = TransportKind.GLOO
     max_streams = MAX_STREAMS
@@ -266,22 +267,22 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
         agree: Agree,
         failures: FailureBoard,
     ) -> None:
-        """Connect nothing yet; `open_streams` connects.
+        """Create the transport. `open_streams` connects the ranks.
 
         Args:
             store: store through which the ranks exchange addresses.
-            prefix: returns a new key prefix at each call, equal on all ranks.
+            prefix: returns a new prefix for keys of the store at each call, equal on all ranks.
             address: address of this host for its peers.
             rank: rank of this process among the participating ranks.
             size: number of participating ranks.
-            timeout_s: timeout of a reduction without progress.
-            agree: agreement between all ranks that open streams at the same time.
-            failures: board of the job.
+            timeout_s: timeout of a reduction that makes no progress.
+            agree: gets this rank's error, or "", and raises on all ranks that open streams if one has failed.
+            failures: record of the job's failure, which ends waits.
         """
         super().__init__()
         self._store, self._prefix, self._address = store, prefix, address
         self._rank, self._size, self._agree, self._failures = rank, size, agree, failures
-        self._messages: set[object] = set()  # calls of `send_receive` in flight
+        self._messages: set[object] = set()  # one entry for each call of `send_receive` in flight
         self.stream_cost = StreamCost(descriptors=size + OWN_DESCRIPTORS, threads=2)
         self._timeout = datetime.timedelta(seconds=timeout_s)
 
@@ -306,20 +307,20 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
             agree=self._agree,
             close=_abort,
         )
-        _reject_connections(listeners)  # all ranks are connected
+        _reject_connections(listeners)  # because all ranks are connected now
         group._set_default_timeout(self._timeout)
         return group
 
     def _start(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
         unit = buffer.tensor[start:stop]
-        work = self.streams[stream.number].allreduce([unit], TORCH_OPS[op])  # type: ignore[attr-defined]  # as above
+        work = self.streams[stream.number].allreduce([unit], TORCH_OPS[op])  # type: ignore[attr-defined]  # not in stub
         unit_work = _GlooUnitWork(work, unit, scale, f"elements [{start}, {stop}) on stream {stream.number}")
         if recorder.times_wanted():
             unit_work.record_end()
         return unit_work
 
     def _exchange(self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, stream: StreamSpec) -> Work:
-        """Launch an all-to-all, in which each pair of ranks uses its connection of the stream at the same time."""
+        """Launch an all-to-all. All pairs of ranks send at the same time, each over its connection of the stream."""
         sent, received = parcels.sent_by(self._rank), parcels.received_by(self._rank)
         given = outgoing.tensor[: sent[-1][1]]
         if parcels.shared:
@@ -332,9 +333,10 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
     def send_receive(
         self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], *, stream: int, tag: int
     ) -> Callable[[], None]:
-        """Send `sent[r]` to each peer r, and receive `received[r]` from it, without copies. Collective, non-blocking.
+        """Launch sends of `sent[r]` to, and receives of `received[r]` from, each peer r. Collective, non-blocking.
 
-        The tag identifies a message. Unlike units, messages are not ordered and do not wait for each other.
+        Nothing is copied. The tag identifies the messages of a call. Unlike the units (buckets) of a stream, the
+        messages of different calls are not ordered and do not wait for each other.
 
         Returns:
             Function that blocks until all messages are sent and received. It raises CommError if one has failed.
@@ -359,13 +361,13 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
         return finish
 
     def keep(self, streams: int) -> None:
-        """Close all but the first `streams`, because the I/O thread of an idle stream wakes up 100 times a second."""
+        """Close all but the first `streams` streams: the I/O thread of an idle stream wakes up 100 times a second."""
         self._close_after(streams)
 
     def _fail_messages(self, group: ProcessGroupGloo) -> None:
-        """Make all waits of `send_receive` fail, by a message that times out. `abort` does not end these waits.
+        """Make all waits of `send_receive` on a group fail, by a message that times out. `abort` does not end them.
 
-        They must end now, because a thread that returns from such a wait at interpreter exit kills the process.
+        The waits must end now, because a thread that returns from such a wait at interpreter exit kills the process.
         """
         with contextlib.suppress(RuntimeError):
             peer = (self._rank + 1) % self._size
@@ -373,18 +375,18 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
             group.recv([target], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))  # type: ignore[attr-defined]
 
     def _close_streams(self, streams: list[ProcessGroupGloo]) -> bool:
-        """Abort groups, and wait up to `END_S` for their threads.
+        """Abort the process groups of `streams`, and wait up to `END_S` for their threads.
 
         A reduction that starts to wait while its connection is being closed blocks until its timeout. Dropping the last
-        reference to its group blocks as long. Therefore other threads drop these references.
+        reference to its process group blocks as long. Therefore helper threads drop the references to groups.
         """
-        if self._messages:  # the job has failed
+        if self._messages:  # messages are in flight only if the job has failed
             for stream in streams:
                 self._fail_messages(stream)
         boxes: list[list[ProcessGroupGloo]] = []
         while streams:
             boxes.append([streams.pop()])
-            _abort(boxes[-1][0])  # no local name, because it would be another reference
+            _abort(boxes[-1][0])  # a local variable would be another reference
         enders = [threading.Thread(target=box.clear, name="sirtaki-gloo-end", daemon=True) for box in boxes]
         for ender in enders:
             try:
@@ -399,16 +401,16 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
 
 
 ONE_HOP_BYTES = 16 << 10
-"""Largest unit that each rank sends to all peers as a whole, so that no sums need to be sent."""
+"""Largest unit (bucket) that each rank sends whole to all peers. Each rank then adds up the whole unit itself."""
 
 MOST_SENDING = 3
-"""Number of units of one stream whose summands are in flight at the same time."""
+"""Largest number of units (buckets) of one stream whose summands are sent at the same time."""
 
 
 class _Path:
-    """All-reduce of the units of one stream, in two threads.
+    """Direct all-reduce of the units (buckets) of one stream, in two threads.
 
-    One thread exchanges summands while the other one exchanges the sums of earlier units.
+    One thread exchanges the summands of units while the other one exchanges the sums of earlier units.
     """
 
     def __init__(self, transport: GlooTransport, number: int, rank: int, size: int) -> None:
@@ -418,36 +420,36 @@ class _Path:
             RuntimeError: a thread cannot be started.
         """
         self._transport, self._number, self._rank, self._size = transport, number, rank, size
-        self._submitted = self._begun = 0  # units; the caller counts the former, the first thread the latter
+        self._submitted = self._begun = 0  # numbers of units that were submitted and begun
         self._sending: deque[tuple[ThreadWork, str, Callable[[], Callable[[], None]]]] = deque()
         self._scratch: list[torch.Tensor] = []
         self._summands, self._sums = (Worker(f"sirtaki-direct-{number}-{what}") for what in ("in", "out"))
 
     def all_reduce(self, unit: torch.Tensor, op: ReduceOp, scale: float, what: str) -> Work:
-        """Launch the all-reduce of a unit that is not empty, in place. Non-blocking."""
+        """Launch the all-reduce of a unit (bucket) of at least one element, in place. Non-blocking."""
         work = ThreadWork()
         self._submitted += 1
         self._summands.put(partial(self._begin, work, unit, op, scale, f"Gloo failed in {what}"))
         return work
 
     def _begin(self, work: ThreadWork, unit: torch.Tensor, op: ReduceOp, scale: float, failed: str) -> None:
-        """Send the parts of a unit, and reduce what was received of earlier units. Runs in the first thread."""
+        """Send the parts of a unit (bucket), and reduce parts of earlier units. Runs in the thread for summands."""
         self._begun += 1
         work.begun_s = time.perf_counter()
         work.attempt(lambda: self._sending.append((work, failed, self._send(unit, op, scale))), failed)
         while self._sending and (len(self._sending) == MOST_SENDING or self._begun == self._submitted):
             earlier, failed, add_up = self._sending.popleft()
-            earlier.attempt(lambda: self._sums.put(partial(earlier.run, add_up(), failed)), failed)  # noqa: B023 - at once
+            earlier.attempt(lambda: self._sums.put(partial(earlier.run, add_up(), failed)), failed)  # noqa: B023 - called at once
 
     def _send(self, unit: torch.Tensor, op: ReduceOp, scale: float) -> Callable[[], Callable[[], None]]:
-        """Send each part of a unit to the rank that reduces it.
+        """Send each part of a unit (bucket) to the rank that reduces the part.
 
         Returns:
             Function that waits for the summands of this rank's part, reduces them and sends the sum to the peers. It
             returns another function, which waits for the sums of the remaining parts.
         """
         rank, size, numel = self._rank, self._size, unit.numel()
-        tag = 2 * self._begun % (UNUSED_TAG - 1)  # and tag + 1 for the sums
+        tag = 2 * self._begun % (UNUSED_TAG - 1)  # the tag of the summands; the sums have `tag + 1`
         in_one_hop = numel * unit.itemsize <= ONE_HOP_BYTES or numel < size
         bounds = [numel * part // size for part in range(size + 1)]
         parts = [unit] * size if in_one_hop else [unit[low:high] for low, high in itertools.pairwise(bounds)]
@@ -471,16 +473,16 @@ class _Path:
         return add_up
 
     def end(self) -> bool:
-        """End the threads. Return False if one still waits for a peer."""
+        """End the two threads. Return False if a thread still waits for a peer."""
         return join_workers([self._summands, self._sums], within_s=END_S)
 
 
 class DirectTransport(GlooTransport):
-    """Streams over Gloo connections with a direct all-reduce: rank r receives part r of a unit from all and reduces it.
+    """Transport over Gloo with a direct all-reduce: rank r receives part r of a unit (bucket) from all and reduces it.
 
-    Gloo's own all-reduce uses a ring, which takes 2(P-1) message latencies on P ranks. The direct one takes two, and
-    one for small units. It sends the same number of bytes, but over P-1 connections at the same time. The results are
-    bitwise equal on all ranks.
+    Gloo's own all-reduce uses a ring, which takes 2(P-1) message latencies on P ranks. The direct all-reduce takes two,
+    and one for small units. It sends as many bytes as the ring, but over P-1 connections at the same time. The results
+    are bitwise equal on all ranks.
     """
 
     def __init__(self, **arguments: Any) -> None:

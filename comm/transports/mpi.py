@@ -1,6 +1,7 @@
 """Transport over MPI. Each stream is a duplicated communicator with a thread that makes blocking calls.
 
-The calls block because Open MPI has no progress thread. Python code runs meanwhile, because mpi4py releases the GIL.
+The calls block because Open MPI has no progress thread. Other Python threads run during a call, because mpi4py releases
+the GIL.
 MPI is fast between ranks of one host. Over TCP, Gloo is faster.
 """
 
@@ -41,9 +42,9 @@ MAX_STREAMS = 24
 
 
 def mpi_all_reduce_(tensor: torch.Tensor, *, comm: MPI.Comm, op: ReduceOp, scale: float) -> None:
-    """Reduce a contiguous tensor in place. Collective, blocking.
+    """All-reduce a contiguous tensor in place, and multiply the result by `scale`. Collective, blocking.
 
-    16-bit floats are sent as float32, because MPI has no type for them.
+    16-bit floats are sent as float32, because MPI has no datatype for 16-bit floats.
     """
     MPI = load_mpi()
     operation = {ReduceOp.SUM: MPI.SUM, ReduceOp.MIN: MPI.MIN, ReduceOp.MAX: MPI.MAX, ReduceOp.PRODUCT: MPI.PROD}[op]
@@ -57,7 +58,10 @@ def mpi_all_reduce_(tensor: torch.Tensor, *, comm: MPI.Comm, op: ReduceOp, scale
 
 
 def mpi_exchange(outgoing: torch.Tensor, parcels: Parcels, incoming: torch.Tensor, *, comm: MPI.Comm) -> None:
-    """Exchange parcels. Collective, blocking. Arguments as for `Transport.exchange`."""
+    """Exchange parcels (an all-to-all of bytes). Collective, blocking.
+
+    `Transport.exchange` describes the arguments.
+    """
     MPI = load_mpi()
     sent, received = parcels.sent_by(comm.rank), parcels.received_by(comm.rank)
     places = np.cumsum([0, *received[:-1]]).tolist()
@@ -68,7 +72,7 @@ def mpi_exchange(outgoing: torch.Tensor, parcels: Parcels, incoming: torch.Tenso
 
 
 class _MpiStream(Worker):
-    """A communicator, and the thread that makes its calls."""
+    """One stream: an MPI communicator, and the thread that makes all MPI calls on it."""
 
     def __init__(self, comm: MPI.Comm, number: int) -> None:
         super().__init__(f"sirtaki-mpi-{number}")
@@ -76,18 +80,18 @@ class _MpiStream(Worker):
 
 
 class MpiTransport(StreamTransport[_MpiStream]):
-    """Streams over duplicated MPI communicators, each with a thread."""
+    """Transport over MPI. Each stream is a duplicated communicator with a thread."""
 
     kind = TransportKind.MPI
     max_streams = MAX_STREAMS
     stream_cost = StreamCost(threads=1)
 
     def __init__(self, duplicate: Callable[[], MPI.Comm], agree: Agree) -> None:
-        """Open nothing yet.
+        """Create the transport. `open_streams` duplicates communicators and starts threads.
 
         Args:
-            duplicate: returns a new communicator over the participating ranks. Collective. Its owner frees it.
-            agree: agreement between all ranks that open streams at the same time.
+            duplicate: returns a new communicator over the participating ranks. Collective. The control plane frees it.
+            agree: gets this rank's error, or "", and raises on all ranks if any rank has failed.
         """
         super().__init__()
         self._duplicate, self._agree = duplicate, agree
@@ -109,7 +113,7 @@ class MpiTransport(StreamTransport[_MpiStream]):
         )
 
     def prepare(self, act: Callable[[], None], *, stream: StreamSpec) -> bool:
-        """Queue `act` for the stream's thread."""
+        """Queue `act` for the stream's thread. Return True."""
         self.streams[stream.number].put(act)
         return True
 
@@ -119,14 +123,14 @@ class MpiTransport(StreamTransport[_MpiStream]):
         )
 
     def _submit(self, number: int, act: Callable[[MPI.Comm], None], what: str) -> Work:
-        """Have the thread of stream `number` call `act` with its communicator."""
+        """Queue a call of `act` with the communicator of stream `number` for the stream's thread."""
         work, chosen = ThreadWork(), self.streams[number]
 
         def task() -> None:
             work.begun_s = time.perf_counter()
             try:
                 act(chosen.comm)
-            except Exception as err:  # of any type, because the waiting thread must be woken
+            except Exception as err:  # any error must wake the waiting thread
                 work.finish(CommError(f"MPI failed in {what} on stream {number}: {err}"))
             else:
                 work.finish()
@@ -135,5 +139,5 @@ class MpiTransport(StreamTransport[_MpiStream]):
         return work
 
     def _close_streams(self, streams: list[_MpiStream]) -> bool:
-        """End the threads after their queued calls. Return False if one hangs in MPI."""
+        """End the threads of `streams` after their queued calls. Return False if a thread hangs in an MPI call."""
         return join_workers(streams, within_s=1.0)

@@ -1,17 +1,19 @@
 """Transport through shared memory: the ranks of a node reduce each other's buffers in place, without sockets.
 
-Each rank owns one share of every unit. It reduces this share of all buffers, and writes the result to all of them.
-With several nodes (the hierarchical algorithm), it reduces the share within the node first. The ranks with equal local
-rank then reduce it between nodes, over another transport. Finally each writes the result to all buffers of its node.
+A unit (bucket) is an element range that one all-reduce reduces. Each rank owns one share of every unit: an equal part
+of its elements. The rank reduces its share over the buffers of all ranks, and writes the result to all these buffers.
+With several nodes (the hierarchical algorithm), each rank first reduces its share within the node. The ranks with equal
+local rank then reduce the share between nodes, over another transport. Finally each rank writes the result to all
+buffers of its node.
 
-A unit passes three stages, recorded in counters in shared memory:
+A unit passes three stages, which counters in shared memory record:
 
     posted      this rank's gradients are in its buffer
     reduced     this rank has written its share to all buffers
     complete    all ranks have written their shares
 
 The memory consists of anonymous files, which the peers open through `/proc/PID/fd`. Because the files have no names, a
-killed rank leaves none behind, and the size of /dev/shm does not matter.
+killed rank leaves no files behind, and the size of /dev/shm does not matter.
 """
 
 from __future__ import annotations
@@ -60,12 +62,12 @@ def open_peers(control: ControlPlane, descriptor: int, flags: int, problem: str 
 
     Args:
         control: control plane of the job.
-        descriptor: file that this rank offers. The caller may close it afterwards. -1 = none, because of `problem`.
+        descriptor: file descriptor that this rank offers. The caller may close it afterwards. -1 = `problem` is set.
         flags: argument of `os.open`.
-        problem: earlier error of this rank, or empty.
+        problem: error that kept this rank from creating its file. Empty = no error.
 
     Returns:
-        Descriptors by local rank, including this rank's. The caller must close them.
+        File descriptors by local rank, including this rank's. The caller must close them.
 
     Raises:
         TransportError: on all ranks, if any rank could not open a file.
@@ -95,10 +97,10 @@ def open_peers(control: ControlPlane, descriptor: int, flags: int, problem: str 
 def share_memory(control: ControlPlane, size_bytes: int) -> list[torch.Tensor]:
     """Allocate one zeroed region per rank, and map the regions of all ranks of the node. Collective over the job.
 
-    A region lives as long as a tensor of any rank refers to it.
+    The memory of a region is freed when no tensor of any rank refers to the region any more.
 
     Returns:
-        The regions of this node by local rank, uint8, `(size_bytes,)` each.
+        The regions of the ranks of this node, by local rank. Each is uint8, `(size_bytes,)`.
 
     Raises:
         TransportError: on all ranks, if any rank could not map a region.
@@ -106,9 +108,9 @@ def share_memory(control: ControlPlane, size_bytes: int) -> list[torch.Tensor]:
     length, descriptor, problem = max(1, size_bytes), -1, ""
     try:
         descriptor = os.memfd_create("sirtaki")
-        # Reserve the pages now, so that lack of memory raises here instead of a SIGBUS during training.
+        # Reserve the pages now, so that lack of memory raises here and does not cause a SIGBUS during training.
         os.posix_fallocate(descriptor, 0, length)
-    except (OSError, AttributeError) as err:  # AttributeError: not Linux
+    except (OSError, AttributeError) as err:  # AttributeError on systems other than Linux
         problem = f"rank {control.rank}: {err}"
     peers: list[int] = []
     try:
@@ -131,19 +133,21 @@ def share_memory(control: ControlPlane, size_bytes: int) -> list[torch.Tensor]:
 def _mapped(descriptor: int, length: int, *, own: bool) -> torch.Tensor:
     """Map the file behind `descriptor`, shared with peers.
 
-    A child that this rank forks gets a private copy of the rank's own region, because `.grad` may refer to it. This
-    keeps a descriptor open. In a child, the regions of peers contain zeros, because user code has no tensors there.
+    A child that this rank forks gets a private copy of the rank's own region, because `.grad` may refer to the region.
+    For this, a file descriptor stays open. In a child, the regions of peers contain zeros, because no tensor of user
+    code refers to the regions of peers.
     """
     memory = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=length, dtype=torch.uint8).numpy()
     private_in_forked_children(memory, memory.ctypes.data, length, descriptor if own else None)
-    return torch.from_numpy(memory)  # keeps a reference to the array
+    return torch.from_numpy(memory)  # the tensor keeps a reference to the array
 
 
 class Doorbell:
     """Wake-up calls between threads of the ranks of a node. Each rank has a pipe into which its peers write bytes.
 
-    The value of a byte has no meaning, because the woken thread reads the shared counters. Ringing never blocks: if the
-    pipe is full, a wake-up is pending already. The system calls also order the memory accesses of the two ranks.
+    The value of a byte has no meaning, because the woken thread reads the shared counters. Writing a byte never blocks:
+    if the pipe is full, a wake-up is pending already. The system calls also order the memory accesses of the rank that
+    writes and the rank that reads.
     """
 
     def __init__(self, control: ControlPlane) -> None:
@@ -154,8 +158,8 @@ class Doorbell:
         """
         self._inbox = offered = -1
         self._outboxes: list[int] = []
-        self._lives: dict[int, int] = {}  # ranks of the node by descriptor of their process
-        self._polled: dict[int, int] = {}  # ranks of the node without such a descriptor, by process id
+        self._lives: dict[int, int] = {}  # ranks of the node by process descriptor (pidfd)
+        self._polled: dict[int, int] = {}  # ranks of the node without a pidfd, by process id
         problem = ""
         try:
             self._inbox, offered = os.pipe()
@@ -179,10 +183,10 @@ class Doorbell:
                 self._watch(pids[rank], rank)
 
     def _watch(self, pid: int, rank: int) -> None:
-        """Have `listen` report the end of process `pid`."""
+        """Make `listen` report the end of `rank`, which is process `pid`."""
         try:
             life = os.pidfd_open(pid)
-        except (OSError, AttributeError) as err:  # kernels before 5.3, sandboxes, no descriptor left
+        except (OSError, AttributeError) as err:  # Linux before 5.3, a sandbox, or no free descriptor
             _warn_once(f"the end of other ranks is detected by polling /proc, because pidfd_open() failed ({err})")
             self._polled[pid] = rank
         else:
@@ -193,7 +197,8 @@ class Doorbell:
         """Wake the listening thread of each peer on the node. Non-blocking."""
         for outbox in self._outboxes:
             if outbox != self._own:
-                # A full pipe has a pending wake-up. The end of a peer is detected by its process descriptor.
+                # If the pipe is full, a wake-up is pending already. A broken pipe means that the peer has ended, which
+                # `listen` reports.
                 with contextlib.suppress(BlockingIOError, BrokenPipeError):
                     os.write(outbox, b"\0")
 
@@ -203,10 +208,10 @@ class Doorbell:
             os.write(self._own, b"\0")
 
     def listen(self, timeout_s: float) -> list[int]:
-        """Block until a rank of the node rings or ends, for at most `timeout_s`.
+        """Block until a rank of the node calls `ring_peers` or ends, for at most `timeout_s`.
 
         Returns:
-            Ranks of this node that have ended. Each is reported once.
+            Ranks of this node that have ended since the last call.
         """
         dead = []
         ready = self._poll.poll(timeout_s * 1000)
@@ -222,7 +227,7 @@ class Doorbell:
         return dead
 
     def close(self) -> None:
-        """Close the pipes. No thread of this rank may call `listen` any more. Peers may still ring."""
+        """Close the pipes. No thread of this rank may call `listen` afterwards. Peers may still call `ring_peers`."""
         for descriptor in (self._inbox, *self._outboxes, *self._lives):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -244,15 +249,15 @@ WIDEN: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     ReduceOp.MIN: lambda wide, halves: torch.minimum(wide, halves.float(), out=wide),
     ReduceOp.MAX: lambda wide, halves: torch.maximum(wide, halves.float(), out=wide),
 }
-"""In-place functions that accumulate 16-bit floats in float32."""
+"""Functions that combine a float32 tensor, in place, with a tensor of 16-bit floats."""
 
 CHUNK_ELEMENTS = 32768
-"""Elements per call of torch or NumPy: they fit into the L2 cache, and torch does not use several threads."""
+"""Elements per call of torch or NumPy. So many fit into the L2 cache, and torch uses one thread for them."""
 
 POSTED, REDUCED = 0, 1
 
 STREAM_BETWEEN_NODES = StreamSpec(0)
-"""The only stream of the transport between nodes."""
+"""The only stream that is opened on each transport between nodes."""
 
 
 def reduce_share(
@@ -266,15 +271,15 @@ def reduce_share(
 ) -> None:
     """Reduce elements `[start, stop)` over `buffers`, and write the result to the same elements of all `outputs`.
 
-    16-bit floats are accumulated in float32 and rounded once. `outputs` may be `buffers`.
+    16-bit floats are accumulated in float32 and rounded once. `outputs` and `buffers` may be the same tensors.
     """
     halves = buffers[0].dtype in HALF_DTYPES
     dtype = torch.float32 if halves else buffers[0].dtype
     scratch = torch.empty(min(CHUNK_ELEMENTS, stop - start), dtype=dtype, device="cpu")
     combine, widen = COMBINE[op], WIDEN[op]
-    # NumPy is faster than torch, but has no bfloat16.
+    # Use NumPy where possible, because it is faster than torch here. NumPy has no bfloat16.
     arrays, targets = ([] if halves else [each.numpy() for each in side] for side in (buffers, outputs))
-    with np.errstate(all="ignore"):  # overflows reach the training script as inf or nan
+    with np.errstate(all="ignore"):  # the training script gets overflows as inf or nan
         for low in range(start, stop, CHUNK_ELEMENTS):
             high = min(low + CHUNK_ELEMENTS, stop)
             result = scratch[: high - low]
@@ -298,11 +303,11 @@ NO_BUFFER = FlatBuffer(torch.empty(0, dtype=torch.float32, device="cpu"))
 
 @dataclass(slots=True, eq=False)
 class _UnitTask:
-    """One unit in flight.
+    """One all-reduce of a unit (bucket), one exchange, or one call of `visit`, in flight on a stream.
 
     Attributes:
-        posted: this rank has counted the unit as posted.
-        receive: reads the buffers of peers, for an exchange or a visit. None = an all-reduce.
+        posted: True if this rank has counted the task in the POSTED counter.
+        receive: function that reads the buffers of peers, for an exchange or a visit. None = an all-reduce.
     """
 
     buffer: FlatBuffer
@@ -316,7 +321,7 @@ class _UnitTask:
 
 
 class _SharedMemoryStream:
-    """Counters, doorbell and threads of one stream. A thread moves units from stage to stage."""
+    """Counters, doorbell and threads of one stream. A thread moves units (buckets) from stage to stage."""
 
     def __init__(self, control: ControlPlane, index: int, across: Transport | None) -> None:
         """Open the stream. Collective over the job.
@@ -324,21 +329,22 @@ class _SharedMemoryStream:
         Args:
             control: control plane of the job.
             index: number of the stream.
-            across: transport between nodes, used by this stream only. None = one node.
+            across: transport between nodes for this stream only. None = all ranks are on one node.
 
         Raises:
             TransportError: on all ranks, if any rank could not open the stream.
         """
         self._control, self.across = control, across
         self._me = control.local_rank
-        # Local rank 0 owns the counters of its node: (stage, local rank), int64, number of units. They only increase.
+        # Numbers of posted and reduced units, by stage and local rank, int64, in memory of local rank 0. They only
+        # increase.
         region = share_memory(control, 2 * control.local_size * 8)[0]
         self._counters = region.numpy().view(np.int64).reshape(2, control.local_size)
         self._doorbell = Doorbell(control)
         self._shares = min(control.local_sizes) if across else control.local_size
         self._incoming: queue.SimpleQueue[_UnitTask | Callable[[], None]] = queue.SimpleQueue()
-        # Number of calls and units that the thread must process before it can post: the caller counts the former, the
-        # thread the latter.
+        # While a queued call is pending, later units are queued behind it, and the stream's thread posts them. The
+        # caller counts these calls and units in `_to_prepare`; the thread counts those done in `_prepared`.
         self._to_prepare = self._prepared = 0
         self._to_reduce: deque[_UnitTask] = deque()
         self._to_complete: deque[_UnitTask] = deque()
@@ -366,16 +372,16 @@ class _SharedMemoryStream:
             raise
 
     def prepare(self, act: Callable[[], None] | _UnitTask) -> None:
-        """Queue a call or a unit that the thread posts itself. Non-blocking."""
+        """Queue a call, or a unit (bucket) that the stream's thread must post, behind earlier calls. Non-blocking."""
         self._to_prepare += 1
         self._incoming.put(act)
-        if self._to_prepare - self._prepared == 1:  # else the thread is awake, and continues until the queue is empty
+        if self._to_prepare - self._prepared == 1:  # else the thread is awake and empties the queue
             self._doorbell.ring_own()
 
     def submit(self, task: _UnitTask) -> None:
-        """Post a unit. Non-blocking.
+        """Queue a unit (bucket), and count it as posted unless the thread must first make a call. Non-blocking.
 
-        The queue is filled before the counter increases, so that the thread finds the unit when it reads the counter.
+        The unit is queued before the counter increases, so that the thread finds the unit when it reads the counter.
         """
         if self._to_prepare != self._prepared:
             task.posted = False
@@ -384,7 +390,7 @@ class _SharedMemoryStream:
         self._incoming.put(task)
         self._post()
         posted = self._counters[POSTED]
-        if posted.min() == posted[self._me]:  # else a peer posts later, and wakes this rank's thread
+        if posted.min() == posted[self._me]:  # else a peer that posts later wakes this rank's thread
             self._doorbell.ring_own()
 
     def _post(self) -> None:
@@ -392,15 +398,15 @@ class _SharedMemoryStream:
         self._doorbell.ring_peers()
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # not Linux; sandboxes
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # does not preempt computing threads
+        with contextlib.suppress(OSError, AttributeError):  # other systems than Linux, or a sandbox
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # never preempts computing threads
         try:
             while not self._closing:
                 if not self._advance():
                     for rank in self._doorbell.listen(timeout_s=1.0):
-                        self._advance()  # because the rank may have posted units before it ended
+                        self._advance()  # the rank may have posted units before it ended
                         self._fail_units_of(rank)
-        except Exception as err:  # of any type, because the waiting threads must be woken
+        except Exception as err:  # any error must wake the waiting threads
             self._fail(err)
 
     def _fail(self, err: Exception) -> None:
@@ -409,7 +415,7 @@ class _SharedMemoryStream:
         self._control.failures.report(err)
 
     def _advance(self) -> bool:
-        """Move all units to their next stage if possible. Return whether a unit has moved."""
+        """Move each unit (bucket) to its next stage if the counters permit it. Return whether a unit has moved."""
         moved = False
         while not self._incoming.empty():
             self._accept(self._incoming.get())
@@ -434,7 +440,7 @@ class _SharedMemoryStream:
         self._prepared += 1
 
     def _bounds(self, task: _UnitTask) -> tuple[int, int]:
-        """Return the range of this rank's share of a unit. It is empty on ranks without a share."""
+        """Return the element range that this rank reduces of a unit (bucket). It is empty on ranks without a share."""
         numel = task.stop - task.start
         if self._me >= self._shares:
             return task.start, task.start
@@ -465,7 +471,10 @@ class _SharedMemoryStream:
         self._crossing.put((task, work))
 
     def _distribute_shares(self) -> None:
-        """Copy shares that were reduced between nodes to the buffers of this node. Runs in the second thread."""
+        """Wait for shares to be reduced between nodes, and copy them to the buffers of this node's ranks.
+
+        Runs in the second thread of the stream.
+        """
         try:
             while (crossing := self._crossing.get()) is not None:
                 task, work = crossing
@@ -477,7 +486,7 @@ class _SharedMemoryStream:
                         peer[start:stop].copy_(share)
                 self._count_reduced()
                 self._doorbell.ring_own()
-        except Exception as err:  # of any type, because the waiting threads must be woken
+        except Exception as err:  # any error must wake the waiting threads
             self._fail(err)
 
     def _count_reduced(self) -> None:
@@ -485,7 +494,7 @@ class _SharedMemoryStream:
         self._doorbell.ring_peers()
 
     def _fail_units_of(self, rank: int) -> None:
-        """Fail the units in flight, because `rank` has ended and will not post them."""
+        """Fail the units (buckets) in flight, because `rank` has ended and will not post them."""
         while not self._incoming.empty():
             self._accept(self._incoming.get())
         if not (self._to_reduce or self._to_complete or self._crossing.qsize()):
@@ -493,11 +502,11 @@ class _SharedMemoryStream:
         error = PeerLostError(f"rank {rank} has ended while rank {self._control.rank} waited for its gradients")
         self._control.failures.report(error)
         for tasks in (self._to_reduce, self._to_complete):
-            while tasks:  # removes them, because another rank may end later
+            while tasks:  # empty the queue, because another rank may end later
                 tasks.popleft().work.finish(error)
 
     def close(self) -> bool:
-        """End the threads. Return False if a thread of the transport between nodes still waits for a peer."""
+        """End the threads of the stream. Return False if the transport between nodes still waits for a peer."""
         if self._closing:
             return True
         self._closing = True
@@ -511,22 +520,23 @@ class _SharedMemoryStream:
 
 
 class SharedMemoryTransport(StreamTransport[_SharedMemoryStream]):
-    """Streams through shared memory of a node. With `across`, the all-reduce is hierarchical over several nodes."""
+    """Transport through shared memory of a node. With `across`, the all-reduce is hierarchical over several nodes."""
 
     kind = TransportKind.SHARED_MEMORY
     max_streams = MAX_STREAMS
 
     def __init__(self, control: ControlPlane, *, across: Callable[[], Transport] | None = None) -> None:
-        """Open nothing yet.
+        """Create the transport. `open_streams` allocates counters and starts threads.
 
         Args:
             control: control plane of the job.
-            across: creates a transport between the ranks with the same local rank, for one stream. None = one node.
+            across: creates a transport between the ranks with the same local rank, for one stream. None = all ranks
+                are on one node.
         """
         super().__init__()
         self._control, self._across = control, across
         peers = control.local_size
-        # Two ends of own pipe, one pipe and one process descriptor per peer, and a margin for files while opening.
+        # A pipe and a process descriptor per peer, both ends of this rank's pipe, and a margin for files while opening.
         self.stream_cost = StreamCost(descriptors=2 * peers + 3, threads=1)
         if across is not None:
             example = across()
@@ -537,18 +547,18 @@ class SharedMemoryTransport(StreamTransport[_SharedMemoryStream]):
         return _SharedMemoryStream(self._control, number, self._across() if self._across is not None else None)
 
     def _start(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
-        """Launch the all-reduce of a range. `buffer` must be in shared memory."""
+        """Launch the all-reduce of elements `[start, stop)` of `buffer`, which must be in shared memory."""
         task = _UnitTask(buffer, start, stop, op, scale)
         self.streams[stream.number].submit(task)
         return task.work
 
     def prepare(self, act: Callable[[], None], *, stream: StreamSpec) -> bool:
-        """Queue `act` for the stream's thread."""
+        """Queue `act` for the stream's thread. Return True."""
         self.streams[stream.number].prepare(act)
         return True
 
     def _exchange(self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, stream: StreamSpec) -> Work:
-        """Launch copies of the parcels for this rank. `outgoing` must be in shared memory of one node."""
+        """Launch copies of the parcels for this rank out of the `outgoing` buffers, which must be in shared memory."""
         me = self._control.local_rank
 
         def receive() -> None:
@@ -563,16 +573,17 @@ class SharedMemoryTransport(StreamTransport[_SharedMemoryStream]):
         return task.work
 
     def visit(self, read: Callable[[], None], *, stream: StreamSpec) -> Work:
-        """Have the stream's thread call `read` once all ranks have called `visit`. Collective, non-blocking.
+        """Queue `read` for the stream's thread, which calls it once all ranks have called `visit`. Non-blocking.
 
-        The work ends once all ranks have read. The shared memory that they read must not be written before.
+        Collective. The work ends once `read` has returned on all ranks. Until then, no rank may write the shared memory
+        that `read` uses.
         """
         task = _UnitTask(NO_BUFFER, receive=read)
         self.streams[stream.number].submit(task)
         return task.work
 
     def keep(self, streams: int) -> None:
-        """Close all but the first `streams` if they use Gloo between nodes, because idle Gloo threads use CPU time."""
+        """Close all but the first `streams` streams if they use Gloo between nodes: idle Gloo threads use CPU time."""
         if any(stream.across is not None and stream.across.kind is TransportKind.GLOO for stream in self.streams):
             self._close_after(streams)
 

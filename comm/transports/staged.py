@@ -1,8 +1,9 @@
 """Transport of GPU buffers through pinned host memory, for ranks without NCCL or on the same GPU.
 
-Each unit is copied to the host on a CUDA copy stream, after packing. Each stream has two threads. The first one waits
-for a copy to the host and submits the unit to the inner transport. The second one waits for the reduction and copies
-the result to the GPU. Copies of some units therefore overlap with the reduction of others.
+Each unit (bucket) is copied to the host on a CUDA copy stream, once its gradients are in the flat buffer. Each stream
+has two threads. The first one waits for the copy to the host and submits the unit to the inner transport, which reduces
+it in host memory. The second one waits for the reduction and copies the result to the GPU. Copies of some units
+therefore overlap with the reduction of others.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ from .contract import (
 
 
 class _StagedWork(ThreadWork):
-    """A unit in flight. The caller waits for the reduction, and its current CUDA stream for the copy to the GPU."""
+    """All-reduce of a unit (bucket) in flight. `wait` blocks the caller until the reduction in host memory has ended.
+
+    The caller's current CUDA stream then waits for the copy of the result to the GPU.
+    """
 
     def __init__(self, device: Device) -> None:
         super().__init__()
@@ -39,7 +43,10 @@ class _StagedWork(ThreadWork):
         self.copied: Event | None = None
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the launch of the copy to the GPU, and make the current CUDA stream wait for this copy."""
+        """Block until the copy to the GPU is launched, and make the current CUDA stream wait for the copy.
+
+        Return False if the copy is not launched within `timeout_s`.
+        """
         if not super().wait(timeout_s):
             return False
         self._device.order_after(self.copied)
@@ -47,7 +54,7 @@ class _StagedWork(ThreadWork):
 
 
 class _StagedStream:
-    """CUDA copy streams and threads of one stream."""
+    """One stream of the transport: two CUDA copy streams and two threads."""
 
     def __init__(self, index: int, device: Device, inner: Transport, failures: FailureBoard) -> None:
         self._index, self._device, self._inner, self._failures = index, device, inner, failures
@@ -57,7 +64,7 @@ class _StagedStream:
             worker.put(device.enter_thread)
 
     def submit(self, buffer: FlatBuffer, start: int, stop: int, op: ReduceOp, scale: float) -> Work:
-        """Launch the copy to the host after the kernels in the current CUDA stream. Non-blocking."""
+        """Launch the copy of a unit (bucket) to the host after the kernels on the current CUDA stream. Non-blocking."""
         device, mirror, work = self._device, buffer.mirror, _StagedWork(self._device)
         assert mirror is not None
         on_gpu, on_host = buffer.tensor[start:stop], mirror.tensor[start:stop]
@@ -85,25 +92,25 @@ class _StagedStream:
         return work
 
     def close(self) -> None:
-        """End the threads after their queued units."""
+        """End the two threads after they have processed their queued units (buckets)."""
         for worker in (self._to_host, self._to_gpu):
             join_workers([worker], within_s=2.0)
 
 
 class StagedTransport(StreamTransport[_StagedStream]):
-    """Streams through host memory, over any transport between CPU ranks."""
+    """Transport of GPU buffers through host memory. The inner transport reduces the copies between CPU ranks."""
 
     kind = TransportKind.STAGED
 
     def __init__(self, inner: Transport, device: Device, failures: FailureBoard) -> None:
-        """Open nothing yet. `inner` reduces the mirrors of GPU buffers; `close` closes it, too."""
+        """Create the transport. `inner` reduces the host copies (`FlatBuffer.mirror`). `close` also closes `inner`."""
         super().__init__()
         self._inner, self._device, self._failures = inner, device, failures
         self.max_streams = inner.max_streams
         self.stream_cost = inner.stream_cost + StreamCost(threads=2)
 
     def open_streams(self, streams: Sequence[StreamSpec]) -> None:
-        """Open the streams of the inner transport first. Collective."""
+        """Open the streams of the inner transport, then the copy streams and threads. Collective."""
         self._inner.open_streams(streams)
         super().open_streams(streams)
 
@@ -111,7 +118,7 @@ class StagedTransport(StreamTransport[_StagedStream]):
         return _StagedStream(number, self._device, self._inner, self._failures)
 
     def _start(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
-        """Reduce the range in `buffer.mirror`, which must not be None."""
+        """Launch the all-reduce of the range through `buffer.mirror`, which must not be None."""
         return self.streams[stream.number].submit(buffer, start, stop, op, scale)
 
     def keep(self, streams: int) -> None:
@@ -124,6 +131,6 @@ class StagedTransport(StreamTransport[_StagedStream]):
         return True
 
     def close(self) -> bool:
-        """End the threads, and close the inner transport."""
+        """End the threads, and close the inner transport. Return False if its threads still wait for a peer."""
         super().close()
         return self._inner.close()

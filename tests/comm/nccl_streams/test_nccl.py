@@ -216,7 +216,7 @@ def test_an_error_names_the_communicator() -> None:
     pool.require(keys(0, 1))
     pool.check()
     opener.made[CommunicatorKey(1)].problem = "remote error"
-    with pytest.raises(CommError, match="NCCL failed on stream 1: remote error"):
+    with pytest.raises(CommError, match=r"NCCL failed in an operation on stream 1: remote error; .*NCCL_DEBUG=INFO"):
         pool.check()
 
 
