@@ -128,7 +128,9 @@ class Router:
         except TransportError as err:
             self._refused[route] = 1
             if self._control.rank == 0:
-                logger.warning("%s %s cannot be used: %s", route[0].value, route[1].value, err)
+                others = " or ".join(f"{kind.value} {algorithm.value}" for kind, algorithm in self.routes)
+                instead = f"using {others} instead" if others else "there is no other transport"
+                logger.warning("%s %s cannot be used: %s; %s", route[0].value, route[1].value, err, instead)
 
     def _create(self, route: Route) -> Transport:
         """Create the transport of a route without opening a stream. Collective.

@@ -252,6 +252,8 @@ logger = logging.getLogger(__name__)
 # among this many outermost calls is used.
 _MAX_CALLS = 8
 
+_NO_GRAPH = "cannot capture the graph of %s: the registry compares this model by the shapes of its parameters only"
+
 
 class ModelGraphRecorder:
     """Watches calls of outermost modules until the output of one depends on all reduced parameters.
@@ -299,7 +301,7 @@ class ModelGraphRecorder:
             try:
                 return self._best.graph
             except Exception:  # a graph may be too large or have an unexpected form
-                logger.debug("no graph of %s: using a chain of its parameters", self._name, exc_info=True)
+                logger.debug(_NO_GRAPH, self._name, exc_info=True)
                 self._best, self._name = None, ""
         return None if self._shapes is None else shapes_graph(self._shapes)
 
@@ -345,7 +347,7 @@ class ModelGraphRecorder:
 
     def _give_up(self, module: torch.nn.Module) -> None:
         """Stop watching after an error, because training must continue."""
-        logger.debug("no graph of %s: using a chain of its parameters", type(module).__name__, exc_info=True)
+        logger.debug(_NO_GRAPH, type(module).__name__, exc_info=True)
         self.stop()
 
     def _capture(self, module: torch.nn.Module, output: object) -> None:

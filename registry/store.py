@@ -277,12 +277,15 @@ class Store:
             row = next(_rows(connection, found, [name]), None)
         if row is None:
             raise RegistryError(
-                f"the model or the cluster of {found.called} {name} is missing: forget the {found.called}"
+                f"the model or the cluster of {found.called} {name} is missing: remove the {found.called} with "
+                f"`sirtaki registry forget {name}`"
             )
         try:
             return _record(found, *row)
         except RegistryError as err:
-            raise RegistryError(f"{found.called} {name} is damaged ({err}): forget it") from err
+            raise RegistryError(
+                f"{found.called} {name} is damaged ({err}): remove it with `sirtaki registry forget {name}`"
+            ) from err
 
     def summaries(self) -> list[EntrySummary]:
         """Return all entries, newest first. Damaged entries are included with their readable columns."""
@@ -513,7 +516,9 @@ class Store:
         try:
             yield
         except ImportError as err:
-            raise RegistryError(f"{self.name} needs a driver that is not installed: {err}") from err
+            raise RegistryError(
+                f"the registry {self.name} needs a database driver that is not installed: {err}"
+            ) from err
         except OperationalError as err:
             if "locked" in str(err.orig):
                 advice = "another process holds it; if none is running, look for one that hangs"

@@ -61,12 +61,12 @@ def connect(address: tuple[str, int], *, key: bytes, own: int, other: int) -> so
     try:
         hello = _HELLO.pack(MAGIC, own, other, secrets.token_bytes(_CHALLENGE_BYTES))
         sock.sendall(hello)
-        reply = _read(sock, _REPLY_BYTES)
+        reply = _read(sock, _REPLY_BYTES, address)
         challenge, proof = reply[:_CHALLENGE_BYTES], reply[_CHALLENGE_BYTES:]
         if not hmac.compare_digest(proof, _proof(key, b"acceptor", hello, challenge)):
             raise NoProof(f"the process at {address[0]}:{address[1]} does not know this job's secret")
         sock.sendall(_proof(key, b"connector", hello, challenge))
-        if _read(sock, len(_WELCOME)) != _WELCOME:
+        if _read(sock, len(_WELCOME), address) != _WELCOME:
             raise OSError("the listening process refused the connection")
     except BaseException:
         sock.close()
@@ -74,13 +74,16 @@ def connect(address: tuple[str, int], *, key: bytes, own: int, other: int) -> so
     return sock
 
 
-def _read(sock: socket.socket, length: int) -> bytes:
-    """Read exactly `length` bytes within the time limit of a handshake."""
+def _read(sock: socket.socket, length: int, address: tuple[str, int]) -> bytes:
+    """Read exactly `length` bytes from the process at `address`, within the time limit of a handshake."""
     deadline_s, read = time.monotonic() + HANDSHAKE_S, b""
     while len(read) < length:
         sock.settimeout(max(1e-3, deadline_s - time.monotonic()))
         if not (more := sock.recv(length - len(read))):
-            raise ConnectionError("the connection was closed during the handshake")
+            raise ConnectionError(
+                f"the process at {address[0]}:{address[1]} closed the connection during the handshake: check that it "
+                "still runs and belongs to this job"
+            )
         read += more
     return read
 

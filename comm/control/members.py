@@ -395,7 +395,10 @@ def _store(meeting: Meeting, deadline: Deadline) -> Store:
     try:
         return TCPStore(*place, is_master=False, timeout=timeout)
     except (OSError, RuntimeError) as err:
-        raise CommError(f"no store answers at {meeting.host}:{meeting.port}: {_first_line(err)}") from err
+        raise CommError(
+            f"cannot reach the rendezvous store at {meeting.host}:{meeting.port} ({_first_line(err)}): check "
+            "MASTER_ADDR and MASTER_PORT, and that rank 0 runs"
+        ) from err
 
 
 def _wait_for_master(meeting: Meeting, deadline: Deadline) -> None:

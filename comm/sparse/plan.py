@@ -54,7 +54,7 @@ class SparsePlan:
         if self.cold not in COLD_PATHS:
             raise PlanError(f"the path of cold rows must be gather or owner, not {self.cold.value}")
         if self.block_rows < 1:
-            raise PlanError(f"a block must have at least one row, not {self.block_rows}")
+            raise PlanError(f"block_rows must be at least 1, not {self.block_rows}")
 
     @cached_property
     def hot_indices(self) -> npt.NDArray[np.int64]:

@@ -90,7 +90,7 @@ def test_a_file_that_cannot_be_opened_is_rejected_with_a_remedy(url: str, messag
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (ImportError("No module named 'psycopg'"), "needs a driver that is not installed: No module"),
+        (ImportError("No module named 'psycopg'"), "needs a database driver that is not installed: No module"),
         (
             OperationalError("INSERT", {}, sqlite3.OperationalError("database is locked")),
             "cannot be used (database is locked): another process holds it",
@@ -391,7 +391,7 @@ def test_a_damaged_record_hides_no_others_and_is_replaced(
     run_sql(path, f"UPDATE row_ways SET body = '{body}' WHERE id = '{other.id}'")
     assert list(store.all(RowsRecord)) == [way]
     assert f"way of rows {other.id} in the registry is skipped" in caplog.text
-    with pytest.raises(RegistryError, match=r"is damaged \(.*\): forget it"):
+    with pytest.raises(RegistryError, match=rf"is damaged \(.*\): remove it with `sirtaki registry forget {other.id}`"):
         store.find(StoredSetting, other.id)
     assert store.put(other)
     assert list(store.all(RowsRecord)) == [other, way]

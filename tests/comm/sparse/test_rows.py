@@ -36,7 +36,7 @@ from sirtaki.errors import CommError, ConfigError, PlanError
         ({"path": SparsePath.GATHER, "hot_rows": (1,)}, "has 1 hot rows"),
         ({"path": SparsePath.HOT_COLD, "hot_rows": (3, 3)}, "ascend"),
         ({"path": SparsePath.HOT_COLD, "hot_rows": (3,), "cold": SparsePath.DENSE}, "not dense"),
-        ({"path": SparsePath.BLOCKS, "block_rows": 0}, "at least one row"),
+        ({"path": SparsePath.BLOCKS, "block_rows": 0}, "block_rows must be at least 1"),
     ],
 )
 def test_invalid_rows_are_rejected(given: dict[str, Any], found: str) -> None:
