@@ -1,1 +1,1 @@
-"""The ranks and how they agree: the control plane, failures, the watchdog."""
+"""The control plane: the ranks and their communicators, failures, and the watchdog."""

@@ -1,8 +1,8 @@
 """The interface of the control plane's communicators. Implemented over MPI and over a TCP mesh.
 
 Unless stated otherwise, operations are collective and non-blocking. All ranks call them in the same order, from one
-thread at a time, and do not touch the arrays until completion. Each thread that communicates uses a duplicate. An
-operation makes progress only while its `Test` is called.
+thread at a time, and do not touch the arrays until completion. Each further thread uses a duplicate of the
+communicator. An operation makes progress only while its `Test` is called.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ Array = npt.NDArray[Any]
 """A contiguous array of a number type."""
 
 Test = Callable[[], bool]
-"""Completion test of an operation, which also makes progress and keeps the arrays alive. For one thread at a time."""
+"""Function that advances an operation and returns whether it is complete. Keeps the operation's arrays alive. For one
+thread at a time."""
 
 
 class Backend(Enum):
@@ -70,7 +71,7 @@ class Communicator(Protocol):
 
     @property
     def failures(self) -> FailureBoard:
-        """Return the job's failure board, shared by all communicators derived from one."""
+        """Return the job's failure board, which all communicators of the job share."""
         ...
 
     def duplicate(self) -> Communicator:
@@ -78,7 +79,7 @@ class Communicator(Protocol):
         ...
 
     def subset(self, ranks: Sequence[int]) -> Communicator:
-        """Open a communicator over `ranks`, numbered in the order given. Collective over `ranks`, may block."""
+        """Open a communicator whose ranks are `ranks`, in this order. Collective over `ranks`, may block."""
         ...
 
     def free(self) -> None:
@@ -92,23 +93,27 @@ class Communicator(Protocol):
 
         Args:
             reason: text that names the rank.
-            fault: True if the rank's communication failed, and the rank itself stays (`PeerFaultError`).
+            fault: True if only the rank's communication failed and its process continues. Peers then raise
+                `PeerFaultError`.
         """
         ...
 
     def same_host(self) -> int:
         """Return a number that is equal on ranks of one host, as far as the backend knows. Collective, may block.
 
-        Ranks of different hosts may get equal numbers, too.
+        Ranks of different hosts may get equal numbers, too, because the TCP mesh does not know the hosts.
         """
         ...
 
     def all_reduce(self, array: Array, op: Op) -> Test:
-        """Reduce `array` over all ranks, in place. Shape and dtype are equal on all ranks, the result bitwise equal."""
+        """Reduce `array` over all ranks, in place. The result is bitwise equal on all ranks.
+
+        Shape and dtype must be equal on all ranks.
+        """
         ...
 
     def broadcast(self, array: Array, root: int) -> Test:
-        """Overwrite `array` with that of rank `root`."""
+        """Overwrite `array` on each rank with the array of rank `root`."""
         ...
 
     def all_gather(self, own: Array, gathered: Array, counts: Sequence[int] | None = None) -> Test:
@@ -117,7 +122,7 @@ class Communicator(Protocol):
         Args:
             own: array of this rank.
             gathered: result, of the same dtype.
-            counts: number of elements of each rank. None = equal on all ranks.
+            counts: number of elements in each rank's array. None = all arrays are equally long.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The board on which all threads of a rank report and read the failure of the job."""
+"""The failure board: an object through which the threads of a rank report and read the job's failure."""
 
 import time
 from collections.abc import Callable
@@ -10,7 +10,7 @@ WAIT_CALLBACK_PERIOD_S = 2e-3
 """Shortest time between two calls of the wait callback, in seconds."""
 
 Timeout = Callable[[], float]
-"""Getter of the seconds to wait for peers. Called at each wait, because PyTorch may change a group's timeout."""
+"""Function that returns the seconds to wait for peers. Called at each wait, because PyTorch may change a timeout."""
 
 FORKED = "this process was forked from a rank of the job: only the rank itself may communicate, not its child processes"
 
@@ -19,8 +19,8 @@ class FailureBoard:
     """First failure of the job as this rank knows it. Thread-safe without locks.
 
     Attributes:
-        connection_broken: True once a connection broke. A rank that has ended its script is then blamed without a grace
-            period.
+        connection_broken: True once a connection to a peer broke. A wait for a rank that has ended its script then
+            fails at once, without a grace period.
         oversubscribed: True if a host has more ranks than processors. Waiting threads then do not spin, because they
             would take processors from ranks that compute.
     """
@@ -45,7 +45,10 @@ class FailureBoard:
                 listener()
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Call `listener` when a failure is recorded, in the reporting thread. For waits that do not poll the board."""
+        """Register a function that the reporting thread calls when it records a failure.
+
+        For threads that wait without polling the board.
+        """
         self._listeners.append(listener)
 
     @property
@@ -58,7 +61,7 @@ class FailureBoard:
         self._wait_callback = callback
 
     def run_wait_callback(self) -> None:
-        """Call the wait callback, if its period has passed and the job has not failed."""
+        """Call the wait callback, unless the job has failed or the last call was less than a period ago."""
         now_s, callback = time.monotonic(), self._wait_callback
         if callback is not None and self._error is None and now_s >= self._due_s:
             self._due_s = now_s + WAIT_CALLBACK_PERIOD_S
@@ -81,6 +84,6 @@ def fresh(error: CommError) -> CommError:
 
 
 def caused(error: CommError, by: BaseException | None) -> CommError:
-    """Set the cause of an error, also if another thread raises it, and return the error."""
+    """Set the cause of an error and return the error. For errors that another thread raises later."""
     error.__cause__ = by
     return error

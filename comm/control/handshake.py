@@ -28,7 +28,7 @@ HANDSHAKE_S = 5.0
 """Time limit of a handshake in seconds."""
 
 MAX_UNPROVED = 128
-"""Number of unfinished handshakes. One more closes the oldest."""
+"""Largest number of unfinished handshakes. One more connection closes the oldest unfinished one."""
 
 MAGIC = b"SIRTAKI\x01"
 _HELLO = struct.Struct("<8sII32s")
@@ -92,13 +92,16 @@ class UnprovedConnection:
     """An accepted connection whose handshake is unfinished."""
 
     def __init__(self, sock: socket.socket) -> None:
-        """Store a non-blocking socket."""
+        """Store an accepted non-blocking socket, and start the time limit of its handshake."""
         self.sock, self.deadline_s = sock, time.monotonic() + HANDSHAKE_S
         self.hello = self.read = b""
         self.challenge = secrets.token_bytes(_CHALLENGE_BYTES)
 
     def advance(self, key: bytes, own: int) -> int | None:
-        """Read what has arrived. Return the number of the remote process once it is authenticated. Non-blocking.
+        """Continue the handshake with the bytes that have arrived. Non-blocking.
+
+        Returns:
+            The number of the remote process once it is authenticated, else None.
 
         Raises:
             OSError: the handshake failed.
@@ -128,7 +131,7 @@ class UnprovedConnection:
         Raises:
             OSError: the connection broke.
         """
-        if self.sock.send(message) < len(message):  # a short message always fits into an empty buffer
+        if self.sock.send(message) < len(message):  # a handshake message always fits into an empty send buffer
             raise ConnectionError("the remote end does not read")
 
 
@@ -141,7 +144,7 @@ def listen(addresses: Sequence[str]) -> list[socket.socket]:
     listeners: list[socket.socket] = []
     try:
         for address in addresses:
-            listeners.append(socket.create_server((address, 0), backlog=512))  # noqa: PERF401  # closed if one fails
+            listeners.append(socket.create_server((address, 0), backlog=512))  # noqa: PERF401  # to close them on failure
     except OSError:
         for listener in listeners:
             listener.close()
@@ -152,7 +155,7 @@ def listen(addresses: Sequence[str]) -> list[socket.socket]:
 class HandshakeListener:
     """Accepts connections that pass the handshake. Non-blocking, driven by a selector.
 
-    Processes without the secret can hold a connection for the time limit only.
+    A process without the secret can keep a connection open only for the time limit of a handshake.
 
     Attributes:
         addresses: (host, port) of each listener.
@@ -187,7 +190,11 @@ class HandshakeListener:
             events.register(listener, selectors.EVENT_READ, self)
 
     def advance(self, descriptor: int) -> tuple[int, socket.socket] | None:
-        """Process an event of a descriptor. Return (number, connection) if that completed a handshake, else None."""
+        """Process a selector event of a descriptor.
+
+        Returns:
+            (number of the remote process, its connection) if the event completed a handshake, else None.
+        """
         if (listener := self._listeners.get(descriptor)) is not None:
             with suppress(OSError):
                 sock, _ = listener.accept()
@@ -215,7 +222,7 @@ class HandshakeListener:
         return None
 
     def drop_expired(self) -> None:
-        """Close connections that exceeded the time limit."""
+        """Close connections whose handshake exceeded the time limit."""
         now_s = time.monotonic()
         for descriptor in [number for number, each in self._candidates.items() if each.deadline_s < now_s]:
             self._drop(descriptor)
@@ -237,7 +244,7 @@ class HandshakeListener:
 
 
 class Acceptor:
-    """Accepts the connections of higher ranks in a thread.
+    """A thread that accepts the connections of higher ranks.
 
     Attributes:
         handshakes: the listener that the thread drives.

@@ -41,7 +41,8 @@ _NOTICE_S = 10.0
 """Seconds after which a rank logs which ranks it waits for."""
 
 WRONG_SECRET_S = 3.0
-"""Seconds for which a connecting rank retries after a failed proof, because a stranger may use the port for a while."""
+"""Seconds for which a rank retries to connect after failed authentication, because a process of another job may use the
+port for a while."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +52,11 @@ class Member:
     Attributes:
         host: `host_identity` of its host.
         node: name of its host, from the launcher.
-        slot: fixed position on its host. The slots of a host may have gaps.
-        number: rank or worker number in messages to the user.
-        has_state: True if it has synchronised in an earlier generation, and so holds the state of the job.
-        addresses: (host, port) of its listeners. Loopback addresses are for ranks of its own host.
+        slot: position on its host, the same for the whole job. The slots of a host may have gaps.
+        number: number of the rank, or of its worker, in messages to the user.
+        has_state: True if the rank has synchronised in an earlier generation (set of ranks of an elastic job), and so
+            holds the job's state.
+        addresses: (host, port) of its listeners. Only ranks of the same host use the loopback addresses.
     """
 
     host: tuple[str, ...] = ()
@@ -70,7 +72,8 @@ class Membership:
     """All ranks of a mesh.
 
     Attributes:
-        generation: number of the generation, from 1. 0 = the ranks of this job never change.
+        generation: number of the generation (set of ranks of an elastic job), from 1. 0 = the ranks of this job never
+            change.
         members: the ranks, in order.
         name: name of the job or of the mesh.
         secret: secret of the job. "" = each rank has it from the user.
@@ -98,7 +101,7 @@ Exchange = Callable[[Membership], Sequence[Membership]]
 
 
 def alone() -> MeshCommunicator:
-    """Return the mesh of one rank."""
+    """Return a communicator over this rank only, without connections."""
     return MeshCommunicator(Links(0, {}, heartbeat_s=None))
 
 
@@ -134,7 +137,7 @@ def introduce(
     Args:
         exchange: carries the memberships.
         own: this rank.
-        generation: number of the generation that this rank leaves.
+        generation: number of the last generation in which this rank took part. 0 = none.
         interface: name of the network interface between the hosts. None = any.
         secret: secret of the job, from the user. None = the first rank makes one.
 
@@ -193,9 +196,9 @@ def connect_members(
         listeners: sockets at which this rank listens. They are closed at the end.
         rank: rank of this process.
         deadline: end of the wait for peers.
-        heartbeat_s: silence after which a rank counts as lost. None = never.
-        unproved_s: seconds for which this rank retries after a failed proof.
-        why_in_vain: returns why a member will not connect. "" = all may. Non-blocking.
+        heartbeat_s: silence in seconds after which a rank counts as lost. None = never.
+        unproved_s: seconds for which this rank retries to connect after failed authentication.
+        why_in_vain: returns the reason why a member can no longer connect. "" = no reason. Must not block.
 
     Returns:
         The communicator of all ranks. Freeing it closes the mesh.
@@ -208,7 +211,7 @@ def connect_members(
     one_host = all(other.host == members[rank].host for other in members)
     for listener in listeners:
         if one_host and listener.getsockname()[0] != LOOPBACK:
-            listener.close()  # because no rank needs it, and remote processes can reach it
+            listener.close()  # because all ranks are on this host, and remote processes could reach it
     listeners = tuple(listener for listener in listeners if listener.fileno() >= 0)
     acceptor = Acceptor(listeners, key=key, own=rank, expected=range(rank + 1, len(members)))
     sockets: dict[int, socket.socket] = {}
@@ -218,7 +221,7 @@ def connect_members(
             raise PeerLostError(problem)
 
     def connect_to(other: int) -> socket.socket:
-        """Connect to a rank at the first of its addresses that proves the secret."""
+        """Connect to a rank at the first of its addresses where a process proves that it knows the secret."""
         same_host = members[other].host == members[rank].host
         addresses = [each for each in members[other].addresses if (each[0] == LOOPBACK) == same_host]
         problem, limit = "it has no address for this host", deadline
@@ -277,11 +280,11 @@ def rendezvous(
     Args:
         exchange: carries the memberships. A `StoreExchange` also distributes errors.
         rank: rank of this process in the mesh.
-        number: its rank in messages to the user. None = `rank`.
-        interface: see `introduce`.
-        secret: see `introduce`.
+        number: number of this process in messages to the user. None = `rank`.
+        interface: name of the network interface between the hosts. None = any.
+        secret: secret of the job, from the user. None = the first rank makes one.
         deadline: end of the wait for peers.
-        heartbeat_s: see `connect_members`.
+        heartbeat_s: silence in seconds after which a rank counts as lost. None = never.
 
     Raises:
         ConfigError: the ranks have contradictory settings.
@@ -318,8 +321,8 @@ class Meeting:
         size: number of ranks.
         host, port: address of the store.
         agent_store: True if the launcher serves the store. Otherwise rank 0 serves it.
-        name: name of this meeting, unique in the store.
-        members: ranks that meet. Empty = all.
+        name: name of this rendezvous, unique in the store.
+        members: ranks that take part. Empty = all.
     """
 
     rank: int
@@ -335,13 +338,14 @@ _stores: dict[tuple[str, int], TCPStore] = {}
 """Stores that this process serves as rank 0. They stay open, because slower ranks may still read them."""
 
 _meeting_counts: Counter[tuple[str, int]] = Counter()
-"""Number of meetings of this process by (name, rank), because `init()` may be called again."""
+"""Number of rendezvous of this process so far, by (name, rank). Part of the keys in the store, because `init()` may be
+called again."""
 
 
 def meet(
     meeting: Meeting, *, interface: str | None, secret: str | None, timeout_s: float, heartbeat_s: float | None
 ) -> MeshCommunicator:
-    """Connect ranks that meet at a store; see `rendezvous`. Collective."""
+    """Connect the ranks of `meeting` into a mesh, through a key-value store. Collective."""
     deadline = Deadline.after(timeout_s)
     members = meeting.members or tuple(range(meeting.size))
     if len(members) == 1:
@@ -358,7 +362,7 @@ def meet(
         place=f"{meeting.host}:{meeting.port}",
         deadline=deadline,
     )
-    if not exchange.claim():  # raise in this process only: the first claimant may be right
+    if not exchange.claim():  # raise in this process only, because the other one may be right
         raise ConfigError(
             f"two processes claim rank {meeting.rank} at {meeting.host}:{meeting.port}; each process of a job must "
             "have a different RANK, and each job a different MASTER_PORT"
@@ -375,7 +379,7 @@ def meet(
 
 
 def _store(meeting: Meeting, deadline: Deadline) -> Store:
-    """Serve the meeting's store, or connect to it."""
+    """Serve the rendezvous store if this rank must do so, else connect to it."""
     from torch._C._distributed_c10d import TCPStore
 
     timeout = datetime.timedelta(seconds=max(1.0, deadline.left_s))
@@ -427,7 +431,7 @@ def _wait_for_master(meeting: Meeting, deadline: Deadline) -> None:
 def _wait_with_notice(
     condition: Callable[[], bool], deadline: Deadline, poll: Poll, *, rank: int, what: Callable[[], str]
 ) -> bool:
-    """Wait for a condition, and log `what` is missing if that takes long. Return False if the time is up."""
+    """Wait for a condition, and log what is missing (`what`) after `_NOTICE_S`. Return False if the time is up."""
     if wait_for(condition, min(deadline, Deadline.after(_NOTICE_S)), poll):
         return True
     if deadline.passed:
@@ -458,8 +462,8 @@ class StoreExchange:
 
         Args:
             store: store that all ranks reach.
-            ranks: ranks that meet.
-            own: this rank.
+            ranks: ranks that exchange their memberships.
+            own: rank of this process.
             size: number of ranks of the job.
             place: address of the store, for messages.
             deadline: end of the wait for other ranks.
@@ -515,7 +519,7 @@ class StoreExchange:
             self._call("set", f"{self._prefix}problem", json.dumps(str(error)))
 
     def problem(self) -> str:
-        """Return the error that a rank has published, or "". Asks the store at most every `_ASK_S`."""
+        """Return the error that a rank has published, or "". Reads the store at most once every `_ASK_S` seconds."""
         key, now_s = f"{self._prefix}problem", time.monotonic()
         if now_s < self._ask_s:
             return ""
@@ -525,7 +529,7 @@ class StoreExchange:
     def _key(self, what: str, rank: int) -> str:
         return f"{self._prefix}{what}/{rank}"
 
-    def _call(self, method: str, *arguments: Any) -> Any:  # Any: as the store's methods
+    def _call(self, method: str, *arguments: Any) -> Any:  # Any, because the store's methods have different types
         try:
             return getattr(self._store, method)(*arguments)
         except RuntimeError as err:

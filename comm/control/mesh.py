@@ -1,9 +1,10 @@
 """The TCP control plane: connections between all ranks, and a communicator that uses them.
 
 Each pair of ranks shares one TCP connection, which carries frames. A thread that waits for a message reads all
-connections, and delivers each frame to the mailbox of its communicator (its context). No reader thread is needed, so no
-wake-up between threads is either. One background thread sleeps until a connection breaks or a heartbeat is due.
-Heartbeats travel in a ring, from each rank to the next, so their cost per rank does not depend on the number of ranks.
+connections, and delivers each frame to the mailbox of its communicator (its context). So no reader thread is
+needed, and no thread must be woken when a message arrives. One background thread sleeps until a connection breaks or a
+heartbeat is due. Heartbeats travel in a ring, from each rank to the next, so their cost per rank does not depend on the
+number of ranks.
 
 An operation is a generator that yields while a message is missing. With short messages it takes ⌈log₂ size⌉ rounds. The
 algorithms: dissemination (Hensgen, Finkel, Manber 1988) for barriers and idempotent reductions, Bruck's concatenation
@@ -59,7 +60,7 @@ class FrameKind(IntEnum):
     ALIVE = 3
     """A heartbeat."""
     LOST = 4
-    """The sender has lost the rank in `sequence`. The payload is the reason as text. The tag is 1 for a fault."""
+    """The rank in `sequence` is lost to the job. The payload is the reason as text. The tag is `FAULT` or 0."""
     BYE = 5
     """The sender closes the mesh. It sends nothing after this frame."""
 
@@ -107,7 +108,7 @@ DIRECT_BYTES = 64 * 1024
 
 
 class _PostedReceive:
-    """A posted receive of a long message."""
+    """A receive of a long message into the array `view`, of which `filled` bytes have arrived."""
 
     def __init__(self, view: memoryview, filled: int, sequence: int) -> None:
         self.view, self.filled, self.sequence = view, filled, sequence
@@ -218,7 +219,7 @@ COPIED_BYTES = 64 * 1024
 """Unsent bytes up to this amount are copied, so that the sender may reuse its array at once."""
 
 _MAX_READ_BYTES = 8 * 1024**2
-"""Bytes read from one connection at a time, so that every connection gets its share."""
+"""Largest number of bytes to read from one connection before the other connections are read."""
 
 
 class Sending:
@@ -237,7 +238,7 @@ class Connection:
         rank: rank of the peer.
         last_read_s: `time.monotonic()` when bytes were last received.
         has_received: True once any bytes were received.
-        received_bye: True once the peer has sent BYE. Its closing is then no failure.
+        received_bye: True once the peer has sent BYE. The end of the connection is then no failure.
         ended: True once nothing more can be received.
     """
 
@@ -247,8 +248,8 @@ class Connection:
         Args:
             sock: a connected TCP socket.
             rank: rank of the peer.
-            silence_s: time without an answer of the peer's kernel after which this host's kernel breaks the connection.
-                None = no limit.
+            silence_s: seconds without an answer of the peer's kernel after which this host's kernel breaks the
+                connection. None = no limit.
         """
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -280,7 +281,10 @@ class Connection:
         return bool(self._queue)
 
     def send(self, parts: Sequence[memoryview]) -> Sending:
-        """Send the parts in order, or queue what the kernel has no room for; see `flush`. Thread-safe, non-blocking."""
+        """Send the parts in order. Parts that do not fit into the kernel's buffer are queued for `flush`.
+
+        Thread-safe, non-blocking.
+        """
         sending = Sending()
         with self._send_lock:
             rest = list(parts) if self._queue else self._write(list(parts))
@@ -294,7 +298,7 @@ class Connection:
         return sending
 
     def flush(self) -> None:
-        """Send queued messages as far as the kernel has room. Thread-safe, non-blocking."""
+        """Send queued messages until the kernel's send buffer is full. Thread-safe, non-blocking."""
         if not self._queue or not self._send_lock.acquire(blocking=False):
             return
         try:
@@ -330,7 +334,7 @@ class Connection:
     # ── reading: by one thread at a time ─────────────────────────────────────────────────────────────────────────
 
     def read(self, receiver: Links) -> None:
-        """Read what has arrived, and deliver complete frames to `receiver`. Set `ended` at the end of the stream.
+        """Read the bytes that have arrived, and deliver complete frames. Set `ended` at the end of the stream.
 
         Raises:
             CommError: an invalid frame was received.
@@ -389,7 +393,7 @@ class Connection:
             self._begin, self._end = 0, left
 
     def _complete(self, receiver: Links) -> bool:
-        """Deliver the payload if it is complete."""
+        """Deliver the current frame if its payload is complete. Return whether it was."""
         assert self._header is not None
         if self._filled < len(self._payload):
             return False
@@ -420,11 +424,11 @@ MESH = 0
 _MAX_REASON = 2000
 
 FAULT = 1
-"""Tag of a LOST frame whose cause is a fault."""
+"""Tag of a LOST frame if only the rank's communication failed and its process continues."""
 
 
 class Links:
-    """Connections of this rank to its peers: all ranks of a mesh but itself.
+    """Connections of this rank to its peers, which are all other ranks of the mesh.
 
     Attributes:
         failures: board on which the loss of a rank is reported.
@@ -440,8 +444,8 @@ class Links:
             rank: rank of this process.
             sockets: authenticated connections by the rank of the peer.
             heartbeat_s: silence after which a rank counts as lost. None = never.
-            first_s: limit for a rank's first message, if longer than `heartbeat_s`. A rank sends nothing before it is
-                connected to all peers.
+            first_s: seconds in which a rank's first message must arrive, if longer than `heartbeat_s`. A rank sends
+                nothing before it is connected to all peers.
         """
         self.rank, self.size = rank, len(sockets) + 1
         self.failures = FailureBoard()
@@ -471,7 +475,7 @@ class Links:
     # ── for communicators ────────────────────────────────────────────────────────────────────────────────────────
 
     def open(self, context: int) -> Mailbox:
-        """Return the mailbox of a context, with the messages received before the call."""
+        """Return the mailbox of a context (one communicator), with the messages received before this call."""
         return self._mailboxes.get(context) or self._mailboxes.setdefault(context, Mailbox())
 
     def free(self, context: int) -> None:
@@ -495,7 +499,7 @@ class Links:
         return sending
 
     def progress(self) -> None:
-        """Read what has arrived and flush queued messages, unless another thread does so already. Non-blocking."""
+        """Read arrived messages and flush queued ones, unless another thread does so already. Non-blocking."""
         if self.read_lock.acquire(blocking=False):
             try:
                 self._progress()
@@ -575,7 +579,7 @@ class Links:
         for connection in list(self._connections.values()):
             connection.flush()
             if not connection.backlogged:
-                connection.stop_sending()  # wakes the peer's background thread, in case no thread of the peer reads
+                connection.stop_sending()  # so that the peer's background thread wakes and reads LOST
 
     def _watch(self) -> None:
         """Run the background thread: detect broken connections, and exchange heartbeats."""
@@ -596,10 +600,10 @@ class Links:
                 self._exchange_heartbeat()
 
     def _exchange_heartbeat(self) -> None:
-        """Send a heartbeat to the next rank, and check the silence of the previous one.
+        """Send a heartbeat to the next rank, and report the previous rank as lost if it has been silent for too long.
 
-        Silent heartbeat periods are counted here, because a difference of clock times would also contain the time that
-        this host was suspended.
+        Counts heartbeat periods instead of comparing clock times, because a difference of clock times would include
+        the time for which this host was suspended.
         """
         assert self._beat_s is not None
         after = self._connections[(self.rank + 1) % self.size]
@@ -659,7 +663,7 @@ class Links:
 # ── operations ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 SHORT_BYTES = 32 * 1024
-"""Up to this size latency dominates, and algorithms with few rounds are faster."""
+"""Up to this array size, latency dominates, and algorithms that need few messages in sequence are faster."""
 
 IDEMPOTENT = frozenset({Op.AND, Op.MINIMUM, Op.MAXIMUM})
 """Operations in which a value may be reduced twice."""
@@ -728,7 +732,7 @@ def gather(exchange: Exchange, whole: Array, counts: Sequence[int]) -> Steps:
     """All-gather by Bruck's concatenation.
 
     Args:
-        exchange: messages of this operation.
+        exchange: sends and receives the messages of this operation.
         whole: result, 1-d. On entry, it holds this rank's part.
         counts: number of elements of each rank's part.
     """
@@ -822,7 +826,7 @@ def all_to_all(exchange: Exchange, given: Array, received: Array, counts: tuple[
     """Send each rank its part directly.
 
     Args:
-        exchange: messages of this operation.
+        exchange: sends and receives the messages of this operation.
         given: parts to send, contiguous, by rank.
         received: result: received parts, contiguous, by rank.
         counts: number of elements of each part, as (sent, received).
@@ -847,8 +851,8 @@ WORLD = MESH + 1
 class MeshCommunicator:
     """A communicator over some ranks of a mesh.
 
-    Its context id is a hash of its parent's id and of how it was derived. So opening a communicator needs no message,
-    and ranks outside it need not take part. Contexts belong to one mesh and end with it.
+    Its context id is a hash of its parent's id and of the call that opened it. So opening a communicator needs no
+    message, and ranks outside the new communicator need not take part. Contexts belong to one mesh and end with it.
     """
 
     backend = Backend.MESH
@@ -936,11 +940,11 @@ class MeshCommunicator:
         return self._start(Exchange(self, 0).receive(array, rank))
 
     def _next(self) -> Exchange:
-        self._sequence = self._sequence % 0xFFFFFFFF + 1  # 0 is for `send` and `receive`
+        self._sequence = self._sequence % 0xFFFFFFFF + 1  # sequence number 0 is reserved for `send` and `receive`
         return Exchange(self, self._sequence)
 
     def _start(self, steps: Steps) -> Test:
-        """Run an operation up to the first missing message, and return its test."""
+        """Run an operation until a message is missing, and return its completion test."""
         done = next(steps, True) is True
         progress = self._links.progress
 
@@ -956,7 +960,7 @@ class MeshCommunicator:
     # ── short messages ───────────────────────────────────────────────────────────────────────────────────────────
 
     def post(self, rank: int, tag: int, message: bytes) -> None:
-        """Send a short message to `rank`, in order with earlier messages. A message to itself is delivered at once."""
+        """Send a short message to `rank`, in order. A message to this rank itself is delivered at once."""
         if rank == self.rank:
             self._mailbox.posts.append((self._links.rank, tag, message))
             return

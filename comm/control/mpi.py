@@ -73,7 +73,10 @@ def _exclude_fabric_component() -> None:
 
 
 def _finalize_mpi() -> None:
-    """Finalize MPI at exit, but not if the script raised, because an exit without it makes mpiexec end all ranks."""
+    """Call MPI_Finalize at exit, unless the script raised an exception.
+
+    An exit without MPI_Finalize makes mpiexec end all ranks.
+    """
     from mpi4py import MPI as mpi
 
     raised = getattr(sys, "last_value", None) is not None and mpi.COMM_WORLD.size > 1
@@ -109,7 +112,7 @@ def mpi_of(communicator: Communicator) -> MPI.Intracomm:
     """Return the MPI communicator that `communicator` wraps.
 
     Raises:
-        TransportError: it runs over a mesh, not over MPI.
+        TransportError: `communicator` runs over a TCP mesh, not over MPI.
     """
     if not isinstance(communicator, MpiCommunicator):
         raise TransportError("MPI is not in use: this job's control plane runs over TCP; start the ranks with mpiexec")
@@ -126,7 +129,7 @@ class MpiCommunicator:
     backend = Backend.MPI
 
     _unsent: ClassVar[list[Test]] = []
-    """Posted messages of communicators that were dropped. Keeps their memory alive, because MPI may still read it."""
+    """Unsent messages of garbage-collected communicators. Keeps the messages' memory alive, because MPI may read it."""
 
     def __init__(self, mpi: MPI.Comm, failures: FailureBoard, *, owned: bool = True) -> None:
         """Wrap an MPI communicator. `free` frees it only if it is `owned`."""
@@ -229,9 +232,9 @@ class MpiCommunicator:
 
 
 def _test(request: MPI.Request, *arrays: object) -> Test:
-    """Return the request's test. It references `arrays`, because mpi4py does not keep them alive."""
+    """Return the completion test of an MPI request. It references `arrays`, because mpi4py does not keep them alive."""
     test = request.Test
-    return lambda arrays=arrays: test()  # type: ignore[misc]  # a default, not an argument
+    return lambda arrays=arrays: test()  # type: ignore[misc]  # `arrays` is a default value, never an argument
 
 
 T = TypeVar("T")
@@ -241,12 +244,16 @@ EXIT_GAP_S, EXIT_LIMIT_S = 0.2, 2.0
 
 
 def started_to_survive(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether mpiexec was started so that the ranks survive the loss of one."""
+    """Return whether mpiexec was started with options that let ranks survive the loss of another rank."""
     return environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes", "on")
 
 
 class Survivors:
-    """Ranks of MPI's world that are alive. For one thread at a time."""
+    """The ranks of `MPI_COMM_WORLD` that are alive. For one thread at a time.
+
+    Attributes:
+        origin: rank of this process in `MPI_COMM_WORLD`.
+    """
 
     def __init__(self) -> None:
         """Duplicate MPI's world. Collective over the world.
@@ -262,7 +269,7 @@ class Survivors:
     def lost(self) -> bool:
         """Return whether MPI has reported the loss of a survivor to this rank. Non-blocking."""
         try:
-            self._alive.Iprobe(source=self._mpi.ANY_SOURCE)  # lets the library make progress, and detect failures
+            self._alive.Iprobe(source=self._mpi.ANY_SOURCE)  # because MPI detects failures only during calls
         except self._mpi.Exception:
             return True
         return self._failed() > 0
@@ -296,7 +303,7 @@ class Survivors:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def shrink(self, timeout_s: float) -> None:
-        """Agree on the ranks that are alive. They are the survivors from now on. Collective over them.
+        """Agree on the ranks that are alive, which become the survivors. Collective over the ranks that are alive.
 
         Raises:
             CommError: the ranks did not agree in time. The library may block forever, so the caller must end the
@@ -308,11 +315,11 @@ class Survivors:
         def shrink() -> None:
             try:
                 revoked.Revoke()
-                results.append(revoked.Shrink())  # type: ignore[arg-type]  # of an intracommunicator
+                results.append(revoked.Shrink())  # type: ignore[arg-type]  # Shrink keeps the type of an intracommunicator
             except BaseException as err:  # raised by the caller's thread below
                 results.append(err)
 
-        # A thread, because the non-blocking variant fails with an internal error in Open MPI 5.0.
+        # Shrink in a thread, because non-blocking Shrink fails with an internal error in Open MPI 5.0.
         thread = threading.Thread(target=shrink, name="sirtaki-shrink", daemon=True)
         begin_s = time.monotonic()
         thread.start()

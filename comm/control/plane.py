@@ -37,8 +37,8 @@ class ClockOffset(NamedTuple):
     """Estimated difference of two clocks.
 
     Attributes:
-        offset_s: seconds to add to this rank's clock to get rank 0's.
-        round_trip_s: shortest round trip. The error is at most half of it.
+        offset_s: seconds to add to this rank's clock to get rank 0's time.
+        round_trip_s: shortest round trip in seconds. The error of `offset_s` is at most half of it.
     """
 
     offset_s: float
@@ -46,10 +46,10 @@ class ClockOffset(NamedTuple):
 
 
 def estimate_offset(answers: Sequence[tuple[float, float, float]]) -> ClockOffset:
-    """Estimate the difference of this clock and a remote one.
+    """Estimate the offset between this rank's clock and a remote clock.
 
     Args:
-        answers: samples (asked_s, answer_s, received_s). `answer_s` is read from the remote clock.
+        answers: samples (time of the question, remote clock's time in the answer, time of receipt), in seconds.
     """
     asked_s, answer_s, received_s = min(answers, key=lambda answer: answer[2] - answer[0])
     offset_s, round_trip_s = answer_s - (asked_s + received_s) / 2, received_s - asked_s
@@ -61,7 +61,7 @@ def compare_clocks(control: ControlPlane, *, now_s: Callable[[], float] = time.p
     """Estimate how far this rank's clock is from rank 0's. Collective.
 
     Args:
-        control: the ranks.
+        control: control plane of the ranks.
         now_s: reads this rank's clock.
     """
     answers = []
@@ -82,7 +82,7 @@ def compare_clocks(control: ControlPlane, *, now_s: Callable[[], float] = time.p
 
 
 def align_clocks(control: ControlPlane) -> float:
-    """Return the seconds to add to this rank's clock to get the job's time, which starts now. Collective."""
+    """Return the seconds to add to this rank's clock to get the job's time, which is 0 at this call. Collective."""
     offset_s = compare_clocks(control).offset_s
     origin_s: float = control.broadcast(time.perf_counter() if control.rank == 0 else None)
     return offset_s - origin_s
@@ -116,27 +116,28 @@ def gather(value: Any, *, comm: Communicator) -> list[Any]:
 
 
 def _peers_with_mark(rank: int, marks: Sequence[int]) -> list[int]:
-    """Return the ranks that have the same mark as `rank`, in ascending order."""
+    """Return the ranks with the same mark (such as a node's number) as `rank`, in ascending order."""
     return [other for other, mark in enumerate(marks) if mark == marks[rank]]
 
 
 LIMIT_S = 300.0
-"""Timeout of a store in seconds, for connecting and for each answer."""
+"""Timeout of a key-value store in seconds, for connecting to it and for each of its answers."""
 
 CONNECT_TIMEOUT_S, CONNECTIONS = 3.0, 3
 ATTEMPT_S, RETRY_INTERVAL_S = 1.0, 0.05
-"""Length of one attempt to connect to a store, which a failure of the job cannot interrupt, and the pause after it."""
+"""Seconds of one attempt to connect to a store, and of the pause after it. A failure of the job ends the pause, not the
+attempt."""
 
 
 @dataclass(slots=True)
 class _Rendezvous:
-    """Key-value store that rank 0 serves for a control plane and all its scopes. Opened on first use.
+    """Key-value store that rank 0 serves for a control plane and its scopes. Opened on first use.
 
     Attributes:
         store: the store. None before first use.
         own_address: address of this host at which peers reach it.
         round_trip_s: longest network round trip between rank 0 and a peer, in seconds.
-        prefixes: number of prefixes given to process groups.
+        prefixes: number of key prefixes that `next_prefix` has returned.
     """
 
     store: TCPStore | None = None
@@ -175,7 +176,10 @@ def reach(candidates: Sequence[str], port: int) -> tuple[str, str, float]:
 
 
 def connect_to_store(host: str, port: int, *, failures: FailureBoard) -> TCPStore:
-    """Connect to another process's store, and raise once the job fails, which PyTorch's own connect does not notice.
+    """Connect to the key-value store of another process. Raise as soon as the job fails.
+
+    PyTorch's own connect would not notice the job's failure.
+
 
     Raises:
         RuntimeError: the store cannot be reached.
@@ -194,7 +198,7 @@ def connect_to_store(host: str, port: int, *, failures: FailureBoard) -> TCPStor
         store.set_timeout(datetime.timedelta(seconds=LIMIT_S))
         return store
 
-    # In a thread, because an attempt blocks forever if the store accepts it and never answers (a stopped process).
+    # Connect in a thread, because an attempt blocks forever if the store's process is stopped and never answers.
     return unless_failed(connect, failures=failures, undo=lambda _: None)
 
 
@@ -208,13 +212,13 @@ class ControlPlane:
         comm: communicator of this control plane, for the thread that calls the collective methods.
         backend: library that carries the control plane.
         rank, size: rank of this process, and number of ranks.
-        local_rank, local_size: position of this process on its node, and number of ranks there.
+        local_rank, local_size: position of this process on its node, and number of ranks on this node.
         cross_rank, cross_size: position of this node among the nodes that have a rank with this local rank, and their
             number.
         local_sizes: number of ranks on the node of each rank.
         in_order: True if the ranks of each node are consecutive numbers.
         host_names: host name of each rank, for display. Two hosts may have one name.
-        hosts: lowest rank on the host of each rank, as an id of the host. Ignores simulated nodes.
+        hosts: id of each rank's host, which is the lowest rank on that host. Simulated nodes do not change it.
         node_ranks: ranks of this node, by local rank.
         failures: failure board of the job.
     """
@@ -251,7 +255,7 @@ class ControlPlane:
         self._rendezvous = _Rendezvous()
         self._owned: list[Communicator] = []
         self._scopes: list[ControlPlane] = []
-        self._close_collectively: Callable[[], None] | None = None  # of a scope: set once this rank has released it
+        self._close_collectively: Callable[[], None] | None = None  # in a scope: set when this rank releases it
 
     @property
     def is_homogeneous(self) -> bool:
@@ -264,7 +268,7 @@ class ControlPlane:
         return self.local_size == self.size
 
     def duplicate(self, *, cross: bool = False) -> Communicator:
-        """Open a communicator for one more thread. `close` frees it. Collective.
+        """Open a communicator for one more thread. `ControlPlane.close` frees the communicator. Collective.
 
         Args:
             cross: True for the ranks with this local rank, one per node. False for all ranks.
@@ -274,15 +278,15 @@ class ControlPlane:
         return comm
 
     def of_subset(self, comm: Communicator) -> ControlPlane:
-        """Return the control plane of some of these ranks, with the same failure board. Collective over `comm`."""
+        """Open a control plane over `comm`, whose ranks are a subset of these. Shares the failure board. Collective."""
         return ControlPlane(comm, interface=self._interface)
 
     def scope(self) -> ControlPlane:
-        """Return a view of the control plane for one user of communication. All ranks call it in the same order.
+        """Return a view of the control plane for one communicating component. All ranks call this in the same order.
 
         Communicators from the scope's `duplicate` live until `reclaim` finds that all ranks have released the scope.
-        The reason: freeing a communicator is collective, but users are garbage-collected at different times on
-        different ranks.
+        The reason: freeing a communicator is collective, but components are garbage-collected at different times
+        on different ranks.
         """
         scope = copy.copy(self)
         scope._owned, scope._scopes = [], []
@@ -293,13 +297,14 @@ class ControlPlane:
         """Declare that this rank no longer uses the communicators of this scope. Thread-safe, not collective.
 
         Args:
-            close_collectively: closes further resources. Called when all ranks have released the scope.
+            close_collectively: closes further resources of the component. Called when all ranks have released the
+                scope.
         """
         self._close_collectively = close_collectively
 
     def reclaim(self) -> None:
         """Free the resources of scopes that all ranks have released, in the same order on all ranks. Collective."""
-        if not self._scopes:  # equal on all ranks, because they open scopes in step
+        if not self._scopes:  # true on all ranks or none, because they open scopes in the same order
             return
         released = self.minimum(np.array([float(scope._close_collectively is not None) for scope in self._scopes])) > 0
         kept = []
@@ -319,7 +324,7 @@ class ControlPlane:
             The store, and the address of this host at which peers reach it.
 
         Raises:
-            ConfigError: rank 0 has no such network interface. Raised on all ranks.
+            ConfigError: rank 0 lacks the network interface that the user named. Raised on all ranks.
             TransportError: a rank cannot reach rank 0. Raised on all ranks.
         """
         rendezvous = self._rendezvous
@@ -346,7 +351,7 @@ class ControlPlane:
         return self._rendezvous.round_trip_s
 
     def _serve(self) -> tuple[list[str], int] | SirtakiError:
-        """Serve the store. Return its addresses and port, or the error."""
+        """Serve the key-value store. Return the store's addresses and port, or the error."""
         rendezvous, limit = self._rendezvous, datetime.timedelta(seconds=LIMIT_S)
         try:
             addresses = [LOOPBACK] if len(set(self.hosts)) == 1 else own_addresses(self._interface)
@@ -359,7 +364,7 @@ class ControlPlane:
         return addresses, rendezvous.store.port
 
     def next_prefix(self) -> str:
-        """Return an unused store prefix, equal on all ranks if they call in step."""
+        """Return an unused prefix for keys in the store. Equal on all ranks if they call this in the same order."""
         self._rendezvous.prefixes += 1
         return f"sirtaki/{self._rendezvous.prefixes}"
 
@@ -395,10 +400,10 @@ class ControlPlane:
         return result
 
     def require_equal(self, value: str, what: str) -> None:
-        """Raise on all ranks unless `value` is equal on all of them. Collective.
+        """Raise on all ranks unless `value` is equal on all ranks. Collective.
 
         Raises:
-            MismatchError: names the ranks that differ from rank 0.
+            MismatchError: the values differ. The message names the ranks that differ from rank 0.
         """
         values = self.all_gather(value)
         different = [f"rank {rank} has {other}" for rank, other in enumerate(values) if other != values[0]]
@@ -406,11 +411,11 @@ class ControlPlane:
             raise MismatchError(f"the ranks disagree about {what}: rank 0 has {values[0]}, {', '.join(different)}")
 
     def agree_on_success(self, problem: str) -> None:
-        """Raise on all ranks if any has a `problem`. "" = none. Collective.
+        """Raise on all ranks if any rank passes a `problem`. "" = no problem. Collective.
 
         Raises:
-            TransportError: names ranks and their problems, rare problems first, because common ones may be
-                consequences.
+            TransportError: a rank has a problem. The message lists rare problems first, because common ones may be
+                their consequences.
         """
         problems: list[str] = self.all_gather(problem)
         failed = sorted((problems.count(text), rank) for rank, text in enumerate(problems) if text)
@@ -427,7 +432,7 @@ class ControlPlane:
 
     def close(self) -> None:
         """Free all communicators except the one passed to the constructor. Collective."""
-        self.reclaim()  # leaves scopes that a thread of some rank still uses
+        self.reclaim()  # scopes that a thread of some rank still uses stay open
         self._free_owned()
         for comm in (self.cross, self.node, self.comm):
             comm.free()

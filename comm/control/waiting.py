@@ -1,4 +1,4 @@
-"""Wait loops: for a condition, for communication in flight, and for ranks that leave together.
+"""Wait loops: for a condition, for communication in flight, and for all ranks before they end together.
 
 Each wait for a peer reads the job's `FailureBoard`, so that a failure found by one thread ends the waits of all
 threads.
@@ -26,20 +26,21 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 ALONE_S = 100e-6
-"""Time for which a spinning thread keeps its processor, if ranks share none."""
+"""Seconds for which a thread spins without yielding its processor. Skipped on hosts where ranks share processors."""
 
 SPIN_S = 300e-6
-"""Time for which a thread then yields its processor before it sleeps: about ten rounds of four ranks on two cores."""
+"""Seconds for which a thread then spins and yields its processor, before it sleeps. Enough for about ten messages in
+sequence between four ranks on two cores."""
 
 WAIT_SLICE_S = 0.02
-"""Longest blocking call between two looks at the failure board."""
+"""Longest blocking call, in seconds, between two reads of the failure board."""
 
 BLAME_S = 2.0
-"""Time for which a rank with a broken connection waits for the name of the rank that has ended."""
+"""Seconds for which a rank with a broken connection waits to learn which rank has ended."""
 
 
 class Deadline(NamedTuple):
-    """A time at which a wait is given up.
+    """A time at which a wait ends without success.
 
     Attributes:
         at_s: `time.monotonic()` at that time.
@@ -54,7 +55,7 @@ class Deadline(NamedTuple):
 
     @property
     def left_s(self) -> float:
-        """Seconds until the deadline, at least 0."""
+        """Return the seconds until the deadline, at least 0."""
         return max(0.0, self.at_s - time.monotonic())
 
     @property
@@ -67,14 +68,14 @@ NEVER = Deadline(math.inf)
 
 
 class Poll(Enum):
-    """Frequency of evaluating a condition: first and longest sleep in seconds. Each sleep is twice the previous one."""
+    """How often to evaluate a condition: first and longest sleep in seconds. Each sleep is twice the previous one."""
 
     SPIN = 20e-6, 1e-3
-    """For messages of peers: spins before it sleeps."""
+    """For messages of peers. The thread spins before it sleeps."""
     SLICES = 1e-3, WAIT_SLICE_S
-    """For conditions that need a system call, and for threads."""
+    """For conditions that need a system call, and for waits for other threads."""
     SLOW = 50e-3, 100e-3
-    """For processes and hosts."""
+    """For waits for processes and hosts."""
 
 
 def wait_for(
@@ -89,8 +90,8 @@ def wait_for(
     Args:
         condition: evaluated until it holds, and not again.
         deadline: end of the wait.
-        poll: frequency of evaluation.
-        failures: board of the job, whose failure ends the wait.
+        poll: how often to evaluate the condition.
+        failures: failure board of the job. A failure ends the wait. None = ignore failures.
 
     Returns:
         True once the condition holds, False if the time is up.
@@ -153,7 +154,7 @@ class Waitable(Protocol):
     """A `Work` or a `threading.Event`."""
 
     def wait(self, timeout_s: float, /) -> bool:
-        """Block for at most `timeout_s`; return whether it is done."""
+        """Block for at most `timeout_s`. Return whether the work is done or the event is set."""
         ...
 
 
@@ -165,14 +166,14 @@ def wait_for_work(
     late_s: float = 0.0,
     blame_s: float | None = BLAME_S,
 ) -> bool:
-    """Wait for all works, in the order in which they were launched.
+    """Wait for all works, which are operations in flight, in the order of their launch.
 
     Args:
         works: operations in flight.
-        failures: board of the job, whose failure ends the wait.
+        failures: failure board of the job. A failure ends the wait.
         interrupted: called every `WAIT_SLICE_S`; ends the wait if it returns True.
-        late_s: time that a work has to complete after the job has failed.
-        blame_s: time for which a failed work waits for its cause; see `cause_of`. None = raise its own error.
+        late_s: seconds in which a work may still complete after the job has failed.
+        blame_s: seconds to wait for the job's failure that caused a work's error. None = raise the work's error.
 
     Returns:
         False if the wait was interrupted.
@@ -197,14 +198,17 @@ def wait_for_work(
 
 
 def cause_of(error: CommError, failures: FailureBoard, *, within_s: float = BLAME_S) -> CommError:
-    """Return the failure of the job that led to `error` and may become known later; `error` itself if none does."""
+    """Return the job's failure that caused `error`, or `error` itself if no failure is reported in time.
+
+    Waits, because another thread or rank may report the failure later than this rank sees the error.
+    """
     failures.connection_broken = True
     wait_for(lambda: failures.error is not None, Deadline.after(within_s), Poll.SLICES)
     return error if failures.error is None else fresh(failures.error)
 
 
 def leave_together(comm: Communicator, within_s: float) -> bool:
-    """Wait in a barrier before this rank leaves, so that no rank leaves while another still needs it. Collective.
+    """Wait in a barrier before this rank ends, so that no rank ends while another rank needs it. Collective.
 
     Returns:
         False if a rank has not entered the barrier in time.
@@ -219,13 +223,13 @@ def unless_failed(act: Callable[[], T], *, failures: FailureBoard, undo: Callabl
     """Run a blocking call in a thread of its own, and abandon the thread if the job fails.
 
     Args:
-        act: call that ends by itself some time.
-        failures: board of the job.
-        undo: called with the result of an abandoned call.
+        act: the blocking call. It must return at some time.
+        failures: failure board of the job.
+        undo: called with the result of `act` if it returns after the thread was abandoned.
 
     Raises:
         CommError: the job has failed.
-        BaseException: raised by `act`.
+        BaseException: the error that `act` raised.
     """
     outcome: Future[T] = Future()
 

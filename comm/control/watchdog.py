@@ -1,4 +1,4 @@
-"""Stall detection: name the ranks that a wait lacks, and end waits that cannot end.
+"""Stall detection: name the ranks that a waiting rank misses, and fail waits that can never end.
 
 The watchdog runs in its own thread, because the main thread may hang. It polls for messages a few times a second, and
 sends questions only after a wait of this rank has exceeded the warning time. A `MessageBoard` carries messages outside
@@ -28,7 +28,7 @@ from .waiting import Deadline, Poll, wait_for
 
 
 class Tag(IntEnum):
-    """Kind of a message. Determines its reader."""
+    """Kind of a message. It determines which component reads the message."""
 
     WHERE = 1
     """Question of a watchdog: what is the receiver doing?"""
@@ -50,7 +50,7 @@ class MessageBoard:
     """Sends and receives small picklable messages. Thread-safe, non-blocking."""
 
     def __init__(self, comm: Communicator) -> None:
-        """Use `comm`, a duplicate for this courier only. The caller frees it."""
+        """Use `comm`, which no other object may use. The caller frees it."""
         self._comm = comm
         self.rank, self.size = comm.rank, comm.size
         self._lock = free_in_forked_children(threading.Lock())
@@ -83,7 +83,7 @@ ANSWER_S = 3.0
 """Seconds that the ranks have to answer `WHERE`."""
 
 MAX_FAILURES = 5
-"""Number of errors in a row after which the watchdog stops."""
+"""Number of failed checks in a row after which the watchdog stops."""
 
 MAX_NAMED = 4
 """Number of missing ranks that a message names."""
@@ -121,7 +121,7 @@ class Watchdog:
         """Start the thread, unless there is only one rank.
 
         Args:
-            courier: carries questions and answers.
+            courier: message board for questions and answers.
             failures: board on which losses are reported.
             warning_s: length of a wait after which a warning is logged.
             shutdown: returns the length of a wait in seconds after which the job fails, or None for never. Called at
@@ -152,12 +152,12 @@ class Watchdog:
         self._progress.append(progress)
 
     def unwatch(self, wait: Callable[[], PendingWait | None], progress: Callable[[], str]) -> None:
-        """Remove what `watch` registered."""
+        """Remove the two sources that `watch` has registered."""
         self._waits.remove(wait)
         self._progress.remove(progress)
 
     def describe(self) -> str:
-        """Return what this rank is doing, in words. "" if none of its script is running."""
+        """Return what this rank is doing, in words. "" if it neither waits nor runs code of the user's script."""
         doing = [f"waits for {wait.what}" for wait in self._current_waits()]
         if not doing and (line := self._location()):
             doing = [f"runs {line}"]
@@ -172,7 +172,7 @@ class Watchdog:
         for source in list(self._waits):
             try:
                 wait = source()
-            except CommError as err:  # the source knows that the wait can never end
+            except CommError as err:  # raised if the wait can never end
                 self.fail(err)
                 continue
             if wait is not None:
@@ -209,7 +209,7 @@ class Watchdog:
     def _check(self) -> None:
         self._read_messages()
         self._check_for_stalls()
-        self.failures.run_wait_callback()  # because the waiting thread may be in code that does not run it
+        self.failures.run_wait_callback()  # because the waiting thread may not call it
 
     def _read_messages(self) -> bool:
         """Read messages, answer questions, and return whether all ranks have answered this rank's last question."""
@@ -293,7 +293,7 @@ class Watchdog:
         return len(self._ended_ranks) == others
 
     def close(self) -> None:
-        """Stop the thread."""
+        """Stop the watchdog's thread."""
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join(timeout=2.0)

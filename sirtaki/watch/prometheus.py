@@ -52,7 +52,8 @@ class TotalsCollector(Collector):
 
 
 CONNECTIONS, TIMEOUT_S = 16, 5.0
-"""Largest number of open connections (one more closes the oldest), and seconds without data after which one is closed.
+"""Largest number of open connections, and seconds without data after which a connection is closed. One more connection
+closes the oldest.
 """
 
 
@@ -81,23 +82,23 @@ class _MetricsHttpServer(ThreadingWSGIServer):
         self.setup_environ()
 
     def close_in_child(self) -> None:
-        """Close the sockets in a forked child, because it would hold the port without answering."""
+        """Close the sockets in a forked child, because the child would hold the port without answering."""
         for connection in (self.socket, *self._open):
             connection.close()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve the request in a thread of its own."""
+        """Serve a connection in a thread of its own. Close the oldest connection if too many are open."""
         with self._lock:
             if len(self._open) >= CONNECTIONS:
                 oldest = next(iter(self._open))
                 del self._open[oldest]
                 with contextlib.suppress(OSError):
-                    oldest.shutdown(socket.SHUT_RDWR)  # so that its thread reads the end of the stream and closes it
+                    oldest.shutdown(socket.SHUT_RDWR)  # so that its thread closes it
             self._open[request] = None
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Close the connection."""
+        """Close a connection, and stop counting it."""
         with self._lock:
             self._open.pop(request, None)
         super().shutdown_request(request)
@@ -111,7 +112,7 @@ class MetricsServer:
     """HTTP server that answers GET /metrics in its own threads."""
 
     def __init__(self, totals: Totals, *, host: str, port: int, rank: int, size: int) -> None:
-        """Start to listen.
+        """Open the port, and answer requests in new threads.
 
         Raises:
             OSError: the port cannot be opened.
@@ -126,7 +127,7 @@ class MetricsServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop the server, and close its port."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

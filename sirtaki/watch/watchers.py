@@ -34,7 +34,7 @@ class IterationEnded:
             iteration.
         exposed_s: part of `communication_s` that the backward pass did not hide.
         n_bytes: size of the gradients as sent.
-        tuning: True if the setting was part of a trial.
+        tuning: True if the iteration ran in a trial of the tuner.
     """
 
     number: int
@@ -53,7 +53,7 @@ class TrialEnded:
         iteration: iteration in which the trial ended.
         arm: search technique that proposed the setting.
         setting: the setting in words.
-        knobs: the setting as in the trial log.
+        knobs: the setting as a mapping, in the format of the trial log.
         communication_s: shortest measured communication time. Infinite if the setting could not run.
         best_s: shortest communication time of all trials.
     """
@@ -72,13 +72,13 @@ class Decision:
 
     Attributes:
         iteration: last iteration before the setting takes effect.
-        arm: search technique that proposed the setting.
-        setting: the setting in words.
-        knobs: the setting as in the trial log.
+        arm: search technique that proposed the chosen setting.
+        setting: the chosen setting in words.
+        knobs: the chosen setting as a mapping, in the format of the trial log.
         default_s: communication time of the untuned default. NaN if it was not measured.
         best_s: communication time of the chosen setting.
-        n_trials: number of trials.
-        retune: True if it ends a re-tune.
+        n_trials: number of trials before this decision.
+        retune: True if the decision ends a re-tune, a repeated search during training.
     """
 
     iteration: int
@@ -93,7 +93,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationBegun:
-    """Start of a generation: all ranks of the job are connected.
+    """Start of a generation (set of ranks of an elastic job), when all its ranks are connected.
 
     Attributes:
         number: number of the generation, from 1. 0 = the ranks of this job never change.
@@ -125,7 +125,7 @@ class Watcher:
         """Handle the start of a generation."""
 
     def close(self) -> None:
-        """Handle the end of the job or of the script. Last call."""
+        """Handle the end of the job or of the script. No other method is called afterwards."""
 
 
 logger = logging.getLogger(__name__)
@@ -179,7 +179,7 @@ def begin(event: GenerationBegun) -> None:
 
 
 def end(*, for_good: bool) -> None:
-    """Forget the current generation. If the job has ended `for_good`, close and remove all watchers."""
+    """Forget the current generation. If the job will not start again (`for_good`), close and remove all watchers."""
     global _generation
     _generation = None
     if for_good:
@@ -324,10 +324,10 @@ class JobBeacon:
     """A socket at which this process answers requests with the state of its job."""
 
     def __init__(self, answer: Callable[[], Answer], *, folder: Path | None = None) -> None:
-        """Start to listen.
+        """Create the socket, and answer requests in a new thread.
 
         Args:
-            answer: returns the state. Called in the socket's thread.
+            answer: returns the job's state. Called in the socket's thread.
             folder: folder of the socket. None = `run_folder()`.
 
         Raises:
@@ -350,7 +350,9 @@ class JobBeacon:
         except OSError:
             self._socket.close()
             raise
-        in_forked_children(self, lambda presence: presence._socket.close())  # a child would keep it open unanswered
+        in_forked_children(
+            self, lambda presence: presence._socket.close()
+        )  # a child would keep it open, but not answer
         self._thread = threading.Thread(target=self._serve, name="sirtaki-presence", daemon=True)
         self._thread.start()
         at_exit(self.close)
@@ -365,7 +367,7 @@ class JobBeacon:
                 connection.settimeout(ANSWER_S)
                 try:
                     answer = json.dumps(self._answer())
-                except Exception:  # the job is starting or ending
+                except Exception:  # no state, because the job is starting or ending
                     logger.debug("no answer to a request for the job's state", exc_info=True)
                     continue
                 connection.sendall(answer.encode())
@@ -378,7 +380,7 @@ class JobBeacon:
         with contextlib.suppress(OSError):
             self._path.unlink()
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes `accept`
+            self._socket.shutdown(socket.SHUT_RDWR)  # so that `accept` returns
         self._socket.close()
         self._thread.join(ANSWER_S)
 
