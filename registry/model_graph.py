@@ -191,9 +191,7 @@ def _bypass_shape_only(operations: nx.DiGraph) -> None:
 
 def _collapse_chains(operations: nx.DiGraph) -> None:
     """Append each operation without parameters to its predecessor, if neither has other neighbours on that side."""
-    for number, own in reversed(
-        list(operations.nodes(data=True))
-    ):  # from inputs to outputs, so that a chain grows at its end
+    for number, own in reversed(list(operations.nodes(data=True))):  # from inputs, so that a chain grows at its end
         sources, targets = list(operations.pred[number]), list(operations.succ[number])
         if own["shapes"] or own["others"] or len(sources) != 1 or len(operations.succ[sources[0]]) != 1:
             continue

@@ -1,13 +1,13 @@
 """Eager collectives, which each rank may submit in its own order. Ranks agree by name, then run them in one order.
 
-A rank takes part in a *round* only while it has pending operations. In a round each rank sends one small message: a
-digest of all its pending operations, and one bit per known name (AIACC § V-A). If all digests are equal, which is the
-common case, all pending operations run. Otherwise those run whose bits are set on all ranks. If a rank has news that
-bits cannot express (a new name, a changed tensor, a join), the ranks exchange all pending operations. Mismatches are
-found in that exchange, by all ranks at once.
+Ranks agree in *rounds*. In a round, each rank sends one small message: a digest of all its pending operations, and one
+bit for each operation name used before (AIACC § V-A). A rank takes part in rounds only while it has pending operations.
+If all digests are equal, which is the common case, all pending operations run. Otherwise the operations whose bits are
+set on all ranks run. If bits cannot express a rank's state (a new name, a changed tensor, a join), the ranks exchange
+all pending operations. All ranks find mismatches in this exchange.
 
-With few ranks, messages are all-gathered, and carry the tensors of small operations, which then need no further
-communication. With many ranks, messages are all-reduced (AND).
+With few ranks, the messages are all-gathered, and also contain the tensors of small operations, which then need no
+further communication. With many ranks, the messages are all-reduced (AND).
 
 The thread that waits for a result runs the rounds, so that no thread must be woken. If no thread waits, the engine's
 own thread runs them. It sleeps while no operation is pending.
@@ -65,7 +65,7 @@ class EagerWork(ThreadWork):
         self.signature, self.tensors = signature, tensors
         self.submitted_s = time.monotonic()
         self.results: list[torch.Tensor] = []
-        # Event after the kernels that write the tensors, on the submitting thread's CUDA stream.
+        # CUDA event on the submitting thread's stream, after the kernels that write the tensors.
         self.written: torch.cuda.Event | None = None
         if signature.device == "cuda":
             self.written = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
@@ -76,9 +76,10 @@ def trace_operations(signatures: Sequence[Signature], works: Sequence[EagerWork 
     """Report operations that ran together to the timeline and the recorder.
 
     Args:
-        signatures: all operations.
-        works: this rank's works. None for operations that it did not submit after its `join()`.
-        begin_s: `time.perf_counter()` when the ranks agreed on them.
+        signatures: signatures of all these operations.
+        works: this rank's operations. None for an operation that this rank did not submit, because it has called
+            `join()`.
+        begin_s: `time.perf_counter()` when the ranks agreed to run the operations.
     """
     trace, recording = timeline.current, recorder.current
     if trace is None and recording is None:
@@ -108,11 +109,14 @@ def trace_operations(signatures: Sequence[Signature], works: Sequence[EagerWork 
 
 
 CAPACITY = 1024
-"""Number of names that can have a bit at the same time."""
+"""Largest number of operation names that have a bit in the messages of a round."""
 
 
 class NameSlots:
-    """Known names in order of last use. Each has a bit and the signature of its last operation."""
+    """Operation names that have a bit in the messages of a round, in order of last use. Equal on all ranks.
+
+    For each name, stores the bit and the signature (kind, shapes, dtypes, …) of its last operation.
+    """
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._slots: OrderedDict[str, tuple[int, Signature]] = OrderedDict()  # bit, operation
@@ -128,11 +132,11 @@ class NameSlots:
         return {name: signature for name, (bit, signature) in self._slots.items() if bits >> bit & 1}
 
     def by_all(self) -> int:
-        """Return the bits of operations that joined ranks submit, too."""
+        """Return the bits of operations that a rank submits even after its `join()`."""
         return sum(1 << bit for bit, signature in self._slots.values() if signature.by_all)
 
     def remember(self, signature: Signature) -> None:
-        """Give the name a bit, or replace its signature. Names that are used once get no bit."""
+        """Assign a bit to the operation's name, or replace the name's signature. Names used only once get no bit."""
         name = signature.name
         if (slot := self._slots.get(name)) is not None:
             if slot[1] is not signature:
@@ -143,7 +147,7 @@ class NameSlots:
             self._slots[name] = heapq.heappop(self._free), signature
 
     def touch(self, name: str) -> None:
-        """Mark the name as used last."""
+        """Mark the name as the most recently used one."""
         if name in self._slots:
             self._slots.move_to_end(name)
 
@@ -157,7 +161,7 @@ class Pending:
     """Operations of this rank in flight. Thread-safe.
 
     Attributes:
-        where: name of the set of ranks in messages. "" = all ranks.
+        where: text that names the process set in messages to the user. "" = all ranks.
         last_progress_s: `time.monotonic()` when an operation last completed or this rank joined.
     """
 
@@ -167,7 +171,7 @@ class Pending:
         self._lock = free_in_forked_children(threading.Lock())
         self._changed = threading.Condition(self._lock)
         self._works: dict[str, EagerWork] = {}
-        self._rejected: dict[str, deque[str]] = {}  # name → errors, for when this rank submits it
+        self._rejected: dict[str, deque[str]] = {}  # operation name → errors of this rank's next operations
         self._join: ThreadWork | None = None
         self._progress: Progress = ()
         self._unnamed = 0
@@ -180,13 +184,13 @@ class Pending:
         return name in self._works
 
     def next_name(self, prefix: str) -> str:
-        """Return a name for an unnamed operation. Equal on ranks that submit these in the same order."""
+        """Return a name for an unnamed operation. Equal on ranks that submit unnamed operations in the same order."""
         with self._lock:
             self._unnamed += 1
             return f"{prefix}.noname.{self._unnamed}"
 
     def add(self, work: EagerWork, *, wake: bool) -> None:
-        """Register an operation, or fail it at once if the ranks have rejected it before.
+        """Register an operation, or fail it at once if the ranks have rejected the operation with this name before.
 
         Args:
             work: the operation.
@@ -215,7 +219,7 @@ class Pending:
                 self._changed.notify()
 
     def join(self, progress: Progress) -> ThreadWork:
-        """Declare that this rank has no more data. The returned work completes after the `join()` of the last rank."""
+        """Declare that this rank has no more data. The returned work completes when the last rank calls `join()`."""
         with self._changed:
             self._join, self._progress = ThreadWork(), progress
             self.last_progress_s = time.monotonic()
@@ -223,7 +227,7 @@ class Pending:
             return self._join
 
     def oldest_wait(self) -> PendingWait | None:
-        """Return the oldest pending operation, for the watchdog."""
+        """Return the wait for the oldest pending operation or for `join()`, for the watchdog. None if idle."""
         works = [work for work in list(self._works.values()) if not work.signature.problem]
         if works:
             oldest = min(works, key=lambda work: work.submitted_s)
@@ -243,7 +247,7 @@ class Pending:
         return bool(self._works) or self._join is not None or self._closing
 
     def wait_until_pending(self) -> None:
-        """Block until there is an operation, a join or a shutdown to process."""
+        """Block until an operation is pending, or this rank has called `join()` or shuts down."""
         with self._changed:
             self._changed.wait_for(self._has_work)
 
@@ -257,7 +261,7 @@ class Pending:
         """Wait for at most `pause_s`, or until a new submission. Return the pending operations and this rank's state.
 
         Returns:
-            Works by name, and the state to send. None if nothing is pending.
+            Operations by name, and the report to send to the other ranks. None if nothing is pending.
         """
         with self._lock:
             if pause_s:
@@ -274,9 +278,9 @@ class Pending:
                 self._works.pop(work.signature.name, None)
 
     def reject(self, name: str, problem: str) -> None:
-        """Fail this operation, now or when this rank submits it."""
+        """Fail the operation with this name: now if it is pending, else when this rank submits it."""
         with self._lock:
-            # Look it up again, because it may have been submitted since the last snapshot.
+            # Look up the operation again, because it may have been submitted since the last snapshot.
             work = self._works.pop(name, None)
             if work is None and self._join is None and not self._closing:
                 self._rejected.setdefault(name, deque()).append(problem)
@@ -286,7 +290,8 @@ class Pending:
     def end_join(self, unnamed: int) -> None:
         """Complete the join of all ranks. `unnamed` is the largest count of unnamed operations on any rank."""
         with self._lock:
-            # Ranks that joined early have submitted fewer. Equal counts pair the next unnamed operation on all ranks.
+            # Ranks that joined early have submitted fewer unnamed operations. With equal counts, the next unnamed
+            # operation gets the same name on all ranks.
             self._unnamed = unnamed
             self._rejected.clear()
             join, self._join = self._join, None
@@ -294,7 +299,7 @@ class Pending:
             join.finish()
 
     def fail(self, error: CommError) -> None:
-        """Fail all operations and the join."""
+        """Fail all pending operations and a pending `join()` with `error`."""
         with self._lock:
             for work in (*self._works.values(), *([self._join] if self._join else [])):
                 work.finish(error)
@@ -316,15 +321,16 @@ _ALL_ONES = (1 << _DIGEST_BITS) - 1
 _HEAD_BYTES = 2 * DIGEST_BYTES + CAPACITY // 8 + ALIGNED_BYTES
 
 GATHERED_RANKS = 32
-"""Up to this number of ranks, messages are all-gathered and carry small tensors. With more, they are all-reduced.
+"""Up to this number of ranks, the messages of a round are all-gathered and contain small tensors. With more ranks, they
+are all-reduced.
 """
 
 
 class Rounds:
-    """Runs rounds, one at a time. Its state is equal on all ranks.
+    """Runs the rounds in which ranks agree on operations, one round at a time. Its state is equal on all ranks.
 
     Attributes:
-        last_joined: rank that joined last.
+        last_joined: rank that called `join()` last. -1 = none so far.
         completed: number of operations performed or rejected. Each operation gets the same number on all ranks.
         ended: True once all ranks are shutting down.
     """
@@ -337,7 +343,7 @@ class Rounds:
         open_lanes: OpenLanes | None = None,
         members: Sequence[int] | None = None,
     ) -> None:
-        """Open two duplicates of `comm`; see `EagerEngine` for the arguments. Collective over `comm`."""
+        """Open two duplicates of `comm`. The arguments are those of `EagerEngine`. Collective over `comm`."""
         self._messages, self._data, self._failures = comm.duplicate(), comm.duplicate(), failures
         self._ranks, self._size = Ranks(self._data, failures, open_lanes), comm.size
         self._pending, self._members = pending, members or range(comm.size)
@@ -345,7 +351,7 @@ class Rounds:
         self.completed = 0
         self.ended = False
         self._names = NameSlots()
-        self._joined: dict[int, int] = {}  # rank → number of unnamed operations it had submitted
+        self._joined: dict[int, int] = {}  # joined rank → its number of unnamed operations
         self._join_announced = False  # True once an exchange has announced this rank's join
         self._message = RoundMessage(self._size, _HEAD_BYTES) if self._size <= GATHERED_RANKS else None
 
@@ -353,8 +359,8 @@ class Rounds:
         """Run one round. Return True if an operation or a join was completed or rejected. Collective.
 
         Args:
-            works: pending operations of this rank.
-            own: state of this rank.
+            works: pending operations of this rank, by name.
+            own: state of this rank, sent if the ranks exchange all operations.
         """
         digest = self._digest(works.values(), own)
         ordered = [works[name] for name in sorted(works)] if digest else []
@@ -381,7 +387,7 @@ class Rounds:
     # ── the message of a round ───────────────────────────────────────────────────────────────────────────────────
 
     def _digest(self, works: Iterable[EagerWork], own: PendingReport) -> int:
-        """Return the digest of all pending operations. 0 = it must not compare as equal to any rank's."""
+        """Return the digest of all pending operations, or 0 if it must not count as equal to any rank's digest."""
         if own.joined is not None or own.closing:
             return 0
         digest = 0
@@ -392,14 +398,18 @@ class Rounds:
         return digest & _ALL_ONES
 
     def _bits(self, works: Mapping[str, EagerWork], own: PendingReport) -> int:
-        """Return one bit for each known name, above a lowest bit that is set if the bits express all of its news."""
+        """Return the bits that this rank sends in a round.
+
+        The lowest bit is set if the other bits fully describe this rank's state. Each other bit stands for an operation
+        name, and is set if this rank is ready to run that operation.
+        """
         bits, known = 0, not own.closing
         for work in works.values():
             if (bit := self._names.bit(work)) is None:
                 known = False
             else:
                 bits |= 2 << bit
-            # Exchange signatures during a join, because operations that need data from joined ranks must fail.
+            # Exchange signatures while a rank is in `join()`, because operations that need its data must fail.
             if self._joined and own.joined is None and work.signature.needs_data:
                 known = False
         if own.joined is not None:
@@ -434,7 +444,7 @@ class Rounds:
         return bool(digest) and common & same == number & same, common >> 2 * _DIGEST_BITS
 
     def _exchange(self, works: Mapping[str, EagerWork], own: PendingReport) -> dict[str, Signature]:
-        """Exchange pending operations. Return those that are pending on all ranks and match. Collective."""
+        """Gather the pending operations of all ranks. Return the operations that all ranks can run. Collective."""
         self._join_announced = own.joined is not None
         signatures = [work.signature for work in works.values()]
         gathered: list[PendingReport] = gather(msgspec.structs.replace(own, signatures=signatures), comm=self._messages)
@@ -477,12 +487,14 @@ class Rounds:
         works: Sequence[EagerWork | None],
         carried: Sequence[Slot] | None = None,
     ) -> None:
-        """Perform agreed operations together. Collective, unless the message carried all tensors.
+        """Perform operations on which the ranks have agreed. Collective, unless the messages contain all tensors.
 
         Args:
-            signatures: the operations.
-            works: this rank's works. None for operations that it did not submit after its `join()`.
-            carried: slots of a single operation's tensors, if the round's messages carried them.
+            signatures: signatures of the operations.
+            works: this rank's operations. None for an operation that this rank did not submit, because it has called
+                `join()`.
+            carried: places of a single operation's tensors in the round's messages. None = the messages contain no
+                tensors.
         """
         begin_s = time.perf_counter()
         own_works = [work for work in works if work is not None]
@@ -516,7 +528,10 @@ class Rounds:
             work.finish(error)
 
     def _end_join(self, own: PendingReport) -> bool:
-        """End the join after the last rank's `join()`. All ranks learn of it from one exchange."""
+        """End the join once all ranks have called `join()`. Return whether it ended.
+
+        All ranks learn of the last `join()` in the same exchange, so they end the join in the same round.
+        """
         if own.joined is None or len(self._joined) < self._size:
             return False
         unnamed = max(self._joined.values())
@@ -526,7 +541,7 @@ class Rounds:
         return True
 
     def close(self, *, together: bool = True) -> None:
-        """Close the lanes. If all ranks close `together`, also free the communicators."""
+        """Close the streams for large all-reduces. If all ranks close `together`, also free the communicators."""
         if self._ranks.lanes is not None:
             self._ranks.lanes.close(together=together)
         if together:
@@ -535,18 +550,18 @@ class Rounds:
 
 
 LONGEST_PAUSE_S = 2e-3
-"""Longest pause between rounds without progress, in which the ranks wait for different operations."""
+"""Longest pause in seconds after a round that completed no operation, because the ranks wait for different ones."""
 
 SHORTEST_PAUSE_S = 50e-6
 
 
 class EagerEngine:
-    """Eager operations over one set of ranks.
+    """Runs eager operations over one set of ranks.
 
     Attributes:
         pending: operations of this rank in flight.
         rounds: the rounds in which the ranks agree on operations.
-        known: signatures of earlier operations, by a key of the submitter.
+        known: cached signatures of earlier operations, by a key that the submitting code chooses.
         awaited: name of the operation that a thread waits for, and `time.monotonic()` when the wait began.
     """
 
@@ -564,8 +579,8 @@ class EagerEngine:
         Args:
             comm: participating ranks.
             failures: failure board of the job.
-            where: name of the set of ranks in messages. "" = all ranks.
-            open_lanes: opens the pipeline for large all-reduces. None = use the communicator.
+            where: text that names the process set in messages to the user. "" = all ranks.
+            open_lanes: opens the streams for large all-reduces. None = these use the communicator.
             members: numbers of the ranks in messages. None = their ranks in `comm`.
         """
         self.pending = Pending(where)
@@ -600,9 +615,9 @@ class EagerEngine:
         return work
 
     def finish(self, work: ThreadWork, interrupted: Callable[[], bool] | None = None) -> bool:
-        """Wait for a work of this engine. Run rounds meanwhile, unless another thread does.
+        """Wait for an operation of this engine. Run rounds meanwhile, unless another thread does.
 
-        Running them here saves two thread switches.
+        Running rounds in the waiting thread saves two thread switches.
 
         Args:
             work: work to wait for.
@@ -628,7 +643,7 @@ class EagerEngine:
                         self._round_lock.release()
                 else:
                     work.wait(WAIT_SLICE_S)
-                if not work.is_done():  # a completed work counts, even if the job has failed since
+                if not work.is_done():  # a completed operation succeeds, even if the job has failed since
                     self._failures.check()
         finally:
             self.awaited = None
@@ -650,7 +665,7 @@ class EagerEngine:
                 try:
                     self._step()
                 except CommError:
-                    return  # reported to all waiting threads already
+                    return  # `_step` has reported the error to all waiting threads
 
     @outside_modes
     def _step(self) -> None:
@@ -705,7 +720,7 @@ class SparseSum:
             engine: engine of the participating ranks.
             tensor: COO tensor. Shape and dtype are equal on all ranks, the number of entries may differ.
             name: name of the operation. None = pair unnamed operations in order of submission.
-            by_all: True if ranks call this after `join()`, too. Otherwise it fails while a rank is in `join()`.
+            by_all: True if ranks call this after `join()`, too. Otherwise the sum fails while a rank is in `join()`.
         """
         coalesced = tensor.coalesce()
         parts = {"indices": coalesced.indices().t().contiguous(), "values": coalesced.values()}
@@ -719,7 +734,7 @@ class SparseSum:
             self._works.append(engine.submit(signature, [entries]))
 
     def wait(self, interrupted: Callable[[], bool] | None) -> bool:
-        """Wait for both operations. Return False if `interrupted` returned True; see `EagerEngine.finish`.
+        """Wait for both all-gathers. Return False if `interrupted`, which is called regularly, returned True.
 
         Raises:
             CommError: an operation or the job has failed.
@@ -727,7 +742,7 @@ class SparseSum:
         return all(self._engine.finish(work, interrupted) for work in self._works)
 
     def result(self) -> torch.Tensor:
-        """Wait, and return the sum as an uncoalesced COO tensor."""
+        """Wait for both all-gathers, and return the sum as an uncoalesced COO tensor."""
         self.wait(None)
         (indices,), (values,) = (work.results for work in self._works)
         return torch.sparse_coo_tensor(indices.t(), values, self._size, device=values.device, check_invariants=False)
@@ -764,12 +779,12 @@ class RankSets:
     """All rank sets of a job, by id. Methods that change them are collective over all ranks."""
 
     def __init__(self, control: ControlPlane, watchdog: Watchdog, open_lanes: OpenLanes | None = None) -> None:
-        """Open set 0 over all ranks. Does not own its arguments. Collective.
+        """Open set 0 over all ranks. The caller closes the arguments. Collective.
 
         Args:
             control: control plane of all ranks.
             watchdog: watches the engines' waits.
-            open_lanes: see `EagerEngine`.
+            open_lanes: opens the streams for large all-reduces. None = these use the communicator.
         """
         self._control, self._watchdog, self._open_lanes = control, watchdog, open_lanes
         self._sets: dict[int, RankSet] = {}
@@ -833,7 +848,7 @@ class RankSets:
 
         Args:
             number: id of the set.
-            before: called with the id on all ranks before the set is closed. Closes its users.
+            before: called with the id on all ranks before the set is closed, to close components that use the set.
 
         Raises:
             MismatchError: the ranks name different sets. Raised on all ranks.

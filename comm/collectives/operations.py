@@ -1,13 +1,14 @@
 """Eager operations: their signatures, the check that the ranks' signatures match, and their execution.
 
-Operations run over the control plane, in the thread that ran the round. They poll non-blocking requests, so that a
-failure of the job ends the wait. Tensors on devices are copied to the CPU and back.
+Operations run over the control plane, in the thread that runs the engine's round (one agreement among the ranks). They
+poll non-blocking requests, so that a failure of the job ends their waits. Tensors on GPUs are copied to the CPU and
+back.
 
-If all ranks have the same few small all-reduces and broadcasts pending, the messages of the round carry the tensors,
+If all ranks have the same few small all-reduces and broadcasts pending, the messages of the round contain the tensors,
 and each rank computes the results from all messages. The control plane is built for small messages. So an all-reduce of
-at least 1 MiB is split into units over streams by a `UnitPipeline`, like gradients. All ranks have agreed on its size
-and dtype, so they choose alike, and open the streams together at the first such tensor. Other operations always use the
-control plane, because they are rare.
+at least 1 MiB is split into units (buckets) over streams by a `UnitPipeline`, like gradients. All ranks have agreed on
+its size and dtype, so they make the same choice, and open the streams together at the first such tensor. Other
+operations always use the control plane, because they are rare.
 
 Adasum combines gradients by the angle between them (Maleki et al., "Scaling Distributed Training with Adaptive
 Summation", MLSys 2021): orthogonal ones are added, parallel ones are averaged, with a smooth transition (eq. 3). More
@@ -43,13 +44,13 @@ logger = logging.getLogger(__name__)
 
 DIGEST_BYTES = 16
 FUSED_BYTES = 8 * 1024**2
-"""Size of a batch: small all-reduces of one round are fused up to it."""
+"""Largest size of a batch of small all-reduces that are fused."""
 FUSIBLE_BYTES = 256 * 1024
-"""Size of the largest tensor that is fused. Larger tensors do not get faster by it."""
+"""Size of the largest tensor that is fused. Fusing does not make larger tensors faster."""
 
 
 class CollectiveKind(Enum):
-    """CollectiveKind of an eager operation."""
+    """Kind of an eager operation."""
 
     ALLREDUCE = "ALLREDUCE"
     ALLGATHER = "ALLGATHER"
@@ -63,7 +64,7 @@ RAGGED = (CollectiveKind.ALLGATHER, CollectiveKind.ALLTOALL)
 """Operations whose tensors may have different first dimensions on different ranks."""
 
 ADASUM = "adasum"
-"""Reduction that is not element-wise, so that tensors cannot be fused."""
+"""Name of the Adasum reduction. It is not element-wise, so tensors cannot be fused."""
 
 
 class Signature(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -78,9 +79,9 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         root: source rank of a broadcast. -1 = none.
         factors: (prescale, postscale).
         device: "cpu" or "cuda".
-        once: True if the name is used only once, and so gets no bit.
-        by_all: True if ranks submit it after `join()`, too. Without it, joined ranks contribute zeros to all-reduces,
-            and all operations of a kind except all-reduce fail.
+        once: True if the name is used only once, so that it gets no bit in the messages of a round.
+        by_all: True if ranks submit the operation even after `join()`. Otherwise joined ranks contribute zeros if it is
+            an all-reduce, and any other operation fails.
         problem: why this rank cannot take part. The operation then fails on all ranks. "" = no problem.
     """
 
@@ -98,7 +99,7 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], *, name: str, kind: CollectiveKind, **rest: Any) -> Signature:
-        """Return the signature of an operation on these tensors. `rest` are further fields.
+        """Return the signature of an operation on these tensors. `rest` are further fields of the signature.
 
         Raises:
             ConfigError: a tensor is a DTensor.
@@ -148,7 +149,7 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def may_be_carried(self) -> bool:
-        """Return whether the messages of a round can carry the tensors, and suffice to compute the result."""
+        """Return whether the messages of a round can contain the tensors and suffice to compute the result."""
         kinds = (CollectiveKind.ALLREDUCE, CollectiveKind.BROADCAST, CollectiveKind.BARRIER)
         return self.kind in kinds and self.op != ADASUM and self.device == "cpu" and self.size_bytes <= CARRIED_BYTES
 
@@ -225,17 +226,17 @@ def _format(value: object) -> str:
 
 
 Progress = tuple[int, ...]
-"""Position in the training. Of ranks that join in one round, the one with the highest progress counts as the last."""
+"""Position in the training. If several ranks join in one round, the rank with the highest position counts as last."""
 
 
 class PendingReport(msgspec.Struct, frozen=True, kw_only=True):
     """State of a rank, sent when the ranks exchange their pending operations.
 
     Attributes:
-        joined: progress at which the rank called `join()`. None = it has data.
+        joined: position in the training at which the rank called `join()`. None = it has not called it.
         closing: True if the rank is shutting down.
-        unnamed: number of unnamed operations it has submitted.
-        signatures: its pending operations.
+        unnamed: number of unnamed operations that the rank has submitted.
+        signatures: signatures of the rank's pending operations.
     """
 
     joined: Progress | None
@@ -293,7 +294,7 @@ def adasum_(vector: torch.Tensor, *, comm: Communicator, wait: Callable[[Test], 
 Tensors = list[torch.Tensor]
 
 SPIN_S = 3e-3
-"""Seconds of polling without sleep. Most transfers complete within them, because all ranks start together."""
+"""Seconds of polling without sleep. Most transfers complete within this time, because all ranks start together."""
 
 SLEEP_S = 50e-6
 """Sleep between tests of a longer transfer. Short, because a transfer makes progress only during tests."""
@@ -302,20 +303,22 @@ TESTS_PER_YIELD = 8
 
 
 LANE_BYTES = 1 << 20
-"""All-reduces of at least this size use lanes, which are opened for the first of them."""
+"""All-reduces of at least this size use lanes (streams of a `UnitPipeline`), opened at the first such all-reduce."""
 
 LANE_DTYPES = frozenset((torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64))
-"""Dtypes that every transport reduces like the control plane. Half precision is converted to float32 before."""
+"""Dtypes that every transport can reduce as the control plane does. Half precision is converted to float32 first."""
 
 OpenLanes = Callable[[Communicator], UnitPipeline]
-"""Collective. Opens lanes between the ranks of a communicator. No operation may use the communicator meanwhile."""
+"""Function that opens lanes (streams for large all-reduces) between the ranks of a communicator. Collective. No
+operation
+may use the communicator during the call."""
 
 
 class Ranks:
     """Participating ranks: their communicator, and the lanes for large all-reduces."""
 
     def __init__(self, comm: Communicator, failures: FailureBoard, open_lanes: OpenLanes | None = None) -> None:
-        """Use `comm` exclusively. Without `open_lanes`, it carries large all-reduces, too."""
+        """Store `comm`, which no other object may use. Without `open_lanes`, large all-reduces use `comm`, too."""
         self.comm, self._failures, self._open_lanes = comm, failures, open_lanes
         self.rank, self.size = comm.rank, comm.size
         self.lanes: UnitPipeline | None = None
@@ -401,7 +404,7 @@ def _on_device_of(tensors: Sequence[torch.Tensor], results: Tensors) -> Tensors:
     device = tensors[0].device
     moved = [result.to(device) for result in results]
     if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()  # the waiting thread uses another stream
+        torch.cuda.current_stream(device).synchronize()  # because the waiting thread uses another CUDA stream
     return moved
 
 
@@ -425,7 +428,7 @@ def _all_reduce(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tensors:
 
 
 def _reduced(flat: torch.Tensor, signature: Signature, ranks: Ranks) -> torch.Tensor:
-    """Scale, reduce and scale a 1-d tensor. Collective."""
+    """Multiply a 1-d tensor by the prescale factor, all-reduce it, and apply the postscale factor. Collective."""
     received = _work_copy(flat, signature.factors[0])
     ranks.all_reduce_(received, signature.op)
     scale_(received, signature.factors[1])
@@ -433,7 +436,7 @@ def _reduced(flat: torch.Tensor, signature: Signature, ranks: Ranks) -> torch.Te
 
 
 def _work_copy(flat: torch.Tensor, prescale: float) -> torch.Tensor:
-    """Return a scaled copy, in float32 if the dtype is a half, because backends do not know halves."""
+    """Return a scaled copy. Half precision becomes float32, because the control plane cannot reduce half precision."""
     copy = flat.float() if flat.dtype in HALF_DTYPES else flat.clone()
     scale_(copy, prescale)
     return copy
@@ -469,7 +472,7 @@ def _barrier(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tensors:
 
 
 def _all_gather(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tensors:
-    """Concatenate along dimension 0, which may differ between ranks."""
+    """All-gather tensors and concatenate them along dimension 0, whose length may differ between ranks."""
     own = np.array([tensor.shape[0] for tensor in inputs], dtype=np.int64)
     rows = np.empty((ranks.size, own.size), dtype=np.int64)
     ranks.wait(ranks.comm.all_gather(own, rows))
@@ -483,7 +486,7 @@ def _all_gather(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tensors:
 
 
 def _all_to_all(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tensors:
-    """Exchange rows. Inputs and results: a tensor, and the number of rows for or from each rank (int32)."""
+    """Send rows to each rank. Inputs and results: a tensor, and its number of rows for or from each rank (int32)."""
     tensor, splits = inputs
     sent = splits.numpy().astype(np.int64)
     received = np.empty_like(sent)
@@ -496,7 +499,7 @@ def _all_to_all(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tensors:
 
 
 def _reduce_scatter(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tensors:
-    """Reduce and scatter rows. The first `rows % size` ranks get one row more."""
+    """Reduce-scatter tensors by rows. The first `rows % size` ranks get one row more."""
     results = []
     for tensor in inputs:
         bounds = row_bounds(tensor.shape[0], ranks.size)
@@ -515,16 +518,17 @@ def _reduce_scatter(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tens
 # ── small operations, whose tensors are part of the round's messages ──────────────────────────────────────────────────
 
 CARRIED_BYTES = 1024
-"""Room for tensors in a message."""
+"""Number of bytes for tensors in a message."""
 
 ALIGNED_BYTES = 16
 """Alignment of tensors in a message, enough for every dtype."""
 
 MAX_SLOTS = 1024
-"""Number of cached slots."""
+"""Largest number of cached `Slot` objects."""
 
 _WIRE_DTYPES = {**dict.fromkeys(HALF_DTYPES, torch.float32), torch.bool: torch.uint8}
-"""Dtype in which messages carry a tensor to all-reduce, if not its own. Matches `_work_copy` and `_reducible`."""
+"""Dtypes of tensors that are converted before an all-reduce by messages, and their dtype there. Must match `_work_copy`
+and `_reducible`."""
 
 _COMBINATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
@@ -549,7 +553,7 @@ class Slot(NamedTuple):
 
 
 class RoundMessage:
-    """Buffers for the messages of a round: a head, followed by tensors.
+    """Buffers for the messages of a round. A message has a head (digest and bits), followed by tensors.
 
     Attributes:
         own: message of this rank, bytes.
@@ -570,8 +574,8 @@ class RoundMessage:
         """Copy the tensors of all operations into this rank's message, prescaled.
 
         Returns:
-            For each operation, the slots of its tensors. None if not all fit. That depends on the signatures only, so
-            it is equal on ranks with equal operations.
+            For each operation, the slots of its tensors. None if not all tensors fit. This depends on the
+            signatures only, so ranks with equal operations get the same answer.
         """
         found, begin = [], self._head_bytes
         for signature, tensors in works:
@@ -593,7 +597,7 @@ class RoundMessage:
         return found
 
     def _slot(self, begin: int, shape: torch.Size, dtype: torch.dtype) -> Slot | None:
-        """Return a slot that starts at byte `begin`, and cache it. None if it does not fit."""
+        """Create and cache a slot that starts at byte `begin`. Return None if it does not fit into the message."""
         used = begin + shape.numel() * dtype.itemsize
         if used > self.own.size:
             return None
@@ -606,7 +610,7 @@ class RoundMessage:
 
 
 def result_of(signature: Signature, inputs: Sequence[torch.Tensor], slots: Sequence[Slot]) -> Tensors:
-    """Compute the result of an operation whose tensors all messages carry. Returns new tensors like the inputs.
+    """Compute the result of an operation from the tensors in all ranks' messages. Returns new tensors like the inputs.
 
     Args:
         signature: description of the operation.
@@ -640,7 +644,7 @@ def _bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     """Return the memory of a contiguous CPU tensor as bytes."""
     if tensor.numel() == 0:
         return np.empty(0, dtype=np.uint8)
-    # as_strided, not reshape(-1), which would keep an arbitrary stride of a dimension of length 1.
+    # Use as_strided, because reshape(-1) keeps the arbitrary stride of a dimension of length 1.
     array: npt.NDArray[np.uint8] = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
     return array
 

@@ -1,7 +1,8 @@
-"""Libra's in-network aggregation with a process in place of the switch. An experiment beside training jobs.
+"""In-network aggregation as in Libra, with a process in place of the switch. An experiment, which training jobs do not
+use.
 
-An `Aggregator` adds the parts that the ranks of a job send, packet by packet. An `AggregatorClient` sends a rank's
-rows, receives the sums, and changes to a standby if its aggregator fails.
+An `Aggregator` sums the values that the ranks of a job send, packet by packet. An `AggregatorClient` sends a rank's
+rows, receives the sums, and changes to a standby aggregator if its aggregator fails.
 """
 
 from __future__ import annotations
@@ -64,11 +65,11 @@ _EQUAL_BYTES = HEADER_BYTES - 4
 
 
 class PacketKind(IntEnum):
-    """PacketKind of a packet. The comments name the sender."""
+    """Kind of a packet. Each comment names the sender first."""
 
     PART = 1  # rank: values to sum
     SUM = 2  # aggregator: the sum; rank: a sum from the previous aggregator, which has failed
-    ACK = 3  # aggregator: part received, parts of some ranks are missing
+    ACK = 3  # aggregator: packet received, but packets of other ranks are missing
     REFUSED = 4  # aggregator: job rejected, with the reason
     GONE = 5  # aggregator: it shuts down
     BYE = 6  # rank: it leaves the job
@@ -135,13 +136,13 @@ class Wire:
     """A UDP socket, for one thread. Sends and receives many packets per system call (GSO, GRO) where the kernel can.
 
     Attributes:
-        refused: True once the peer's host reported that no process listens there.
+        refused: True once the peer's host reported that no process listens at the peer's port.
     """
 
     def __init__(self, sock: socket.socket, *, batches: bool = True) -> None:
         """Take ownership of the socket. `batches=False` disables GSO and GRO."""
         self._sock = sock
-        sock.setblocking(True)  # so that a full queue of the link slows the sender down
+        sock.setblocking(True)  # so that a full queue of the network device slows the sender down
         for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
             sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER_BYTES)
         with contextlib.suppress(OSError):  # allow fragmentation, for links whose frames are shorter than packets
@@ -160,7 +161,7 @@ class Wire:
 
     @classmethod
     def bound(cls, host: str, port: int, *, batches: bool = True) -> Wire:
-        """Listen at an address. Port 0 = any free port.
+        """Open a socket that receives packets at an address. Port 0 = any free port.
 
         Raises:
             ConfigError: the address cannot be bound.
@@ -172,7 +173,7 @@ class Wire:
 
     @classmethod
     def connected(cls, address: Address, *, batches: bool = True) -> Wire:
-        """Connect to an address. Receives packets from there only.
+        """Open a socket that exchanges packets with one address only.
 
         Raises:
             ConfigError: the host does not exist.
@@ -226,7 +227,7 @@ class Wire:
                 self._handle_error(err)
 
     def batches(self, most: int = 64) -> Iterator[tuple[Bytes, Address]]:
-        """Yield received packets of equal size and sender, (packets, bytes). Each array is valid until the next."""
+        """Yield received packets of equal size and sender, (packets, bytes). An array is valid until the next one."""
         for _ in range(most):
             try:
                 length, extra, _, sender = self._sock.recvmsg_into([self._buffer], 64, socket.MSG_DONTWAIT)
@@ -326,19 +327,18 @@ MAX_RANKS = 65535
 
 
 class _StepPackets:
-    """Packets of one step: parts to send and sums received. Reused for every second step."""
+    """Packets of one step (one call of `sum`): this rank's values and the received sums. Two objects alternate."""
 
     def __init__(self, packets: int, floats: int, **fields: int) -> None:
         self._parts = frames(packets, floats, PacketKind.PART, **fields)
-        self._sums = frames(
-            packets, floats, PacketKind.SUM, **fields
-        )  # sent only to the next aggregator, after a failure
+        # After a failure of the aggregator, these sums are sent to the next one.
+        self._sums = frames(packets, floats, PacketKind.SUM, **fields)
         self._received, self._acknowledged = np.zeros(packets, np.bool_), np.zeros(packets, np.bool_)
         self._sent_s, self._tries = np.zeros(packets), np.zeros(packets, np.int64)
         self.number, self._count, self.resent = -1, 0, 0
 
     def begin(self, number: int, values: Floats) -> None:
-        """Copy the values of a new step, (n,)."""
+        """Start a new step, and copy its values, (n,), into the packets."""
         into = floats_of(self._parts)
         floats = into.shape[1]
         whole, rest = divmod(values.size, floats)
@@ -352,12 +352,12 @@ class _StepPackets:
         self.restart()
 
     def restart(self) -> None:
-        """Send all packets again, because the next aggregator has no state: received sums, and parts without a sum."""
+        """Mark all packets as unsent, because a new aggregator has no state of this step."""
         self._acknowledged[:], self._tries[:], self._top = False, 0, 0
 
     @property
     def is_complete(self) -> bool:
-        """Return whether all sums were received."""
+        """Return whether all sums of this step were received."""
         return bool(self._received[: self._count].all())
 
     def result(self, size: int) -> Floats:
@@ -365,11 +365,11 @@ class _StepPackets:
         return floats_of(self._sums)[: self._count].reshape(-1)[:size].copy()
 
     def store(self, seqs: Numbers, values: Floats, now_s: float) -> float | None:
-        """Store received sums. Repeated ones are ignored.
+        """Store received sums. Repeated sums are ignored.
 
         Returns:
-            The round-trip time in seconds, from packets that were sent once only. 0.0 if there is none, None if no sum
-            was expected.
+            The round-trip time in seconds, measured on packets that were sent only once. 0.0 if there is no such
+            packet. None if none of the sums was expected.
         """
         valid = seqs < self._count
         valid[valid] &= ~self._acknowledged[seqs[valid]]
@@ -384,10 +384,14 @@ class _StepPackets:
         return now_s - float(self._sent_s[once].max()) if once.size else 0.0
 
     def send(self, wire: Wire, now_s: float, *, window: int, timeout_s: float) -> None:
-        """Send new packets within the window, and lost ones again. If all are acknowledged, send a rare probe."""
+        """Send new packets within the window, and resend lost packets.
+
+        If all packets are acknowledged, send one packet every `PROBE_INTERVAL_S`, to learn whether the aggregator still
+        has the state of this step.
+        """
         missing = np.flatnonzero(~self._acknowledged[: self._count])
         if not missing.size:
-            if self._count and now_s - self._sent_s[0] > PROBE_INTERVAL_S:  # probe: does it still have this state?
+            if self._count and now_s - self._sent_s[0] > PROBE_INTERVAL_S:
                 self._sent_s[0] = now_s
                 wire.send_rows(self._sums[:1])
             return
@@ -409,7 +413,7 @@ class _StepPackets:
 
 
 class AggregatorClient:
-    """One rank of a job at an aggregator. For one thread.
+    """Connection of one rank to an aggregator. For one thread.
 
     Args:
         addresses: `host:port` of the aggregator and of its standbys, equal on all ranks.
@@ -482,9 +486,9 @@ class AggregatorClient:
         return self._current.result(values.size).reshape(values.shape)
 
     def linger(self, until: Callable[[], bool]) -> None:
-        """Continue to serve peers until a condition holds.
+        """Continue to exchange packets with the aggregator until a condition holds.
 
-        If the aggregator fails, the peers may need sums that only this rank has received.
+        If the aggregator fails, its standby and the peers may need sums that only this rank has received.
         """
         while not until():
             with contextlib.suppress(AggregatorError):
@@ -511,7 +515,7 @@ class AggregatorClient:
                 step.send(wire, now_s, window=self._window, timeout_s=timeout_s)
             wire.wait(0.002)
             before_s, self._now_s = now_s, time.monotonic()
-            if self._now_s - before_s > SUSPENDED_S:  # then the silence is no sign of a lost aggregator
+            if self._now_s - before_s > SUSPENDED_S:  # this process was suspended, so no answer could arrive
                 self._last_received_s += self._now_s - before_s
             if not self._receive(wire):
                 continue
@@ -592,15 +596,15 @@ class AggregatorClient:
 ONE = 1 << 16
 """Fixed-point 1.0: logarithms have 16 fractional bits."""
 
-_NEAREST = 1 << 11  # a key is the difference j - i with 5 integer and 11 fractional bits
-_FARTHEST = 31  # with a difference of this many powers of two, the smaller number is negligible
-_SPLIT = 12  # number of fraction bits after the 11th
+_NEAREST = 1 << 11  # a table's key is a difference of logarithms with 5 integer and 11 fractional bits
+_FARTHEST = 31  # if a number is this many powers of two smaller than another, it is negligible
+_SPLIT = 12  # number of a float's fraction bits after the 11th
 _LN2 = float(np.log(2.0))
 _TINY = -(1 << 30)  # stands for log2(0)
 
 
 class Tables:
-    """Lookup tables. Comments give the paper's names. The index is the key, and an entry has 16 bits."""
+    """Lookup tables for float addition. Comments give the names in the Libra paper. An entry has 16 bits."""
 
     def __init__(self) -> None:
         high = np.arange(4096)
@@ -614,7 +618,7 @@ class Tables:
             self.small = np.rint(ONE * 2.0 ** (-keys / 256)).astype(np.int64)  # 2^(log Δm - log(m ln 2))
             theta = -keys / _NEAREST
             self.plus = np.rint(ONE * np.log2(1.0 + 2.0**theta)).astype(np.int64)  # miTable
-            self.minus = np.rint(ONE * np.log2(1.0 - 2.0**theta)).clip(_TINY).astype(np.int64)  # not the paper's
+            self.minus = np.rint(ONE * np.log2(1.0 - 2.0**theta)).clip(_TINY).astype(np.int64)  # not in the paper
             self.power = np.rint(ONE * (2.0 ** (keys / ONE) - 1.0)).astype(np.int64)  # expTable: a fraction
 
 
@@ -654,7 +658,7 @@ def _is_zero(bits: Numbers) -> npt.NDArray[np.bool_]:
 
 
 def _log2(bits: Numbers) -> Numbers:
-    """Return log2 of the magnitude with 16 fractional bits: equation 1."""
+    """Return log2 of the magnitude with 16 fractional bits, by equation 1 of the paper."""
     found = tables()
     m, rest = (bits >> _SPLIT) & 0x7FF, bits & 0xFFF
     key = np.minimum(found.log_m_ln2[m] - found.log_rest[rest], 65535)
@@ -663,7 +667,7 @@ def _log2(bits: Numbers) -> Numbers:
 
 
 def _power(logarithm: Numbers, sign: Numbers) -> npt.NDArray[np.float32]:
-    """Return ±2^logarithm. 0 if that is subnormal, infinity if it is too large."""
+    """Return ±2^logarithm. Subnormal results become 0, and too large results become infinity."""
     exponent, fraction = (logarithm >> 16) + 127, tables().power[logarithm & 0xFFFF]
     carry = fraction >> 16
     exponent, fraction = exponent + carry, fraction & 0xFFFF
@@ -676,24 +680,23 @@ def _power(logarithm: Numbers, sign: Numbers) -> npt.NDArray[np.float32]:
 
 
 class StepRegisters:
-    """Sums of one step, in packets."""
+    """Sums of one step of a job, stored as packets to send."""
 
     def __init__(self, *, ranks: int, values: int, floats: int, by_tables: bool, **fields: int) -> None:
         packets = -(-values // floats)
         self.frames = frames(packets, floats, PacketKind.SUM, ranks=ranks, count=values, **fields)
         self._sums = floats_of(self.frames)
-        self._seen = np.zeros(
-            (ranks, packets), np.bool_
-        )  # parts added, by rank and packet; the paper's guard against repeated packets
+        # True where a rank's packet was added, so that repeated packets are ignored, as in the paper.
+        self._seen = np.zeros((ranks, packets), np.bool_)
         self._final = np.zeros(packets, np.bool_)
         self._add = table_sum if by_tables else np.add
         self.values, self.bytes = values, self.frames.nbytes + self._seen.nbytes
 
     def add(self, rank: int, seqs: Numbers, values: Floats) -> tuple[Numbers, int]:
-        """Add the parts of one rank, except repeated ones. `seqs` must be unique.
+        """Add packets of one rank to the sums, except repeated packets. `seqs` must be unique.
 
         Returns:
-            The packets that became complete, and the number of repeated parts.
+            The numbers of the packets whose sums became complete, and the number of repeated packets.
         """
         new = ~(self._seen[rank, seqs] | self._final[seqs])
         repeated = len(seqs) - int(new.sum())
@@ -706,19 +709,19 @@ class StepRegisters:
         return complete, repeated
 
     def put(self, seqs: Numbers, values: Floats) -> Numbers:
-        """Store sums of the previous aggregator. Return the packets that were incomplete here."""
+        """Store sums that a failed aggregator had completed. Return the packets whose sums were incomplete here."""
         new = ~self._final[seqs]
         self._sums[seqs[new]] = values[new]
         self._final[seqs] = True
         return seqs[new]
 
     def final(self, seqs: Numbers) -> Numbers:
-        """Return those of the packets whose sums are complete."""
+        """Return the packets among `seqs` whose sums are complete."""
         return seqs[self._final[seqs]]
 
 
 class AggregationJob:
-    """A job, from its first packet until all ranks leave, or until a new job replaces it because it is silent."""
+    """State of a job, from its first packet until all ranks leave or a new job replaces this silent job."""
 
     def __init__(self, ranks: int, floats: int) -> None:
         self.ranks, self.floats = ranks, floats
@@ -738,11 +741,11 @@ MAX_WINDOW = 1024
 
 
 class Aggregator:
-    """Adds parts for jobs until it is stopped. For one thread, except `stop`.
+    """Sums the values of jobs until it is stopped. For one thread, except `stop`.
 
     Attributes:
-        counters: numbers of events since the start: `parts` added, `repeated` parts ignored, `sums` completed, sums
-            `taken_over` from a failed aggregator, `stale` and `malformed` packets, `refusals`.
+        counters: numbers of events since the start: packets added (`parts`), `repeated` packets ignored, `sums`
+            completed, sums `taken_over` from a failed aggregator, `stale` and `malformed` packets, `refusals`.
     """
 
     def __init__(
@@ -761,7 +764,7 @@ class Aggregator:
             memory_bytes: limit for the registers of all jobs.
             jobs: largest number of jobs at a time.
             silent_s: seconds without a packet after which a job may be replaced by a new one.
-            by_tables: True to add by tables, as Libra's switch does.
+            by_tables: True to add numbers by table lookups, as Libra's switch does.
         """
         self._wire, self._memory_bytes, self._max_jobs, self._silent_s = wire, memory_bytes, jobs, silent_s
         self._by_tables = by_tables
@@ -792,7 +795,8 @@ class Aggregator:
         headers = headers_of(rows)
         first = headers[0]
         kind, key, rank = int(first["kind"]), int(first["job"]), int(first["rank"])
-        if kind == PacketKind.STATUS and rows.shape[1] >= PACKET_BYTES:  # short requests could amplify traffic
+        # Ignore short requests, because the answers would amplify an attacker's traffic.
+        if kind == PacketKind.STATUS and rows.shape[1] >= PACKET_BYTES:
             self._wire.send(packet(PacketKind.COUNTERS, body=self._status_json()), address)
         elif kind == PacketKind.BYE:
             if (job := self._jobs.get(key)) is not None:
@@ -819,10 +823,10 @@ class Aggregator:
     def _registers(
         self, key: int, ranks: int, floats: int, step: int, size: int
     ) -> tuple[AggregationJob, StepRegisters] | str | None:
-        """Return a job's registers of a step, and create them at its first packet.
+        """Return a job's registers (sums) of a step, and create them at the step's first packet.
 
         Returns:
-            The job and its registers, the reason for rejecting the packet, or None if the step is past.
+            The job and its registers. A reason if the packet is rejected. None if the step is too old.
         """
         job = self._jobs.get(key)
         if job is None:
@@ -887,7 +891,7 @@ class Aggregator:
             self.counters["sums"] += len(complete)
         for to in job.addresses.values():
             self._send_sums(registers, complete, to)
-        if repeated:  # the rank lacks the sums of these packets
+        if repeated:  # the rank has sent packets again, because it lacks their sums
             final = registers.final(seqs)
             self._send_sums(registers, np.setdiff1d(final, complete), address)
             if not len(final):

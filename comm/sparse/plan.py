@@ -58,7 +58,7 @@ class SparsePlan:
 
     @cached_property
     def hot_indices(self) -> npt.NDArray[np.int64]:
-        """Return the hot rows: `(n_hot,)`."""
+        """Return the indices of the hot rows as an array, `(n_hot,)`."""
         return np.array(self.hot_rows, dtype=np.int64)
 
     def fingerprint(self) -> str:

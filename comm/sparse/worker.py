@@ -1,4 +1,4 @@
-"""Sums the rows of sparse gradients by the algorithm of a plan, in a thread of its own."""
+"""A worker thread that sums the rows of sparse gradients over all ranks, by the algorithm of a plan."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ from sirtaki.machine import free_in_forked_children
 
 FIRST_REGION_BYTES = 1 << 20
 MAX_REGION_BYTES = 1 << 28
-"""Largest shared region of the ranks of a node. Larger data is sent in several rounds."""
+"""Largest shared-memory region between the ranks of a node. Larger data is sent in several parts, one after another."""
 
 MAX_MESSAGE_BYTES = 1 << 28
-"""Largest amount of data of one exchange on one stream, because MPI counts with 32 bits."""
+"""Largest amount of data that one exchange sends over one stream, because MPI counts with 32 bits."""
 
 MIN_PIECE_BYTES = 1 << 15
-"""Smallest piece of a parcel that gets a stream of its own."""
+"""Smallest part of a message that is sent over a stream of its own."""
 
 
 class Closed(Exception):
-    """Raised by a collective after this rank has closed its lanes."""
+    """Raised by a collective after this rank has closed its `SparseLanes`."""
 
 
 class SparseLanes:
-    """Streams over one flat route. Collectives block. One thread calls them, in the same order on all ranks.
+    """Streams that carry sparse rows. The collectives block. One thread calls them, in the same order on all ranks.
 
     Attributes:
         rank, size: rank of this process, and number of participating ranks.
-        route: the route of all streams.
+        route: transport and algorithm of all streams. The algorithm is flat (not hierarchical).
         streams: number of open streams.
         exchange_streams, reduce_streams: number of streams that an exchange and an all-reduce use.
     """
 
     def __init__(self, control: ControlPlane, *, timeout_s: float, kind: TransportKind | None, streams: int) -> None:
-        """Open the fastest route that can be opened. Collective.
+        """Open streams over the fastest transport that can be opened. Collective.
 
         Args:
             control: participating ranks.
@@ -61,7 +61,7 @@ class SparseLanes:
 
         Raises:
             ConfigError: this job has no such transport. Raised on all ranks.
-            TransportError: no route can be opened. Raised on all ranks.
+            TransportError: no transport can be opened. Raised on all ranks.
         """
         self._control = control.scope()
         self.rank, self.size = control.rank, control.size
@@ -109,7 +109,7 @@ class SparseLanes:
     # ── the shared region ────────────────────────────────────────────────────────────────────────────────────────
 
     def grow(self) -> None:
-        """Enlarge the shared region if data has exceeded it. Collective, with no operation in flight."""
+        """Enlarge the shared-memory region if earlier data did not fit. Collective, with no operation in flight."""
         region = self._region
         if region is None or self._needed_bytes <= region.tensor.numel() or self._needed_bytes > MAX_REGION_BYTES:
             return
@@ -121,27 +121,27 @@ class SparseLanes:
         except TransportError:
             if self._region is None:
                 raise
-            self._needed_bytes = 0  # continue with the present region
+            self._needed_bytes = 0  # so that the present region stays in use
             return
         self._region = FlatBuffer(regions[self._control.local_rank], regions)
 
     # ── exchanges ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def all_gather(self, parcel: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """Return the parcels (bytes) of all ranks. `lengths` are their lengths by rank. Collective."""
+        """All-gather byte tensors (parcels). `lengths` are the lengths of all ranks' parcels, by rank. Collective."""
         return self._transfer([parcel], Parcels.to_all(lengths))
 
     def gather_counts(self, counts: Sequence[int]) -> list[list[int]]:
-        """Return the integers of all ranks, by rank. Each rank passes equally many. Collective."""
+        """All-gather integers. Return the integers by rank. Each rank must pass the same number of them. Collective."""
         own = torch.tensor(counts, dtype=torch.int64, device="cpu").view(torch.uint8)
         return [part.view(torch.int64).tolist() for part in self.all_gather(own, [own.numel()] * self.size)]
 
     def exchange(self, parcels: Sequence[torch.Tensor], lengths: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """Send a parcel to each rank, and return the parcels for this rank, by sender. Collective.
+        """Send a byte tensor (parcel) to each rank, and return the parcels for this rank, by sender. Collective.
 
         Args:
-            parcels: bytes, by receiver.
-            lengths: length of each parcel, by sender and receiver.
+            parcels: byte tensors to send, by receiver.
+            lengths: length of each parcel in bytes, by sender and receiver.
         """
         return self._transfer(parcels, Parcels(np.asarray(lengths, dtype=np.int64)))
 
@@ -172,7 +172,10 @@ class SparseLanes:
         return whole
 
     def _split(self, layout: Parcels) -> tuple[int, int]:
-        """Return the number of rounds, and of parallel streams in each. Equal on all ranks."""
+        """Return the number of consecutive parts in which to send data, and of parallel streams for each part.
+
+        Both are equal on all ranks.
+        """
         largest = layout.largest_outgoing_bytes
         if self._region is not None:
             self._needed_bytes = max(self._needed_bytes, largest)
@@ -229,7 +232,7 @@ class SparseLanes:
             raise Closed
 
     def stop(self) -> None:
-        """Make waits of the thread that uses the lanes raise `Closed`. Thread-safe."""
+        """Make waits of the thread that uses these streams raise `Closed`. Thread-safe."""
         self._closing = True
 
     def close(self) -> None:
@@ -241,14 +244,14 @@ class SparseLanes:
 
 
 def _part(parcels: Sequence[torch.Tensor], number: int, of: int) -> list[torch.Tensor]:
-    """Return piece `number` of `of` of each parcel, cut as in `Parcels.piece`."""
+    """Cut each parcel into `of` pieces and return piece `number` of each. Must cut as `Parcels.piece` does."""
     return [parcel[len(parcel) * number // of : len(parcel) * (number + 1) // of] for parcel in parcels]
 
 
 # ── rows and algorithms ───────────────────────────────────────────────────────────────────────────────────────────────
 
 ALIGNMENT_BYTES = 16
-"""Parcel sizes are multiples of this, so that a parcel's values are aligned in a buffer of several parcels."""
+"""Sizes of parcels (packed rows) are multiples of this, so that values are aligned in a buffer of several parcels."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -292,7 +295,7 @@ def coalesced(gradient: torch.Tensor) -> Rows:
 
 
 def merged(parts: Sequence[Rows]) -> Rows:
-    """Return the sum of the ranks' rows. Added in rank order, so that results are bitwise equal on all ranks."""
+    """Sum the rows of all ranks. Rows are added in rank order, so that results are bitwise equal on all ranks."""
     dtype = parts[0].values.dtype
     present, position = torch.unique(torch.cat([part.indices for part in parts]), return_inverse=True)
     total = torch.zeros(len(present), parts[0].values.shape[1], dtype=wide(dtype), device="cpu")
@@ -302,14 +305,14 @@ def merged(parts: Sequence[Rows]) -> Rows:
 
 
 def disjoint(parts: Sequence[Rows]) -> Rows:
-    """Concatenate parts that have no row in common."""
+    """Concatenate parts that have no row in common, and sort the rows by index."""
     indices, order = torch.cat([part.indices for part in parts]).sort()
     return Rows(indices, torch.cat([part.values for part in parts])[order])
 
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """Wire format of one parameter's rows: all indices, then all values, each padded.
+    """Wire format of one parameter's rows: all indices, then all values, both padded to `ALIGNMENT_BYTES`.
 
     Attributes:
         n_rows: number of rows of the parameter.
@@ -333,15 +336,15 @@ class RowFormat:
 
     @property
     def flagged_bytes(self) -> int:
-        """Return the size of one row with the element that marks its presence."""
+        """Return the size of one row with the additional element that marks the row as present."""
         return self.row_bytes + self.dtype.itemsize
 
     def parcel_bytes(self, n: int) -> int:
-        """Return the size of a parcel with `n` rows."""
+        """Return the size of a parcel with `n` packed rows."""
         return _padded(n * self.index_dtype.itemsize) + _padded(n * self.row_bytes)
 
     def pack(self, rows: Rows) -> torch.Tensor:
-        """Return a parcel (bytes) with these rows."""
+        """Pack rows into a new byte tensor (parcel)."""
         parcel = torch.empty(self.parcel_bytes(len(rows)), dtype=torch.uint8, device="cpu")
         indices, values = self._views(parcel, len(rows))
         indices.copy_(rows.indices)
@@ -349,7 +352,7 @@ class RowFormat:
         return parcel
 
     def unpack(self, parcel: torch.Tensor, n: int) -> Rows:
-        """Return the `n` rows of a parcel. The values share its memory."""
+        """Return the `n` rows of a parcel. The returned values share the parcel's memory."""
         indices, values = self._views(parcel, n)
         return Rows(indices.long(), values)
 
@@ -392,7 +395,7 @@ def reduce_rows(plan: SparsePlan, rows: Rows, form: RowFormat, lanes: SparseLane
 
 
 def _gathered(rows: Rows, form: RowFormat, lanes: SparseLanes) -> list[Rows]:
-    """Return the rows of each rank. Collective."""
+    """All-gather rows. Return the rows of each rank, by rank. Collective."""
     counts = [count for (count,) in lanes.gather_counts([len(rows)])]
     parcels = lanes.all_gather(form.pack(rows), [form.parcel_bytes(count) for count in counts])
     return [form.unpack(parcel, count) for parcel, count in zip(parcels, counts, strict=True)]
@@ -494,8 +497,8 @@ class SparseWork(ThreadWork):
     Attributes:
         name: name of the parameter.
         rows: rows of this rank.
-        form: wire format.
-        plan: algorithm.
+        form: wire format of the rows.
+        plan: algorithm that sums the rows.
         submitted_s: `time.perf_counter()` when the work was created.
         reduced: the result, once the work is done.
     """
@@ -516,10 +519,11 @@ class SparseWork(ThreadWork):
 class SparseWorker:
     """Thread that performs the reductions of each iteration in a fixed order.
 
-    A work that is submitted early waits for those before it. So ranks need not exchange which works are ready.
+    A reduction that is submitted early waits for those before it in the order. So ranks need not agree on which
+    reductions are ready.
 
     Attributes:
-        lanes: the worker's streams, which `close` closes. Between iterations, other threads may time them.
+        lanes: the worker's streams, which `close` closes. Between iterations, other threads may measure their speed.
     """
 
     def __init__(self, lanes: SparseLanes, failures: FailureBoard, *, prefix: str = "") -> None:
@@ -540,7 +544,7 @@ class SparseWorker:
             self._early.clear()
 
     def submit(self, work: SparseWork) -> None:
-        """Queue a reduction. It starts after all works before it in the order. Thread-safe, non-blocking."""
+        """Queue a reduction. It starts after all reductions before it in the order. Thread-safe, non-blocking."""
         with self._lock:
             self._early[work.name] = work
             while self._next < len(self._order) and self._order[self._next] in self._early:
@@ -550,7 +554,7 @@ class SparseWorker:
     def _run(self) -> None:
         failed: CommError | None = None
         while (work := self._works.get()) is not None:
-            if failed is not None:  # fail later works, too, because the ranks' streams are out of step
+            if failed is not None:  # because streams of this rank may be at another operation than its peers'
                 work.finish(failed)
                 continue
             work.begun_s = time.perf_counter()
@@ -585,10 +589,10 @@ class SparseWorker:
             )
 
     def close(self) -> bool:
-        """Stop the thread, even in a wait, and close the lanes. Called once, not collective.
+        """Stop the thread, even if it is waiting, and close the streams. Called once, not collective.
 
         Returns:
-            False if the thread did not stop within `END_S`. The lanes stay open in that case.
+            False if the thread did not stop within `END_S`. The streams stay open in that case.
         """
         self.lanes.stop()
         self._works.put(None)

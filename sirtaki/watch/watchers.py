@@ -339,9 +339,8 @@ class JobBeacon:
             raise PermissionError(f"{folder} belongs to another user: remove it, or set XDG_RUNTIME_DIR")
         self._answer, self._pid = answer, os.getpid()
         self._path = folder / f"{self._pid}.{secrets.token_hex(4)}"
-        hidden = (
-            folder / f".{self._path.name}"
-        )  # hidden until it listens, because `running_jobs` removes refusing sockets
+        # The socket is hidden until it listens, because `running_jobs` removes sockets that refuse connections.
+        hidden = folder / f".{self._path.name}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.bind(str(hidden))
