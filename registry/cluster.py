@@ -1,7 +1,7 @@
-"""Topology of a job: placement of ranks on hosts and devices, and speed of the links between them.
+"""Topology of a job: placement of ranks on hosts and devices, and speed of the links between ranks.
 
-A job describes its topology once, before its model is examined. Host names are not stored, so two clusters with the
-same structure have equal topologies.
+A job describes its topology once, before it captures its model's graph. Host names are not stored, so two clusters with
+the same structure have equal topologies.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ class LinkClass(Struct, frozen=True, array_like=True, forbid_unknown_fields=True
         )
 
     def octaves_from(self, other: LinkClass) -> int:
-        """Return the distance in factors of two, summed over bandwidth and latency. Unknown values add nothing."""
+        """Return the distance of two speeds in factors of two, summed over bandwidth and latency.
+
+        Unknown values add nothing.
+        """
         pairs = ((self.bandwidth_log2, other.bandwidth_log2), (self.latency_log2, other.latency_log2))
         return sum(abs(own - others) for own, others in pairs if own is not None and others is not None)
 
@@ -72,12 +75,13 @@ _UNKNOWN = LinkClass()
 
 
 class RankLocation(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Host and device of one rank.
+    """Host and device on which one rank runs.
 
     Attributes:
         host: index of the host, counted from 0 in order of appearance.
         device: kind of the device, such as "cpu" or "NVIDIA H100".
-        device_index: index of the device on its host; ranks with equal indices share it. None = not shared.
+        device_index: index of the device on its host; ranks with equal indices share the device. None = the device is
+            not shared.
     """
 
     host: int
@@ -86,7 +90,7 @@ class RankLocation(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class ClusterShape(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Summary of a topology without its ranks, small enough to compare with thousands of others.
+    """Summary of a topology without single ranks, small enough to compare with thousands of other summaries.
 
     Attributes:
         hosts: (description of a host, number of ranks on it, number of such hosts), sorted.
@@ -101,7 +105,7 @@ class ClusterShape(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         kinds: Counter[str] = Counter()
         for detail, _, count in self.hosts:
             try:
-                (kind, *_), _ = json.JSONDecoder().raw_decode(detail)  # as `Topology.shape` has written it
+                (kind, *_), _ = json.JSONDecoder().raw_decode(detail)  # written by `Topology.shape`
             except ValueError:
                 kind = ""
             kinds[str(kind)] += count
@@ -169,10 +173,10 @@ class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return len(self.host_kinds)
 
     def _hosts(self) -> list[str]:
-        """Return a description of each host: its kind, and how many of its devices are shared by how many ranks."""
+        """Return a text for each host: its kind, and how many devices are shared by how many ranks each."""
         devices: list[Counter[tuple[str, int]]] = [Counter() for _ in self.host_kinds]
         for rank, place in enumerate(self.places):
-            alone = -1 - rank  # a device of its own
+            alone = -1 - rank  # a unique index, because the device is not shared
             index = alone if place.device_index is None else place.device_index
             devices[place.host][(place.device, index)] += 1
         texts = []
@@ -182,11 +186,11 @@ class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return texts
 
     def fingerprint(self) -> str:
-        """Return a digest that does not depend on host names, the order of hosts or the order of ranks."""
+        """Return a digest of the topology that does not depend on host names or on the order of hosts and ranks."""
         return digest(str(self.local_link), str(self.network_link), *sorted(self._hosts()))[:32]
 
     def shape(self) -> ClusterShape:
-        """Return the summary, in which hosts with equal descriptions are counted together."""
+        """Return a summary of the topology, in which hosts with equal descriptions are counted together."""
         ranks = Counter(place.host for place in self.places)
         hosts = Counter((f"{text} {self.local_link}", ranks[index]) for index, text in enumerate(self._hosts()))
         return ClusterShape(

@@ -14,14 +14,14 @@ from .schema import RECORDS, JobRecord, StoredSetting
 FORMAT = "sirtaki-registry"
 VERSION = 4
 _SINCE = {"entries": 1, "row_ways": 2, "shard_ways": 4}
-"""Version that added each list of records. Version 3 allowed additional values in row records, but no new list."""
+"""Document version that added each list of records. Version 3 added values to row records, but no list."""
 
 MAX_FILE_CHARS = 1 << 29
 MAX_RECORDS = 100_000
 
 
 def write_document(records: Iterable[StoredSetting], file: IO[str]) -> int:
-    """Write a document with one record a line. Return the number of records."""
+    """Write a document with one record per line. Return the number of records."""
     records = list(records)
     file.write(f'{{"format": "{FORMAT}", "version": {VERSION}')
     for kind in RECORDS:

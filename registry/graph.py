@@ -58,7 +58,10 @@ def gradients_fingerprint(buffers: Iterable[tuple[str, Iterable[int]]]) -> str:
 
 
 def layout_fingerprint(sizes: Iterable[int], itemsize_bytes: int) -> str:
-    """Return a digest of a gradient layout. Explicit cuts fit only a layout with the same digest."""
+    """Return a digest of the sizes and order of gradients in the flat buffers.
+
+    Explicit unit (bucket) boundaries of an earlier job fit only a layout with the same digest.
+    """
     return digest("layout", str(itemsize_bytes), *map(str, sizes))[:32]
 
 
@@ -67,9 +70,9 @@ MAX_EDGES = 60_000
 
 
 class OperationLabel(NamedTuple):
-    """Label of an operation, from coarse to fine.
+    """Label of an operation in a model's graph.
 
-    A tuple, because graph matching hashes thousands of labels.
+    The class is a tuple, because graph matching hashes thousands of labels.
 
     Attributes:
         kind: type of operation, such as "Convolution".
@@ -123,8 +126,8 @@ def fingerprint(graph: ModelGraph) -> str:
     """Return a digest that does not depend on node numbers, process, hash seed or machine.
 
     Each node is hashed with all its ancestors and, separately, with all its descendants. The digest of the graph
-    combines the sorted hashes. Isomorphic graphs have equal digests. Other graphs with equal digests are possible in
-    theory, if they look alike from each node.
+    combines the sorted hashes. Isomorphic graphs have equal digests. In theory, graphs that are not isomorphic can have
+    equal digests, too.
 
     Raises:
         RegistryError: the graph has a cycle.
@@ -153,7 +156,7 @@ def topological_order(graph: ModelGraph) -> list[int]:
 
 
 class GraphJson(Struct, forbid_unknown_fields=True):
-    """JSON form of a graph. Edges have an empty label, because early versions allowed labels."""
+    """JSON form of a graph. Each edge has an empty label, because early versions allowed labels on edges."""
 
     directed: bool
     nodes: Annotated[list[tuple[Label, Label, Annotated[int, Meta(ge=0, le=2**63 - 1)]]], Meta(max_length=MAX_NODES)]
@@ -185,7 +188,7 @@ KIND_BINS = 32
 LABEL_BINS = 128
 WIDTH = 2 + KIND_BINS + LABEL_BINS
 
-# Increase it when the bins change, so that stored signatures of other versions are recomputed.
+# Increase this number when the bins change, so that stored signatures of other versions are recomputed.
 SIGNATURE_VERSION = 1
 
 
@@ -195,7 +198,7 @@ def _bin(label: str, bins: int) -> int:
 
 
 def signature(graph: ModelGraph) -> Signatures:
-    """Return `(WIDTH,)` counts: nodes, edges, nodes by hashed kind, nodes by hashed label."""
+    """Return a graph's signature, `(WIDTH,)` counts: nodes, edges, nodes by hashed kind, nodes by hashed label."""
     counts = np.zeros(WIDTH, dtype=np.uint16)
     counts[:2] = len(graph), len(edges_of(graph))
     for node, count in Counter(labels(graph)).items():
@@ -205,7 +208,7 @@ def signature(graph: ModelGraph) -> Signatures:
 
 
 def to_bytes(counts: Signatures) -> bytes:
-    """Return little-endian bytes to store in a database."""
+    """Return a signature as little-endian bytes, to store it in a database."""
     return counts.astype("<u2").tobytes()
 
 
@@ -224,22 +227,23 @@ Floats = npt.NDArray[np.float64]
 NODE_COST = 1.0
 EDGE_COST = 0.5
 
-# Cost of relabelling within a kind: a fixed part, and a part for each doubling in size, up to a limit. Another kind
-# costs more, but less than a deletion and an insertion.
+# Cost of giving a node another label of the same kind: a fixed part, and a part for each doubling in size, up to a
+# limit. A label of another kind costs more, but less than a deletion and an insertion.
 DETAIL_COST = 0.25
 DOUBLING_COST = 0.125
 SAME_KIND_LIMIT = 1.0
 OTHER_KIND_COST = 1.5
 
-# Largest number of nodes for the optimal assignment, which takes cubic time. More nodes are paired in order.
+# Largest number of nodes for the optimal assignment, which takes cubic time. If there are more, they are paired in
+# order.
 MAX_ASSIGNED = 160
 
-# Larger limit for the lower bound, because it is only computed for display.
+# Largest number of nodes for `assignment_bound`. It is larger, because that bound is only computed for display.
 MAX_BOUNDED = 600
 
 
 def node_cost(first: OperationLabel, second: OperationLabel) -> float:
-    """Return the cost of relabelling a node. It is a metric, so an intermediate label never reduces the cost."""
+    """Return the cost of changing a node's label. It is a metric, so a detour over a third label is never cheaper."""
     if first == second:
         return 0.0
     if first.kind != second.kind:
@@ -256,7 +260,7 @@ def mass(graph: ModelGraph) -> float:
 def normalised(cost: float, total_mass: float) -> float:
     """Return an edit cost scaled to 0 (equal graphs) … 1 (nothing in common).
 
-    Uses the Steinhaus transform, because it preserves the triangle inequality and a plain quotient does not.
+    Uses the Steinhaus transform, because it preserves the triangle inequality. The quotient cost / mass does not.
 
     Args:
         cost: edit cost.
@@ -271,7 +275,7 @@ def distance(first: ModelGraph, second: ModelGraph) -> float:
 
 
 def least_distance(first: ModelGraph, second: ModelGraph) -> float:
-    """Return the normalised lower bound of the edit distance, the best one that is computable in about a second."""
+    """Return a normalised lower bound of the edit distance, the best one that takes at most about a second."""
     cost = label_bound(first, second)
     if max(len(first), len(second)) <= MAX_BOUNDED:
         cost = max(cost, assignment_bound(first, second))
@@ -317,7 +321,13 @@ def label_bound(first: ModelGraph, second: ModelGraph) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LocalCosts:
-    """Costs of nodes, each with half of its edges: of pairing, of deletion, and of insertion."""
+    """Edit costs of the nodes of two graphs. Each node's cost includes half of the cost of its edges.
+
+    Attributes:
+        pair_NM: cost of turning node n of the first graph into node m of the second.
+        delete_N: cost of deleting node n of the first graph.
+        insert_M: cost of inserting node m of the second graph.
+    """
 
     pair_NM: Floats
     delete_N: Floats
@@ -397,7 +407,10 @@ def _contexts(graph: ModelGraph, numbers: Sequence[int]) -> list[Hashable]:
 
 
 def _pair_in_order(first: Sequence[Hashable], second: Sequence[Hashable], partners: list[int], free: set[int]) -> None:
-    """Pair unpaired nodes of equal class, the k-th with the k-th. Updates `partners` and `free`."""
+    """Pair the k-th unpaired node of a class (such as a label) in one graph with the k-th of this class in the other.
+
+    Updates `partners` and `free`.
+    """
     waiting: defaultdict[Hashable, list[int]] = defaultdict(list)
     for index in sorted(free, reverse=True):
         waiting[second[index]].append(index)
@@ -408,7 +421,7 @@ def _pair_in_order(first: Sequence[Hashable], second: Sequence[Hashable], partne
 
 
 def _local_costs(first: ModelGraph, left: Sequence[int], second: ModelGraph, right: Sequence[int]) -> _LocalCosts:
-    """Return the costs between the nodes `left` of one graph and `right` of another."""
+    """Return the edit costs between the nodes `left` of one graph and the nodes `right` of another."""
     sides = [[nodes[index] for index in picked] for nodes, picked in ((labels(first), left), (labels(second), right))]
     kind = {name: number for number, name in enumerate({node.kind for side in sides for node in side})}
     label = {node: number for number, node in enumerate({node for side in sides for node in side})}
@@ -419,7 +432,7 @@ def _local_costs(first: ModelGraph, left: Sequence[int], second: ModelGraph, rig
     pair_NM = np.where(kind_N[:, None] == kind_M, pair_NM, OTHER_KIND_COST)
     pair_NM = np.where(label_N[:, None] == label_M, 0.0, pair_NM)
     delete_N, insert_M = np.full(len(left), NODE_COST), np.full(len(right), NODE_COST)
-    for end in (0, 1):  # edges that begin, and that end, at a node
+    for end in (0, 1):  # first the edges that begin at a node, then those that end there
         degree_N, degree_M = (
             np.bincount(np.array([edge[end] for edge in edges_of(graph)], dtype=np.int64), minlength=len(graph))[
                 [*picked]
@@ -433,7 +446,7 @@ def _local_costs(first: ModelGraph, left: Sequence[int], second: ModelGraph, rig
 
 
 def _assign(costs: _LocalCosts) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the pairs of the optimal assignment. A pair without gain represents a deletion and an insertion."""
+    """Return the pairs of nodes in the cheapest assignment. A pair without gain means a deletion and an insertion."""
     from scipy.optimize import linear_sum_assignment
 
     gain_NM = np.minimum(costs.pair_NM - costs.delete_N[:, None] - costs.insert_M, 0.0)

@@ -24,7 +24,8 @@ from .graph import ModelGraph, OperationLabel, model_graph, topological_order
 if TYPE_CHECKING:
     import networkx as nx
 
-# Limit on the text for an operation's parameters, and for its appended operations. Its size counts all parameters.
+# Longest text for the parameters of an operation, and longest text for its appended operations. Longer texts are cut,
+# but `size` counts all parameters.
 _MAX_DETAIL_CHARS = MAX_LABEL_CHARS // 2
 
 _SHAPE_ONLY = {
@@ -55,7 +56,7 @@ class CapturedGraph:
         operations: operations by number, in the order of discovery.
         edges: (input, output), by number.
         missing: shapes of parameters that the output does not depend on.
-        n_reached: number of reduced parameters that the output depends on.
+        n_reached: number of parameters with reduced gradients that the output depends on.
     """
 
     operations: Mapping[int, AutogradNode]
@@ -71,8 +72,8 @@ class CapturedGraph:
         """
         import networkx as nx
 
-        # Nodes have the fields of Operation and `tail`, the kinds of appended operations. Nodes and neighbours keep the
-        # order of discovery.
+        # Nodes have the fields of `AutogradNode`, and `tail`, the kinds of appended operations. Nodes and their
+        # neighbours keep the order of discovery.
         operations = nx.DiGraph()
         for number, own in self.operations.items():
             operations.add_node(number, kind=own.kind, shapes=[*own.shapes], others=[*own.others], tail=[])
@@ -88,8 +89,8 @@ class AutogradNode(NamedTuple):
 
     Attributes:
         kind: name of the operation, or "parameter".
-        shapes: shapes of reduced parameters at this node.
-        others: shapes of other parameters at this node.
+        shapes: shapes of this node's parameters whose gradients are reduced.
+        others: shapes of this node's other parameters.
     """
 
     kind: str
@@ -100,13 +101,13 @@ class AutogradNode(NamedTuple):
 def capture(outputs: object, parameters: Mapping[int, tuple[int, ...]]) -> CapturedGraph:
     """Return the autograd graph of `outputs`, a nesting of tensors in dicts, sequences and objects with fields.
 
-    The labels of parameters that are not reduced have no size and a prefix, so a model with fewer reduced parameters
-    has a different graph.
+    Parameters whose gradients are not reduced get labels without size and with a prefix. So a model with more frozen
+    parameters has a different graph.
 
     Args:
         outputs: output of a module. No reference to it is kept.
-        parameters: shape of each reduced parameter, by `id`. Parameters that no output depends on (unused, or hidden in
-            a checkpointed block) are appended as a chain, in this order.
+        parameters: shape of each parameter whose gradient is reduced, by `id`. Parameters that no output depends on
+            (unused, or hidden in a checkpointed block) are appended as a chain, in this order.
     """
     found: dict[Any, int] = {}  # also keeps autograd's nodes alive, because ids of dead nodes are reused
     stack = []
@@ -161,9 +162,9 @@ def _gradient_functions(outputs: object) -> Iterable[Any]:
 
 
 def _fold_parameters(operations: nx.DiGraph) -> None:
-    """Merge each parameter with a single user into that user, also through reshapes.
+    """Merge each parameter that one operation uses into this operation, also through reshapes.
 
-    Shared parameters stay separate nodes.
+    Parameters that several operations use stay separate nodes.
     """
     waiting = [number for number, kind in operations.nodes(data="kind") if kind == "parameter"]
     while waiting:
@@ -190,7 +191,7 @@ def _bypass_shape_only(operations: nx.DiGraph) -> None:
 
 
 def _collapse_chains(operations: nx.DiGraph) -> None:
-    """Append each operation without parameters to its predecessor, if neither has other neighbours on that side."""
+    """Append each operation without parameters to its only predecessor, if that has no other successor."""
     for number, own in reversed(list(operations.nodes(data=True))):  # from inputs, so that a chain grows at its end
         sources, targets = list(operations.pred[number]), list(operations.succ[number])
         if own["shapes"] or own["others"] or len(sources) != 1 or len(operations.succ[sources[0]]) != 1:
@@ -201,8 +202,8 @@ def _collapse_chains(operations: nx.DiGraph) -> None:
 
 
 def _coarse(operations: nx.DiGraph, missing: Sequence[tuple[int, ...]]) -> ModelGraph:
-    """Return the graph in the order of computation, because such graphs are easier to read and to align."""
-    forward = operations.__class__()  # discovery went from outputs to inputs
+    """Return the graph with nodes in the order of computation, because such graphs are easier to read and to match."""
+    forward = operations.__class__()  # because nodes were discovered from outputs to inputs
     forward.add_nodes_from(reversed(list(operations)))
     forward.add_edges_from(operations.edges)
     nodes: list[OperationLabel] = []
@@ -225,7 +226,7 @@ def _coarse(operations: nx.DiGraph, missing: Sequence[tuple[int, ...]]) -> Model
 def _operation_node(
     kind: str, shapes: list[tuple[int, ...]], others: list[tuple[int, ...]], tail: Sequence[str]
 ) -> OperationLabel:
-    # Sorted, because the order of weight and bias depends on the version of torch.
+    # Sort the shapes, because the order of weight and bias depends on the version of torch.
     texts = [*sorted(map(_shape_text, shapes)), *sorted(map(_other_text, others))]
     joined = "".join("+" + name for name in tail)
     detail = ",".join(texts)[:_MAX_DETAIL_CHARS] + joined[:_MAX_DETAIL_CHARS]
@@ -246,17 +247,18 @@ def _shape_text(shape: Sequence[int]) -> str:
 
 logger = logging.getLogger(__name__)
 
-# If no call depends on all parameters (unused parameters, or a model called in pieces), the graph with most parameters
-# among this many outermost calls is used.
+# Largest number of outermost calls to examine. If no call's output depends on all parameters (some are unused, or the
+# model is called in pieces), the graph with most parameters is used.
 _MAX_CALLS = 8
 
 _NO_GRAPH = "cannot capture the graph of %s: the registry compares this model by the shapes of its parameters only"
 
 
 class ModelGraphRecorder:
-    """Watches calls of outermost modules until the output of one depends on all reduced parameters.
+    """Captures the graph of the first outermost module call whose output depends on all parameters with reduced
+    gradients.
 
-    It keeps no tensor of a forward pass, removes its hooks by itself, and never raises into training.
+    The recorder keeps no tensor of a forward pass, removes its hooks by itself, and never raises into training.
     """
 
     def __init__(self) -> None:
@@ -271,7 +273,7 @@ class ModelGraphRecorder:
         self._is_watching = False
 
     def start(self, model_parameters: Iterable[torch.Tensor]) -> None:
-        """Start watching.
+        """Register the hook that captures the graph in the next forward passes.
 
         Args:
             model_parameters: parameters whose gradients are reduced, in the model's order.
@@ -285,7 +287,7 @@ class ModelGraphRecorder:
         self._watch()
 
     def stop(self) -> None:
-        """Remove the hooks and release the parameters. The captured graph stays. Idempotent."""
+        """Remove the hooks and release the parameters. The captured graph stays available. Idempotent."""
         self._remove_hooks()
         self._parameters = []
 
@@ -314,10 +316,10 @@ class ModelGraphRecorder:
         self._is_watching = self._global_hook is not None
 
     def _remove_hooks(self) -> None:
-        """Remove the hooks.
+        """Remove the hooks on modules.
 
-        A global hook stays, without effect, if code may have been compiled with it, because Dynamo recompiles when the
-        set of global hooks changes.
+        If code may have been compiled, the global hook stays registered without effect, because Dynamo recompiles when
+        the set of global hooks changes.
         """
         self._is_watching = False
         if self._module_hook is not None:
@@ -344,7 +346,7 @@ class ModelGraphRecorder:
             self._give_up(module)
 
     def _give_up(self, module: torch.nn.Module) -> None:
-        """Stop watching after an error, because training must continue."""
+        """Stop the capture after an error, because training must continue."""
         logger.debug(_NO_GRAPH, type(module).__name__, exc_info=True)
         self.stop()
 

@@ -25,7 +25,7 @@ def open_store(url_or_path: str | None = None, *, read_only: bool = False) -> St
     Args:
         url_or_path: path of a file, or SQLAlchemy URL such as `postgresql+psycopg://user@host/db`; None =
             `default_path()`.
-        read_only: never write. A file without write permission is opened read-only in any case.
+        read_only: True to never write to the registry. A file without write permission is opened read-only in any case.
 
     Raises:
         RegistryError: the registry cannot be opened. The message names a remedy.
@@ -45,7 +45,7 @@ def is_yet_to_be_made(url_or_path: str | None) -> bool:
 
 
 def load_ahead(url_or_path: str | None = None) -> None:
-    """Import the modules for a look-up (networkx, SQLAlchemy) in a background thread.
+    """Import the modules for a look-up in the registry (networkx, SQLAlchemy) in a background thread.
 
     The imports take 0.2 s of processor time. Does nothing if the registry does not exist yet. `os.fork` waits for the
     thread, because a module whose import is in progress would stay locked forever in the child.

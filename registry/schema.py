@@ -1,7 +1,7 @@
 """Records of the registry: settings of jobs, of sparse rows and of sharded training.
 
-Records contain tuner classes such as `Knobs`, so the limits in the types of those classes are checked when a record is
-read. On disk, records are JSON. `from_json` converts records of earlier releases.
+Records contain tuner classes such as `Knobs`. When a record is read, the value ranges in the types of these classes are
+checked, too. On disk, records are JSON. `from_json` converts records of earlier releases.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STALE_AFTER_S = 90 * 24 * 3600.0
 """Age in seconds after which a newer record replaces a better one, because networks and drivers change."""
 
 MAX_SPEEDUP = 100.0
-"""Larger speedups over the untuned default are rejected as measurement errors or forgeries."""
+"""Largest accepted speedup over the untuned default. Larger ones are rejected as measurement errors or forgeries."""
 
 MAX_AHEAD_S = 24 * 3600.0
 """Largest accepted difference, in seconds, by which another host's clock is ahead."""
@@ -48,7 +48,7 @@ class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class StoredSetting(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A record: the fastest setting of a job, the key to find it, and its origin."""
+    """A record: the fastest setting of a job, the key by which jobs find the record, and its origin."""
 
     table: ClassVar[str]
     """Name of the database table, and of the list in a document."""
@@ -72,12 +72,12 @@ class StoredSetting(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def _identity(self) -> tuple[str, ...]:
         raise NotImplementedError
 
-    def supersedes(self, old: Any) -> bool:  # Any: a record of the same type
+    def supersedes(self, old: Any) -> bool:  # Any, but a record of the same type
         """Return whether this record replaces a stored one with the same id."""
         return bool(self.created_s > old.created_s)
 
-    def distance(self, wanted: Any) -> float:  # Any: each type has its own
-        """Return how much this record differs from what a job with the same key needs; infinite = unusable."""
+    def distance(self, wanted: Any) -> float:  # Any, because the records' types differ
+        """Return how much this record differs from what a job with the same key needs. Infinity = unusable."""
         return 0.0
 
     def implausible(self) -> str:
@@ -90,12 +90,12 @@ class StoredSetting(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return data
 
     def body(self) -> dict[str, Any]:
-        """Return the part of `to_json` that a store keeps in the record's row, without the graphs."""
+        """Return the fields of `to_json` that are stored in the record's row: all but those of `graphs`."""
         return self.to_json()
 
     @property
     def graphs(self) -> dict[str, Any]:
-        """Return the fields of `to_json` that `body` lacks, as objects."""
+        """Return the objects that `body` omits (a job's model graph and topology), by name of the field."""
         return {}
 
     @classmethod
@@ -104,7 +104,7 @@ class StoredSetting(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
         Args:
             data: output of `to_json`, or of `body` if `graphs` is given.
-            graphs: fields that `data` lacks, as in the property `graphs`.
+            graphs: objects for the fields that `data` omits, by field.
 
         Raises:
             RegistryError: a field is missing, unknown or invalid, or the record is implausible. The message names the
@@ -124,8 +124,8 @@ class StoredSetting(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class EntryKey(Key, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Properties that must be equal for a job to use a stored setting unchanged.
 
-    Empty values of the last three fields are omitted from JSON, so that ids of entries from releases without these
-    fields stay valid.
+    Empty values of `gradients`, `fixed` and `condition` are omitted from JSON, so that ids of entries from releases
+    without these fields stay valid.
 
     Attributes:
         model: fingerprint of the model graph.
@@ -164,7 +164,7 @@ def make_key(
     gradients: str = "",
     fixed: Mapping[str, str] | None = None,
 ) -> EntryKey:
-    """Return the key of a job. See `EntryKey` for the arguments."""
+    """Return the key of a job. The arguments are described in `EntryKey`."""
     return EntryKey(
         model=fingerprint(model),
         topology=topology.fingerprint(),
@@ -183,7 +183,7 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     Attributes:
         created_s: seconds since the epoch.
         model_name: class name of the model, for display; "" = unknown.
-        host_kinds: distinct kinds of hosts, sorted.
+        host_kinds: distinct kinds of the job's hosts, sorted.
         versions: versions of all components, by name; a superset of the key's.
     """
 
@@ -209,22 +209,22 @@ class JobRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields=
     """Result of one job's warm-up.
 
     Attributes:
-        key: key to find the record.
+        key: properties by which a job finds the record.
         model: graph of the model; its fingerprint is `key.model`.
-        topology: cluster; its fingerprint is `key.topology`.
-        layout: `layout_fingerprint` of the gradients that explicit cuts fit; "" = unknown.
-        knobs: best knobs.
-        best_span_s: communication time per iteration with the best knobs.
+        topology: cluster of the job; its fingerprint is `key.topology`.
+        layout: `layout_fingerprint` of the gradients, for which explicit cuts in `knobs` were made; "" = unknown.
+        knobs: fastest setting that the tuner found.
+        best_span_s: communication time per iteration with `knobs`.
         default_span_s: communication time of the untuned default in the same job.
-        noise_s: noise of both times.
+        noise_s: measurement noise of `best_span_s` and `default_span_s`.
         gain: gain over the default, proved by a paired comparison. None if the default was kept, if the job ended
             early, or if an earlier release wrote the record.
         n_trials: number of trials, including trials of earlier unfinished jobs that this job continued.
-        arm: arm that proposed the best knobs.
+        arm: arm (search technique of the tuner) that proposed `knobs`.
         complete: False if the job ended before its warm-up did. The next job then continues from `trials`.
-        trials: finished trials; may be empty.
-        link: measured link; None = not measured.
-        provenance: origin.
+        trials: finished trials of the tuner; may be empty.
+        link: measured speed of the link; None = not measured.
+        provenance: origin of the record.
     """
 
     table, called, shown_by = "entries", "entry", "`sirtaki registry list`"
@@ -253,7 +253,7 @@ class JobRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields=
     def __ne__(self, other: object) -> bool:
         return not self == other  # because Struct's __ne__ compares identities
 
-    __hash__ = None  # type: ignore[assignment]  # its key holds dicts
+    __hash__ = None  # type: ignore[assignment]  # not hashable, because its key contains dicts
 
     @property
     def created_s(self) -> float:  # noqa: D102
@@ -261,14 +261,14 @@ class JobRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def id(self) -> str:
-        """Return the digest of the key. Users may abbreviate it."""
+        """Return the digest of the key. Users may abbreviate this id."""
         return self.key.digest()
 
     @property
     def speedup(self) -> float:
         """Return the speed relative to the untuned default.
 
-        Speedups are comparable between jobs, because both times come from the same job.
+        Speedups of different jobs are comparable, because each relates two times of the same job.
         """
         return self.default_span_s / self.best_span_s
 
@@ -314,9 +314,9 @@ class JobRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields=
         names = (name for name in self.__struct_fields__ if name not in ("model", "topology"))
         body: dict[str, Any] = {name: plain(getattr(self, name)) for name in names}
         if body["link"] is not None:
-            del body["link"]["busy"]  # a property of the hosts, and earlier releases reject it
+            del body["link"]["busy"]  # depends on the hosts, and earlier releases reject this field
         if body["gain"] is None:
-            del body["gain"]  # earlier releases reject it
+            del body["gain"]  # earlier releases reject this field
         return body
 
     @classmethod
@@ -350,7 +350,7 @@ LIKE = 1.25
 """Largest factor between the row counts of two access patterns that are treated as alike."""
 
 LIKE_COVERAGE = 0.1
-"""Largest difference in covered accesses for alike patterns; the same loss makes a job rank its frequent rows again."""
+"""Largest difference of `Skew.covered` between alike patterns. At this loss of coverage, a job ranks its rows again."""
 
 _Rows = Annotated[int, Meta(ge=1, le=2**48)]
 _Touches = Annotated[float, Meta(ge=1, le=1e18)]
@@ -362,7 +362,8 @@ class Skew(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     Attributes:
         touched: mean number of rows accessed per iteration, summed over ranks, so that shared rows count several times.
         union: mean number of distinct rows accessed per iteration by any rank.
-        curve: points (number of most frequent rows, fraction of all accesses), ascending in both, from one row on.
+        curve: points (number of most frequent rows, fraction of all accesses), ascending in both values, starting at
+            one row.
 
     Raises:
         RegistryError: the curve is empty or does not ascend.
@@ -394,7 +395,7 @@ class Skew(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return 1.0
 
     def distance(self, other: Skew) -> float:
-        """Return the distance of two patterns: 0 = equal, up to 1 = alike."""
+        """Return the distance of two access patterns: 0 = equal, at most 1 = alike."""
         counts = (
             abs(math.log(here / there)) / math.log(LIKE)
             for here, there in ((self.touched, other.touched), (self.union, other.union))
@@ -404,7 +405,7 @@ class Skew(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return max(*counts, coverage / LIKE_COVERAGE)
 
     def bucket(self) -> list[int]:
-        """Return rounded coordinates that are equal or adjacent for alike patterns."""
+        """Return rounded integers that are equal or differ by one for alike access patterns."""
         middle = max(1, round(math.sqrt(self.curve[-1][0])))
         counts = (round(math.log(count) / math.log(LIKE)) for count in (self.touched, self.union))
         return [*counts, round(self.covered(middle) / LIKE_COVERAGE)]
@@ -419,7 +420,7 @@ class RowsKey(Key, frozen=True, kw_only=True, forbid_unknown_fields=True):
         n_rows: number of rows of the parameter.
         row_bytes: size of one row.
         dtype: name of the element type.
-        aggregator: an aggregator for frequent rows is available.
+        aggregator: True if an aggregator for frequent rows is available.
         versions: relevant library versions, by name.
         fixed: values of the knobs that the user fixed, by name.
     """
@@ -440,15 +441,15 @@ class RowsRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields
     """Fastest sparse algorithm that a job found for one parameter: a `SparsePlan` without its list of frequent rows.
 
     Attributes:
-        key: key to find the record.
+        key: properties by which a job finds the record.
         name: name of the parameter.
-        skew: access pattern of the rows.
-        path: algorithm.
+        skew: access pattern of the parameter's rows.
+        path: algorithm that sums the rows.
         cold: algorithm for infrequent rows.
         block_rows: number of consecutive rows in a block.
         n_hot: number of frequent rows.
-        span_s: median time of a reduction.
-        aggregated: an aggregator summed the frequent rows.
+        span_s: median time of a reduction in seconds.
+        aggregated: True if an aggregator summed the frequent rows.
         created_s: seconds since the epoch.
     """
 
@@ -469,9 +470,10 @@ class RowsRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields
         return "row way", self.key.digest(), self.name, canonical_json(self.skew.bucket())
 
     def distance(self, wanted: tuple[str, Skew]) -> float:
-        """Return the distance from (name, skew) of a parameter: 0 to 1 for an equal name, 1 to 2 for another name.
+        """Return the distance of this record from a parameter's (name, skew).
 
-        Returns infinity if the patterns are not alike or the record is stale.
+        0 to 1 if the names are equal, 1 to 2 if they differ. Infinity if the access patterns are not alike or the
+        record is older than `STALE_AFTER_S`.
         """
         name, skew = wanted
         apart = self.skew.distance(skew)
@@ -520,11 +522,11 @@ class ShardsRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fiel
     """Fastest setting that a job found for a model with sharded parameters. JSON stores the fields of `setting` inline.
 
     Attributes:
-        key: key to find the record.
-        memory_bytes: memory that the job allowed beyond that of untuned training.
+        key: properties by which a job finds the record.
+        memory_bytes: memory that the job allowed in addition to that of untuned training.
         modules: number of sharded modules.
-        setting: setting; the key names its compressors as allowed.
-        gain: fraction of the untuned step time that it saves; 0 if the untuned setting was kept.
+        setting: fastest setting. It uses only compressors that the key allows.
+        gain: fraction of the untuned step time that the setting saves; 0 if the untuned setting was kept.
         created_s: seconds since the epoch.
     """
 
@@ -541,9 +543,9 @@ class ShardsRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fiel
         return "shard way", self.key.digest(), str(self.memory_bytes)
 
     def distance(self, wanted: int) -> float:
-        """Return by how many bytes the allowed memory exceeds `wanted`.
+        """Return by how many bytes the memory that this record allowed exceeds `wanted`, which a job allows.
 
-        Returns infinity if less memory was allowed or the record is stale.
+        Infinity if this record allowed less memory or is older than `STALE_AFTER_S`.
         """
         stale = self.created_s < time.time() - STALE_AFTER_S
         return math.inf if stale or self.memory_bytes < wanted else float(self.memory_bytes - wanted)

@@ -1,4 +1,4 @@
-"""Registry store: records in SQLite or another database that SQLAlchemy supports."""
+"""The store of the registry, which keeps records in SQLite or another database that SQLAlchemy supports."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ metadata = MetaData()
 
 versions = Table("sirtaki_schema", metadata, Column("version", Integer, nullable=False))
 
-# Entries share graphs, so each graph is stored once, compressed.
+# Several entries may have the same model graph, so each graph is stored once, compressed.
 models = Table(
     "models",
     metadata,
@@ -80,7 +80,7 @@ models = Table(
     Column("body", LargeBinary, nullable=False),
 )
 
-# Separate from the graphs, because each search for similar entries reads all signatures.
+# Signatures have their own table, because each search for similar entries reads all signatures but few graphs.
 signatures = Table(
     "signatures",
     metadata,
@@ -151,11 +151,12 @@ SCHEMAS: Sequence[Sequence[Table]] = (
     (distances,),
     *((table,) for table in _TABLES.values() if table is not entries),
 )
-"""Tables that each version of the schema added. A read-only registry may have an older version."""
+"""Tables that each version of the schema added, in order. A read-only registry may have an older version."""
 
-_LOCK = 0x51A7A1  # arbitrary, but equal in all processes
+_LOCK = 0x51A7A1  # id of an advisory lock of PostgreSQL, arbitrary but equal in all processes
 
-# Two jobs may insert the same key or graph at the same moment. The second one fails, tries again and updates.
+# Number of attempts to write. If two jobs insert the same key or graph at the same time, the second insert fails, and
+# the next attempt updates the row.
 _ATTEMPTS = 5
 
 # Bound on the JSON of a graph of maximum size. A larger body is an attempt to exhaust memory.
@@ -164,9 +165,9 @@ _MAX_GRAPH_BYTES = 1 << 27
 MAX_PER_KEY = 1000
 """Limit on the number of records with one key that are read, newest first."""
 
-_PARAMETERS = 500  # per statement, because databases limit their number
+_PARAMETERS = 500  # values in one statement, because databases limit them
 
-_POSTGRESQL = {"connect_timeout": 10, "client_encoding": "utf8"}  # s; with SQL_ASCII the driver would return bytes
+_POSTGRESQL = {"connect_timeout": 10, "client_encoding": "utf8"}  # seconds; without utf8 the driver could return bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,14 +176,14 @@ class EntrySummary:
 
     Attributes:
         id: id of the entry.
-        model, topology, world_size, dtype, device: as in `EntryKey`.
-        complete, best_span_s, default_span_s, n_trials, arm: as in `JobRecord`.
+        model, topology, world_size, dtype, device: fields of the entry's `EntryKey`.
+        complete, best_span_s, default_span_s, n_trials, arm: fields of the entry's `JobRecord`.
         created_s: seconds since the epoch.
         model_name: class name of the model.
         hosts: number and kinds of hosts (`ClusterShape.describe`).
-        fixed: knobs that the user fixed.
-        condition: as in `EntryKey`.
-        gain: as in `JobRecord`.
+        fixed: (name, value) of the knobs that the user fixed.
+        condition: ratio of communication time to its usual value, such as "4×"; "" = usual.
+        gain: gain over the default, proved by a paired comparison. None = not proved.
     """
 
     id: str
@@ -218,12 +219,12 @@ _SUMMARY = [entries.c[name] for name in EntrySummary.__dataclass_fields__ if nam
 
 
 class Store:
-    """A registry. It stores one record per id.
+    """A registry: a database with one record per id.
 
     All methods raise RegistryError if the database cannot be read or written.
 
     Attributes:
-        read_only: the registry is never written, because the caller or the file's permissions forbid it.
+        read_only: True if the registry is never written, because the caller or the file's permissions forbid it.
         name: path of the file, or URL of the database without its password.
     """
 
@@ -243,7 +244,7 @@ class Store:
                 self._prepare(self._engine)
 
     def get(self, kind: type[R], key: Key) -> R | None:
-        """Return the newest record with this key; None if there is none or it is damaged."""
+        """Return the newest readable record with this key; None if there is no such record."""
         return next(self.all(kind, key), None)
 
     def all(self, kind: type[R], key: Key | None = None) -> Iterator[R]:
@@ -271,7 +272,7 @@ class Store:
         return [record for apart, record in sorted(found, key=lambda one: one[0]) if apart < float("inf")]
 
     def find(self, kind: type[R], id_prefix: str) -> R:
-        """Return the only record of this type whose id has this prefix. `StoredSetting` stands for any type."""
+        """Return the only record of this type whose id has this prefix. `StoredSetting` as `kind` means any type."""
         with self._reading() as connection:
             found, name = self._find(connection, kind, id_prefix)
             row = next(_rows(connection, found, [name]), None)
@@ -319,7 +320,7 @@ class Store:
 
         Args:
             record: record to store.
-            disproved: stored record that this job has run and found slow. It is replaced in any case.
+            disproved: stored record that this job has run and found slow. This record is replaced in any case.
 
         Returns:
             False if the stored record was better.
@@ -328,7 +329,7 @@ class Store:
 
     def put_all(self, records: Sequence[StoredSetting], *, disproved: StoredSetting | None = None) -> int:
         """Store all records, or none if an error occurs. Return the number of stored records."""
-        for record in records:  # check first, because an unreadable record must not be written
+        for record in records:  # check all records first, because no unreadable record must be written
             type(record).from_json(record.body(), record.graphs)
         for _ in range(_ATTEMPTS):
             try:
@@ -427,7 +428,7 @@ class Store:
                     connection.execute(delete(distances).where(*same_pair))
                 connection.execute(insert(distances), rows)
         except RegistryError as err:
-            if not isinstance(err.__cause__, IntegrityError):  # another process stored the same distances
+            if not isinstance(err.__cause__, IntegrityError):  # else another process has stored the same distances
                 raise
 
     def close(self) -> None:
@@ -475,7 +476,7 @@ class Store:
     def _prepare(self, engine: Engine) -> None:
         """Create missing tables, or check that the schema of a read-only registry can be read."""
         with engine.connect().execution_options(writes=not self.read_only) as connection, connection.begin():
-            if connection.dialect.name == "postgresql" and not self.read_only:  # SQLite allows only one writer
+            if connection.dialect.name == "postgresql" and not self.read_only:  # which allows several writers
                 connection.execute(select(func.pg_advisory_xact_lock(_LOCK)))
             there = inspect(connection).has_table(versions.name)
             version = int(connection.execute(select(versions.c.version)).scalar_one()) if there else 0
@@ -527,7 +528,7 @@ class Store:
             why = " ".join(str(err.orig).split())
             raise RegistryError(f"the registry {self.name} cannot be used ({why}): {advice}") from err
         except DatabaseError as err:
-            if self._path is not None and type(err.orig) is sqlite3.DatabaseError:  # subclasses are not damage
+            if self._path is not None and type(err.orig) is sqlite3.DatabaseError:  # subclasses report other errors
                 message = f"{self.name} is not a registry or is damaged ({err.orig})"
                 raise CorruptStoreError(message, self._path) from err
             why = " ".join(str(err.orig).split())
@@ -544,7 +545,7 @@ class _ListedKey(Struct, frozen=True):
 
 
 class _ListedBody(Struct):
-    """The part of a stored body that a list shows."""
+    """The fields of a record's `body` that a list of entries shows."""
 
     key: _ListedKey = _ListedKey()
     gain: Gain | None = None
@@ -565,7 +566,7 @@ def _in_parts(names: Sequence[str]) -> Iterator[Sequence[str]]:
 
 
 def _rows(connection: Connection, kind: type[StoredSetting], ids: Sequence[str]) -> Iterator[Sequence[Any]]:
-    """Yield the id and body of records and, for jobs, the bodies of model and topology."""
+    """Yield the rows of records with these ids: id, body and, for jobs, the bodies of model and topology."""
     table = _TABLES[kind]
     wanted = select(table.c.id, table.c.body)
     if table is entries:
@@ -578,7 +579,7 @@ def _rows(connection: Connection, kind: type[StoredSetting], ids: Sequence[str])
 
 
 def _record(kind: type[R], name: str, body: str, *graphs: bytes) -> R:
-    """Build the record of a row. Raises RegistryError if it is damaged."""
+    """Build the record of a row of `_rows`. Raises RegistryError if the record is damaged."""
     data = parsed(dict[str, Any], body)
     data |= {
         field: parsed(dict, _expanded(graph), at=field)
@@ -599,7 +600,7 @@ def _graphs(connection: Connection, fingerprints: Sequence[str]) -> Iterator[tup
 
 
 def _put(connection: Connection, record: StoredSetting, disproved: StoredSetting | None) -> bool:
-    """Store a record unless the stored one is better. Return False in that case."""
+    """Store a record. Return False, and store nothing, if the stored record with this id is better."""
     kind, table = type(record), _TABLES[type(record)]
     matches = table.c.id == record.id
     is_there = connection.execute(select(table.c.id).where(matches).with_for_update()).first() is not None
@@ -623,7 +624,7 @@ def _put(connection: Connection, record: StoredSetting, disproved: StoredSetting
 
 
 def _put_graphs(connection: Connection, record: JobRecord, damaged: bool) -> dict[str, Any]:
-    """Store the graphs of a record. Return the columns of its row that lists and searches read."""
+    """Store the graphs of a record. Return the columns of the record's row that lists and searches read."""
     key = record.key
     graph = {"body": _compressed(graph_to_json(record.model))}
     summary = {"version": SIGNATURE_VERSION, "body": to_bytes(signature(record.model))}
@@ -632,7 +633,7 @@ def _put_graphs(connection: Connection, record: JobRecord, damaged: bool) -> dic
         (models, key.model, graph),
         (signatures, key.model, summary),
         (topologies, key.topology, cluster),
-    ):  # existing rows stay unless they may be damaged
+    ):  # existing rows are not written, unless they may be damaged
         same = table.c.fingerprint == fingerprint
         if connection.execute(select(table.c.fingerprint).where(same)).first() is None:
             connection.execute(insert(table).values(fingerprint=fingerprint, **values))
@@ -660,7 +661,7 @@ def _compressed(data: object) -> bytes:
 
 
 def _expanded(body: bytes) -> bytes:
-    """Undo `_compressed`. Raises RegistryError if the body is damaged or exceeds the size limit."""
+    """Decompress the output of `_compressed`. Raises RegistryError if it is damaged or exceeds the size limit."""
     try:
         inflate = zlib.decompressobj()
         text = inflate.decompress(body, _MAX_GRAPH_BYTES)
@@ -672,7 +673,7 @@ def _expanded(body: bytes) -> bytes:
 
 
 def file_of(url_or_path: str) -> Path | None:
-    """Return the file of a registry; None if it is on a server.
+    """Return the file of a registry; None if the registry is on a database server.
 
     Raises:
         RegistryError: the URL is invalid, or its database is in memory.
@@ -694,14 +695,15 @@ def _url(url_or_path: str) -> URL | None:
         raise RegistryError(f"{url_or_path!r} is not a URL that SQLAlchemy understands: {err}") from err
 
 
-# Write transactions take milliseconds, but if dozens of jobs start together the last one may wait for seconds.
+# Seconds to wait for SQLite's write lock. A write takes milliseconds, but if dozens of jobs start together, the last
+# one may wait for seconds.
 _BUSY_TIMEOUT_S = 15.0
 
 _NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "afs", "fuse", "9p", "glusterfs")
 
 
 def sqlite_engine(path: Path, *, read_only: bool) -> Engine:
-    """Return an engine for a file. It creates the file unless `read_only`.
+    """Return a SQLAlchemy engine for a SQLite file. The engine creates the file unless `read_only`.
 
     The engine has no connection pool, so it is safe across fork and leaves no connection open.
     """
@@ -714,7 +716,7 @@ def sqlite_engine(path: Path, *, read_only: bool) -> Engine:
                 try:
                     connection.execute("SELECT count(*) FROM sqlite_schema")
                 except sqlite3.OperationalError:
-                    # With WAL, even readers write an index file beside the database, unless it is `immutable`.
+                    # With WAL, even readers write an index file beside the database, unless opened as `immutable`.
                     connection.close()
                     connection = _connect(path, "mode=ro&immutable=1")
             connection.isolation_level = None  # _begin below starts transactions explicitly
@@ -722,9 +724,9 @@ def sqlite_engine(path: Path, *, read_only: bool) -> Engine:
             if not read_only:
                 if connection.execute("PRAGMA journal_mode").fetchone()[0].upper() != journal:
                     connection.execute(f"PRAGMA journal_mode = {journal}")
-                # These levels lose nothing if the process is killed.
+                # With these levels of durability, nothing is lost if the process is killed.
                 connection.execute(f"PRAGMA synchronous = {'NORMAL' if journal == 'WAL' else 'FULL'}")
-        except sqlite3.Error:  # the file is damaged
+        except sqlite3.Error:  # e.g. because the file is damaged
             connection.close()
             raise
         return connection
@@ -764,7 +766,7 @@ def _is_on_network(path: Path) -> bool:
     try:
         lines = Path("/proc/self/mounts").read_text().splitlines()
     except OSError:
-        return False  # without /proc, assume a local disk, as for most home directories
+        return False  # without /proc, assume that the file is on a local disk
     folder, around = os.path.realpath(path.parent), [(0, 0, "")]
     for number, line in enumerate(lines):  # of two mounts at one place, the later one hides the earlier one
         _, place, kind, *_ = line.split()
@@ -777,8 +779,8 @@ def _is_on_network(path: Path) -> bool:
 def set_aside(path: Path) -> Path:
     """Rename a damaged file and SQLite's files beside it to `<name>.broken-<n>`. Return the new path.
 
-    Takes a lock and checks the damage again, because several jobs may find it. The first job renames the file, and the
-    others must not rename its replacement.
+    Takes a lock and checks the damage again, because several jobs may find the damage at the same time. Only the first
+    job must rename the file. The other jobs must not rename the new file.
 
     Raises:
         RegistryError: the file cannot be renamed.

@@ -40,19 +40,20 @@ from .schema import EntryKey, JobRecord
 if TYPE_CHECKING:
     from .store import Store
 
-# The model has more weight, because it influences the best cuts and streams more than the cluster does.
+# The model's distance has more weight than the cluster's, because the model influences the best setting more.
 MODEL_WEIGHT = 0.7
 TOPOLOGY_WEIGHT = 0.3
 OTHER_DTYPE = 0.05
 
-# Models are examined in groups of _STRETCH: all entries of a group are listed, then matched in groups of _BATCH.
+# Stored models are examined in groups of _STRETCH. All entries of such a group are listed, and their models are
+# compared with the job's model in groups of _BATCH entries.
 _STRETCH = 32
 _BATCH = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """An entry and its distance from the job.
+    """An entry of the registry, and its distance from a job.
 
     Attributes:
         id: id of the entry.
@@ -71,8 +72,8 @@ def topology_distance(first: ClusterShape, second: ClusterShape, *, link_octaves
     """Return the normalised cost of turning one cluster into the other, host by host; 0 to 1, symmetric.
 
     This is the edit distance of two star graphs, with a node for each host and one for the network. Equal hosts are
-    paired first, the others by size. Edges are labelled with the bandwidth of the network (AIACC § VI). Relabelling an
-    edge costs a part for each doubling, at most as much as the whole edge.
+    paired first, the others by size. Edges are labelled with the bandwidth of the network (AIACC § VI). Changing an
+    edge's label costs a part of the edge's cost for each factor of two, at most the whole cost.
 
     Args:
         first: a cluster.
@@ -88,7 +89,7 @@ def topology_distance(first: ClusterShape, second: ClusterShape, *, link_octaves
     share = 1.0 if first.network != second.network else min(1.0, DOUBLING_COST * link_octaves)
     cost += EDGE_COST * share * min(n_hosts)
     left, right = (sorted((count - alike).items(), key=_by_size) for count in counts)
-    while left and right:  # pair the largest hosts without a partner
+    while left and right:  # pair the largest hosts that have no partner yet
         (host, n_left), (other, n_right) = left[0], right[0]
         n_paired = min(n_left, n_right)
         cost += n_paired * node_cost(_host(host), _host(other))
@@ -120,10 +121,10 @@ def nearest(
     budget_s: float = 0.08,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Match]:
-    """Return the `k` nearest entries for this kind of device, by ascending distance, complete entries first if equal.
+    """Return the `k` nearest entries for this kind of device, by ascending distance.
 
-    Distances are upper bounds, and are stored for later jobs. After `budget_s`, the nearest entries found until then
-    are returned.
+    Of equally near entries, complete ones come first. Distances are upper bounds, and are stored for later jobs. After
+    `budget_s`, the nearest entries found until then are returned.
 
     Raises:
         RegistryError: the store cannot be read.
@@ -147,7 +148,7 @@ def nearest(
             break
         extras = []  # (lower bound, extra distance of cluster and dtype, cluster distance, candidate)
         for candidate in store.candidates(device, list(floors)):
-            cluster = clusters.get(candidate.topology, 1.0)  # 1.0 if another process has just added it
+            cluster = clusters.get(candidate.topology, 1.0)  # 1.0 if another process has just added the cluster
             extra = TOPOLOGY_WEIGHT * cluster + (0.0 if candidate.dtype == dtype else OTHER_DTYPE)
             extras.append((floors[candidate.model] + extra, extra, cluster, candidate))
         extras.sort(key=lambda item: item[0])
@@ -173,17 +174,19 @@ def nearest(
             found = sorted(item for item in found if item[0] <= max_distance)[:k]
             if len(found) == k:
                 limit = found[-1][0]
-    store.save_distances(name, new)  # for the next job of this model
+    store.save_distances(name, new)  # so that the next job of this model need not compute them
     return [match for *_, match in found]
 
 
-# Ratios of sizes and speeds below this factor are treated as noise, because measurements of α and β are noisy.
+# Ratios of sizes and speeds below this factor are treated as noise, because measured latencies and bandwidths are
+# noisy.
 _ALIKE = 1.25
 
 # Smallest relative gain in throughput that justifies another stream.
 _LEAST_GAIN = 0.05
 
-# Lower limit on start-up times. A fit may return almost 0, and a ratio of two such values would be noise.
+# Lower limit on start-up times of a link, in seconds. A fit may return almost 0, and a ratio of two values near 0 would
+# be noise.
 _LEAST_STARTUP_S = 1e-6
 
 
@@ -193,7 +196,7 @@ def alike(factor: float) -> bool:
 
 
 def link_class(link: LinkModel) -> LinkClass:
-    """Return the class of a measured link: its highest throughput, and its start-up time."""
+    """Return the rounded speed of a measured link: its highest throughput, and its start-up time as latency."""
     return LinkClass.of(bandwidth_bytes_per_s=max(link.throughput), latency_s=_startup_s(link))
 
 
@@ -203,14 +206,17 @@ def link_ratios(there: LinkModel, here: LinkModel) -> tuple[float, float]:
 
 
 def unit_factor(latency_ratio: float, bandwidth_ratio: float, size_ratio: float) -> float:
-    """Return the factor by which to scale the unit size: the ratio of √(M·α/β)."""
+    """Return the factor by which to scale the unit (bucket) size. The best size is proportional to √(M·α/β).
+
+    M is the size of the gradients, α the latency, and 1/β the bandwidth.
+    """
     return math.sqrt(latency_ratio * bandwidth_ratio * size_ratio)
 
 
 def with_uniform_units(knobs: Knobs, itemsize_bytes: int) -> Knobs:
-    """Replace explicit cuts by uniform units of the size of the unit that contains the median byte.
+    """Replace explicit cuts by units (buckets) of one size: that of the unit that contains the median byte.
 
-    Bytes are counted instead of units, because cuts often have small units at both ends on purpose.
+    The median is over bytes, not over units, because cuts often have small units at both ends on purpose.
     """
     if not knobs.cuts:
         return knobs.but(cuts=None)
@@ -223,9 +229,9 @@ def with_uniform_units(knobs: Knobs, itemsize_bytes: int) -> Knobs:
 
 
 def scaled_streams(knobs: Knobs, there: LinkModel, here: LinkModel, *, unit_bytes: int) -> int:
-    """Return the number of streams, scaled by the streams that keep the link busy here relative to there.
+    """Scale `knobs.streams` by the ratio of the streams that saturate the link `here` to those that saturate `there`.
 
-    Returns `knobs.streams` if the throughput of several streams was not measured on both links.
+    Returns `knobs.streams` unchanged if the throughput of several streams was not measured on both links.
     """
     wanted_there, wanted_here = _streams_wanted(there, knobs.unit_bytes), _streams_wanted(here, unit_bytes)
     if wanted_there is None or wanted_here is None or alike(wanted_here / wanted_there):
@@ -235,7 +241,7 @@ def scaled_streams(knobs: Knobs, there: LinkModel, here: LinkModel, *, unit_byte
 
 
 def bounded(unit_bytes: float) -> int:
-    """Return the unit size, limited to the allowed range."""
+    """Return the unit (bucket) size, limited to the allowed range."""
     return max(SMALLEST_UNIT_BYTES, min(LARGEST_UNIT_BYTES, round(unit_bytes)))
 
 
@@ -256,16 +262,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobDescription:
-    """A job before its first trial.
+    """Description of a job, by which it finds records before its first trial.
 
     Attributes:
         key: key of the job.
         model: graph of the model.
         topology: cluster of the job.
-        layout: `layout_fingerprint` of the gradients, to check explicit cuts; "" = explicit cuts are never adopted.
+        layout: `layout_fingerprint` of the gradients, to check whether explicit cuts of a record fit;
+            "" = never use explicit cuts of a record.
         itemsize_bytes: bytes per element on the wire.
-        links: links measured by the job, by route.
-        space: knobs that the job may choose; None = any.
+        links: speed of the links that the job has measured, by route (transport and algorithm).
+        space: settings that the job may use; None = any.
         name: name of the model, for messages.
     """
 
@@ -281,7 +288,7 @@ class JobDescription:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Neighbour:
-    """A record of another job, and its distance."""
+    """A record of another job, and its distance from this job."""
 
     record: JobRecord
     distance: float
@@ -289,15 +296,16 @@ class Neighbour:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmStart:
-    """Adapted setting to try first.
+    """A record's setting, adapted to a job, which the tuner tries first.
 
     Attributes:
         knobs: adapted setting.
         distance: distance of the record; 0.0 for the job's own record.
         source: origin of the setting in one sentence, for the log.
         changes: adaptations, in words.
-        lost_cuts: explicit cuts of the record did not fit this job and were dropped. Their planner may plan new ones.
-        record: stored record.
+        lost_cuts: True if explicit cuts of the record were dropped, because they did not fit this job. Their planner
+            may plan new cuts.
+        record: the stored record.
     """
 
     knobs: Knobs
@@ -340,7 +348,10 @@ def neighbours(store: Store, job: JobDescription, *, k: int = 3, max_distance: f
 
 
 def _farther_by_link(record: JobRecord, job: JobDescription) -> float:
-    """Return the distance that the measured links add, at an equal number of ranks; 0 if a link was not measured."""
+    """Return by how much the measured links increase the distance; 0 if a link was not measured.
+
+    The record's link is rescaled to the job's number of ranks before the comparison.
+    """
     there, here = _resized_link(record, job), job.links.get(record.knobs.route)
     if there is None or here is None:
         return 0.0
@@ -350,7 +361,7 @@ def _farther_by_link(record: JobRecord, job: JobDescription) -> float:
 
 
 def adapted_all(found: Sequence[Neighbour], job: JobDescription) -> list[WarmStart]:
-    """Adapt each record, in this order. Of records with equal adapted knobs only the first is kept."""
+    """Adapt each record to the job, in this order. Of records with equal adapted knobs, only the first is kept."""
     starts: list[WarmStart] = []
     for neighbour in found:
         start = adapted(neighbour, job)
@@ -360,7 +371,7 @@ def adapted_all(found: Sequence[Neighbour], job: JobDescription) -> list[WarmSta
 
 
 def adapted(neighbour: Neighbour, job: JobDescription) -> WarmStart:
-    """Adapt the knobs of a record to the job's space, link and layout, and describe each adaptation."""
+    """Adapt the knobs of a record to the job's allowed settings, link and gradient layout. Describe each adaptation."""
     record, space = neighbour.record, job.space
     knobs = record.knobs
     changes: list[str] = []
@@ -404,7 +415,7 @@ def adapted(neighbour: Neighbour, job: JobDescription) -> WarmStart:
 
 
 def _resized_link(record: JobRecord, job: JobDescription) -> LinkModel | None:
-    """Return the record's link, rescaled to the job's number of ranks; None if it was not measured."""
+    """Return the record's link, rescaled to the job's number of ranks; None if the link was not measured."""
     there, here = record.key.world_size, job.key.world_size
     if record.link is None or min(there, here) == 1:
         return record.link
@@ -412,7 +423,7 @@ def _resized_link(record: JobRecord, job: JobDescription) -> LinkModel | None:
 
 
 def _link_ratios(record: JobRecord, job: JobDescription, here: LinkModel | None) -> tuple[float, float]:
-    """Return the ratios of latency and bandwidth.
+    """Return the ratios job / record of the links' latency and bandwidth.
 
     Without measurements, assume a ring, whose latency is proportional to the number of ranks.
     """
