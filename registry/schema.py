@@ -347,7 +347,7 @@ class JobRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 LIKE = 1.25
-"""Largest factor between the row counts of two access patterns that are treated as alike."""
+"""Largest factor between the numbers of accessed rows of two access patterns that count as alike."""
 
 LIKE_COVERAGE = 0.1
 """Largest difference of `Skew.covered` between alike patterns. At this loss of coverage, a job ranks its rows again."""

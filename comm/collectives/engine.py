@@ -418,9 +418,9 @@ class Rounds:
         return bits | known
 
     def _agree(self, digest: int, bits: int) -> tuple[bool, int]:
-        """Send the message of a round. Collective.
+        """Exchange the messages of a round. Collective.
 
-        The message contains the digest and its complement. Their AND over all ranks equals a rank's own values only if
+        A message contains the digest and its bitwise complement. The AND over all ranks leaves both unchanged only if
         all ranks sent equal digests.
 
         Returns:

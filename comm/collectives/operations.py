@@ -364,7 +364,7 @@ class Ranks:
 
 
 Batch = Sequence[tuple[Signature, Sequence[torch.Tensor]]]
-"""Operations of this rank: signatures, and tensors of the same shapes."""
+"""Operations to perform together: the signature and this rank's tensors of each operation."""
 
 
 def perform(batch: Batch, ranks: Ranks) -> list[Tensors]:
@@ -556,9 +556,9 @@ class RoundMessage:
     """Buffers for the messages of a round. A message has a head (digest and bits), followed by tensors.
 
     Attributes:
-        own: message of this rank, bytes.
-        head: head of `own`.
-        gathered: messages of all ranks, bytes, `(size, n)`.
+        own: bytes of this rank's message, `(n,)`.
+        head: view of the head of `own`.
+        gathered: bytes of all ranks' messages, `(size, n)`.
     """
 
     def __init__(self, size: int, head_bytes: int) -> None:

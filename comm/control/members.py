@@ -69,7 +69,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """All ranks of a mesh.
+    """List of all ranks of a mesh, with the mesh's name and secret.
 
     Attributes:
         generation: number of the generation (set of ranks of an elastic job), from 1. 0 = the ranks of this job never
@@ -135,7 +135,7 @@ def introduce(
     """Exchange the hosts of all ranks, then open listeners and exchange their addresses. Collective.
 
     Args:
-        exchange: carries the memberships.
+        exchange: function that exchanges the memberships.
         own: this rank.
         generation: number of the last generation in which this rank took part. 0 = none.
         interface: name of the network interface between the hosts. None = any.
@@ -278,7 +278,7 @@ def rendezvous(
     """Connect the ranks of an `Exchange` into a mesh. Collective.
 
     Args:
-        exchange: carries the memberships. A `StoreExchange` also distributes errors.
+        exchange: function that exchanges the memberships. A `StoreExchange` also distributes errors.
         rank: rank of this process in the mesh.
         number: number of this process in messages to the user. None = `rank`.
         interface: name of the network interface between the hosts. None = any.
@@ -514,7 +514,7 @@ class StoreExchange:
         return bool(self._call("add", self._key("claim", self._own), 1) == 1)
 
     def report_problem(self, error: SirtakiError) -> None:
-        """Publish an error of this rank, so that waiting ranks fail with it."""
+        """Publish an error of this rank in the store, so that waiting ranks fail with this error."""
         with suppress(CommError):
             self._call("set", f"{self._prefix}problem", json.dumps(str(error)))
 

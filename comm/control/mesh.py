@@ -131,7 +131,7 @@ class Inbox:
         return posted.view[posted.filled : posted.filled + header.length]
 
     def deliver(self, header: Header, payload: memoryview) -> None:
-        """Append a complete frame to the posted receive, or queue it."""
+        """Copy the payload of a complete frame into the posted receive, or queue it if no receive is posted."""
         posted = self._posted
         if posted is None:
             self._arrived.append((header.sequence, payload))
@@ -179,7 +179,7 @@ def _check(found: int, expected: int, length: int, room: int) -> None:
 
 
 class Mailbox:
-    """Received messages of one context.
+    """Received messages of one context (communicator).
 
     Attributes:
         posts: posted messages as (sender, tag, message).
@@ -277,7 +277,7 @@ class Connection:
 
     @property
     def backlogged(self) -> bool:
-        """Return whether unsent messages are queued."""
+        """Return whether messages are queued because the kernel's send buffer is full."""
         return bool(self._queue)
 
     def send(self, parts: Sequence[memoryview]) -> Sending:
@@ -416,10 +416,10 @@ BEATS = 6
 """Number of heartbeats that may be missing before a rank counts as lost."""
 
 CLOSE_S = 5.0
-"""Seconds that `Links.close` waits for all peers."""
+"""Seconds for which `Links.close` waits for BYE from all peers."""
 
 MESH = 0
-"""Context of frames that concern the mesh itself."""
+"""Context id of frames that concern the mesh itself, not a communicator."""
 
 _MAX_REASON = 2000
 
@@ -443,7 +443,7 @@ class Links:
         Args:
             rank: rank of this process.
             sockets: authenticated connections by the rank of the peer.
-            heartbeat_s: silence after which a rank counts as lost. None = never.
+            heartbeat_s: silence in seconds after which a rank counts as lost. None = never.
             first_s: seconds in which a rank's first message must arrive, if longer than `heartbeat_s`. A rank sends
                 nothing before it is connected to all peers.
         """
@@ -699,7 +699,7 @@ class Exchange:
 
 
 def until_sent(*sendings: Sending) -> Steps:
-    """Yield until all sendings are done."""
+    """Yield until the memory of all these messages may be reused."""
     for sending in sendings:
         while not sending.done:
             yield
@@ -845,7 +845,7 @@ def all_to_all(exchange: Exchange, given: Array, received: Array, counts: tuple[
 
 
 WORLD = MESH + 1
-"""Context of the communicator of all ranks."""
+"""Context id of the communicator of all ranks."""
 
 
 class MeshCommunicator:

@@ -89,7 +89,7 @@ def align_clocks(control: ControlPlane) -> float:
 
 
 _FIRST_BYTES, _LENGTH_BYTES = 256, 8
-"""Size of each rank's part in the first all-gather: the length of the pickled value, and the value if it fits."""
+"""Bytes per rank in the first all-gather of `gather`: length of the pickled value, and the value itself if it fits."""
 
 
 def gather(value: Any, *, comm: Communicator) -> list[Any]:

@@ -43,7 +43,7 @@ class Deadline(NamedTuple):
     """A time at which a wait ends without success.
 
     Attributes:
-        at_s: `time.monotonic()` at that time.
+        at_s: the deadline, as a value of `time.monotonic()`.
     """
 
     at_s: float
@@ -151,7 +151,7 @@ def retry(
 
 
 class Waitable(Protocol):
-    """A `Work` or a `threading.Event`."""
+    """An object to wait for: a `Work` (operation in flight) or a `threading.Event`."""
 
     def wait(self, timeout_s: float, /) -> bool:
         """Block for at most `timeout_s`. Return whether the work is done or the event is set."""

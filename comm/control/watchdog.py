@@ -33,9 +33,9 @@ class Tag(IntEnum):
     WHERE = 1
     """Question of a watchdog: what is the receiver doing?"""
     HERE = 2
-    """Answer to `WHERE`."""
+    """Answer to `WHERE`: what the sender is doing."""
     LOST = 3
-    """The job has failed."""
+    """The job has failed. The message contains the error."""
     LEAVING = 4
     """The sender has ended its script."""
     JOINED = 5
@@ -100,7 +100,7 @@ class PendingWait:
     """A wait of this rank for its peers.
 
     Attributes:
-        what: description, equal on all ranks that wait for the same thing.
+        what: description of what the rank waits for, equal on all ranks that wait for the same operation.
         since_s: `time.monotonic()` when the wait began.
     """
 

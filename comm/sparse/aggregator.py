@@ -209,7 +209,7 @@ class Wire:
             self._handle_error(err)
 
     def send_rows(self, rows: Bytes, to: Address | None = None) -> None:
-        """Send a packet for each row of a contiguous matrix. Blocks while the link's queue is full."""
+        """Send a packet for each row of a contiguous matrix. Blocks while the network device's queue is full."""
         size = rows.shape[1]
         batch = min(_MAX_SEGMENTS, _MAX_BYTES // size) if self._segments else 1
         for begin in range(0, len(rows), batch):
@@ -282,12 +282,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeatLayout:
-    """Layout of hot rows in packets and registers.
+    """Layout of hot (frequent) rows in packets and in the aggregator's registers (sums).
 
     Attributes:
         rows: number of rows, ordered by access frequency.
         width: float32 values per row.
-        registers: the paper's m. None = one for each row of a packet, the smallest number without conflicts.
+        registers: number of registers (m in the Libra paper). None = one for each row of a packet, the smallest number
+            without conflicts.
 
     Raises:
         ConfigError: a number is not positive.
@@ -528,7 +529,7 @@ class AggregatorClient:
                 )
 
     def _receive(self, wire: Wire) -> bool:
-        """Process received packets. Return False if one made this rank change to another aggregator."""
+        """Process received packets. Return False if this rank has changed to another aggregator because of a packet."""
         for rows, _ in wire.batches(8):
             for group in groups(rows):
                 self._process(group)

@@ -352,7 +352,7 @@ class RowFormat:
         return parcel
 
     def unpack(self, parcel: torch.Tensor, n: int) -> Rows:
-        """Return the `n` rows of a parcel. The returned values share the parcel's memory."""
+        """Return the `n` rows of a parcel (packed rows). The returned values share the parcel's memory."""
         indices, values = self._views(parcel, n)
         return Rows(indices.long(), values)
 

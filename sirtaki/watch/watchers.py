@@ -349,9 +349,8 @@ class JobBeacon:
         except OSError:
             self._socket.close()
             raise
-        in_forked_children(
-            self, lambda presence: presence._socket.close()
-        )  # a child would keep it open, but not answer
+        # Close the socket in forked children, because a child would keep it open without answering.
+        in_forked_children(self, lambda presence: presence._socket.close())
         self._thread = threading.Thread(target=self._serve, name="sirtaki-presence", daemon=True)
         self._thread.start()
         at_exit(self.close)
