@@ -176,7 +176,8 @@ class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Return a text for each host: its kind, and how many devices are shared by how many ranks each."""
         devices: list[Counter[tuple[str, int]]] = [Counter() for _ in self.host_kinds]
         for rank, place in enumerate(self.places):
-            alone = -1 - rank  # a unique index, because the device is not shared
+            # Use a unique index, because the rank does not share its device.
+            alone = -1 - rank
             index = alone if place.device_index is None else place.device_index
             devices[place.host][(place.device, index)] += 1
         texts = []

@@ -109,7 +109,8 @@ def capture(outputs: object, parameters: Mapping[int, tuple[int, ...]]) -> Captu
         parameters: shape of each parameter whose gradient is reduced, by `id`. Parameters that no output depends on
             (unused, or hidden in a checkpointed block) are appended as a chain, in this order.
     """
-    found: dict[Any, int] = {}  # also keeps autograd's nodes alive, because ids of dead nodes are reused
+    # This dict also keeps autograd's nodes alive, because ids of dead nodes are reused.
+    found: dict[Any, int] = {}
     stack = []
     for function in _gradient_functions(outputs):
         if function not in found:
@@ -192,7 +193,8 @@ def _bypass_shape_only(operations: nx.DiGraph) -> None:
 
 def _collapse_chains(operations: nx.DiGraph) -> None:
     """Append each operation without parameters to its only predecessor, if that has no other successor."""
-    for number, own in reversed(list(operations.nodes(data=True))):  # from inputs, so that a chain grows at its end
+    # Go from inputs to outputs, so that a chain of operations grows at its end.
+    for number, own in reversed(list(operations.nodes(data=True))):
         sources, targets = list(operations.pred[number]), list(operations.succ[number])
         if own["shapes"] or own["others"] or len(sources) != 1 or len(operations.succ[sources[0]]) != 1:
             continue
@@ -203,7 +205,8 @@ def _collapse_chains(operations: nx.DiGraph) -> None:
 
 def _coarse(operations: nx.DiGraph, missing: Sequence[tuple[int, ...]]) -> ModelGraph:
     """Return the graph with nodes in the order of computation, because such graphs are easier to read and to match."""
-    forward = operations.__class__()  # because nodes were discovered from outputs to inputs
+    # Reverse the order of the nodes, because they were discovered from outputs to inputs.
+    forward = operations.__class__()
     forward.add_nodes_from(reversed(list(operations)))
     forward.add_edges_from(operations.edges)
     nodes: list[OperationLabel] = []
@@ -300,7 +303,8 @@ class ModelGraphRecorder:
         if self._best is not None:
             try:
                 return self._best.graph
-            except Exception:  # a graph may be too large or have an unexpected form
+            except Exception:
+                # Continue without the graph, because it may be too large or have an unexpected form.
                 logger.debug(_NO_GRAPH, self._name, exc_info=True)
                 self._best, self._name = None, ""
         return None if self._shapes is None else shapes_graph(self._shapes)

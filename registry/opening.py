@@ -61,7 +61,8 @@ _loading: threading.Thread | None = None
 
 
 def _load() -> None:
-    with contextlib.suppress(Exception):  # the regular import at the look-up reports the error
+    # Suppress errors, because the import at the look-up raises them again.
+    with contextlib.suppress(Exception):
         import networkx  # noqa: F401
         import sqlalchemy.dialects.sqlite  # noqa: F401
 

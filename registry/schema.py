@@ -314,9 +314,11 @@ class JobRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields=
         names = (name for name in self.__struct_fields__ if name not in ("model", "topology"))
         body: dict[str, Any] = {name: plain(getattr(self, name)) for name in names}
         if body["link"] is not None:
-            del body["link"]["busy"]  # depends on the hosts, and earlier releases reject this field
+            # Omit `busy`, because it depends on the hosts, and earlier releases reject this field.
+            del body["link"]["busy"]
         if body["gain"] is None:
-            del body["gain"]  # earlier releases reject this field
+            # Omit an empty gain, because earlier releases reject this field.
+            del body["gain"]
         return body
 
     @classmethod
@@ -326,7 +328,8 @@ class JobRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields=
             data["model"] = checked(GraphJson, data["model"], at="model").graph()
         if isinstance(link := data.get("link"), dict) and "latency_s" in link:
             data["link"] = checked(_OldLink, link, at="link").model()
-        if isinstance(trials := data.get("trials"), list):  # JSON has no infinity, so null stands for it
+        # In trials, null stands for infinity, because JSON has no infinity.
+        if isinstance(trials := data.get("trials"), list):
             failed = {"span_s": math.inf}
             data["trials"] = [
                 one | failed if isinstance(one, dict) and one.get("span_s", 0) is None else one for one in trials

@@ -153,7 +153,8 @@ SCHEMAS: Sequence[Sequence[Table]] = (
 )
 """Tables that each version of the schema added, in order. A read-only registry may have an older version."""
 
-_LOCK = 0x51A7A1  # id of an advisory lock of PostgreSQL, arbitrary but equal in all processes
+# Id of an advisory lock of PostgreSQL. It is arbitrary, but equal in all processes.
+_LOCK = 0x51A7A1
 
 # Number of attempts to write. If two jobs insert the same key or graph at the same time, the second insert fails, and
 # the next attempt updates the row.
@@ -165,9 +166,11 @@ _MAX_GRAPH_BYTES = 1 << 27
 MAX_PER_KEY = 1000
 """Limit on the number of records with one key that are read, newest first."""
 
-_PARAMETERS = 500  # values in one statement, because databases limit them
+# Number of values in one statement, because databases limit the number of parameters.
+_PARAMETERS = 500
 
-_POSTGRESQL = {"connect_timeout": 10, "client_encoding": "utf8"}  # seconds; without utf8 the driver could return bytes
+# Options of the PostgreSQL driver. Without utf8, the driver could return bytes. The timeout is in seconds.
+_POSTGRESQL = {"connect_timeout": 10, "client_encoding": "utf8"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,7 +332,8 @@ class Store:
 
     def put_all(self, records: Sequence[StoredSetting], *, disproved: StoredSetting | None = None) -> int:
         """Store all records, or none if an error occurs. Return the number of stored records."""
-        for record in records:  # check all records first, because no unreadable record must be written
+        # Check all records first, because no unreadable record must be written.
+        for record in records:
             type(record).from_json(record.body(), record.graphs)
         for _ in range(_ATTEMPTS):
             try:
@@ -428,7 +432,8 @@ class Store:
                     connection.execute(delete(distances).where(*same_pair))
                 connection.execute(insert(distances), rows)
         except RegistryError as err:
-            if not isinstance(err.__cause__, IntegrityError):  # else another process has stored the same distances
+            # Ignore an IntegrityError, because it means that another process has stored the same distances.
+            if not isinstance(err.__cause__, IntegrityError):
                 raise
 
     def close(self) -> None:
@@ -476,7 +481,8 @@ class Store:
     def _prepare(self, engine: Engine) -> None:
         """Create missing tables, or check that the schema of a read-only registry can be read."""
         with engine.connect().execution_options(writes=not self.read_only) as connection, connection.begin():
-            if connection.dialect.name == "postgresql" and not self.read_only:  # which allows several writers
+            # Take a lock on PostgreSQL, because only SQLite limits itself to one writer.
+            if connection.dialect.name == "postgresql" and not self.read_only:
                 connection.execute(select(func.pg_advisory_xact_lock(_LOCK)))
             there = inspect(connection).has_table(versions.name)
             version = int(connection.execute(select(versions.c.version)).scalar_one()) if there else 0
@@ -528,7 +534,8 @@ class Store:
             why = " ".join(str(err.orig).split())
             raise RegistryError(f"the registry {self.name} cannot be used ({why}): {advice}") from err
         except DatabaseError as err:
-            if self._path is not None and type(err.orig) is sqlite3.DatabaseError:  # subclasses report other errors
+            # Compare the exact type, because subclasses report other errors than damage.
+            if self._path is not None and type(err.orig) is sqlite3.DatabaseError:
                 message = f"{self.name} is not a registry or is damaged ({err.orig})"
                 raise CorruptStoreError(message, self._path) from err
             why = " ".join(str(err.orig).split())
@@ -719,14 +726,16 @@ def sqlite_engine(path: Path, *, read_only: bool) -> Engine:
                     # With WAL, even readers write an index file beside the database, unless opened as `immutable`.
                     connection.close()
                     connection = _connect(path, "mode=ro&immutable=1")
-            connection.isolation_level = None  # _begin below starts transactions explicitly
+            # Disable implicit transactions, because `_begin` below starts transactions.
+            connection.isolation_level = None
             connection.execute("PRAGMA foreign_keys = ON")
             if not read_only:
                 if connection.execute("PRAGMA journal_mode").fetchone()[0].upper() != journal:
                     connection.execute(f"PRAGMA journal_mode = {journal}")
                 # With these levels of durability, nothing is lost if the process is killed.
                 connection.execute(f"PRAGMA synchronous = {'NORMAL' if journal == 'WAL' else 'FULL'}")
-        except sqlite3.Error:  # e.g. because the file is damaged
+        except sqlite3.Error:
+            # Close the connection on an error, such as a damaged file.
             connection.close()
             raise
         return connection
@@ -753,7 +762,8 @@ def is_damaged(path: Path) -> bool:
         finally:
             connection.close()
     except sqlite3.DatabaseError as err:
-        return type(err) is sqlite3.DatabaseError  # subclasses report locks and permissions
+        # Compare the exact type, because subclasses report locks and permissions.
+        return type(err) is sqlite3.DatabaseError
 
 
 def _connect(path: Path, options: str) -> sqlite3.Connection:
@@ -766,9 +776,11 @@ def _is_on_network(path: Path) -> bool:
     try:
         lines = Path("/proc/self/mounts").read_text().splitlines()
     except OSError:
-        return False  # without /proc, assume that the file is on a local disk
+        # Without /proc, assume that the file is on a local disk.
+        return False
     folder, around = os.path.realpath(path.parent), [(0, 0, "")]
-    for number, line in enumerate(lines):  # of two mounts at one place, the later one hides the earlier one
+    # Prefer the later of two mounts at one place, because it hides the earlier one.
+    for number, line in enumerate(lines):
         _, place, kind, *_ = line.split()
         place = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), place).rstrip("/")  # spaces are \040
         if f"{folder}/".startswith(f"{place}/"):

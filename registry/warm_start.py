@@ -89,7 +89,8 @@ def topology_distance(first: ClusterShape, second: ClusterShape, *, link_octaves
     share = 1.0 if first.network != second.network else min(1.0, DOUBLING_COST * link_octaves)
     cost += EDGE_COST * share * min(n_hosts)
     left, right = (sorted((count - alike).items(), key=_by_size) for count in counts)
-    while left and right:  # pair the largest hosts that have no partner yet
+    # Pair the largest hosts that have no partner yet.
+    while left and right:
         (host, n_left), (other, n_right) = left[0], right[0]
         n_paired = min(n_left, n_right)
         cost += n_paired * node_cost(_host(host), _host(other))
@@ -148,7 +149,8 @@ def nearest(
             break
         extras = []  # (lower bound, extra distance of cluster and dtype, cluster distance, candidate)
         for candidate in store.candidates(device, list(floors)):
-            cluster = clusters.get(candidate.topology, 1.0)  # 1.0 if another process has just added the cluster
+            # Assume the distance 1.0 if another process has just added the cluster.
+            cluster = clusters.get(candidate.topology, 1.0)
             extra = TOPOLOGY_WEIGHT * cluster + (0.0 if candidate.dtype == dtype else OTHER_DTYPE)
             extras.append((floors[candidate.model] + extra, extra, cluster, candidate))
         extras.sort(key=lambda item: item[0])
@@ -174,7 +176,8 @@ def nearest(
             found = sorted(item for item in found if item[0] <= max_distance)[:k]
             if len(found) == k:
                 limit = found[-1][0]
-    store.save_distances(name, new)  # so that the next job of this model need not compute them
+    # Save new distances, so that the next job of this model need not compute them.
+    store.save_distances(name, new)
     return [match for *_, match in found]
 
 

@@ -85,7 +85,8 @@ def trace_operations(signatures: Sequence[Signature], works: Sequence[EagerWork 
     if trace is None and recording is None:
         return
     end_s = time.perf_counter()
-    ages_s = time.monotonic() - end_s  # offset between the two clocks
+    # Offset between the clocks `monotonic` (for submission times) and `perf_counter`.
+    ages_s = time.monotonic() - end_s
     if trace is not None:
         names = ", ".join(signature.name for signature in signatures)
         trace.span("eager", signatures[0].kind.value, begin_s, end_s, names=names)
@@ -471,7 +472,8 @@ class Rounds:
             if problem is not None:
                 self.completed += 1
                 self._names.forget(name)
-                self._pending.reject(name, problem)  # all ranks raise this error
+                # Reject the operation on this rank. All ranks do so, because all have found the same problem.
+                self._pending.reject(name, problem)
                 continue
             self._names.remember(some)
             absent = 0 if some.by_all else len(self._joined.keys() - by_rank.keys())
@@ -643,7 +645,8 @@ class EagerEngine:
                         self._round_lock.release()
                 else:
                     work.wait(WAIT_SLICE_S)
-                if not work.is_done():  # a completed operation succeeds, even if the job has failed since
+                # A completed operation succeeds, even if the job has failed meanwhile.
+                if not work.is_done():
                     self._failures.check()
         finally:
             self.awaited = None
@@ -677,7 +680,8 @@ class EagerEngine:
             trace.instant("eager", "CYCLE_START", time.perf_counter())
         try:
             made_progress = self.rounds.run(*snapshot)
-        except BaseException as err:  # KeyboardInterrupt, too: the ranks cannot resume an interrupted round
+        except BaseException as err:
+            # Catch KeyboardInterrupt, too, because the ranks cannot resume an interrupted round.
             what = f"eager operations failed on rank {self._number} ({', '.join(snapshot[0]):.200})"
             error = err if isinstance(err, CommError) else caused(CommError(f"{what}: {err!r}"), err)
             self._failures.report(error)

@@ -404,7 +404,8 @@ def _on_device_of(tensors: Sequence[torch.Tensor], results: Tensors) -> Tensors:
     device = tensors[0].device
     moved = [result.to(device) for result in results]
     if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()  # because the waiting thread uses another CUDA stream
+        # Synchronize, because the thread that waits for the result uses another CUDA stream.
+        torch.cuda.current_stream(device).synchronize()
     return moved
 
 
@@ -624,7 +625,8 @@ def result_of(signature: Signature, inputs: Sequence[torch.Tensor], slots: Seque
             continue
         combine, first, rest = _COMBINATIONS[signature.op], slot.gathered[0], slot.gathered[1:]
         result = combine(first, rest[0]) if rest else first.clone()
-        for row in rest[1:]:  # in rank order, so that results are bitwise equal on all ranks
+        # Combine in rank order, so that results are bitwise equal on all ranks.
+        for row in rest[1:]:
             combine(result, row, out=result)
         scale_(result, signature.factors[1])
         results.append(result if result.dtype is tensor.dtype else result.to(tensor.dtype))

@@ -131,7 +131,8 @@ class UnprovedConnection:
         Raises:
             OSError: the connection broke.
         """
-        if self.sock.send(message) < len(message):  # a handshake message always fits into an empty send buffer
+        # A short send means that the peer reads nothing, because an empty send buffer has room for the whole message.
+        if self.sock.send(message) < len(message):
             raise ConnectionError("the remote end does not read")
 
 
@@ -211,7 +212,8 @@ class HandshakeListener:
                 if not self._is_wanted(number):
                     raise ConnectionError("this process is connected already")
                 candidate.send(_WELCOME)
-            except BlockingIOError:  # the event belongs to a dropped connection whose descriptor is in use again
+            except BlockingIOError:
+                # Ignore the event, because it belongs to a closed connection whose descriptor is in use again.
                 return None
             except OSError:
                 self._drop(descriptor)

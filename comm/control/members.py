@@ -211,7 +211,8 @@ def connect_members(
     one_host = all(other.host == members[rank].host for other in members)
     for listener in listeners:
         if one_host and listener.getsockname()[0] != LOOPBACK:
-            listener.close()  # because all ranks are on this host, and remote processes could reach it
+            # Close this listener, because all ranks are on this host, and remote processes could reach it.
+            listener.close()
     listeners = tuple(listener for listener in listeners if listener.fileno() >= 0)
     acceptor = Acceptor(listeners, key=key, own=rank, expected=range(rank + 1, len(members)))
     sockets: dict[int, socket.socket] = {}
@@ -362,7 +363,8 @@ def meet(
         place=f"{meeting.host}:{meeting.port}",
         deadline=deadline,
     )
-    if not exchange.claim():  # raise in this process only, because the other one may be right
+    # Raise in this process only, because the other process that claims the rank may be the right one.
+    if not exchange.claim():
         raise ConfigError(
             f"two processes claim rank {meeting.rank} at {meeting.host}:{meeting.port}; each process of a job must "
             "have a different RANK, and each job a different MASTER_PORT"

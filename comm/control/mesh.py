@@ -370,7 +370,8 @@ class Connection:
                     break
                 header = decode(self._inbound, self._begin)
                 begin = self._begin + HEADER_BYTES
-                if header.length <= self._end - begin:  # fast path: a short message is mostly read as a whole
+                # Take a fast path, because most short messages arrive as a whole.
+                if header.length <= self._end - begin:
                     self._begin = begin + header.length
                     receiver.deliver(self.rank, header, memoryview(bytes(self._inbound_view[begin : self._begin])))
                     continue
@@ -579,7 +580,8 @@ class Links:
         for connection in list(self._connections.values()):
             connection.flush()
             if not connection.backlogged:
-                connection.stop_sending()  # so that the peer's background thread wakes and reads LOST
+                # Shut down sending, so that the peer's background thread wakes up and reads the LOST frame.
+                connection.stop_sending()
 
     def _watch(self) -> None:
         """Run the background thread: detect broken connections, and exchange heartbeats."""
@@ -592,7 +594,8 @@ class Links:
             with self.read_lock:
                 for descriptor, _ in broken:
                     connection = self._by_descriptor.get(descriptor)
-                    while connection is not None and not connection.ended:  # read the last messages, e.g. LOST or BYE
+                    # Read the peer's last frames, because they may contain LOST or BYE.
+                    while connection is not None and not connection.ended:
                         self._read(connection)
                 self._progress()
             if self._beat_s is not None and time.monotonic() >= due_s:
@@ -940,7 +943,8 @@ class MeshCommunicator:
         return self._start(Exchange(self, 0).receive(array, rank))
 
     def _next(self) -> Exchange:
-        self._sequence = self._sequence % 0xFFFFFFFF + 1  # sequence number 0 is reserved for `send` and `receive`
+        # Skip the sequence number 0, because `send` and `receive` use it.
+        self._sequence = self._sequence % 0xFFFFFFFF + 1
         return Exchange(self, self._sequence)
 
     def _start(self, steps: Steps) -> Test:

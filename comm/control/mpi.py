@@ -44,7 +44,8 @@ def load_mpi() -> Any:
             _exclude_fabric_component()
         finalizes = fresh and mpi4py.rc.initialize and mpi4py.rc.finalize is None
         if finalizes:
-            mpi4py.rc.finalize = False  # finalize in `at_exit` instead, because `skip_finalize` can cancel that
+            # Finalize MPI in `at_exit` instead, because `skip_finalize` can cancel that call.
+            mpi4py.rc.finalize = False
         from mpi4py import MPI
     except (ImportError, RuntimeError) as err:
         raise CommError(
@@ -262,14 +263,16 @@ class Survivors:
             CommError: no usable MPI library was found.
         """
         self._mpi = load_mpi()
-        skip_finalize()  # because MPI_Finalize would wait for ranks that continue
+        # Skip MPI_Finalize, because it would wait for ranks that continue.
+        skip_finalize()
         self._alive: MPI.Intracomm = self._mpi.COMM_WORLD.Dup()
         self.origin: int = self._alive.rank
 
     def lost(self) -> bool:
         """Return whether MPI has reported the loss of a survivor to this rank. Non-blocking."""
         try:
-            self._alive.Iprobe(source=self._mpi.ANY_SOURCE)  # because MPI detects failures only during calls
+            # Probe for a message, because MPI detects failures only during calls.
+            self._alive.Iprobe(source=self._mpi.ANY_SOURCE)
         except self._mpi.Exception:
             return True
         return self._failed() > 0
@@ -316,7 +319,8 @@ class Survivors:
             try:
                 revoked.Revoke()
                 results.append(revoked.Shrink())  # type: ignore[arg-type]  # Shrink keeps the type of an intracommunicator
-            except BaseException as err:  # raised by the caller's thread below
+            except BaseException as err:
+                # Keep the error, because the calling thread raises it below.
                 results.append(err)
 
         # Shrink in a thread, because non-blocking Shrink fails with an internal error in Open MPI 5.0.

@@ -304,7 +304,8 @@ class ControlPlane:
 
     def reclaim(self) -> None:
         """Free the resources of scopes that all ranks have released, in the same order on all ranks. Collective."""
-        if not self._scopes:  # true on all ranks or none, because they open scopes in the same order
+        if not self._scopes:
+            # All ranks return here or none does, because they open scopes in the same order.
             return
         released = self.minimum(np.array([float(scope._close_collectively is not None) for scope in self._scopes])) > 0
         kept = []
@@ -432,7 +433,8 @@ class ControlPlane:
 
     def close(self) -> None:
         """Free all communicators except the one passed to the constructor. Collective."""
-        self.reclaim()  # scopes that a thread of some rank still uses stay open
+        # Scopes that a thread of some rank still uses stay open.
+        self.reclaim()
         self._free_owned()
         for comm in (self.cross, self.node, self.comm):
             comm.free()

@@ -172,7 +172,8 @@ class Watchdog:
         for source in list(self._waits):
             try:
                 wait = source()
-            except CommError as err:  # raised if the wait can never end
+            except CommError as err:
+                # Fail the job, because the source of the wait reports that the wait can never end.
                 self.fail(err)
                 continue
             if wait is not None:
@@ -197,7 +198,8 @@ class Watchdog:
         while not self._closing.wait(TICK_S):
             try:
                 self._check()
-            except Exception:  # continue, because without the watchdog a hanging rank stays unnoticed
+            except Exception:
+                # Continue after errors, because without the watchdog a hanging rank stays unnoticed.
                 failed_in_a_row += 1
                 if failed_in_a_row == MAX_FAILURES:
                     logger.exception("rank %d stopped checking for stalls: too many errors", self._courier.rank)
@@ -209,7 +211,8 @@ class Watchdog:
     def _check(self) -> None:
         self._read_messages()
         self._check_for_stalls()
-        self.failures.run_wait_callback()  # because the waiting thread may not call it
+        # Run the wait callback here, because the waiting thread may be in code that does not run it.
+        self.failures.run_wait_callback()
 
     def _read_messages(self) -> bool:
         """Read messages, answer questions, and return whether all ranks have answered this rank's last question."""

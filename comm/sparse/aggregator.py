@@ -142,10 +142,12 @@ class Wire:
     def __init__(self, sock: socket.socket, *, batches: bool = True) -> None:
         """Take ownership of the socket. `batches=False` disables GSO and GRO."""
         self._sock = sock
-        sock.setblocking(True)  # so that a full queue of the network device slows the sender down
+        # Use a blocking socket, so that a full queue of the network device slows the sender down.
+        sock.setblocking(True)
         for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
             sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER_BYTES)
-        with contextlib.suppress(OSError):  # allow fragmentation, for links whose frames are shorter than packets
+        # Allow IP fragmentation, because a link may have frames that are shorter than packets.
+        with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _NEVER)
         self._segments = batches
         if batches:
@@ -221,7 +223,8 @@ class Wire:
             self._sock.sendmsg([rows.data], cut, 0, *(() if to is None else (to,)))
         except OSError as err:
             if len(rows) > 1 and err.errno in (errno.EIO, errno.EINVAL, errno.EMSGSIZE, errno.ENOPROTOOPT):
-                self._segments = False  # because the network device does not support GSO
+                # Send single packets from now on, because the network device does not support GSO.
+                self._segments = False
                 self.send_rows(rows, to)
             else:
                 self._handle_error(err)
@@ -499,7 +502,8 @@ class AggregatorClient:
     def close(self) -> None:
         """Leave the job, after all ranks have received their last sums (see `linger`). May be called twice."""
         if self._wire is not None:
-            for _ in range(3):  # three times, because packets may be lost and BYE has no answer
+            # Send BYE three times, because a packet may be lost, and BYE has no answer.
+            for _ in range(3):
                 self._wire.send(packet(PacketKind.BYE, body=b"", **self._fields))
             self._wire.close()
             self._wire = None
@@ -516,7 +520,8 @@ class AggregatorClient:
                 step.send(wire, now_s, window=self._window, timeout_s=timeout_s)
             wire.wait(0.002)
             before_s, self._now_s = now_s, time.monotonic()
-            if self._now_s - before_s > SUSPENDED_S:  # this process was suspended, so no answer could arrive
+            # Ignore a pause in which this process was suspended, because no answer could arrive.
+            if self._now_s - before_s > SUSPENDED_S:
                 self._last_received_s += self._now_s - before_s
             if not self._receive(wire):
                 continue
@@ -568,7 +573,8 @@ class AggregatorClient:
                     took_s = step.store(headers["seq"].astype(np.int64), floats_of(rows), self._now_s)
                     if took_s is not None:
                         self._progress_s = self._now_s
-                    if took_s:  # smoothed as TCP does (RFC 6298)
+                    # Smooth the round-trip time as TCP does (RFC 6298).
+                    if took_s:
                         error_s = took_s - self._mean_s
                         self._deviation_s += (abs(error_s) - self._deviation_s) / 4
                         self._mean_s += error_s / 8 if self._mean_s else error_s
@@ -728,7 +734,8 @@ class AggregationJob:
         self.ranks, self.floats = ranks, floats
         self.epoch = secrets.randbits(63) | 1
         self.addresses: dict[int, Address] = {}
-        self.steps: dict[int, StepRegisters] = {}  # the last two, because a slow rank may still need the previous sums
+        # The last two steps are kept, because a slow rank may still need the previous sums.
+        self.steps: dict[int, StepRegisters] = {}
         self.left: set[int] = set()
         self.last_received_s = 0.0
 
@@ -775,7 +782,8 @@ class Aggregator:
 
     def serve(self) -> None:
         """Serve until `stop` is called. Then notify all ranks, so that they change to a standby at once."""
-        with np.errstate(all="ignore"):  # because overflow in the ranks' sums is no error here
+        # Ignore floating-point errors, because overflow in the ranks' sums is no error here.
+        with np.errstate(all="ignore"):
             while not self._stopping:
                 self._wire.wait(0.2)
                 for rows, address in self._wire.batches():
@@ -892,7 +900,8 @@ class Aggregator:
             self.counters["sums"] += len(complete)
         for to in job.addresses.values():
             self._send_sums(registers, complete, to)
-        if repeated:  # the rank has sent packets again, because it lacks their sums
+        # Send sums again, because a rank that repeats packets lacks their sums.
+        if repeated:
             final = registers.final(seqs)
             self._send_sums(registers, np.setdiff1d(final, complete), address)
             if not len(final):

@@ -103,7 +103,8 @@ class SparseLanes:
         try:
             self.streams = max(self.streams, self._open(self.route, streams))
         except TransportError:
-            self.streams = max(1, self.streams)  # the streams opened earlier are still open
+            # Keep the streams opened earlier, because a failure does not close them.
+            self.streams = max(1, self.streams)
         return self.streams
 
     # ── the shared region ────────────────────────────────────────────────────────────────────────────────────────
@@ -121,7 +122,8 @@ class SparseLanes:
         except TransportError:
             if self._region is None:
                 raise
-            self._needed_bytes = 0  # so that the present region stays in use
+            # Stay with the present region, and do not try to enlarge it again for the same data.
+            self._needed_bytes = 0
             return
         self._region = FlatBuffer(regions[self._control.local_rank], regions)
 
@@ -179,7 +181,8 @@ class SparseLanes:
         largest = layout.largest_outgoing_bytes
         if self._region is not None:
             self._needed_bytes = max(self._needed_bytes, largest)
-            room = self._region.tensor.numel() - self.size  # because pieces may differ in length by a byte
+            # Subtract `size`, because pieces may differ in length by a byte.
+            room = self._region.tensor.numel() - self.size
             return max(1, -(-largest // room)), 1
         width = max(1, min(self.exchange_streams, int(layout.lengths.max()) // MIN_PIECE_BYTES))
         return max(1, -(-largest * self.size // (width * MAX_MESSAGE_BYTES))), width
@@ -554,7 +557,8 @@ class SparseWorker:
     def _run(self) -> None:
         failed: CommError | None = None
         while (work := self._works.get()) is not None:
-            if failed is not None:  # because streams of this rank may be at another operation than its peers'
+            # Fail all later reductions, because this rank's operations no longer match those of its peers.
+            if failed is not None:
                 work.finish(failed)
                 continue
             work.begun_s = time.perf_counter()
@@ -564,7 +568,8 @@ class SparseWorker:
                 return
             except CommError as err:
                 failed = err
-            except Exception as err:  # report every error, because threads and peers wait for this work
+            except Exception as err:
+                # Report every error, because threads and peers wait for this reduction.
                 failed = CommError(f"failed to reduce the rows of {work.name}: {err!r}")
                 self._failures.report(failed)
             else:

@@ -67,7 +67,8 @@ class _Handler(WSGIRequestHandler):
 class _MetricsHttpServer(ThreadingWSGIServer):
     """`prometheus_client`'s server with a connection limit, so that clients cannot exhaust threads or descriptors."""
 
-    request_queue_size = 128  # connections waiting for `accept`; further clients retry after a second
+    # Largest number of connections that wait for `accept`. Further clients retry after a second.
+    request_queue_size = 128
 
     def __init__(self, *args: Any) -> None:
         self._lock = free_in_forked_children(threading.Lock())
@@ -93,7 +94,8 @@ class _MetricsHttpServer(ThreadingWSGIServer):
                 oldest = next(iter(self._open))
                 del self._open[oldest]
                 with contextlib.suppress(OSError):
-                    oldest.shutdown(socket.SHUT_RDWR)  # so that its thread closes it
+                    # Shut down the oldest connection, so that its thread reads the end of the stream and closes it.
+                    oldest.shutdown(socket.SHUT_RDWR)
             self._open[request] = None
         super().process_request(request, client_address)
 

@@ -139,7 +139,8 @@ _generation: GenerationBegun | None = None
 def add(watcher: Watcher) -> None:
     """Send all further events of this process to `watcher` until the job ends. May be called before `hvd.init()`."""
     if not watching:
-        at_exit(partial(end, for_good=True))  # for scripts that do not call `shutdown()`; a second call is harmless
+        # Close watchers at exit, too, because a script may not call `shutdown()`. A second call does nothing.
+        at_exit(partial(end, for_good=True))
     watching.append(watcher)
     if (generation := _generation) is not None:
         notify(lambda watcher: watcher.generation(generation), [watcher])
@@ -365,7 +366,8 @@ class JobBeacon:
                 connection.settimeout(ANSWER_S)
                 try:
                     answer = json.dumps(self._answer())
-                except Exception:  # no state, because the job is starting or ending
+                except Exception:
+                    # Send no answer, because there is no state while the job is starting or ending.
                     logger.debug("no answer to a request for the job's state", exc_info=True)
                     continue
                 connection.sendall(answer.encode())
@@ -378,7 +380,8 @@ class JobBeacon:
         with contextlib.suppress(OSError):
             self._path.unlink()
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # so that `accept` returns
+            # Shut down the socket, so that `accept` in the socket's thread returns.
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         self._thread.join(ANSWER_S)
 
