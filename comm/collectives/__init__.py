@@ -1,1 +1,1 @@
-"""Eager operations: any tensor, any order, agreed by name."""
+"""Eager collectives on any tensors. Each rank submits them in any order, and ranks match them by name."""

@@ -153,7 +153,7 @@ class NameSlots:
             self._slots.move_to_end(name)
 
     def forget(self, name: str) -> None:
-        """Release the name's bit."""
+        """Remove a name, and release its bit."""
         if (slot := self._slots.pop(name, None)) is not None:
             heapq.heappush(self._free, slot[0])
 

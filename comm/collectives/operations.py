@@ -315,7 +315,7 @@ may use the communicator during the call."""
 
 
 class Ranks:
-    """Participating ranks: their communicator, and the lanes for large all-reduces."""
+    """Participating ranks: their communicator, and the lanes (streams) for large all-reduces."""
 
     def __init__(self, comm: Communicator, failures: FailureBoard, open_lanes: OpenLanes | None = None) -> None:
         """Store `comm`, which no other object may use. Without `open_lanes`, large all-reduces use `comm`, too."""
@@ -450,7 +450,7 @@ def _reducible(tensor: torch.Tensor) -> npt.NDArray[Any]:
 
 
 def _adasum(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tensors:
-    """Apply Adasum to each tensor separately, because the angle between tensors is defined for each."""
+    """Apply Adasum to each tensor separately, because each tensor has its own angle to the tensors of other ranks."""
     results = []
     for tensor in inputs:
         flat = _work_copy(tensor.reshape(-1), signature.factors[0])

@@ -97,7 +97,7 @@ class Membership:
 Listeners = tuple[socket.socket, ...]
 
 Exchange = Callable[[Membership], Sequence[Membership]]
-"""Takes a membership whose only member is this rank, and returns the memberships of all ranks, by rank. Collective."""
+"""Function that takes a membership with only this rank, and returns those of all ranks, by rank. Collective."""
 
 
 def alone() -> MeshCommunicator:

@@ -201,7 +201,7 @@ class Mailbox:
         return memoryview(bytearray(header.length))
 
     def deliver(self, source: int, header: Header, payload: memoryview) -> None:
-        """Store a complete frame."""
+        """Store a complete frame: data in its sender's inbox, a short message in `posts`."""
         if header.kind == FrameKind.DATA:
             self.inbox(source).deliver(header, payload)
         elif header.kind == FrameKind.POST:

@@ -257,7 +257,7 @@ class Survivors:
     """
 
     def __init__(self) -> None:
-        """Duplicate MPI's world. Collective over the world.
+        """Duplicate `MPI_COMM_WORLD`. Collective over all its ranks.
 
         Raises:
             CommError: no usable MPI library was found.
@@ -335,7 +335,7 @@ class Survivors:
         self._alive = results[0]
 
     def exchange(self, value: T) -> list[T]:
-        """Gather the values of all survivors, in the order of MPI's world. Collective.
+        """Gather the values of all survivors, in the order of their ranks in `MPI_COMM_WORLD`. Collective.
 
         Raises:
             PeerLostError: a survivor was lost meanwhile. All survivors get this error and must call `shrink`.

@@ -631,7 +631,7 @@ class Tables:
 
 @cache
 def tables() -> Tables:
-    """Return the tables, which are computed once."""
+    """Return the lookup tables of `table_sum`. They are computed once."""
     return Tables()
 
 

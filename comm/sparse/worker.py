@@ -410,7 +410,7 @@ def _gather(rows: Rows, form: RowFormat, lanes: SparseLanes) -> Reduced:
 
 
 def owners_of(indices: torch.Tensor, n_ranks: int) -> torch.Tensor:
-    """Return the owner rank of each row: `(n,)`. Hashed, because frequent rows often have adjacent indices."""
+    """Return the owner rank of each row: `(n,)`. Indices are hashed, because frequent rows are often adjacent."""
     return ((indices * 2654435761) >> 15) % n_ranks
 
 

@@ -373,7 +373,7 @@ class JobBeacon:
                 connection.sendall(answer.encode())
 
     def close(self) -> None:
-        """Remove the socket. Does nothing in a forked child."""
+        """Remove the job's socket, and stop answering. Does nothing in a forked child."""
         forget_at_exit(self.close)
         if os.getpid() != self._pid:
             return

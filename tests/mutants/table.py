@@ -460,8 +460,8 @@ MUTANTS = (
                 "",
             ),
             "a rank that gives up and wakes nobody": (
-                "connection.stop_sending()  # wakes",
-                "pass  # wakes",
+                "                connection.stop_sending()\n\n    def _watch",
+                "                pass\n\n    def _watch",
             ),
             "a fault that is told as a leave": (
                 "kind = PeerFaultError if header.tag == FAULT else PeerLostError",
