@@ -432,7 +432,7 @@ def _local_costs(first: ModelGraph, left: Sequence[int], second: ModelGraph, rig
     pair_NM = np.where(kind_N[:, None] == kind_M, pair_NM, OTHER_KIND_COST)
     pair_NM = np.where(label_N[:, None] == label_M, 0.0, pair_NM)
     delete_N, insert_M = np.full(len(left), NODE_COST), np.full(len(right), NODE_COST)
-    for end in (0, 1):  # first the edges that begin at a node, then those that end there
+    for end in (0, 1):  # count first the edges that begin at a node, then the edges that end at it
         degree_N, degree_M = (
             np.bincount(np.array([edge[end] for edge in edges_of(graph)], dtype=np.int64), minlength=len(graph))[
                 [*picked]

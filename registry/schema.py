@@ -546,7 +546,7 @@ class ShardsRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fiel
         return "shard way", self.key.digest(), str(self.memory_bytes)
 
     def distance(self, wanted: int) -> float:
-        """Return by how many bytes the memory that this record allowed exceeds `wanted`, which a job allows.
+        """Return `memory_bytes` minus `wanted`, the memory that a job allows.
 
         Infinity if this record allowed less memory or is older than `STALE_AFTER_S`.
         """

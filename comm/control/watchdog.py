@@ -2,7 +2,7 @@
 
 The watchdog runs in its own thread, because the main thread may hang. It polls for messages a few times a second, and
 sends questions only after a wait of this rank has exceeded the warning time. A `MessageBoard` carries messages outside
-the collectives: those of the watchdog and of `join()`.
+the collectives, for the watchdog and for `join()`.
 """
 
 from __future__ import annotations

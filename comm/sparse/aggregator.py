@@ -404,7 +404,7 @@ class _StepPackets:
         fresh = open_[tries == 0][:MAX_BURST]
         lost = (tries > 0) & (waited_s > np.minimum(timeout_s * 2.0 ** (tries - 1), MAX_TIMEOUT_S))
         overtaken = open_ + REORDER < self._top
-        # Packets that no later one has overtaken may only wait for a slow rank, so send just a few of them as a probe.
+        # Resend only a few packets that no later packet has overtaken, because they may just wait for a slow rank.
         again = np.concatenate((open_[lost & overtaken], open_[lost & ~overtaken][:MAX_PROBES]))
         self.resent += again.size
         due = np.sort(np.concatenate((fresh, again)))
@@ -500,7 +500,7 @@ class AggregatorClient:
             time.sleep(0.002)
 
     def close(self) -> None:
-        """Leave the job, after all ranks have received their last sums (see `linger`). May be called twice."""
+        """Leave the job. Call this after all ranks have received their last sums. May be called twice."""
         if self._wire is not None:
             # Send BYE three times, because a packet may be lost, and BYE has no answer.
             for _ in range(3):

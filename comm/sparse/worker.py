@@ -376,7 +376,7 @@ class Reduced:
     """Sum of the rows, and statistics of which ranks had them. Equal on all ranks.
 
     Attributes:
-        rows: all rows that some rank had, with their sums.
+        rows: sums of all rows that at least one rank had.
         n_touched: number of rows over all ranks. A row counts once for each rank that had it.
         n_hot: number of hot rows in `n_touched`.
         by_rank: row indices of each rank. Empty if the algorithm does not reveal them.

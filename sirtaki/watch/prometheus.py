@@ -106,7 +106,7 @@ class _MetricsHttpServer(ThreadingWSGIServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log at debug level that a client disconnected or sent an invalid request."""
+        """Log at debug level that a request failed, because a client disconnected or sent an invalid request."""
         logger.debug("a request for metrics failed", exc_info=True)
 
 
