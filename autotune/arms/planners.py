@@ -831,7 +831,7 @@ class CriticalPathSearch:
         self._replays = 0
 
     def run(self) -> Schedule:
-        """Fuse tensors on the critical path as long as that shortens the simulated communication time (lines 4 to 27)."""
+        """Fuse tensors on the critical path while that shortens the simulated communication time (lines 4 to 27)."""
         best = self._replayed(coarsened_ends(self.simulator))
         while self._replays < MAX_REPLAYS:
             ends = self._fused(best)
