@@ -128,7 +128,7 @@ class NcclWays(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
         return "large" if unit_bytes >= LARGE_FOR_NCCL_BYTES else "small"
 
     def by(self, unit_bytes: int) -> NcclWay | None:
-        """Return the algorithm and protocol for units of this size; None = NCCL decides."""
+        """Return the NCCL algorithm and protocol for units of this size; None = NCCL decides."""
         way: NcclWay | None = getattr(self, self.size_class(unit_bytes))
         return way
 
@@ -238,7 +238,7 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return self.lossy.describe() if self.lossy else ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON-serialisable dict. `from_json` is the inverse."""
+        """Return the knobs as a JSON-serialisable dict. `from_json` is the inverse."""
         data: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
         return data
 
@@ -296,7 +296,7 @@ A search does not try a setting that is close to a measured one.
 """
 
 MOST_POINTS = 100
-"""Largest number of settings for which a space is searched exhaustively."""
+"""Maximum number of settings of a space for which a search measures all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -379,7 +379,7 @@ class KnobSpace:
         )
 
     def loses(self, knobs: Knobs) -> bool:
-        """Return whether gradients lose precision with these knobs, because units are compressed."""
+        """Return whether gradients lose precision with these knobs, because a lossy compressor is set."""
         return bool(knobs.lossy)
 
     def every(self) -> tuple[Knobs, ...]:
@@ -435,7 +435,7 @@ class KnobSpace:
         return _around(self.threads, threads)
 
     def whole_unit_bytes(self, size: float) -> int:
-        """Round a unit size to whole KiB, or to whole bytes if the smallest unit has less than 16 KiB."""
+        """Round a unit (bucket) size to whole KiB, or to whole bytes if the smallest unit has less than 16 KiB."""
         grain = KIB if self.unit_bytes[0] >= 16 * KIB else 1
         return round(size / grain) * grain
 
@@ -445,7 +445,7 @@ class KnobSpace:
 
     @property
     def unit_bytes_log2(self) -> tuple[float, float]:
-        """Return log2 of the smallest and the largest unit size. Arms search unit sizes on this scale."""
+        """Return log2 of the smallest and the largest unit (bucket) size. Arms search unit sizes on this scale."""
         return math.log2(self.unit_bytes[0]), math.log2(self.unit_bytes[1])
 
 
@@ -488,7 +488,10 @@ class KnobLattice:
         return len(self.points)
 
     def at(self, index: tuple[int, ...]) -> Knobs:
-        """Return the knobs at these indices of the four axes, with streams limited to the maximum of the route."""
+        """Return the grid's setting at four indices: unit size, streams, threads, route.
+
+        The number of streams is limited to the maximum of the route.
+        """
         unit, streams, threads, route = index
         return self.space.at(self.unit_bytes[unit], streams, threads, route)
 
@@ -533,7 +536,7 @@ class KnobLattice:
 
 
 def _log_spaced(space: KnobSpace, steps_per_octave: int) -> tuple[int, ...]:
-    """Return unit sizes from the smallest to the largest, both included, in equal steps on the log scale."""
+    """Return unit (bucket) sizes from the smallest to the largest, both included, in equal steps on a log scale."""
     low, high = space.unit_bytes
     n_steps = max(1, round(np.log2(high / low) * steps_per_octave))
     values = np.geomspace(low, high, n_steps + 1)

@@ -219,12 +219,12 @@ class PairedComparison:
 
     @property
     def leads(self) -> list[float]:
-        """Return log(baseline time / candidate time) of each pair, `(n_pairs,)`."""
+        """Return the candidate's lead in each pair: log(baseline time / candidate time), `(n_pairs,)`."""
         return [before - after for before, after in zip(self.baseline, self.candidate, strict=True)]
 
     @property
     def failed(self) -> bool:
-        """Return whether one of the two settings could not be applied."""
+        """Return whether the baseline or the candidate setting could not be applied."""
         return math.inf in self.baseline or math.inf in self.candidate
 
     @property

@@ -1,4 +1,4 @@
-"""Search for the fastest setting of a sharded model, by step time."""
+"""Search for the setting of a sharded model (FSDP) with the shortest step time."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ from .model.replayer import (
 )
 
 if TYPE_CHECKING:
-    from sirtaki.comm.compress import Codec  # imports torch, which the registry must not
+    from sirtaki.comm.compress import Codec  # imports torch, which the command `sirtaki registry` must not do
 
 SHARDED_FILE = "sharded.json"
 """Name of the file in a recording's folder that contains the `RecordedStep`."""
@@ -102,7 +102,7 @@ class ShardKnobs:
         return gathers, scatters
 
     def describe(self) -> str:
-        """Describe the setting in one line for logs."""
+        """Describe the knobs in one line for logs."""
         kept = f", {len(self.kept)} kept" if self.kept else ""
         if self.near:
             kept += f", {len(self.near)} kept by each node"

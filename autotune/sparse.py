@@ -145,7 +145,7 @@ def curve_points(counts: TouchCounts, *, also: int = 0) -> tuple[tuple[int, floa
 
 
 LONG_INDEX_BYTES = 8
-"""Size of a row index in PyTorch (int64)."""
+"""Size of a row index in PyTorch's sparse gradients (int64)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +172,7 @@ class Traffic:
 
 
 def dense_bytes(form: RowFormat, ranks: int) -> float:
-    """Return the bytes that a rank receives if the whole gradient is all-reduced."""
+    """Return the bytes that a rank receives if a whole sparse gradient is all-reduced as a dense tensor."""
     return ring_bytes(form.n_rows * form.row_bytes, ranks)
 
 
@@ -300,7 +300,7 @@ class VolumeModel:
         ]
         return sum(n * start_s + (n_bytes and n_bytes / bytes_per_s) for n, start_s, n_bytes, bytes_per_s in parts)
 
-    # ── candidates ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── candidate plans ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def best_of(self, path: SparsePath) -> SparsePlan | None:
         """Return the plan with the shortest predicted time among those of one algorithm (path).
@@ -376,10 +376,10 @@ LOST_COVERAGE = 0.9
 """Fraction of the hot rows' original coverage (fraction of accesses), below which a new plan is chosen."""
 
 OTHER_VOLUME = 1.5
-"""Factor by which the number of touched rows must change before a new plan is chosen."""
+"""Factor by which the number of touched rows in an iteration must change before a new plan is chosen."""
 
 MEMORY = 0.1
-"""Weight of the newest iteration in moving averages of accesses."""
+"""Weight of the newest iteration in the moving averages of `AccessWatch`."""
 
 LEAST_WATCHED = 20
 """Minimum number of iterations before the first change of accesses is reported. Each reported change doubles it."""

@@ -58,10 +58,12 @@ class Everything:
 
 
 class TrialStatus(Enum):
-    """Outcome of a trial."""
+    """Outcome of a trial, which is the measurement of a setting."""
 
     COMPLETE = "complete"
-    PRUNED = "pruned"  # stopped early, because its first iterations were clearly slower than the best setting
+    PRUNED = (
+        "pruned"  # the trial was stopped early, because its first iterations were clearly slower than the best setting
+    )
     FAILED = "failed"  # the setting could not be applied
 
 

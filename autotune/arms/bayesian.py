@@ -28,7 +28,7 @@ KEPT = 8
 """Number of sets of hyperparameters that predictions use. The weights of all other sets are small."""
 
 LENGTH, LENGTH_SPREAD = 0.7, 0.9
-"""Prior of length scales on an axis of length 1: median, and standard deviation of the logarithm."""
+"""Prior of the kernel's length scales, on an axis of length 1: median, and standard deviation of the logarithm."""
 
 LEVEL = 0.5
 """Standard deviation of the routes' mean levels, relative to that of the kernel's Matérn part."""
@@ -118,7 +118,7 @@ class GaussianProcess:
         kernel_SNN[:, diagonal, diagonal] += (every.noise_S[:, None] / self._unit) ** 2 / measured_N + JITTER
         lower_SNN = np.linalg.cholesky(kernel_SNN)
         white_SN = np.empty((SETS, len(z_N)))
-        for i, z in enumerate(z_N):  # forward substitution
+        for i, z in enumerate(z_N):  # solve lower · white = z by forward substitution
             white_SN[:, i] = (z - (lower_SNN[:, i, :i] * white_SN[:, :i]).sum(1)) / lower_SNN[:, i, i]
         log_evidence_S = -0.5 * (white_SN**2).sum(1) - np.log(lower_SNN[:, diagonal, diagonal]).sum(1)
         log_evidence_S -= repetitions * (np.log(every.noise_S) + 0.5 * (noise / every.noise_S) ** 2)
@@ -133,7 +133,9 @@ class GaussianProcess:
         squares_DMN = (x_MD.T[:, :, None] - self._x_ND.T[:, None, :]) ** 2
         m, n = squares_DMN.shape[1:]
         scaled_SMN = (sets.inverse_squares_SD @ squares_DMN.reshape(-1, m * n)).reshape(-1, m, n)
-        root = np.sqrt(5.0 * scaled_SMN.astype(np.float32))  # float32 takes half the time, and 6 digits are enough
+        root = np.sqrt(
+            5.0 * scaled_SMN.astype(np.float32)
+        )  # float32 needs half the time of float64, and 6 digits suffice
         matern_SMN = (1.0 + root + root**2 / 3.0) * np.exp(-root)
         same_MN = (routes_M[:, None] == self._routes_N[None, :]).astype(np.float32)
         shared_S11 = sets.shared_S[:, None, None].astype(np.float32)

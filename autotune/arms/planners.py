@@ -196,7 +196,7 @@ def cuts_for_groups(
         stop = layout.offsets[end]
         wanted = slices if isinstance(slices, int) else slices[index]
         count = max(1, min(wanted, (stop - start) * layout.itemsize_bytes // SMALLEST_UNIT_BYTES))
-        for part in range(count if stop > start else 0):  # a group of empty gradients has no units
+        for part in range(count if stop > start else 0):  # a group of gradients without elements has no units
             cut_stop = start + (stop - start) * (part + 1) // count
             cuts.append(
                 Cut(stop=cut_stop, stream=len(cuts) % streams, threads=None if threads is None else threads[index])
@@ -225,11 +225,11 @@ def merge_gradients(
         The index after the last gradient of each group.
     """
     ends: list[int] = []
-    free_s = 0.0  # end of the message before this group
+    free_s = 0.0  # time at which the message of the group before ends
     group_bytes = 0
     for i in range(len(ready_s)):
         group_bytes += sizes_bytes[i]
-        start_s = max(ready_s[i], free_s)  # τ_c of the current group
+        start_s = max(ready_s[i], free_s)  # start of the current group's message (τ_c)
         last = i == len(ready_s) - 1
         if not last and (ready_s[i + 1] < start_s + alpha_s or group_bytes == 0):  # eq. (5)
             continue
@@ -258,7 +258,7 @@ def merge_optimally(
     Returns:
         The index after the last gradient of each group.
     """
-    end_s, before_s, chosen = [0.0], [0.0], [0]  # f(i); b · S_i; the j that minimises f(i)
+    end_s, before_s, chosen = [0.0], [0.0], [0]  # for each i: f(i), b · S_i, and the j that minimises f(i)
     queue: deque[int] = deque()
     idle = 0  # the largest j with f(j) ≤ ready_i; after the first j gradients, the link waits for gradient i
     for i, (needed_s, size) in enumerate(zip(ready_s, sizes_bytes, strict=True), start=1):
@@ -312,9 +312,9 @@ The rest of the start-up time overlaps with the transmission on other streams.
 class LayerType(Enum):
     """Type of a gradient in ASC-WFBP: how its message is sent (definitions 1 to 3)."""
 
-    NORMAL = "l_n"  # its message ends before the next gradient is ready
-    MERGED = "l_m"  # sent in one message with the next gradient
-    SIMULTANEOUS = "l_s"  # its message runs concurrently with the next one
+    NORMAL = "l_n"  # the gradient's message ends before the next gradient is ready
+    MERGED = "l_m"  # the gradient is sent in one message with the next gradient
+    SIMULTANEOUS = "l_s"  # the gradient's message runs concurrently with the next message
 
 
 def layer_types(
@@ -335,23 +335,23 @@ def layer_types(
     """
     types: list[LayerType] = []
     message_bytes = 0
-    before_s, before_bytes = 0.0, 0  # τ_c and size of the message before this one
+    before_s, before_bytes = 0.0, 0  # start (τ_c) and size of the message before the current message
     for i in range(len(ready_s) - 1):
         message_bytes += sizes_bytes[i]
         start_s, next_ready_s = ready_s[i], ready_s[i + 1]
         alone_s = alpha_s + beta_s_per_byte * message_bytes
         before_alone_s = alpha_s + beta_s_per_byte * before_bytes
         overlap = max(0.0, 1 - (start_s - before_s) / before_alone_s) if before_bytes else 0.0
-        penalty_s = (gamma - 1) * beta_s_per_byte * before_bytes * overlap  # eq. (13)
-        q1 = start_s + alone_s <= next_ready_s  # eq. (21)
-        q2 = next_ready_s < start_s + alpha_s  # eq. (24)
-        q3 = start_s + alone_s + penalty_s < next_ready_s  # eq. (27), with the terms of (17) and (29)
+        penalty_s = (gamma - 1) * beta_s_per_byte * before_bytes * overlap  # slow-down of the message before, eq. (13)
+        q1 = start_s + alone_s <= next_ready_s  # the message ends before the next gradient is ready, eq. (21)
+        q2 = next_ready_s < start_s + alpha_s  # the next gradient is ready during the start-up, eq. (24)
+        q3 = start_s + alone_s + penalty_s < next_ready_s  # eq. (21) with the slow-down: eq. (27), terms of (17), (29)
         if message_bytes == 0 or (not q1 and q2 and not q3):
             types.append(LayerType.MERGED)  # eq. (38)
             continue
         types.append(LayerType.NORMAL if q1 else LayerType.SIMULTANEOUS)  # eq. (37), (39)
         before_s, before_bytes, message_bytes = start_s, message_bytes, 0
-    types.append(LayerType.SIMULTANEOUS)  # line 18
+    types.append(LayerType.SIMULTANEOUS)  # the last gradient's message (line 18)
     return types
 
 
@@ -570,7 +570,9 @@ class _Programme:
         self.n_layers = len(sizes_bytes)
         ready = np.concatenate([[0.0], np.cumsum(compute_s)])
         self.w = float(ready[-1]) / chunks
-        self.first_chunk = np.minimum(np.ceil(ready / self.w - 1e-9).astype(np.int64), chunks)  # ⌈n(l) / w⌉
+        self.first_chunk = np.minimum(
+            np.ceil(ready / self.w - 1e-9).astype(np.int64), chunks
+        )  # first chunk after each layer
         self.sent = np.concatenate([[0.0], np.cumsum(np.asarray(sizes_bytes, dtype=np.float64))])
         # Columns z < Z have the paper's U. Column Z is an infinite sentinel, because `end_s` has the T of z = Z.
         self.beyond = np.full((self.n_layers + 1, chunks + 1), np.inf)
@@ -580,7 +582,7 @@ class _Programme:
         for layer in range(1, self.n_layers + 1):
             need, price = self._stages(layer)
             z = np.arange(self.first_chunk[layer], chunks)
-            start = z - need[..., None]  # (before, J, z)
+            start = z - need[..., None]  # chunk at which the stage starts, (before, J, z)
             start = np.where(start >= self.first_chunk[layer], start, chunks)
             reached = self.beyond[earlier[layer][:, None, None], start] + price[..., None]
             if z.size:
@@ -846,7 +848,7 @@ class CriticalPathSearch:
         return best
 
     def sync_s(self, tensor_bytes: int) -> float:
-        """Return t_sync(s, k*[s]), the time to reduce a tensor of s bytes with its best number of partitions."""
+        """Return the time to reduce a tensor of this size with its best number of partitions (t_sync(s, k*[s]))."""
         return self._partition(tensor_bytes)[0]
 
     def _partition(self, tensor_bytes: int) -> tuple[float, int]:

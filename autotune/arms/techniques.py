@@ -69,7 +69,7 @@ def radical_inverse(number: int, base: int) -> float:
 
 
 def halton(lattice: KnobLattice) -> Iterator[Knobs]:
-    """Yield every point of the lattice once, in the order of the Halton sequence."""
+    """Yield every setting of the grid (lattice) once, in the order of the Halton sequence."""
     seen: set[Knobs] = set()
     for number in range(1, 8 * len(lattice)):
         knobs = lattice.snap(np.array([radical_inverse(number, base) for base in (2, 3, 5, 7)]))
@@ -224,13 +224,13 @@ class HyperbandArm:
         self._lattice = KnobLattice(space)
         self._max_iterations = max_iterations
         self._seed = int(rng.integers(2**31))
-        self._optuna: Any = None  # imported by the first `ask`, which also creates the study
+        self._optuna: Any = None  # the module; the first `ask` imports it, and creates the study
         self._study: Any = None
         self._distributions: dict[str, Any] = {}
         self._early_trials: list[Trial] = []  # trials that `tell` received before the first `ask`
         # {unfinished setting: its Optuna trial, and the number of iterations to measure next}
         self._pending: dict[Knobs, tuple[Any, int]] = {}
-        self._finished: set[Knobs] = set()  # settings with a finished Optuna trial
+        self._finished: set[Knobs] = set()  # settings whose Optuna trial has ended
 
     def ask(self, n: int = 1) -> Sequence[Proposal]:
         """Return up to `n` settings: first those that Hyperband promoted to more iterations, then new settings."""
@@ -299,7 +299,7 @@ class HyperbandArm:
     def _create_study(self) -> None:
         optuna: Any = import_late("optuna")
         verbosity = optuna.logging.get_verbosity()
-        optuna.logging.set_verbosity(optuna.logging.WARNING)  # because Optuna logs the creation of a study
+        optuna.logging.set_verbosity(optuna.logging.WARNING)  # hides Optuna's log line about the new study
         try:
             self._optuna = optuna
             self._study = optuna.create_study(
@@ -347,13 +347,13 @@ class ScikitOptimizeArm:
         require(self.name, "skopt", "scikit-optimize")
         self._space = space
         self._seed = int(rng.integers(2**31))
-        self._optimizer: Any = None  # skopt is imported by the first `ask`
+        self._optimizer: Any = None  # created by the first `ask`, which imports skopt
         self._new_trials: list[Trial] = []  # trials not yet reported to the optimiser
         self._worst_log_s: float | None = None  # logarithm of the longest finite communication time
         self._measured: set[Knobs] = set()
 
     def ask(self, n: int = 1) -> Sequence[Proposal]:
-        """Return one unmeasured setting, or none if the optimiser proposes only measured ones."""
+        """Return one unmeasured setting, or none if the optimiser proposes only measured settings."""
         with warnings.catch_warnings():
             # With few points, skopt usually warns that length scales are at their bounds.
             warnings.simplefilter("ignore")
@@ -424,7 +424,7 @@ class ScikitOptimizeArm:
 
 
 def _axis(low: float, high: float) -> Any:
-    """Return skopt's dimension for a range of numbers, or for a single number."""
+    """Return skopt's search dimension for the numbers from `low` to `high`, which may be equal."""
     return (low, high) if low < high else [low]
 
 
@@ -582,10 +582,11 @@ OUR_ARMS: Mapping[str, MakeArm] = {
     "bayesian": lambda space, rng: BayesianArm(space, rng=rng),
     "hyperband": lambda space, rng: HyperbandArm(space, rng=rng),
 }
-"""Built-in arms that are used by default."""
+"""Built-in arms (search algorithms) that are used by default: {name: function that creates the arm}."""
 
 FURTHER_ARMS: Mapping[str, MakeArm] = {"scikit_optimize": lambda space, rng: ScikitOptimizeArm(space, rng=rng)}
-"""Built-in arms that are used only if the user names them."""
+"""Built-in arms (search algorithms) that are used only if the user names them: {name: function that creates the arm}.
+"""
 
 
 def third_party_arms() -> dict[str, Callable[[], MakeArm]]:

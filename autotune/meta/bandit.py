@@ -220,7 +220,7 @@ class BanditArm:
         return self._try(name, lambda arm: _proposals(arm.ask(n), n, name), ())
 
     def _try(self, name: str, call: Callable[[Arm], _T], otherwise: _T) -> _T:
-        """Call an arm, and remove it if it raises. Return `otherwise` if it raised, now or in an earlier call."""
+        """Call an arm, and remove the arm if it raises. Return `otherwise` if it raises or has been removed before."""
         if name not in self._arms:
             return otherwise
         try:
@@ -248,14 +248,16 @@ def _proposals(answer: Sequence[Proposal], n: int, name: str) -> list[Proposal]:
     return [proposal if proposal.arm == name else replace(proposal, arm=name) for proposal in proposals]
 
 
-def opinion(source: object, of: str, *arguments: object) -> Any:  # Any: each optional method has its own result type
+def opinion(
+    source: object, of: str, *arguments: object
+) -> Any:  # Any, because each optional method has its own result type
     """Call an optional method of an arm or a space. Return None if the object has no such method."""
     method = getattr(source, of, None)
     return None if method is None else method(*arguments)
 
 
 def _number(answer: float | None) -> float | None:
-    """Check an arm's estimate.
+    """Check that an arm's estimate is a number or None, and return it.
 
     Raises:
         TuningError: the estimate is not a number or None.

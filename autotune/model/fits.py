@@ -187,7 +187,7 @@ def fit_link(probes: Sequence[LinkProbe]) -> LinkModel:
 
 
 def _between(rates: Mapping[int, float], count: int) -> float:
-    """Return the total rate of `count` streams, interpolated between measured numbers of streams (ascending)."""
+    """Return the total rate of `count` streams, interpolated between the measured numbers of streams."""
     if count in rates:
         return rates[count]
     fewer, more = max(each for each in rates if each < count), min(each for each in rates if each > count)
@@ -231,7 +231,7 @@ class _RoundsFit:
 
     alpha_s: float
     host_s: float
-    s_per_byte: dict[int, float]  # {number of streams: s}, ascending
+    s_per_byte: dict[int, float]  # {number of streams: time of a byte}, ascending
     residual: float = 0.0
 
     def error(self, one: _Round) -> float:
@@ -417,7 +417,7 @@ def _fit_rate_curve(kind: str, samples: Sequence[TransmissionSample], alpha_s: f
     best = min(
         (
             scipy.optimize.least_squares(errors, x0=[0.1, 0.9, log_gamma_3], bounds=([-3, 0, -12], [5, 0.999, 2]))
-            for log_gamma_3 in (-6.0, -4.0, -2.5)  # several starts, because the error is not convex in γ3
+            for log_gamma_3 in (-6.0, -4.0, -2.5)  # several starting points, because the error is not convex in γ3
         ),
         key=lambda fit: float(fit.cost),
     )

@@ -361,7 +361,10 @@ Parameters that no trial determines therefore keep their values.
 """
 
 _SEARCH: Any = {"diff_step": 0.02, "loss": "soft_l1", "f_scale": 0.1, "max_nfev": 12}
-"""Arguments of `scipy.optimize.least_squares`. `max_nfev` is small because each evaluation simulates all trials."""
+"""Arguments of `scipy.optimize.least_squares` in all fits of this module.
+
+`max_nfev` is small, because each evaluation of the error simulates all trials.
+"""
 
 
 def calibrate_link(
@@ -668,7 +671,9 @@ def _drawn(model: PlanningModel, space: KnobSpace, default: Knobs, rng: np.rando
     at_most_s = DRAWN_SLOWER * simulator.run_knobs(default).span_s
     near = [n for n in space.streams_on(default.route) if 1 / DRAWN_STREAMS <= n / default.streams <= DRAWN_STREAMS]
     allowances = [(streams, threads) for streams in near for threads in space.threads]
-    allowances.sort(key=lambda allowance: allowance == (default.streams, default.threads))  # the default's is the last
+    allowances.sort(
+        key=lambda allowance: allowance == (default.streams, default.threads)
+    )  # the default's pair is the last
     if not allowances:
         return
     others = len(allowances) - 1

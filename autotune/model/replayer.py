@@ -360,19 +360,21 @@ def replay(graph: ReplayGraph) -> Replay:
 
 
 class _Run:
-    """Event loop of a simulation. `n_pending` is the number of nodes that have not ended."""
+    """Event loop of a simulation. `n_pending` is the number of nodes (operations) that have not ended."""
 
     def __init__(self, graph: ReplayGraph) -> None:
         count = len(graph.nodes)
         self.graph, self.n_pending = graph, count
         self.ready_s, self.start_s, self.end_s = [0.0] * count, [-1.0] * count, [-1.0] * count
         self.causes = [START] * count
-        self._n_unmet = [0] * count  # number of dependencies that have not ended
+        self._n_unmet = [0] * count  # for each node, number of dependencies that have not ended
         self._after: list[list[tuple[int, float]]] = [[] for _ in range(count)]
         for before, after, gap_s in graph.edges:
             self._after[before].append((after, gap_s))
             self._n_unmet[after] += 1
-        self._n_works = [len(node.works) for node in graph.nodes]  # number of works that have not ended
+        self._n_works = [
+            len(node.works) for node in graph.nodes
+        ]  # for each node, number of resources on which its work has not ended
         self._queues: list[deque[int]] = [deque() for _ in graph.lanes]
         self._busy = [False] * len(graph.lanes)
         self._servers = [FairShare(server) for server in graph.servers]

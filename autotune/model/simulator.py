@@ -151,7 +151,7 @@ class SimulatedIteration:
 
     @property
     def iteration_s(self) -> float:
-        """Return the time of forward pass, backward pass and exposed communication."""
+        """Return the iteration's time: forward pass, backward pass and exposed communication."""
         return self.forward_s + self.end_s
 
 
