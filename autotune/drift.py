@@ -45,7 +45,7 @@ _DEVIATIONS_BETWEEN_TENTHS = 2.56
 class DriftWatch:
     """Detector of a change of the communication time (two-sided CUSUM).
 
-    It compares the iterations with a setting with the first iterations with the same setting.
+    The communication times of a setting's iterations are compared with those of its first iterations.
 
     Attributes:
         drift: trend of the communication time, as this rank has measured it.

@@ -231,10 +231,10 @@ def merge_gradients(
         group_bytes += sizes_bytes[i]
         start_s = max(ready_s[i], free_s)  # start of the current group's message (τ_c)
         last = i == len(ready_s) - 1
-        if not last and (ready_s[i + 1] < start_s + alpha_s or group_bytes == 0):  # eq. (5)
+        if not last and (ready_s[i + 1] < start_s + alpha_s or group_bytes == 0):  # merge, eq. (5)
             continue
         ends.append(i + 1)
-        free_s = start_s + alpha_s + beta_s_per_byte * group_bytes  # eq. (3)
+        free_s = start_s + alpha_s + beta_s_per_byte * group_bytes  # end of the group's message, eq. (3)
         group_bytes = 0
     return ends
 
@@ -347,9 +347,9 @@ def layer_types(
         q2 = next_ready_s < start_s + alpha_s  # the next gradient is ready during the start-up, eq. (24)
         q3 = start_s + alone_s + penalty_s < next_ready_s  # eq. (21) with the slow-down: eq. (27), terms of (17), (29)
         if message_bytes == 0 or (not q1 and q2 and not q3):
-            types.append(LayerType.MERGED)  # eq. (38)
+            types.append(LayerType.MERGED)  # by eq. (38) of ASC-WFBP
             continue
-        types.append(LayerType.NORMAL if q1 else LayerType.SIMULTANEOUS)  # eq. (37), (39)
+        types.append(LayerType.NORMAL if q1 else LayerType.SIMULTANEOUS)  # by eq. (37) and (39)
         before_s, before_bytes, message_bytes = start_s, message_bytes, 0
     types.append(LayerType.SIMULTANEOUS)  # the last gradient's message (line 18)
     return types
@@ -570,11 +570,11 @@ class _Programme:
         self.n_layers = len(sizes_bytes)
         ready = np.concatenate([[0.0], np.cumsum(compute_s)])
         self.w = float(ready[-1]) / chunks
-        self.first_chunk = np.minimum(
-            np.ceil(ready / self.w - 1e-9).astype(np.int64), chunks
-        )  # first chunk after each layer
+        # The first chunk that starts after each layer: ⌈n(l) / w⌉ in the paper.
+        self.first_chunk = np.minimum(np.ceil(ready / self.w - 1e-9).astype(np.int64), chunks)
         self.sent = np.concatenate([[0.0], np.cumsum(np.asarray(sizes_bytes, dtype=np.float64))])
-        # Columns z < Z have the paper's U. Column Z is an infinite sentinel, because `end_s` has the T of z = Z.
+        # Column z < Z is the time by which communication has delayed computation at chunk z (LIBRA's U). Column Z is an
+        # infinite sentinel, because `end_s` has the times at the end of the computation.
         self.beyond = np.full((self.n_layers + 1, chunks + 1), np.inf)
         self.beyond[0, :chunks] = 0.0
         self.end_s = np.full(self.n_layers + 1, np.inf)
