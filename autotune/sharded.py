@@ -504,7 +504,7 @@ class _Kept:
 
 
 def _undominated(states: Sequence[_Kept]) -> list[_Kept]:
-    """Return the states that no other state beats in all respects, at equal distances at most `MOST_STATES` of them."""
+    """Return the states that no other state beats in all respects. Of many, return about `MOST_STATES` evenly spaced."""
     found: list[tuple[float, _Kept]] = []
     for state in sorted(states, key=lambda one: (one.kept_bytes, max(one.begun_s, one.gathered_s), one.free_s)):
         begun_s = max(state.begun_s, state.gathered_s)

@@ -150,7 +150,7 @@ class Arm(Protocol[S]):
     def ask(self, n: int = 1) -> Sequence[Proposal[S]]:
         """Return up to `n` proposals, or none if the arm has nothing to propose now.
 
-        The arm must learn from `tell` only: `ask` must not change what the arm knows about settings.
+        The arm must learn from `tell` only: `ask` must not change the arm's estimates of settings.
         """
         ...
 

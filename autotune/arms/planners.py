@@ -582,7 +582,7 @@ class _Programme:
         for layer in range(1, self.n_layers + 1):
             need, price = self._stages(layer)
             z = np.arange(self.first_chunk[layer], chunks)
-            start = z - need[..., None]  # chunk at which the stage starts, (before, J, z)
+            start = z - need[..., None]  # chunk at which the group's communication starts, (before, J, z)
             start = np.where(start >= self.first_chunk[layer], start, chunks)
             reached = self.beyond[earlier[layer][:, None, None], start] + price[..., None]
             if z.size:

@@ -24,7 +24,7 @@ from ..trial import Arm, Proposal, Trial
 
 
 def window_for(budget_trials: int, n_arms: int) -> int:
-    """Return the size of the bandit's sliding window: half of the budget in trials, at least the number of arms."""
+    """Return the size of the bandit's sliding window: half of the planned trials, at least the number of arms."""
     return max(n_arms, budget_trials // 2, 1)
 
 
@@ -33,7 +33,7 @@ EXPLORATION = 0.2
 
 
 class AUCBandit:
-    """Bandit that scores arms by how often their recent proposals were the best so far, and by how rarely it used them.
+    """Bandit that scores arms by how often their recent proposals were the best so far, and by how rarely they were used.
 
     The first part of a score is called credit, the second part exploration.
 
@@ -99,7 +99,7 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 SCREENED = 8
-"""Number of proposals that `BanditArm` gets from one arm, to run the one that a surrogate model expects to be fastest.
+"""Number of proposals that `BanditArm` gets from one arm, to run the proposal that a surrogate model ranks first.
 """
 
 LEAST_PROMISE = 0.001

@@ -162,9 +162,7 @@ def fit_link(probes: Sequence[LinkProbe]) -> LinkModel:
     if len([1 for one in rounds if one.streams == 1]) < 2:
         raise TuningError("α and β need probes of at least two sizes on one stream")
     fits = [_fit_rounds(rounds, on_host) for on_host in _possibly_on_host(rounds)]
-    fit = min(
-        fits, key=lambda fit: round(fit.residual, 6)
-    )  # of equal fits, the first has the fewest rounds on the host
+    fit = min(fits, key=lambda fit: round(fit.residual, 6))  # of equal fits, `min` takes the first
     if not min(fit.s_per_byte.values()) > 0:
         worst_count = min(fit.s_per_byte, key=lambda streams: fit.s_per_byte[streams])
         raise TuningError(
@@ -247,7 +245,7 @@ def _possibly_on_host(rounds: Sequence[_Round]) -> Iterator[frozenset[_Round]]:
     the link's rate could not be fitted without it. Sets with only one stream are skipped, because the processor time
     and the start-up time cannot be distinguished on one stream.
     """
-    largest = {one.streams: one for one in rounds}  # `rounds` ascend in size, so that the last one of each is kept
+    largest = {one.streams: one for one in rounds}  # sizes ascend, so that the last, largest size is kept
     on_link_s = {
         one: one.unit_bytes * largest[one.streams].seconds / largest[one.streams].unit_bytes / one.streams
         for one in rounds

@@ -656,7 +656,7 @@ class ContentionLearner:
     def _predicts_default(self, model: PlanningModel) -> bool:
         """Return whether the model predicts the default setting's communication time within `TOLERANCE`.
 
-        Must be called before other settings have run.
+        Call this method before other settings than the default have run.
         """
         predicted_s = model.simulator(self._default.route).run_knobs(self._default).span_s
         return abs(math.log(predicted_s / median(one.span_s for one in self._seen))) <= TOLERANCE
