@@ -504,7 +504,10 @@ class _Kept:
 
 
 def _undominated(states: Sequence[_Kept]) -> list[_Kept]:
-    """Return the states that no other state beats in all respects. Of many, return about `MOST_STATES` evenly spaced."""
+    """Return the states that no other state beats in all respects.
+
+    If there are more than `MOST_STATES`, only every second, third, … of them is returned.
+    """
     found: list[tuple[float, _Kept]] = []
     for state in sorted(states, key=lambda one: (one.kept_bytes, max(one.begun_s, one.gathered_s), one.free_s)):
         begun_s = max(state.begun_s, state.gathered_s)

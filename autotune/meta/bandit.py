@@ -33,7 +33,7 @@ EXPLORATION = 0.2
 
 
 class AUCBandit:
-    """Bandit that scores arms by how often their recent proposals were the best so far, and by how rarely they were used.
+    """Bandit that scores arms by how often their recent proposals were the best so far, and how rarely they were used.
 
     The first part of a score is called credit, the second part exploration.
 
