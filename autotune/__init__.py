@@ -1,13 +1,15 @@
-"""Search for the fastest setting. Uses no process group, database or file; imports only plan types from `sirtaki.comm`.
+"""Search for the fastest communication setting of a training job.
 
-This package exports everything that an arm needs (docs/reference/arms.md). A module is imported when one of its names
-is first accessed, because the arms import torch, and the command `sirtaki registry` must not.
+The package uses no process group, database or file, and imports only plan types from `sirtaki.comm`. It exports
+everything that an arm (a search algorithm) needs (docs/reference/arms.md). A module of the package is imported when one
+of its names is first accessed, because the arms import torch, and the command `sirtaki registry` must not import torch.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if __name__ != "sirtaki.autotune":  # otherwise each module would be loaded twice, with two copies of each class
+# Importing the folder as `autotune`, too, would load each module twice, with two copies of each class.
+if __name__ != "sirtaki.autotune":
     raise ImportError("import sirtaki.autotune, not autotune: the folder at the checkout's root is the same code")
 
 if TYPE_CHECKING:

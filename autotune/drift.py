@@ -1,4 +1,4 @@
-"""Detection of a lasting change of communication time."""
+"""Detection of a lasting change of the communication time, after which the job is tuned again ("re-tune")."""
 
 from __future__ import annotations
 
@@ -9,38 +9,46 @@ from statistics import median
 from sirtaki.comm.gradients.flags import Drift
 
 SKIPPED = 2
-"""Number of iterations ignored after a change of the setting, because they are slower than later ones."""
+"""Number of iterations ignored after a change of the setting, because they are slower than later iterations."""
 
 REFERENCE = 24
-"""Number of iterations from which the reference (their median) and the noise (their spread) are computed."""
+"""Number of iterations whose communication times give the reference (their median) and the noise (their spread)."""
 
 ALLOWANCE = math.log(1.25)
 LIMIT = 0.3
 ENOUGH = 1.8
-"""CUSUM thresholds, in logarithms of spans.
+"""Thresholds of the CUSUM test, in logarithms of communication times.
 
-`ALLOWANCE` is the ignored deviation, `LIMIT` the largest contribution of one iteration, and `ENOUGH` the sum at which
-drift is reported.
+`ALLOWANCE` is the ignored deviation from the reference, `LIMIT` the largest contribution of one iteration to the sum,
+and `ENOUGH` the sum at which drift is reported.
 """
 
 USUAL_NOISE = 0.12
-"""Standard deviation of logarithms of spans. Above it, the three thresholds grow in proportion."""
+"""Standard deviation of logarithms of communication times, up to which the three CUSUM thresholds are used unchanged.
+
+With more noise, the thresholds grow in proportion to the noise.
+"""
 
 COOL_DOWN = 50
-"""Minimum number of iterations between two re-tunes. Each re-tune that follows within `LONG` cool-downs doubles it."""
+"""Minimum number of iterations between two re-tunes (the cool-down).
+
+A re-tune that comes less than `LONG` cool-downs after the last one doubles the cool-down.
+"""
 
 LONG = 10
-"""Number of cool-downs after which the next re-tune resets the cool-down to `COOL_DOWN`."""
+"""Number of cool-downs without a re-tune, after which the next re-tune sets the cool-down to `COOL_DOWN` again."""
 
 _DEVIATIONS_BETWEEN_TENTHS = 2.56
-"""Standard deviations between the 10th and the 90th percentile of a normal distribution."""
+"""Number of standard deviations between the 10th and the 90th percentile of a normal distribution."""
 
 
 class DriftWatch:
-    """Detector that compares the spans of a setting's iterations with those of its first iterations (two-sided CUSUM).
+    """Detector of a change of the communication time (two-sided CUSUM).
+
+    The communication times of a setting's iterations are compared with those of its first iterations.
 
     Attributes:
-        drift: trend of the communication time as seen by this rank.
+        drift: trend of the communication time, as this rank has measured it.
     """
 
     def __init__(self) -> None:
@@ -56,30 +64,30 @@ class DriftWatch:
         self._recent: deque[float] = deque(maxlen=7)
 
     def retuned(self) -> None:
-        """Start again after a re-tune that this detector caused, and set the cool-down."""
+        """Measure a new reference after a re-tune that this detector caused, and set the cool-down."""
         soon = self._cool_down > 0 and self._iterations < LONG * self._cool_down
         self._cool_down = 2 * self._cool_down if soon else COOL_DOWN
         self._reset()
 
     def reordered(self) -> None:
-        """Start again after a change of the gradients' order, because spans change with the order."""
+        """Measure a new reference after a change of the gradients' order, which changes communication times."""
         self._reset()
 
     @property
     def due(self) -> bool:
-        """Return whether a re-tune is permitted now. Equal on all ranks."""
+        """Return whether the cool-down has ended, so that a re-tune is permitted. The result is equal on all ranks."""
         return self._iterations >= max(SKIPPED + REFERENCE, self._cool_down)
 
     @property
     def ratio(self) -> float:
-        """Return the ratio of the recent communication time to the reference; NaN before it has been measured."""
+        """Return the recent communication time divided by the reference; NaN before the reference has been measured."""
         return math.exp(median(self._recent) - self._usual) if self._recent else math.nan
 
     def add(self, span_s: float) -> None:
-        """Add a finished iteration.
+        """Add a finished iteration, and update `drift`.
 
         Args:
-            span_s: communication time of the iteration; NaN on a rank in `join()`.
+            span_s: communication time of the iteration in seconds; NaN on a rank in `join()`.
         """
         self._iterations += 1
         if self._iterations <= SKIPPED or not span_s > 0.0:

@@ -1,4 +1,4 @@
-"""Tunable settings (knobs), the space of permitted settings, and the lattice of settings for searches."""
+"""Tunable settings (knobs), the space of permitted settings, and the grid of settings (lattice) for searches."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ Threads = Annotated[int, Meta(ge=1, le=2**20)] | None
 
 
 class Cut(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
-    """An explicit unit of a fusion plan.
+    """A unit (bucket) with explicit bounds: a range of the flat gradient buffer that one all-reduce sums over ranks.
 
     Attributes:
         stop: index of the first element after the unit. The unit starts at the previous cut's `stop`, or at 0.
         stream: index of the stream that reduces the unit.
-        threads: GPU threads for the unit; None = those of the knobs.
+        threads: number of GPU threads that reduce the unit; None = `Knobs.threads`.
     """
 
     stop: Annotated[int, Meta(ge=1, le=2**48)]
@@ -55,7 +55,13 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unk
 
 
 class Lossy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Compressors of the unit classes, as named by `compressor_name`. Empty = units are not compressed."""
+    """Compressor of each class of units (buckets), by its name (`compressor_name`).
+
+    Attributes:
+        large: compressor of units with mainly large gradients; empty = these units are not compressed.
+        embeddings: compressor of units with mainly sparse embedding gradients; empty = not compressed.
+        small: compressor of units with mainly small gradients; empty = not compressed.
+    """
 
     large: str = ""
     embeddings: str = ""
@@ -75,36 +81,39 @@ class Lossy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
 
     @classmethod
     def all_by(cls, name: str) -> Lossy:
-        """Use one compressor for all classes."""
+        """Create a `Lossy` with the same compressor for all unit classes."""
         return cls(**{kind.value: name for kind in UnitClass})
 
     def by(self, kind: UnitClass) -> str:
-        """Return the compressor of a unit class; empty = none."""
+        """Return the name of a unit class's compressor; empty = the class is not compressed."""
         name: str = getattr(self, kind.value)
         return name
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of all compressors, without duplicates."""
+        """Return the names of the compressors in use, without duplicates."""
         return tuple(dict.fromkeys(name for kind in UnitClass if (name := self.by(kind))))
 
     def describe(self) -> str:
-        """Describe the compressors: `int8`, or `int8 (large), topk:0.01 (embeddings)`."""
+        """Describe the compressors for logs: `int8`, or `int8 (large), topk:0.01 (embeddings)`."""
         if len(self.names) == 1 and all(self.by(kind) for kind in UnitClass):
             return self.names[0]
         return ", ".join(f"{self.by(kind)} ({kind.value})" for kind in UnitClass if self.by(kind))
 
 
 LARGE_FOR_NCCL_BYTES = MIB
-"""Size from which a unit is in NCCL's large class. NCCL's cost model prefers low-latency protocols below this size."""
+"""Minimum size of a unit (bucket) in the size class "large" of `NcclWays`.
+
+Below this size, NCCL's cost model prefers low-latency protocols.
+"""
 
 
 class NcclWays(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """NCCL algorithm and protocol for units of each size class. None = NCCL decides.
+    """NCCL algorithm and protocol for the units (buckets) of each size class.
 
     Attributes:
-        small: for units smaller than `LARGE_FOR_NCCL_BYTES`.
-        large: for all larger units.
+        small: algorithm and protocol for units smaller than `LARGE_FOR_NCCL_BYTES`; None = NCCL decides.
+        large: algorithm and protocol for all other units; None = NCCL decides.
     """
 
     small: NcclWay | None = None
@@ -115,27 +124,27 @@ class NcclWays(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
 
     @staticmethod
     def size_class(unit_bytes: int) -> str:
-        """Return the name of the field for units of this size."""
+        """Return the size class of a unit with this size: "small" or "large", which are also names of fields."""
         return "large" if unit_bytes >= LARGE_FOR_NCCL_BYTES else "small"
 
     def by(self, unit_bytes: int) -> NcclWay | None:
-        """Return the algorithm and protocol for units of this size; None = NCCL decides."""
+        """Return the NCCL algorithm and protocol for units of this size; None = NCCL decides."""
         way: NcclWay | None = getattr(self, self.size_class(unit_bytes))
         return way
 
     @classmethod
     def of(cls, unit_bytes: int, way: NcclWay | None) -> NcclWays:
-        """Set algorithm and protocol for the size class of `unit_bytes`. NCCL decides for the other class."""
+        """Create a `NcclWays` that sets algorithm and protocol for the size class of `unit_bytes` only."""
         return cls(**{cls.size_class(unit_bytes): way})
 
     @property
     def by_class(self) -> dict[str, NcclWay]:
-        """Return {size class: algorithm and protocol} without unset classes, small units first."""
+        """Return {size class: algorithm and protocol}, without size classes for which NCCL decides, "small" first."""
         named = {"small": self.small, "large": self.large}
         return {name: way for name, way in named.items() if way is not None}
 
     def describe(self) -> str:
-        """Describe what is set: `ring/ll128 (large)`, or `ring/ll (small), ring/simple (large)`."""
+        """Describe the set algorithms and protocols: `ring/ll128 (large)`, `ring/ll (small), ring/simple (large)`."""
         return ", ".join(f"{way.value} ({name})" for name, way in self.by_class.items())
 
 
@@ -143,13 +152,14 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """One setting of all tuned knobs. Hashable.
 
     Attributes:
-        unit_bytes: size of a unit (bucket) with uniform cuts, in bytes.
+        unit_bytes: size of each unit (bucket) in bytes. Without effect if `cuts` is given.
         streams: number of communicators that run concurrently.
-        transport: transport of the units.
-        algorithm: flat or hierarchical.
-        threads: GPU threads for each unit (LIBRA's r; CTAs are threads / 512). None = the transport's default.
-        cuts: explicit units, which fit one gradient layout only. None = uniform units.
-        lossy: compressors. Unset, and omitted in JSON, if units are not compressed.
+        transport: transport that reduces the units: NCCL, Gloo, shared memory, …
+        algorithm: flat or hierarchical all-reduce.
+        threads: number of GPU threads that reduce a unit (LIBRA's r; CTAs are threads / 512). None = the transport's
+            default.
+        cuts: units of different sizes, which fit one gradient layout only. None = all units have `unit_bytes` bytes.
+        lossy: compressors of the units. Unset, and omitted in JSON, if units are not compressed.
         nccl: NCCL's algorithms and protocols. Unset, and omitted in JSON, if NCCL decides.
 
     Raises:
@@ -180,26 +190,26 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise PlanError("cuts must ascend")
 
     def __reduce__(self) -> tuple[partial[Knobs], tuple[()]]:
-        """Pickle without unset fields, because pickle takes a millisecond to find `msgspec.UNSET` in all modules."""
+        """Pickle the knobs without unset fields, because pickle needs a millisecond to find `msgspec.UNSET`."""
         return partial(Knobs, **{name: one for name, one in structs.asdict(self).items() if one is not UNSET}), ()
 
     def but(self, **changes: Any) -> Self:
-        """Return a copy with some fields changed."""
+        """Return a copy of the knobs with some fields changed."""
         return structs.replace(self, **changes)
 
     @property
     def route(self) -> Route:
-        """Return the pair of transport and algorithm."""
+        """Return the route of all units: the pair of transport and algorithm."""
         return self.transport, self.algorithm
 
     def to_plan(self, layout: GradientLayout) -> CommPlan:
-        """Divide the gradients of `layout` into units.
+        """Divide the gradients of `layout` into units (buckets), each reduced by one all-reduce.
 
-        Uniform units have `unit_bytes` bytes and are assigned to streams round-robin. The last unit may be shorter.
-        On CUDA, the ends of all units are rounded up to the device's alignment.
+        Without `cuts`, units have `unit_bytes` bytes and are assigned to streams round-robin. The last unit may be
+        shorter. On CUDA, the ends of all units are rounded up to the device's alignment.
 
         Raises:
-            PlanError: explicit cuts do not fit the layout.
+            PlanError: `cuts` do not fit the layout.
         """
         cuts, piece = self.cuts, alignment(layout.device, layout.itemsize_bytes)
         if cuts is None:
@@ -224,11 +234,11 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def compressors(self) -> str:
-        """Return a description of the compressors, as `Lossy.describe`; empty if units are not compressed."""
+        """Return a description of the compressors for logs, such as `int8`; empty if units are not compressed."""
         return self.lossy.describe() if self.lossy else ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON-serialisable dict. `from_json` is the inverse."""
+        """Return the knobs as a JSON-serialisable dict. `from_json` is the inverse."""
         data: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
         return data
 
@@ -256,14 +266,15 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def _aligned(cuts: Sequence[Cut], piece: int, numel: int) -> tuple[Cut, ...]:
-    """Round the ends of units up to multiples of `piece` elements, and drop units that become empty."""
+    """Round the ends of units (buckets) up to multiples of `piece` elements, and drop units that become empty."""
     stops = [max(cut.stop, min(-(-cut.stop // piece) * piece, numel)) for cut in cuts]
     rounded = [structs.replace(cut, stop=stop) for cut, stop in zip(cuts, stops, strict=True)]
     before = [(0, 0), *zip((cut.stop for cut in cuts), (cut.stop for cut in rounded), strict=True)]
     return tuple(
         new
         for cut, new, (stop, rounded_stop) in zip(cuts, rounded, before, strict=False)
-        if new.stop > rounded_stop or cut.stop <= stop  # keep cuts that do not ascend, so that CommPlan rejects them
+        # Cuts that do not ascend are kept, so that CommPlan rejects them.
+        if new.stop > rounded_stop or cut.stop <= stop
     )
 
 
@@ -276,29 +287,32 @@ def format_bytes(count: int) -> str:
 
 
 STEP_OCTAVES = 0.5
-"""Distance between the unit sizes of neighbouring settings, in powers of two."""
+"""Ratio of the unit (bucket) sizes of two neighbouring settings, as its logarithm to base 2."""
 
 NEAR_OCTAVES = 0.3
-"""Distance between unit sizes, in powers of two, below which two otherwise equal settings count as close."""
+"""Ratio of unit (bucket) sizes, as its logarithm to base 2, below which two otherwise equal settings are "close".
+
+A search does not try a setting that is close to a measured one.
+"""
 
 MOST_POINTS = 100
-"""Largest number of settings for which a space is searched exhaustively."""
+"""Maximum number of settings of a space for which a search measures all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnobSpace:
-    """Permitted settings: the transports' capabilities, restricted by the user's fixed settings.
+    """Permitted settings: the transports' capabilities, restricted to the values that the user has set.
 
     Attributes:
         routes: permitted pairs of transport and algorithm, the default one first.
-        unit_bytes: smallest and largest unit size in bytes. Equal if the user fixed it.
+        unit_bytes: smallest and largest size of a unit (bucket) in bytes. Both are equal if the user has set the size.
         streams: permitted numbers of streams, ascending.
         threads: permitted numbers of GPU threads, ascending. `(None,)` if the transport has no such setting.
         most_streams: maximum number of streams of each route that does not support all numbers in `streams`.
-        lossy: compressors that the user allows. They are not an axis of `KnobLattice`, see `CompressorArm`.
-        classes: unit classes that the job's layout has.
-        nccl: permitted NCCL algorithms and protocols, one size class each. They are not an axis of `KnobLattice`, see
-            `NcclArm`.
+        lossy: names of the compressors that the user allows. `CompressorArm` tries them; `KnobLattice` ignores them.
+        classes: classes of units (large, embeddings, small) that occur in the job's gradient layout.
+        nccl: permitted NCCL algorithms and protocols. Each entry sets one size class. `NcclArm` tries them;
+            `KnobLattice` ignores them.
 
     Raises:
         PlanError: an attribute is empty or not in ascending order, or a route permits no number of streams.
@@ -327,7 +341,7 @@ class KnobSpace:
             )
 
     def streams_on(self, route: Route) -> tuple[int, ...]:
-        """Return the numbers of streams permitted on a route, ascending."""
+        """Return the numbers of streams that are permitted on a route, ascending."""
         most = dict(self.most_streams).get(route, self.streams[-1])
         return tuple(count for count in self.streams if count <= most)
 
@@ -365,18 +379,19 @@ class KnobSpace:
         )
 
     def loses(self, knobs: Knobs) -> bool:
-        """Return whether gradients lose precision with these knobs, because units are compressed."""
+        """Return whether gradients lose precision with these knobs, because a lossy compressor is set."""
         return bool(knobs.lossy)
 
     def every(self) -> tuple[Knobs, ...]:
-        """Return all settings of the lattice, or none if they are more than `MOST_POINTS`."""
+        """Return all settings of the space's `KnobLattice`, or none if there are more than `MOST_POINTS`."""
         points = KnobLattice(self).points
         return points if len(points) <= MOST_POINTS else ()
 
     def around(self, knobs: Knobs, tried: Collection[Knobs]) -> Iterator[Knobs]:
-        """Yield permitted settings that differ from `knobs` by one step of one knob. Skip those close to `tried` ones.
+        """Yield permitted settings that differ from `knobs` by one step of one knob.
 
-        Explicit cuts in `knobs` are replaced by uniform units.
+        Settings that are close (`NEAR_OCTAVES`) to a setting in `tried` are skipped. If `knobs` has units of different
+        sizes (`cuts`), the settings have equal units instead.
         """
         uniform = [one for one in tried if one.cuts is None]
         neighbours = (one for one in self._neighbours(knobs) if one in self)
@@ -394,11 +409,11 @@ class KnobSpace:
         yield from (knobs.but(threads=n) for n in self.threads_around(knobs.threads) if n != knobs.threads)
 
     def allows_nccl(self, ways: NcclWays) -> bool:
-        """Return whether the algorithms and protocols of all size classes are permitted."""
+        """Return whether the NCCL algorithms and protocols in `ways` are permitted, for all size classes."""
         return all(NcclWays(**{kind: way}) in self.nccl for kind, way in ways.by_class.items())
 
     def nearest(self, knobs: Knobs) -> Knobs:
-        """Return the knobs with unit size, streams and threads replaced by the permitted values nearest in ratio."""
+        """Return a copy of the knobs with the permitted unit size, streams and threads that are nearest in ratio."""
         low, high = self.unit_bytes
         counts, wanted = [count for count in self.threads if count is not None], knobs.threads
         if wanted is None or not counts:
@@ -412,25 +427,25 @@ class KnobSpace:
         )
 
     def streams_around(self, streams: int) -> tuple[int, ...]:
-        """Return a number of streams and its permitted neighbours, ascending. Empty if `streams` is not permitted."""
+        """Return `streams` and its permitted neighbours, ascending. Empty if `streams` is not permitted."""
         return _around(self.streams, streams)
 
     def threads_around(self, threads: int | None) -> tuple[int | None, ...]:
-        """Return a number of threads and its permitted neighbours, ascending. Empty if `threads` is not permitted."""
+        """Return `threads` and its permitted neighbours, ascending. Empty if `threads` is not permitted."""
         return _around(self.threads, threads)
 
     def whole_unit_bytes(self, size: float) -> int:
-        """Round a unit size to whole KiB, or to whole bytes if the smallest unit has less than 16 KiB."""
+        """Round a unit (bucket) size to whole KiB, or to whole bytes if the smallest unit has less than 16 KiB."""
         grain = KIB if self.unit_bytes[0] >= 16 * KIB else 1
         return round(size / grain) * grain
 
     def nearest_unit_bytes(self, size: float) -> int:
-        """Return the permitted unit size nearest to `size`, rounded like `whole_unit_bytes`."""
+        """Return the permitted unit size nearest to `size`, rounded by `whole_unit_bytes`."""
         return min(max(self.whole_unit_bytes(size), self.unit_bytes[0]), self.unit_bytes[1])
 
     @property
     def unit_bytes_log2(self) -> tuple[float, float]:
-        """Return log2 of the smallest and the largest unit size. Arms search unit sizes on this scale."""
+        """Return log2 of the smallest and the largest unit (bucket) size. Arms search unit sizes on this scale."""
         return math.log2(self.unit_bytes[0]), math.log2(self.unit_bytes[1])
 
 
@@ -450,13 +465,13 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class KnobLattice:
-    """Grid of the settings of a space that have uniform units, with `steps_per_octave` unit sizes per power of two.
+    """Grid of a space's settings with equal units (buckets), with `steps_per_octave` unit sizes per power of two.
 
     Attributes:
-        points: settings, `(n_points,)`.
-        coordinates: coordinates of `points` in the unit cube, `(n_points, n_dimensions)`. Columns: unit size (log
-            scale), streams and threads (by index of the permitted value), each only if it has several values. If there
-            are several routes, one column (one-hot) for each of them.
+        points: the grid's settings, `(n_points,)`.
+        coordinates: coordinates of `points`, from 0 to 1, `(n_points, n_dimensions)`. Columns: unit size (log scale),
+            streams and threads (by index of the permitted value). A knob with a single value has no column. Several
+            routes have one column each (one-hot).
         shape: number of values on each axis: unit sizes, streams, threads, routes.
     """
 
@@ -473,14 +488,17 @@ class KnobLattice:
         return len(self.points)
 
     def at(self, index: tuple[int, ...]) -> Knobs:
-        """Return the knobs at these indices of the four axes, with streams limited to the maximum of the route."""
+        """Return the grid's setting at four indices: unit size, streams, threads, route.
+
+        The number of streams is limited to the maximum of the route.
+        """
         unit, streams, threads, route = index
         return self.space.at(self.unit_bytes[unit], streams, threads, route)
 
     def index_of(self, knobs: Knobs) -> tuple[int, ...] | None:
-        """Return the index of the nearest point.
+        """Return the index of the grid point nearest to `knobs`.
 
-        None for knobs outside the space, and for knobs with explicit cuts, compressors or NCCL algorithms.
+        None for knobs outside the space, and for knobs with `cuts`, compressors or NCCL algorithms.
         """
         if knobs.cuts is not None or knobs.lossy or knobs.nccl or knobs not in self.space:
             return None
@@ -493,7 +511,7 @@ class KnobLattice:
         )
 
     def place(self, knobs: Knobs) -> FloatArray | None:
-        """Return the coordinates of a setting, with its exact unit size. None if `index_of` returns None."""
+        """Return the coordinates of a setting, with its exact unit size. None if `index_of` finds no grid point."""
         index = self.index_of(knobs)
         if index is None:
             return None
@@ -504,7 +522,7 @@ class KnobLattice:
         return np.array(place)
 
     def snap(self, cube: FloatArray) -> Knobs:
-        """Return the knobs at a point of the unit cube, `(4,)`: unit size, streams, threads, route."""
+        """Return the grid's setting at four coordinates from 0 to 1: unit size, streams, threads, route."""
         index = (min(int(u * length), length - 1) for u, length in zip(cube, self.shape, strict=True))
         return self.at(tuple(index))
 
@@ -518,7 +536,7 @@ class KnobLattice:
 
 
 def _log_spaced(space: KnobSpace, steps_per_octave: int) -> tuple[int, ...]:
-    """Return unit sizes from the smallest to the largest, both included, in equal steps on the log scale."""
+    """Return unit (bucket) sizes from the smallest to the largest, both included, in equal steps on a log scale."""
     low, high = space.unit_bytes
     n_steps = max(1, round(np.log2(high / low) * steps_per_octave))
     values = np.geomspace(low, high, n_steps + 1)

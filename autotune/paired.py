@@ -1,12 +1,12 @@
 """Paired comparison: decide whether one setting is faster than another.
 
 The caller measures both settings in alternating order (ABBA). A slower network or a busy machine slows both
-measurements of a pair, so the test uses the ratio within each pair. It is Wilcoxon's signed-rank test on the logarithms
-of these ratios. Only the rank of a ratio counts, not its size, so a single outlier cannot decide.
+measurements of a pair, so the test uses the ratio within each pair. The test is Wilcoxon's signed-rank test on the
+logarithms of these ratios. Only the rank of a ratio counts, not its size, so a single outlier cannot decide the result.
 
 The test is applied at one or two numbers of pairs ("looks") that are fixed in advance (group-sequential test, Pocock),
-because a test after every pair would too often call a chance result proved. A comparison can be given up after any pair
-from the third one on (`GUESS_PAIRS`), because giving up proves nothing.
+because a test after every pair would too often call a chance result proved. A comparison may end without a proof after
+any pair from the third one on (`GUESS_PAIRS`), because ending it early cannot call a chance result proved.
 
 [Note: error rate] A setting that is as fast as the baseline is called faster in at most 3 % of all comparisons, both
 looks together. `python -m bench.paired` measures this rate, and the power, for four kinds of noise.
@@ -29,32 +29,36 @@ from sirtaki.errors import TuningError
 from sirtaki.measures import Gain
 
 FEWEST_PAIRS = 6
-"""Minimum number of pairs at a look. Five pairs prove nothing: five gains in a row occur by chance in 1 of 32 cases."""
+"""Minimum number of pairs at which the test is applied (a "look").
+
+Five pairs prove nothing: five gains in a row occur by chance in 1 of 32 cases.
+"""
 
 FEWEST_PAIRS_KNOWN = 4
-"""Minimum number of pairs at a look for a candidate that an earlier job has proved faster."""
+"""Minimum number of pairs at which the test is applied to a candidate that an earlier job has proved faster."""
 
 ONLY_LOOK, FIRST_LOOK, LAST_LOOK = 0.02, 0.0158, 0.0105
-"""One-sided error rates: for a single look, for the first of two looks, and for the last of two.
+"""One-sided error rates of the test: if it is applied once, and for the first and the second of two applications.
 
 The probability that six gains in a row happen by chance is 1 / 64 = 0.0156. The rates leave a margin below 3 % because
 adjacent measurements of the same setting (ABBA) are correlated if a neighbour slows the host down in spells.
 """
 
 GUESS_PAIRS, GUESS_RATE = 3, 0.125
-"""Minimum number of pairs, and one-sided error rate, to give up because the candidate probably gains too little.
+"""Minimum number of pairs, and one-sided error rate, for ending a comparison because the candidate gains too little.
 
 Three pairs suffice if the candidate is slower in each of them.
 """
 
 UNSTEADY = 3.0
-"""Drift of the baseline during the comparison, in standard errors, from which the result is in doubt."""
+"""Minimum change of the baseline's time during the comparison, in standard errors, that counts as significant."""
 
 SHARED_NOISE = 0.4
 USUAL_NOISE, TIMES_NOISE = 0.15, 3.0
-"""Limits on the noise of one measurement, as a fraction. Noise above `SHARED_NOISE` always puts the result in doubt.
+"""Limits of the relative noise of one measurement, above which the result is not trusted.
 
-Noise above `USUAL_NOISE` does so if it also exceeds `TIMES_NOISE` times `noise_before`.
+Noise above `SHARED_NOISE` is never trusted. Noise above `USUAL_NOISE` is not trusted if it also exceeds `TIMES_NOISE`
+times the noise before the comparison (`PairedComparison.noise_before`).
 """
 
 _Sent = TypeVar("_Sent")
@@ -62,7 +66,7 @@ _Received = TypeVar("_Received")
 
 
 class Verdict(Enum):
-    """Result of a comparison."""
+    """Result of a paired comparison of a candidate setting with a baseline setting."""
 
     OPEN = "more pairs are needed"
     FASTER = "the candidate is proved faster"
@@ -73,16 +77,16 @@ class Verdict(Enum):
 
 @cache
 def _tail(n_pairs: int) -> npt.NDArray[np.float64]:
-    """Return P(T ≤ t) of the signed-rank statistic T under the null hypothesis, `(n (n + 1) / 2 + 1,)`. Exact."""
-    n_sign_patterns = np.ones(1)  # index: T
-    for rank in range(1, n_pairs + 1):  # the pair of this rank has a negative or a positive sign
+    """Return the exact P(T ≤ t) of the signed-rank statistic T under the null hypothesis, `(n (n + 1) / 2 + 1,)`."""
+    n_sign_patterns = np.ones(1)  # entry t is the number of sign patterns with T = t
+    for rank in range(1, n_pairs + 1):  # the pair with this rank has a negative or a positive sign
         n_sign_patterns = np.pad(n_sign_patterns, (0, rank)) + np.pad(n_sign_patterns, (rank, 0))
     return np.cumsum(n_sign_patterns) / 2.0**n_pairs
 
 
 @cache
 def _indices(n_pairs: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """Return the indices i and j of all Walsh averages."""
+    """Return the indices i and j, i ≤ j, of the two values in each Walsh average (value i + value j) / 2."""
     first, second = np.triu_indices(n_pairs)
     return first, second
 
@@ -95,12 +99,12 @@ def interval(leads: Sequence[float], rate: float) -> tuple[float, float, float]:
     sections 3.2 and 3.3). The test rejects "no gain" at this rate if and only if the interval is above 0.
 
     Args:
-        leads: one number per pair.
-        rate: probability that the centre is below the interval, and that it is above.
+        leads: logarithm of (baseline time / candidate time) for each pair.
+        rate: probability that the true centre is below the interval, and equally that it is above.
 
     Returns:
         The estimate, the lower and the upper limit. With too few pairs for this rate, the interval is the range of all
-        Walsh averages, and the probability is 2^(-number of pairs).
+        Walsh averages, and the probability is 2^(-number of pairs) instead of `rate`.
     """
     values = np.array(leads)
     first, second = _indices(len(values))
@@ -110,12 +114,12 @@ def interval(leads: Sequence[float], rate: float) -> tuple[float, float, float]:
 
 
 def pairs_wanted(lead: float, noise: float, *, most: int) -> int:
-    """Return the number of pairs that will probably prove a lead, from `FEWEST_PAIRS` to `most`.
+    """Return the number of pairs that will probably prove that a candidate is faster, from `FEWEST_PAIRS` to `most`.
 
     Args:
-        lead: logarithm of the expected ratio of times.
-        noise: standard deviation of one measurement, as a fraction.
-        most: maximum of the result.
+        lead: expected logarithm of (baseline time / candidate time).
+        noise: relative standard deviation of one measurement.
+        most: maximum number of pairs.
     """
     # With normal noise, a signed-rank test needs π / 3 times as many pairs as a test of the mean.
     half = statistics.NormalDist().inv_cdf(1.0 - FIRST_LOOK) * math.sqrt(2.0 * math.pi / 3.0) * noise
@@ -124,14 +128,15 @@ def pairs_wanted(lead: float, noise: float, *, most: int) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class PairedComparison:
-    """Paired measurements of a baseline and a candidate.
+    """Paired measurements of a baseline setting and a candidate setting, and the test's result.
 
     Attributes:
-        looks: numbers of pairs at which the test is applied: one or two, ascending, at least `fewest`.
-        noise_before: standard deviation of one measurement before the comparison, as a fraction; None = unknown.
-        least_gain: fraction that the candidate must gain to be worth a change; 0 = any gain.
+        looks: numbers of pairs at which the test is applied: one or two numbers, ascending, at least `fewest`.
+        noise_before: relative standard deviation of one measurement before the comparison; None = unknown.
+        least_gain: minimum relative gain for which the candidate counts as faster; 0 = any gain.
         earlier: gain of this candidate over this baseline in an earlier job, which is pooled with the measured gain.
-        baseline, candidate: logarithms of seconds, `(n_pairs,)`; infinite if the setting could not be applied.
+        baseline, candidate: measured times of both settings as logarithms of seconds, `(n_pairs,)`; infinite if the
+            setting could not be applied.
 
     Raises:
         TuningError: `looks` are not one or two ascending numbers, or the first one is below `fewest`.
@@ -155,11 +160,11 @@ class PairedComparison:
     def of(
         cls, baseline_s: Sequence[float], candidate_s: Sequence[float], *, looks: tuple[int, ...] = ()
     ) -> PairedComparison:
-        """Compare finished measurements. Fewer than `FEWEST_PAIRS` pairs prove nothing.
+        """Create a comparison from finished measurements. Fewer than `FEWEST_PAIRS` pairs prove nothing.
 
         Args:
-            baseline_s: seconds of the baseline, `(n_pairs,)`.
-            candidate_s: seconds of the candidate, `(n_pairs,)`.
+            baseline_s: measured times of the baseline in seconds, `(n_pairs,)`.
+            candidate_s: measured times of the candidate in seconds, `(n_pairs,)`.
             looks: numbers of pairs at which the test is applied. By default it is applied once, to all pairs.
         """
         pairs = cls(looks=looks or (max(FEWEST_PAIRS, len(baseline_s)),))
@@ -168,7 +173,10 @@ class PairedComparison:
         return pairs
 
     def add(self, baseline_s: float, candidate_s: float) -> None:
-        """Add a pair. A time that is not a positive finite number means that the setting could not be applied."""
+        """Add a pair of measurements.
+
+        A time that is not a positive finite number means that the setting could not be applied.
+        """
         for log_s, seconds in ((self.baseline, baseline_s), (self.candidate, candidate_s)):
             log_s.append(math.log(seconds) if 0.0 < seconds < math.inf else math.inf)
 
@@ -179,12 +187,12 @@ class PairedComparison:
         *,
         candidate_first: bool = False,
     ) -> Generator[_Sent, _Received, Verdict]:
-        """Measure both settings in alternating order until there is a verdict.
+        """Measure both settings in alternating order until the comparison has a result.
 
         Args:
-            measure_baseline: generator function that returns the seconds of one measurement of the baseline.
-            measure_candidate: generator function that returns the seconds of one measurement of the candidate.
-            candidate_first: whether the first pair begins with the candidate.
+            measure_baseline: generator function that measures the baseline once, and returns the seconds.
+            measure_candidate: generator function that measures the candidate once, and returns the seconds.
+            candidate_first: whether the candidate is measured first in the first pair.
 
         Returns:
             The verdict, as the generator's return value.
@@ -201,33 +209,33 @@ class PairedComparison:
 
     @property
     def fewest(self) -> int:
-        """Return the minimum number of pairs for the verdict FASTER."""
+        """Return the minimum number of pairs that can prove the candidate faster."""
         return FEWEST_PAIRS if self.earlier is None or not self.earlier.proved else FEWEST_PAIRS_KNOWN
 
     @property
     def n_pairs(self) -> int:
-        """Return the number of pairs."""
+        """Return the number of measured pairs."""
         return len(self.candidate)
 
     @property
     def leads(self) -> list[float]:
-        """Return log(baseline time / candidate time) of each pair, `(n_pairs,)`."""
+        """Return the candidate's lead in each pair: log(baseline time / candidate time), `(n_pairs,)`."""
         return [before - after for before, after in zip(self.baseline, self.candidate, strict=True)]
 
     @property
     def failed(self) -> bool:
-        """Return whether one of the two settings could not be applied."""
+        """Return whether the baseline or the candidate setting could not be applied."""
         return math.inf in self.baseline or math.inf in self.candidate
 
     @property
     def noise(self) -> float:
-        """Return the standard deviation of one measurement, as a fraction, from the leads' median deviation."""
+        """Return the relative standard deviation of one measurement, estimated from the leads' median deviation."""
         middle = statistics.median(self.leads)
         return statistics.median(abs(lead - middle) for lead in self.leads) / 0.6745 / math.sqrt(2.0)
 
     @property
     def gain(self) -> Gain:
-        """Return the gain of the candidate over the baseline: Hodges–Lehmann estimate with the test's interval.
+        """Return the gain of the candidate over the baseline: Hodges–Lehmann estimate with confidence interval.
 
         From `FEWEST_PAIRS` pairs on, the interval contains the true gain with a probability of at least 96 %.
         """
@@ -237,12 +245,15 @@ class PairedComparison:
 
     @property
     def pooled(self) -> Gain:
-        """Return the gain, pooled with that of the earlier job if there is one."""
+        """Return the measured gain, pooled with the gain that an earlier job measured if there is one."""
         return self.gain if self.earlier is None else self.gain.pooled(self.earlier)
 
     @property
     def drift(self) -> float:
-        """Return log(later times / earlier times) of the baseline; 0 unless the change is significant."""
+        """Return how the baseline's time changed during the comparison: log(later times / earlier times).
+
+        It is 0 unless the change is significant.
+        """
         half = len(self.baseline) // 2
         if half < 2:
             return 0.0
@@ -253,7 +264,7 @@ class PairedComparison:
 
     @property
     def doubt(self) -> str:
-        """Return why the measurements cannot be trusted; empty if they can."""
+        """Return why the measurements cannot be trusted; an empty string if they can."""
         limit = SHARED_NOISE
         if self.noise_before is not None:
             limit = min(limit, max(USUAL_NOISE, TIMES_NOISE * self.noise_before))
@@ -266,14 +277,17 @@ class PairedComparison:
 
     @property
     def proved(self) -> bool:
-        """Return whether the gain is large enough, statistically significant and not in doubt."""
+        """Return whether the gain is large enough and statistically significant, with measurements to be trusted."""
         if self.n_pairs < self.fewest:
             return False
         return self.gain.times > 1.0 + self.least_gain and self.pooled.proved and not self.doubt
 
     @property
     def verdict(self) -> Verdict:
-        """Return the result with the current pairs. FASTER is possible only at a look, or after the last look."""
+        """Return the comparison's result with the pairs measured so far.
+
+        FASTER is possible only at the numbers of pairs in `looks`, and with more pairs than the last of these.
+        """
         n, last = self.n_pairs, self.looks[-1]
         if self.failed:
             return Verdict.FAILED
@@ -285,5 +299,8 @@ class PairedComparison:
 
     @property
     def _guessed_high(self) -> float:
-        """Return the upper limit of the gain at the rate `GUESS_RATE`; infinite with fewer than `GUESS_PAIRS` pairs."""
+        """Return the upper limit of the gain at the error rate `GUESS_RATE`.
+
+        It is infinite with fewer than `GUESS_PAIRS` pairs.
+        """
         return math.inf if self.n_pairs < GUESS_PAIRS else math.exp(interval(self.leads, GUESS_RATE)[2])

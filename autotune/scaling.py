@@ -1,6 +1,6 @@
-"""Prediction of a job's scaling on a described cluster, such as 64 nodes at 25 Gbit/s.
+"""Prediction of a job's scaling on a cluster that the user describes, such as 64 nodes at 25 Gbit/s.
 
-Runs the planners and the simulator without a running job. The command line prints and plots the resulting table.
+The planners and the simulator run without a running job. The command line prints and plots the resulting table.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,10 +27,10 @@ class ScalingRow:
     Attributes:
         ranks: number of ranks in the ring.
         planner: name of the planner that made the plan; `DEFAULT` for the untuned setting.
-        knobs: setting of the plan.
-        units: number of all-reduces per iteration.
-        iteration_s: time of forward pass, backward pass and exposed communication.
-        span_s: communication time, from the first ready gradient to the last reduced one.
+        knobs: the plan as a setting of knobs.
+        units: number of all-reduces per iteration, one for each unit (bucket).
+        iteration_s: predicted time of forward pass, backward pass and exposed communication.
+        span_s: predicted communication time, from the first ready gradient to the last reduced gradient.
         efficiency: throughput of a rank relative to training on one rank, at most 1.
     """
 
@@ -43,7 +43,7 @@ class ScalingRow:
     efficiency: float
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON-serialisable dict."""
+        """Return the row as a JSON-serialisable dict."""
         return {**{name: getattr(self, name) for name in self.__slots__}, "knobs": self.knobs.to_json()}
 
 
@@ -58,19 +58,19 @@ def scaling_table(
     contention: ContentionModel | None = None,
     contention_ranks: int | None = None,
 ) -> list[ScalingRow]:
-    """Predict times of the untuned setting and of each planner's plan, for each number of ranks.
+    """Predict iteration times of the untuned setting and of each planner's plan, for each number of ranks.
 
     Args:
         layout: the job's gradients.
-        profile: the job's compute times, measured or described.
+        profile: the job's compute times, measured or described by the user.
         link_at: function that returns the link model of a ring of n ranks: `lambda n: replace(cluster, ranks=n).link()`
             for a described cluster, `lambda n: link.rescaled(from_ranks=measured, to_ranks=n)` for a measured link
             (LIBRA eq. 4).
         ranks: numbers of ranks, each at least two.
-        space: permitted settings. Plans are made for its first route.
+        space: permitted settings. Plans are made for its first route (transport and algorithm).
         default: the untuned setting.
-        contention: LIBRA's contention model; None = no contention.
-        contention_ranks: number of ranks on which `contention` was measured.
+        contention: model of how computation and communication slow each other down (LIBRA); None = they do not.
+        contention_ranks: number of ranks on which `contention` was measured; None = it is valid for any number.
 
     Returns:
         Rows in the order of `ranks`. Rows with equal `ranks` are in ascending order of iteration time.

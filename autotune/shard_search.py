@@ -1,4 +1,4 @@
-"""Search for the fastest setting of a sharded model, by step time."""
+"""Search for the setting of a sharded model (FSDP) with the shortest step time."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from .sharded import ShardedStep, ShardKnobs, ShardSpace
 from .trial import Proposal, Trial
 
 WORTHWHILE = 0.01
-"""Fraction of the step time that a setting must save to be adopted."""
+"""Minimum gain for which the job switches to another setting, as a fraction of the step time."""
 
 
 class ShardArm:
-    """Arm that proposes the setting predicted to be fastest, then the neighbours of the best measured setting."""
+    """Arm that proposes the setting predicted to be fastest, then settings that differ from the best in one knob."""
 
     name = "shards"
 
     def __init__(self, space: ShardSpace, default: ShardKnobs, step: ShardedStep | None = None) -> None:
-        """Start with `default` as the best setting.
+        """Create the arm, with `default` as the best setting.
 
         Args:
             space: permitted settings.
-            default: setting without tuning.
-            step: model of a step of this job; None = step times cannot be predicted.
+            default: setting that the job uses without tuning.
+            step: model that predicts the time of a step of this job; None = step times cannot be predicted.
         """
         self._space, self._best, self._step = space, default, step
         self._tried = {default}
-        self._fastest: dict[ShardKnobs, ShardKnobs] = {}  # the result of `step.fastest` by its argument
+        self._fastest: dict[ShardKnobs, ShardKnobs] = {}  # {best setting: setting that `step.fastest` found from it}
         self._expected_to_win: set[ShardKnobs] = set()
 
     def ask(self, n: int = 1) -> Sequence[Proposal[ShardKnobs]]:
-        """Propose the next setting."""
+        """Propose one setting, or none if no permitted setting is left to try."""
         knobs = self._next()
         if knobs is None:
             return []
@@ -56,7 +56,10 @@ class ShardArm:
         return min(neighbours, key=lambda one: step.expected_s(self._space, one), default=None)
 
     def tell(self, trials: Sequence[Trial[ShardKnobs]]) -> None:
-        """Update the best setting. Discard the step model if a setting that it predicted to be faster was not."""
+        """Update the best setting.
+
+        If the step model predicted a setting to be faster and the trial does not confirm it, the model is discarded.
+        """
         for trial in trials:
             is_new = trial.knobs not in self._tried
             self._tried.add(trial.knobs)
@@ -74,15 +77,15 @@ def shard_session(
     first: ShardKnobs | None = None,
     step: ShardedStep | None = None,
 ) -> TuningSession[ShardKnobs]:
-    """Create a tuning session that compares step times.
+    """Create a tuning session that compares the step times of settings of a sharded model.
 
     Args:
         space: permitted settings.
-        default: setting without tuning.
-        budget: number of steps.
+        default: setting that the job uses without tuning.
+        budget: number of training steps that the session may use.
         first: setting that an earlier job chose. The session compares it with the default, and does not search for
             other settings. None = search.
-        step: model of a step of this job; None = step times cannot be predicted.
+        step: model that predicts the time of a step of this job; None = step times cannot be predicted.
     """
     exact = None if first is None else Remembered(knobs=first, best_s=math.inf, default_s=math.inf)
     return TuningSession(

@@ -3,8 +3,8 @@
 A "gather" is an all-gather of a module's parameters, a "scatter" is a reduce-scatter of its gradients.
 
 In jobs of several hosts, one step is traced and the network is measured. A step with another setting is then simulated
-with three lanes: computation, gathers and scatters. Gathers and scatters share the network. The setting with the
-shortest predicted step is tried first, all others in the order of their predictions.
+as three parallel queues: computation, gathers and scatters. Gathers and scatters share the network. The setting with
+the shortest predicted step is tried first, all other settings in the order of their predictions.
 
 A setting is chosen only if a paired comparison proves it faster than the default (`autotune/paired.py`).
 """
@@ -36,15 +36,18 @@ from .model.replayer import (
 )
 
 if TYPE_CHECKING:
-    from sirtaki.comm.compress import Codec  # imports torch, which the registry must not
+    from sirtaki.comm.compress import Codec  # imports torch, which the command `sirtaki registry` must not do
 
 SHARDED_FILE = "sharded.json"
-"""Name of the file with a `RecordedStep` in a recording's folder."""
+"""Name of the file in a recording's folder that contains the `RecordedStep`."""
 
 STREAMS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 MOST_SCATTERING = 2
-"""Maximum number of concurrent scatters. The second one fills the network's gaps, so that a third one gains nothing."""
+"""Maximum number of concurrent scatters (reduce-scatters).
+
+A second scatter uses the network while the first one waits, so that a third scatter gains nothing.
+"""
 
 
 # msgspec checks the limits of fields only when a setting is read from a file or a database.
@@ -63,14 +66,15 @@ class ShardKnobs:
             collectives: 1 = gathers and scatters share a communicator, 2 = scatters have a separate one.
         ahead: forward prefetch: number of modules whose parameters are gathered ahead in the forward pass.
         behind: backward prefetch: number of modules whose parameters are gathered ahead in the backward pass.
-        kept: modules that are not resharded: they keep their gathered parameters until the backward pass.
-        near: modules in the node cache: after the forward pass, their parameters are sharded over the ranks of each
-            node, which gather them within the node for the backward pass (ZeRO++'s hpZ: Wang et al., 2023).
+        kept: modules that are not resharded after the forward pass: they keep their gathered parameters until the
+            backward pass.
+        near: modules in the node cache: after the forward pass, each node keeps a copy of their parameters, sharded
+            over the node's ranks. The backward pass gathers it within the node (ZeRO++'s hpZ: Wang et al., 2023).
         scattering: maximum number of modules whose gradients are scattered concurrently.
         joined: modules that are coalesced with the module before them. Coalesced modules are gathered and scattered as
             one bucket, and `ahead`, `behind` and `scattering` count buckets.
-        gathers: compressor of gathered parameters; empty = not compressed.
-        scatters: compressor of scattered gradients; empty = not compressed.
+        gathers: name of the compressor of gathered parameters; empty = parameters are not compressed.
+        scatters: name of the compressor of scattered gradients; empty = gradients are not compressed.
     """
 
     streams: Annotated[int, Meta(ge=1, le=1024)]
@@ -84,21 +88,21 @@ class ShardKnobs:
     scatters: Text = ""
 
     def buckets(self, modules: int) -> list[range]:
-        """Divide `modules` modules into buckets of coalesced modules, in the order of use."""
+        """Divide `modules` modules into buckets of coalesced modules, and return them in the order of use."""
         joined = frozenset(self.joined)
         starts = [place for place in range(modules) if place not in joined]
         return [range(start, stop) for start, stop in itertools.pairwise([*starts, modules])]
 
     @property
     def codecs(self) -> tuple[Codec | None, Codec | None]:
-        """Return the codecs of gathers and of scatters; None = not compressed."""
+        """Return the codecs that compress gathers and scatters; None = not compressed."""
         from sirtaki.comm.compress import codec_of
 
         gathers, scatters = (codec_of(name) if name else None for name in (self.gathers, self.scatters))
         return gathers, scatters
 
     def describe(self) -> str:
-        """Describe the setting in one line for logs."""
+        """Describe the knobs in one line for logs."""
         kept = f", {len(self.kept)} kept" if self.kept else ""
         if self.near:
             kept += f", {len(self.near)} kept by each node"
@@ -118,7 +122,7 @@ class ShardKnobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardSpace:
-    """Permitted settings of a job.
+    """Permitted settings of a job with sharded parameters.
 
     Modules are identified by their index in the order of use in the forward pass. Tuples of indices are ascending.
 
@@ -126,14 +130,14 @@ class ShardSpace:
         modules: number of sharded modules.
         streams: permitted numbers of connections, ascending.
         whole_bytes: size of the gathered parameters of each module, `(modules,)`.
-        dropped: modules that are resharded by default, so that their parameters are gathered again for the backward
-            pass.
-        memory_bytes: permitted memory above that of the default.
+        dropped: modules that are resharded after the forward pass by default, so that their parameters are gathered
+            again for the backward pass.
+        memory_bytes: GPU memory that a setting may use in addition to the memory of the default setting.
         node_ranks: number of ranks of each node, if a node cache is possible; otherwise 0.
-        lossy: compressors that the user allows.
+        lossy: names of the compressors that the user allows.
         scattering: maximum number of concurrent scatters.
         joinable: modules that can be coalesced with the module before them.
-        gathered_ahead: fixed values of `ahead` and `behind`. None = both are tuned.
+        gathered_ahead: values of `ahead` and `behind` that the user has set. None = both are tuned.
     """
 
     modules: int
@@ -162,12 +166,13 @@ class ShardSpace:
         )
 
     def extra_bytes(self, knobs: ShardKnobs) -> int:
-        """Return an upper bound of the peak memory above that of the default, without compressed shards in flight.
+        """Return an upper bound of the peak memory that a setting needs in addition to the default setting's memory.
 
-        In the backward pass, a module has four tensors of its size: parameters, gradients, the tensor being scattered,
-        and the gathered parameters of the next module. The forward pass needs less if at most two modules are gathered
-        ahead. Each further concurrent scatter adds a tensor. Coalesced modules add four tensors of the largest bucket's
-        size, which are ignored below `LITTLE_BYTES`.
+        Memory of compressed shards in flight is not counted. In the backward pass, a module has four tensors of its
+        size: parameters, gradients, the tensor being scattered, and the gathered parameters of the next module. The
+        forward pass needs less if at most two modules are gathered ahead. Each further concurrent scatter adds a
+        tensor. Coalesced modules add four tensors of the largest bucket's size. If these are smaller than
+        `LITTLE_BYTES`, they are ignored.
         """
         largest = max(self.whole_bytes, default=0)
         forward, backward = max(0, knobs.ahead - 2), knobs.behind - 1 + knobs.scattering - 1
@@ -183,11 +188,14 @@ class ShardSpace:
 
     @property
     def in_flight_bytes(self) -> int:
-        """Return the memory for filling the node cache: the parts of two modules in flight between a node's ranks."""
+        """Return the memory of messages while parameters are copied into the node cache.
+
+        Two messages are in flight at a time, each at most as large as one rank's shard of the largest module's copy.
+        """
         return 2 * -(-max(self.whole_bytes[place] for place in self.dropped) // self.node_ranks)
 
     def joining(self, bucket_bytes: int) -> tuple[int, ...]:
-        """Coalesce modules in the order of use, in buckets of at most `bucket_bytes`. Return a value of `joined`."""
+        """Coalesce modules in the order of use into buckets of at most `bucket_bytes`. Return a value of `joined`."""
         joined, size = list[int](), 0
         for place, more in enumerate(self.whole_bytes):
             together = place in self.joinable and size + more <= bucket_bytes
@@ -197,11 +205,11 @@ class ShardSpace:
         return tuple(joined)
 
     def keeping(self, knobs: ShardKnobs, *, near: bool = False) -> ShardKnobs:
-        """Keep as many modules as memory allows, the last ones first.
+        """Return a setting that keeps the gathered parameters of as many modules as memory allows, the last ones first.
 
         Args:
-            knobs: setting to change.
-            near: whether to add modules to the node cache (`near`) instead of `kept`.
+            knobs: setting to which modules are added.
+            near: whether modules are added to the node cache (`ShardKnobs.near`) instead of `ShardKnobs.kept`.
         """
         for place in reversed(self.dropped):
             kept = tuple(sorted({*(knobs.near if near else knobs.kept), place}))
@@ -211,7 +219,7 @@ class ShardSpace:
         return knobs
 
     def around(self, knobs: ShardKnobs, tried: Collection[ShardKnobs]) -> Iterator[ShardKnobs]:
-        """Yield untried permitted settings that differ in one knob, those with the usually largest effect first."""
+        """Yield untried permitted settings that differ from `knobs` in one knob, the usually most effective first."""
         index = self.streams.index(knobs.streams)
         none_kept = replace(knobs, kept=(), near=())
         last_kept = replace(none_kept, kept=self.dropped[-1:])
@@ -234,20 +242,23 @@ class ShardSpace:
 
 
 LITTLE_BYTES = 4 << 20
-"""Extra memory of coalesced modules that is ignored. Connections take about as much."""
+"""Maximum extra memory of coalesced modules that is ignored, because network connections take about as much."""
 
 BUCKET_BYTES = (1 << 20, 1 << 18)
-"""Bucket sizes that are tried. From a few hundred kilobytes on, a message takes longer than its start-up."""
+"""Bucket sizes that are tried for coalesced modules.
+
+From a few hundred kilobytes on, the transmission of a message takes longer than its start-up.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardLink:
-    """Cost model of gathers and scatters between the ranks of one group.
+    """Cost model of gathers (all-gathers) and scatters (reduce-scatters) between the ranks of a process group.
 
     Attributes:
         latency_s: time of a gather of a few bytes.
         gathered: {number of connections to each rank: bytes of whole parameters gathered per second}.
-        scatter_times: time of a scatter relative to a gather of equal size.
+        scatter_times: time of a scatter divided by the time of a gather of equal size.
         message_s: processor time of one gather or scatter, independent of its size.
         near_bytes_per_s: bytes of whole parameters gathered per second within a node.
     """
@@ -259,9 +270,10 @@ class ShardLink:
     near_bytes_per_s: float = 1e12
 
     def bytes_per_s(self, streams: int) -> float:
-        """Return the gather rate over `streams` connections.
+        """Return the bytes of whole parameters gathered per second over `streams` connections.
 
-        It is interpolated between measured numbers, proportional below the smallest, and constant above the largest.
+        The rate is interpolated between measured numbers of connections. Below the smallest measured number it is
+        proportional to the number, above the largest it is constant.
         """
         fewer = max((count for count in self.gathered if count <= streams), default=0)
         more = min((count for count in self.gathered if count >= streams), default=0)
@@ -275,13 +287,13 @@ class ShardLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedStep:
-    """Traced step of a job, and a model that predicts the step's time with other settings.
+    """Traced step of a job with sharded parameters, and a model that predicts the step's time with other settings.
 
     Attributes:
         forward_s: computation time of each module in the forward pass, `(modules,)`, in the order of use.
-        backward_s: computation time of each module in the backward pass, `(modules,)`, also in the order of the
-            forward pass.
-        rest_s: time of the rest of the step, mainly the optimizer.
+        backward_s: computation time of each module in the backward pass, `(modules,)`, in the order of the forward
+            pass.
+        rest_s: time of a step besides both passes, mainly of the optimizer.
         gathered_bytes: size of each module's whole parameters as they are sent without compression, `(modules,)`.
         scattered_bytes: size of each module's whole gradients as they are sent without compression, `(modules,)`;
             0 = no gradients.
@@ -304,13 +316,13 @@ class ShardedStep:
             raise TuningError(f"a step needs one time and size per module, none of them negative, found {of_modules}")
 
     def expected_s(self, space: ShardSpace, knobs: ShardKnobs) -> float:
-        """Return the predicted time of a step with a setting, in seconds."""
+        """Predict the time of a step with a setting, in seconds."""
         return _ShardedReplay(self, space, knobs).total_s
 
     def computed_s(self, bucket: range, *, backward: bool = False) -> float:
-        """Return the computation time of a bucket's modules in a pass.
+        """Return the computation time of a bucket's modules in the forward or in the backward pass.
 
-        Coalescing reduces it by the processor time of the messages that it saves.
+        Coalesced modules need fewer gathers and scatters. The processor time of the saved ones is subtracted.
         """
         span_s = sum((self.backward_s if backward else self.forward_s)[bucket.start : bucket.stop])
         messages = (len(bucket) - 1) * (2 if backward else 1)
@@ -319,8 +331,8 @@ class ShardedStep:
     def fastest(self, space: ShardSpace, default: ShardKnobs) -> ShardKnobs:
         """Search for the setting with the shortest predicted step.
 
-        The local search starts from `default` and from the best kept and coalesced modules (dynamic programming). It
-        ends when changing any single knob gains less than `LEAST_STEP`.
+        The local search starts from `default`, and from settings whose kept and coalesced modules were chosen by
+        dynamic programming. It ends when no change of a single knob gains more than `LEAST_STEP`.
         """
         candidates: Iterable[ShardKnobs] = (default, *self._keeping(space, default), *self._joining(space, default))
         best, best_s = default, math.inf
@@ -333,18 +345,22 @@ class ShardedStep:
             candidates = space.around(best, ())
 
     def _keeping(self, space: ShardSpace, knobs: ShardKnobs) -> Iterator[ShardKnobs]:
-        """Yield settings whose kept modules shorten the backward pass most, within the permitted memory."""
+        """Yield settings that keep the gathered parameters of modules, those that shorten the backward pass most.
+
+        The settings need at most the permitted memory.
+        """
         for behind, scattering in itertools.product((1, 2), range(1, space.scattering + 1)):
             none_kept = replace(knobs, behind=behind, scattering=scattering, kept=(), near=())
             if none_kept in space:
                 yield from (one for one in (self._kept(space, none_kept), space.keeping(none_kept)) if one in space)
 
     def _kept(self, space: ShardSpace, knobs: ShardKnobs) -> ShardKnobs:
-        """Choose kept modules and the node cache by dynamic programming, from the last module to the first.
+        """Choose the modules to keep gathered, and those in the node cache, by dynamic programming.
 
-        A state has the kept modules, their memory, and the times at which the next module may start, its parameters are
-        gathered, and the network is idle. States that are worse than another one in all respects are dropped. In this
-        model, the network runs one operation at a time, and the next module's gather precedes this module's scatter.
+        It goes from the last module to the first. A state of the programme has the chosen modules, their memory, and
+        three times: when the next module may start, when its parameters are gathered, and when the network is idle.
+        States that are worse than another state in all respects are dropped. In this model, the network runs one
+        operation at a time, and the next module's gather precedes this module's scatter.
         """
         rate, last, node_ranks = self.link.bytes_per_s(knobs.streams), space.modules - 1, space.node_ranks
         spare_bytes = space.memory_bytes - space.extra_bytes(knobs)
@@ -390,7 +406,7 @@ class ShardedStep:
         return replace(knobs, kept=best.kept, near=best.near)
 
     def _joining(self, space: ShardSpace, knobs: ShardKnobs) -> Iterator[ShardKnobs]:
-        """Yield settings with coalesced modules, for each of the `BUCKET_BYTES`."""
+        """Yield permitted settings with coalesced modules, for each bucket size in `BUCKET_BYTES`."""
         if not space.joinable:
             return
         bare = replace(knobs, ahead=1, joined=())
@@ -401,10 +417,10 @@ class ShardedStep:
             )
 
     def joined(self, space: ShardSpace, knobs: ShardKnobs, bucket_bytes: int) -> tuple[int, ...]:
-        """Choose coalesced modules by dynamic programming, in buckets of at most `bucket_bytes`.
+        """Choose the modules to coalesce into buckets of at most `bucket_bytes`, by dynamic programming.
 
-        The model assumes that one bucket is gathered ahead. Of two successive buckets b and b + 1, b computes in the
-        forward pass while b + 1 is gathered. In the backward pass, b + 1 computes while b is gathered, and b + 1 is
+        The model assumes that one bucket is gathered ahead. Let b and b + 1 be successive buckets. In the forward pass,
+        b computes while b + 1 is gathered. In the backward pass, b + 1 computes while b is gathered, and b + 1 is
         scattered afterwards. The programme minimises the sum of
 
             forward     Σ max(compute of b, gather of b + 1)
@@ -464,13 +480,16 @@ class ShardedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    """State of the dynamic programme for kept modules: the choice for all modules from one index on.
+    """State of the dynamic programme that chooses the modules to keep: the choice for the last modules of the model.
+
+    The programme goes through the modules in the order of the backward pass. The "next" module is the next one to
+    compute.
 
     Attributes:
-        kept, near: the chosen modules.
-        kept_bytes: memory of the chosen modules.
-        begun_s: earliest start of the next module's computation, without waiting for its parameters.
-        gathered_s: time at which the next module's parameters are gathered.
+        kept, near: modules chosen for `ShardKnobs.kept` and `ShardKnobs.near`.
+        kept_bytes: memory that the chosen modules keep.
+        begun_s: earliest start of the next module's computation, if it did not wait for its parameters.
+        gathered_s: time at which the next module's parameters have been gathered.
         free_s: time from which the network is idle.
         scattered_s: end of the last scatter.
     """
@@ -485,7 +504,10 @@ class _Kept:
 
 
 def _undominated(states: Sequence[_Kept]) -> list[_Kept]:
-    """Return the states that no other state beats in all respects, thinned out to at most `MOST_STATES`."""
+    """Return the states that no other state beats in all respects.
+
+    If there are more than `MOST_STATES`, only every second, third, … of them is returned.
+    """
     found: list[tuple[float, _Kept]] = []
     for state in sorted(states, key=lambda one: (one.kept_bytes, max(one.begun_s, one.gathered_s), one.free_s)):
         begun_s = max(state.begun_s, state.gathered_s)
@@ -498,17 +520,17 @@ def _undominated(states: Sequence[_Kept]) -> list[_Kept]:
 
 
 MOST_STATES = 128
-"""Maximum number of states of the dynamic programme after each module."""
+"""Maximum number of states that the dynamic programme for kept modules has after each module."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
-    """Traced step in a recording, with the job's space, to predict other settings after the job.
+    """Traced step that a recording contains, from which step times with other settings are predicted after the job.
 
     Attributes:
         step: the traced step.
-        space: permitted settings of the job.
-        setting: setting of the traced step.
+        space: permitted settings of the recorded job.
+        setting: setting with which the step was traced.
     """
 
     step: ShardedStep
@@ -518,7 +540,8 @@ class RecordedStep:
     def by_memory(self, parts: int = 4) -> Iterator[tuple[ShardSpace, ShardKnobs]]:
         """Yield the predicted fastest setting for each of `parts` + 1 amounts of extra memory.
 
-        The amounts are equally spaced from zero to the amount with which every rank can keep all parameters.
+        The amounts are equally spaced, from zero to the amount with which every rank can keep the gathered parameters
+        of all modules.
         """
         bare = replace(self.setting, kept=(), near=())
         most = self.space.extra_bytes(replace(bare, kept=self.space.dropped))
@@ -528,20 +551,20 @@ class RecordedStep:
 
 
 LEAST_COMPUTED = 0.1
-"""Minimum computation time of coalesced modules, as a fraction of the traced time."""
+"""Minimum predicted computation time of coalesced modules, as a fraction of their traced computation time."""
 
 LEAST_STEP = 0.002
-"""Minimum predicted gain of a change, as a fraction of the step's time."""
+"""Minimum predicted gain for which the local search changes a knob, as a fraction of the step's time."""
 
 COMPUTING, GATHERING, SCATTERING = range(3)
 NETWORK, NODE = range(2)
 
 
 class _ShardedReplay:
-    """Graph of a step and its simulated time.
+    """Graph of the operations of a sharded model's step, and the step's simulated time.
 
     FSDP launches the gathers of prefetched modules when a module is about to be used. It waits for a scatter when it
-    needs the scatter's memory.
+    needs the memory that the scatter still uses.
 
     Attributes:
         total_s: simulated time of the step.
@@ -583,7 +606,7 @@ class _ShardedReplay:
         gathers, scatters = dict[int, list[int]](), list[int]()
         for number, bucket in reversed(list(enumerate(buckets))):
             for other in range(number, max(-1, number - knobs.behind - 1), -1):
-                # The prefetch of the next bucket is launched when this bucket has been gathered.
+                # FSDP launches the prefetch of the next bucket when this bucket has been gathered.
                 if other == number - 1:
                     self._compute(Phase.BACKWARD, 0.0, after=gathers[number])
                 if other not in gathers:
@@ -601,7 +624,7 @@ class _ShardedReplay:
         self._compute(Phase.OTHER, 0.0, after=scatters)
 
     def _gather(self, places: Sequence[int], *, near: bool = False) -> list[int]:
-        """Add the gather of some modules, and return its nodes; none without modules."""
+        """Add a gather of the parameters of these modules to the graph, and return its nodes. No modules, no nodes."""
         size = sum(self._step.gathered_bytes[place] for place in places)
         if not places:
             return []
@@ -610,7 +633,7 @@ class _ShardedReplay:
         return [self._send(GATHERING, NETWORK, self._packed[0] * size / self._rate)]
 
     def _send(self, lane: int, server: int, seconds: float) -> int:
-        """Add a collective that is launched after the computation added so far."""
+        """Add a collective to the graph, launched after the computation added so far. Return the collective's node."""
         latency_s = self._link.latency_s if server == NETWORK else 0.0
         self._edges.append((self._last_compute, len(self._nodes), latency_s))
         return self._add(
@@ -639,7 +662,7 @@ class _ShardedReplay:
 
 
 def packed_share(codec: Codec | None) -> float:
-    """Return the compressed size of a large tensor as a fraction of its size; 1.0 without a codec."""
+    """Return the ratio of a large tensor's compressed size to its uncompressed size; 1.0 without a codec."""
     from sirtaki.comm.compress import packed_bytes
 
     numel = 1 << 20

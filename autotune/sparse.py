@@ -1,9 +1,10 @@
 """Choice of the algorithm that reduces a sparse gradient.
 
-Contains counts of row accesses and their coverage curve, the traffic and time of each plan, the arm that proposes
-plans, detection of changed accesses, and summaries for reports.
+The module has counts of row accesses and their coverage curve, models of the traffic and time of each plan, the arm
+that proposes plans, the detection of changed accesses, and summaries for reports.
 
-A row is "touched" by a rank if the rank's gradient has the row. "Hot" rows are the most frequently touched ones.
+A row of an embedding is "touched" by a rank if the rank's sparse gradient contains the row. "Hot" rows are the most
+frequently touched rows.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ from .trial import Proposal, Trial
 Curve = npt.NDArray[np.float64]
 
 STEP_ROWS = 1000
-"""Number of rows by which `saturation_size` increases the hot set in each step."""
+"""Number of rows by which `saturation_size` increases the set of hot (most frequently touched) rows in each step."""
 
 LEAST_GAIN = 0.01
-"""Minimum gain of a step in coverage, which is the fraction of all accesses."""
+"""Minimum gain in coverage (fraction of all row accesses) for which `saturation_size` adds another `STEP_ROWS` rows."""
 
 CURVE_POINTS = 24
 
 
 class TouchCounts:
-    """Exact counts of row accesses. Equal on all ranks if the added iterations are equal.
+    """Exact counts of the accesses to an embedding's rows. Equal on all ranks if the added iterations are equal.
 
     Attributes:
-        rows: touched rows, ascending, `(n,)`.
-        counts: number of accesses of each row, counted once per rank and iteration, `(n,)`.
-        n_samples: number of ranks times number of iterations with known rows.
+        rows: indices of the rows that any rank's gradient contained ("touched" rows), ascending, `(n,)`.
+        counts: number of accesses to each row in `rows`, counted once per rank and iteration, `(n,)`.
+        n_samples: number of ranks times the number of iterations whose rows are known.
         touched: mean number of touched rows in an iteration, summed over ranks.
-        most: mean number of rows of the rank that touches the most.
-        union: mean number of distinct rows in an iteration.
+        most: mean number of rows in an iteration on the rank that touches the most rows.
+        union: mean number of distinct touched rows of all ranks in an iteration.
         n: number of iterations.
     """
 
@@ -56,10 +57,10 @@ class TouchCounts:
         self._totals = np.zeros(3)
 
     def add(self, by_rank: Sequence[npt.NDArray[np.int64]], union: int) -> None:
-        """Add an iteration.
+        """Add the row accesses of one iteration.
 
         Args:
-            by_rank: distinct rows that each rank touched.
+            by_rank: for each rank, the distinct rows that its gradient contains.
             union: number of distinct rows of all ranks together.
         """
         sizes = [len(rows) for rows in by_rank]
@@ -71,21 +72,27 @@ class TouchCounts:
         self.n_samples += len(by_rank)
 
     def add_totals(self, touched: float, most: float, union: float) -> None:
-        """Add an iteration whose rows are unknown. The arguments are its values of the attributes of these names."""
+        """Add an iteration of which only the numbers of rows are known.
+
+        Args:
+            touched: number of touched rows, summed over ranks.
+            most: number of rows on the rank that touches the most rows.
+            union: number of distinct rows of all ranks together.
+        """
         self._totals += touched, most, union
         self.n += 1
         self.touched, self.most, self.union = (self._totals / self.n).tolist()
 
     def ranked(self) -> npt.NDArray[np.int64]:
-        """Return the touched rows in descending order of their counts. Rows with equal counts are ascending."""
+        """Return the touched rows, the most frequently accessed first. Rows with equal counts are ascending."""
         return self.rows[np.argsort(-self.counts, kind="stable")]
 
     def descending(self) -> npt.NDArray[np.int64]:
-        """Return the counts of the touched rows in descending order."""
+        """Return the numbers of accesses to the touched rows, in descending order."""
         return np.sort(self.counts)[::-1]
 
     def of(self, rows: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """Return the counts of the given rows; 0 for rows that were not touched."""
+        """Return the number of accesses to each of the given rows; 0 for rows that were not touched."""
         wanted = np.asarray(rows, dtype=np.int64)
         # A row above all touched rows gets the index after the last one, where the appended -1 matches no row.
         places = np.searchsorted(self.rows, wanted)
@@ -93,16 +100,19 @@ class TouchCounts:
 
 
 def coverage(counts: npt.NDArray[np.int64]) -> Curve:
-    """Return the coverage curve: the fraction of accesses that the first k rows have, for k = 1, 2, …, `(n,)`.
+    """Return the coverage curve: the fraction of all accesses that go to the first k rows, for k = 1, 2, …, `(n,)`.
 
     Args:
-        counts: counts of rows in descending order, `(n,)`.
+        counts: numbers of accesses to the rows, in descending order, `(n,)`.
     """
     return np.cumsum(counts, dtype=np.float64) / max(1, int(counts.sum()))
 
 
 def elbow(curve: Curve) -> int:
-    """Return the number of rows at the curve's elbow, the point farthest above its chord; 0 without an elbow."""
+    """Return the number of rows at a coverage curve's elbow: the point farthest above the straight line to its end.
+
+    Return 0 if the curve has no elbow.
+    """
     if not len(curve):
         return 0
     chord = np.arange(1, len(curve) + 1) / len(curve)
@@ -110,7 +120,7 @@ def elbow(curve: Curve) -> int:
 
 
 def saturation_size(curve: Curve, *, step: int = STEP_ROWS, least: float = LEAST_GAIN) -> int:
-    """Return the number of rows from which `step` more rows increase the coverage by less than `least` (§ 5.3)."""
+    """Return the number of rows from which `step` more rows increase the coverage by less than `least`."""
     size = 0
     while size < len(curve):
         after = min(size + step, len(curve))
@@ -124,8 +134,8 @@ def curve_points(counts: TouchCounts, *, also: int = 0) -> tuple[tuple[int, floa
     """Return points (number of rows, coverage) of the coverage curve, equally spaced on a log scale up to coverage 1.
 
     Args:
-        counts: accesses. Without accesses, there are no points.
-        also: number of rows of an additional point; 0 = none.
+        counts: row accesses. Without accesses, the curve has no points.
+        also: number of rows at an additional point; 0 = no additional point.
     """
     curve = coverage(counts.descending())
     if not len(curve):
@@ -135,7 +145,7 @@ def curve_points(counts: TouchCounts, *, also: int = 0) -> tuple[tuple[int, floa
 
 
 LONG_INDEX_BYTES = 8
-"""Size of a row index in PyTorch (int64)."""
+"""Size of a row index in PyTorch's sparse gradients (int64)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,10 +154,10 @@ class Traffic:
 
     Attributes:
         exchanges: number of exchanges (all-to-alls or all-gathers).
-        exchanged_bytes: bytes that the rank receives in exchanges.
+        exchanged_bytes: number of bytes that the rank receives in exchanges.
         reductions: number of all-reduces.
-        reduced_bytes: bytes of the all-reduced tensors.
-        added_rows: number of rows that the rank adds up.
+        reduced_bytes: total size of the all-reduced tensors.
+        added_rows: number of rows that the rank itself adds to others.
     """
 
     exchanges: int = 0
@@ -157,34 +167,34 @@ class Traffic:
     added_rows: float = 0.0
 
     def received_bytes(self, ranks: int) -> float:
-        """Return the bytes that the rank receives in total, with ring all-reduces."""
+        """Return the bytes that the rank receives in total, if all-reduces use the ring algorithm."""
         return self.exchanged_bytes + ring_bytes(self.reduced_bytes, ranks)
 
 
 def dense_bytes(form: RowFormat, ranks: int) -> float:
-    """Return the bytes that a rank receives if the whole gradient is all-reduced."""
+    """Return the bytes that a rank receives if a whole sparse gradient is all-reduced as a dense tensor."""
     return ring_bytes(form.n_rows * form.row_bytes, ranks)
 
 
 def horovod_bytes(form: RowFormat, ranks: int, looked_up: float) -> float:
-    """Return the bytes that a rank receives by Horovod's rule: two all-gathers of uncoalesced rows and indices.
+    """Return the bytes that a rank receives if it reduces as Horovod does: all-gathers of uncoalesced rows and indices.
 
     Args:
         form: format of the parameter's rows.
         ranks: number of ranks.
-        looked_up: number of rows in each rank's gradient, including duplicates.
+        looked_up: number of rows in each rank's sparse gradient, including duplicates.
     """
     return (ranks - 1) * looked_up * (form.row_bytes + LONG_INDEX_BYTES)
 
 
 def traffic(plan: SparsePlan, form: RowFormat, ranks: int, counts: TouchCounts) -> Traffic:
-    """Estimate the traffic of a plan for a parameter.
+    """Estimate the traffic of reducing a parameter's sparse gradient by a plan.
 
     Args:
-        plan: the plan.
+        plan: plan that reduces the gradient.
         form: format of the parameter's rows.
         ranks: number of ranks.
-        counts: accesses of the parameter's rows.
+        counts: counted accesses to the parameter's rows.
     """
     touched, most, union = counts.touched, counts.most, counts.union
     if plan.path is SparsePath.DENSE:
@@ -212,7 +222,7 @@ def traffic(plan: SparsePlan, form: RowFormat, ranks: int, counts: TouchCounts) 
 
 
 def _plain(path: SparsePath, form: RowFormat, ranks: int, touched: float, most: float, union: float) -> Traffic:
-    """Estimate the traffic of the paths that send rows with their indices (gather, owner)."""
+    """Estimate the traffic of an algorithm that sends rows with their indices (gather, owner)."""
     row_bytes, others = form.row_bytes + form.index_dtype.itemsize, (ranks - 1) / ranks
     if path is SparsePath.GATHER:
         sent = max(touched - touched / ranks, most * others)
@@ -221,7 +231,10 @@ def _plain(path: SparsePath, form: RowFormat, ranks: int, touched: float, most: 
 
 
 def _rows_in_blocks(block_rows: int, ranks: int, counts: TouchCounts) -> float:
-    """Estimate the number of rows in blocks with at least one touched row in an iteration."""
+    """Estimate how many rows the blocks have that contain at least one touched row in an iteration.
+
+    A block is `block_rows` consecutive rows.
+    """
     chance = counts.counts / max(1, counts.n_samples)
     untouched = np.log1p(-np.minimum(chance, 1.0 - 1e-9)) * ranks
     begins = np.flatnonzero(np.diff(counts.rows // block_rows, prepend=-1))
@@ -230,16 +243,16 @@ def _rows_in_blocks(block_rows: int, ranks: int, counts: TouchCounts) -> float:
 
 
 BLOCK_ROWS = (1, 8, 64)
-"""Block sizes that are tried, in rows."""
+"""Numbers of consecutive rows in a block that are tried. The blocks with touched rows are all-reduced."""
 
 MOST_HOT_BYTES = 16 << 20
-"""Maximum size of the buffer of hot rows."""
+"""Maximum size of the dense buffer of hot (most frequently touched) rows."""
 
 MOST_DENSE_BYTES = 1 << 30
-"""Maximum size of a dense buffer of all rows."""
+"""Maximum size of a dense buffer of all rows. Larger parameters are not reduced as dense gradients."""
 
 HOT_SIZES = 24
-"""Number of sizes of the hot set that are tried in addition to those derived from the coverage curve."""
+"""Number of sizes of the set of hot rows that are tried in addition to the sizes derived from the coverage curve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,11 +260,11 @@ class CollectiveCosts:
     """Measured costs of collectives and additions, on the slowest rank.
 
     Attributes:
-        exchange_s: time of an exchange of a few bytes.
-        exchange_bytes_per_s: rate at which a rank receives in an exchange.
+        exchange_s: time of an exchange (all-to-all or all-gather) of a few bytes.
+        exchange_bytes_per_s: bytes that a rank receives per second in an exchange.
         reduce_s: time of an all-reduce of a few bytes.
-        reduce_bytes_per_s: bytes of the tensor all-reduced per second.
-        add_bytes_per_s: bytes of rows that a rank adds up per second.
+        reduce_bytes_per_s: bytes of a tensor that are all-reduced per second.
+        add_bytes_per_s: bytes of rows that a rank adds to others per second.
     """
 
     exchange_s: float
@@ -263,12 +276,12 @@ class CollectiveCosts:
 
 @dataclass(frozen=True, slots=True)
 class VolumeModel:
-    """Model that predicts the time of each plan for one parameter from its traffic.
+    """Model that predicts the time of each plan for one parameter from the plan's traffic.
 
     Attributes:
         form: format of the parameter's rows.
         ranks: number of ranks.
-        counts: accesses of the parameter's rows.
+        counts: counted accesses to the parameter's rows.
         pace: measured costs of collectives and additions.
     """
 
@@ -278,7 +291,7 @@ class VolumeModel:
     pace: CollectiveCosts
 
     def seconds(self, plan: SparsePlan) -> float:
-        """Predict the time of a reduction by a plan."""
+        """Predict the time of reducing the parameter's gradient once by a plan, in seconds."""
         work, pace = traffic(plan, self.form, self.ranks, self.counts), self.pace
         parts = [
             (work.exchanges, pace.exchange_s, work.exchanged_bytes, pace.exchange_bytes_per_s),
@@ -287,15 +300,18 @@ class VolumeModel:
         ]
         return sum(n * start_s + (n_bytes and n_bytes / bytes_per_s) for n, start_s, n_bytes, bytes_per_s in parts)
 
-    # ── candidates ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── candidate plans ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def best_of(self, path: SparsePath) -> SparsePlan | None:
-        """Return the fastest plan of a path; None if the path is not applicable."""
+        """Return the plan with the shortest predicted time among those of one algorithm (path).
+
+        None if the algorithm cannot reduce the parameter.
+        """
         plans = list(self._plans(path))
         return min(plans, key=self.seconds) if plans else None
 
     def ranked(self) -> list[SparsePlan]:
-        """Return the best plan of each path, the fastest first. Deterministic, so that ranks agree."""
+        """Return the best plan of each algorithm (path), the fastest first. Deterministic, so that ranks agree."""
         found = [plan for path in SparsePath if (plan := self.best_of(path)) is not None]
         return sorted(found, key=self.seconds)
 
@@ -303,7 +319,7 @@ class VolumeModel:
         """Return the plans to try, the one predicted to be fastest first.
 
         Args:
-            fixed: the only permitted path; None = all paths.
+            fixed: the only permitted algorithm (path); None = all algorithms.
         """
         if fixed is not None:
             best = self.best_of(fixed)
@@ -326,18 +342,18 @@ class VolumeModel:
             yield SparsePlan(path=path)
 
     def _hot_sizes(self, ranked: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[int]:
-        """Return sizes of the hot set to try.
+        """Return the numbers of hot rows to try.
 
-        These are the elbow and the saturation of the coverage curve, the number of rows that are cheaper to all-reduce
-        than to gather, and sizes on a log scale.
+        They are the elbow and the saturation of the coverage curve, the number of rows that are cheaper to all-reduce
+        than to gather, and numbers that are equally spaced on a log scale.
         """
         counts = self.counts.of(ranked)
         curve = coverage(counts)
         most = min(len(ranked), int(MOST_HOT_BYTES / self.form.flagged_bytes))
         if most < 1:
             return []
-        # With P ranks, a rank sends a row 2(P-1)/P times in a ring all-reduce. In an all-gather, it sends the row P-1
-        # times the probability that it touches the row.
+        # With P ranks, a ring all-reduce sends a row 2(P-1)/P times from each rank. An all-gather sends it P-1 times
+        # from each rank that touches it, so that rows touched with a probability above 2/P are cheaper to all-reduce.
         cheaper_dense = int((counts > 2.0 / self.ranks * self.counts.n_samples).sum())
         spaced = np.geomspace(1, most, HOT_SIZES).astype(int).tolist()
         sizes = {elbow(curve), saturation_size(curve), cheaper_dense, *spaced}
@@ -345,28 +361,28 @@ class VolumeModel:
 
 
 LEARNING_ITERATIONS = 8
-"""Number of iterations in which accesses are counted before plans are compared."""
+"""Number of iterations in which row accesses are counted before plans are compared."""
 
 N_CANDIDATES = 3
-"""Maximum number of plans that are tried."""
+"""Maximum number of plans that are tried for one parameter."""
 
 HOPELESS = 3.0
-"""Predicted time, relative to that of the fastest plan, above which a plan is not tried."""
+"""Maximum predicted time of a plan that is tried, relative to the predicted time of the fastest plan."""
 
 TRIAL_BUDGET = 60
-"""Budget of a search for the fastest plan, in iterations."""
+"""Number of training iterations in which the search for a parameter's fastest plan must end."""
 
 LOST_COVERAGE = 0.9
-"""Ratio of the hot rows' coverage to the original coverage, below which a new plan is chosen."""
+"""Fraction of the hot rows' original coverage (fraction of accesses), below which a new plan is chosen."""
 
 OTHER_VOLUME = 1.5
-"""Factor by which the number of touched rows must change before a new plan is chosen."""
+"""Factor by which the number of touched rows in an iteration must change before a new plan is chosen."""
 
 MEMORY = 0.1
-"""Weight of the newest iteration in moving averages of accesses."""
+"""Weight of the newest iteration in the moving averages of `AccessWatch`."""
 
 LEAST_WATCHED = 20
-"""Minimum number of iterations before a first change of accesses is reported. Each change doubles it."""
+"""Minimum number of iterations before the first change of accesses is reported. Each reported change doubles it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,10 +390,10 @@ class AccessSample:
     """Row accesses of one iteration. Equal on all ranks.
 
     Attributes:
-        n_touched: number of touched rows, summed over ranks.
-        n_hot: number of hot rows among `n_touched`.
-        union: number of distinct rows.
-        by_rank: rows of each rank; empty if the plan's path does not send them to all ranks.
+        n_touched: number of rows in the ranks' gradients ("touched" rows), summed over ranks.
+        n_hot: number of hot rows among the touched rows.
+        union: number of distinct touched rows of all ranks.
+        by_rank: rows that each rank touched; empty if the plan does not send row indices to all ranks.
     """
 
     n_touched: int
@@ -388,14 +404,15 @@ class AccessSample:
 
 @dataclass(slots=True, kw_only=True)
 class SparseDecision:
-    """Plan of one parameter, with the data behind the choice. Equal on all ranks.
+    """Plan that reduces one parameter's sparse gradient, with the data behind the choice. Equal on all ranks.
 
     Attributes:
-        plan: plan of the next iteration.
-        candidates: plans to compare. The first one is the default, used unless another one is proved faster.
-        learned: accesses from which the candidates were derived; None before they have been counted.
+        plan: plan for the next iteration.
+        candidates: plans to compare. The first one is the default, which is used unless another one is proved faster.
+        learned: counted row accesses from which the candidates were derived; None before accesses have been counted.
         predicted_s: predicted time of each candidate; empty without predictions.
-        measured_s: median time of each candidate, NaN if it was not measured; empty before trials.
+        measured_s: median measured time of each candidate, NaN for candidates without a measurement; empty before
+            trials.
     """
 
     plan: SparsePlan = GATHER
@@ -406,7 +423,7 @@ class SparseDecision:
 
 
 class VolumeArm:
-    """Arm that proposes plans in ascending order of their predicted times."""
+    """Arm that proposes plans for a sparse gradient in the given order, which is that of their predicted times."""
 
     name = "traffic volumes"
 
@@ -414,22 +431,22 @@ class VolumeArm:
         self._pending = list(plans)
 
     def ask(self, n: int = 1) -> Sequence[Proposal[SparsePlan]]:
-        """Return the next `n` plans."""
+        """Return up to `n` plans that have not been proposed yet."""
         asked, self._pending = self._pending[:n], self._pending[n:]
         return [Proposal(arm=self.name, knobs=plan) for plan in asked]
 
     def tell(self, trials: Sequence[Trial[SparsePlan]]) -> None:
-        """Ignore the trials, because the order of proposals is fixed."""
+        """Ignore the trials, because the order of proposals does not depend on them."""
 
 
 class AccessWatch:
-    """Detector of changed accesses since a plan was chosen."""
+    """Detector of row accesses that have changed since a plan was chosen."""
 
     def __init__(self, *, covered: float, touched: float, least: int) -> None:
-        """Start with the accesses for which the plan was chosen.
+        """Create a detector that compares with the accesses for which the plan was chosen.
 
         Args:
-            covered: fraction of accesses to hot rows.
+            covered: fraction of these accesses that went to hot rows.
             touched: number of touched rows in an iteration, summed over ranks.
             least: minimum number of iterations before a change is reported.
         """
@@ -437,7 +454,7 @@ class AccessWatch:
         self._hot_now, self._touched_now, self._n = covered * touched, touched, 0
 
     def changed(self, seen: AccessSample) -> bool:
-        """Add an iteration, and return whether accesses have changed."""
+        """Add the accesses of an iteration, and return whether accesses have changed since the plan was chosen."""
         if not seen.n_touched:
             return False
         self._n += 1
@@ -458,11 +475,11 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseAlternative:
-    """Summary of one candidate plan.
+    """Summary of one candidate plan for reducing a sparse gradient.
 
     Attributes:
         plan: description of the plan.
-        predicted_s: predicted time of a reduction; None without a prediction.
+        predicted_s: predicted time of one reduction; None without a prediction.
         measured_s: median time of the plan's trials; None if it was not tried.
         n_bytes: bytes that the busiest rank receives in an iteration, computed from the touched rows.
     """
@@ -475,7 +492,7 @@ class SparseAlternative:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseSummary:
-    """Summary of one parameter's sparse reduction.
+    """Summary of how one parameter's sparse gradient is reduced.
 
     Numbers of rows and bytes are means over the iterations in which they were counted.
 
@@ -485,14 +502,15 @@ class SparseSummary:
         width: number of elements of a row.
         ranks: number of ranks.
         looked_up: number of rows in one rank's gradient after the backward pass, including duplicates.
-        touched: number of touched rows in an iteration, summed over ranks.
-        union: number of distinct rows in an iteration.
+        touched: number of rows in the ranks' gradients in an iteration, without duplicates, summed over ranks.
+        union: number of distinct rows in the gradients of all ranks in an iteration.
         plan: description of the chosen plan.
-        ways: compared plans, including the chosen one.
-        curve: points (number of rows, coverage) of the coverage curve; empty if accesses of rows were not counted.
-        popular_rows: number of the plan's hot rows. Without hot rows, the number at the curve's elbow.
+        ways: compared plans, including the chosen plan.
+        curve: points (number of rows, coverage) of the coverage curve; empty if row accesses were not counted.
+        popular_rows: number of hot (most frequently touched) rows in the plan. For a plan without hot rows, the number
+            of rows at the coverage curve's elbow.
         dense_bytes: bytes that a rank receives in an iteration if the whole gradient is all-reduced.
-        horovod_bytes: bytes that a rank receives in an iteration by Horovod's rule (`horovod_bytes`).
+        horovod_bytes: bytes that a rank receives in an iteration if rows and indices are all-gathered, as by Horovod.
     """
 
     name: str
@@ -511,12 +529,12 @@ class SparseSummary:
 
     @property
     def density(self) -> float:
-        """Return the fraction of rows that are touched in an iteration."""
+        """Return the fraction of the parameter's rows that any rank's gradient contains in an iteration."""
         return self.union / self.n_rows
 
     @property
     def popular_share(self) -> float:
-        """Return the fraction of accesses to the popular rows."""
+        """Return the fraction of all accesses that go to the `popular_rows` most frequently touched rows."""
         return dict(self.curve).get(self.popular_rows, 0.0)
 
     @property
@@ -525,7 +543,7 @@ class SparseSummary:
         return next(way.n_bytes for way in self.ways if way.plan == self.plan)
 
     def describe(self) -> str:
-        """Describe the summary in one line."""
+        """Describe the parameter, its plan and the plan's traffic in one line for logs."""
         popular = f", {self.popular_rows} of them get {self.popular_share:.0%} of accesses" if self.curve else ""
         return (
             f"{self.name} ({self.n_rows} × {self.width}): {self.density:.2%} of rows in an iteration{popular}; by "
@@ -534,7 +552,7 @@ class SparseSummary:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON-serialisable dict. `from_json` is the inverse."""
+        """Return the summary as a JSON-serialisable dict. `from_json` is the inverse."""
         return asdict(self)
 
     @classmethod
@@ -553,15 +571,15 @@ class SparseSummary:
 def summarise(
     decision: SparseDecision, form: RowFormat, *, name: str, ranks: int, looked_up: float, counts: TouchCounts
 ) -> SparseSummary:
-    """Summarise a decision.
+    """Summarise how a parameter's sparse gradient is reduced.
 
     Args:
-        decision: the decision.
+        decision: the parameter's plan, with the data behind its choice.
         form: format of the parameter's rows.
         name: name of the parameter.
         ranks: number of ranks.
         looked_up: number of rows in one rank's gradient after the backward pass, including duplicates.
-        counts: accesses. Ignored if the decision has counts.
+        counts: counted accesses to the parameter's rows. Ignored if the decision has `learned` counts.
     """
     counts = decision.learned or counts
     popular = len(decision.plan.hot_rows) or elbow(coverage(counts.descending()))

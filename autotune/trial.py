@@ -1,4 +1,7 @@
-"""Interface of search algorithms. An arm proposes settings (`ask`) and receives the results of trials (`tell`)."""
+"""Interface of search algorithms ("arms").
+
+An arm proposes settings to measure (`ask`), and receives the results of these measurements, the trials (`tell`).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from .knobs import Knobs
 
 
 class Describable(Protocol):
-    """A setting: hashable, with a description for logs."""
+    """A setting of the tuned job: hashable, with a description for logs."""
 
     def __hash__(self) -> int: ...
 
@@ -48,17 +51,19 @@ class Space(Protocol[_Accepted]):
 
 
 class Everything:
-    """Space that permits every setting. For searches whose arm proposes only permitted ones."""
+    """Space that permits every setting, for searches whose arm proposes only permitted settings."""
 
     def __contains__(self, setting: object) -> bool:
         return True
 
 
 class TrialStatus(Enum):
-    """Outcome of a trial."""
+    """Outcome of a trial, which is the measurement of a setting."""
 
     COMPLETE = "complete"
-    PRUNED = "pruned"  # stopped early, because its first iterations were clearly slower than the best setting
+    PRUNED = (
+        "pruned"  # the trial was stopped early, because its first iterations were clearly slower than the best setting
+    )
     FAILED = "failed"  # the setting could not be applied
 
 
@@ -69,8 +74,9 @@ class Proposal(Generic[S]):
     Attributes:
         arm: name of the proposing arm.
         knobs: the proposed setting.
-        iterations: number of iterations to measure (Hyperband's resource). None = the session's usual number.
-        reason: one line for the log. May be empty.
+        iterations: number of training iterations to measure (Hyperband's resource). None = the usual number of the
+            tuning session.
+        reason: why the arm proposes the setting, in one line for the log. May be empty.
     """
 
     arm: str
@@ -83,17 +89,18 @@ class Proposal(Generic[S]):
 class Trial(Generic[S]):
     """A measured proposal.
 
-    An iteration's span is its communication time, from the first ready gradient to the last reduced one, as the
-    smallest value over ranks.
+    The span of a training iteration is its communication time: the time from the first ready gradient to the last
+    reduced gradient, on the rank where this time is the shortest.
 
     Attributes:
         arm: name of the proposing arm.
         knobs: the measured setting.
         iterations: number of measured iterations.
-        span_s: Hodges-Lehmann estimate (median of all pairwise means) of the spans; `math.inf` for a failed trial.
-        noise_s: median absolute deviation of the spans; 0.0 for a single iteration.
+        span_s: Hodges-Lehmann estimate (median of all pairwise means) of the iterations' spans; `math.inf` for a failed
+            trial.
+        noise_s: median absolute deviation of the iterations' spans; 0.0 for a single iteration.
         status: outcome of the trial.
-        was_best: whether the trial beat the best earlier span by more than the noise.
+        was_best: whether `span_s` was shorter than that of all earlier trials, by more than the noise.
     """
 
     arm: Text
@@ -105,7 +112,7 @@ class Trial(Generic[S]):
     was_best: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON-serialisable dict. An infinite span becomes None, because JSON has no infinity."""
+        """Return the trial as a JSON-serialisable dict. An infinite `span_s` becomes None, as JSON has no infinity."""
         data: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
         return data
 
@@ -127,10 +134,12 @@ class Arm(Protocol[S]):
     """A search algorithm. It has no threads, files, process groups or clocks of its own.
 
     Three more methods are optional. Each may return None for "no estimate":
-    `expected_improvement()` returns the largest fraction of the best span that an untried setting is expected to save,
-    `expected_span_s(knobs)` returns the span of a measured setting, estimated with the measurements of its neighbours,
-    `promise(candidates)` returns the fraction of the best span that each candidate is expected to save,
-    `(n_candidates,)`. It is infinite for settings that the arm has no data about.
+    `expected_improvement()` returns the largest gain expected of an untried setting, as a fraction of the shortest
+    measured communication time,
+    `expected_span_s(knobs)` returns the communication time of a measured setting, estimated with the measurements of
+    similar settings,
+    `promise(candidates)` returns the gain expected of each candidate, as a fraction of the shortest measured
+    communication time, `(n_candidates,)`. The gain is infinite for settings that the arm has no data about.
 
     Attributes:
         name: unique name of the arm, for logs and records.
@@ -139,9 +148,12 @@ class Arm(Protocol[S]):
     name: str
 
     def ask(self, n: int = 1) -> Sequence[Proposal[S]]:
-        """Return up to `n` proposals, or none if the arm has nothing to propose now. Must not change the model."""
+        """Return up to `n` proposals, or none if the arm has nothing to propose now.
+
+        The arm must learn from `tell` only: `ask` must not change the arm's estimates of settings.
+        """
         ...
 
     def tell(self, trials: Sequence[Trial[S]]) -> None:
-        """Update the arm with finished trials, including trials that other arms proposed."""
+        """Update the arm with finished trials, including trials of settings that other arms proposed."""
         ...

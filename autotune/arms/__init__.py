@@ -1,1 +1,1 @@
-"""Search techniques and planners. All implement `sirtaki.autotune.trial.Arm`."""
+"""Search techniques and planners, which propose settings. All implement `sirtaki.autotune.trial.Arm`."""

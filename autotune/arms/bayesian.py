@@ -1,7 +1,7 @@
-"""Bayesian optimisation: an arm with a Gaussian process over the lattice of settings, and expected improvement.
+"""Bayesian optimisation: an arm that proposes settings by a Gaussian process and expected improvement.
 
-Suffixes of arrays name their axes: S = all sets of hyperparameters, K = the kept sets, N = fitted points, M = other
-points, D = dimensions.
+Suffixes of arrays name their axes: S = all sets of hyperparameters, K = the sets used for predictions, N = fitted
+points, M = other points, D = dimensions.
 """
 
 from __future__ import annotations
@@ -22,30 +22,37 @@ from ..trial import Proposal, Trial, TrialStatus
 IntArray = npt.NDArray[np.intp]
 
 SETS = 128
-"""Number of sets of hyperparameters drawn from the prior."""
+"""Number of sets of hyperparameters that are drawn from the prior."""
 
 KEPT = 8
-"""Number of sets used for predictions. The weights of all other sets are small."""
+"""Number of sets of hyperparameters that predictions use. The weights of all other sets are small."""
 
 LENGTH, LENGTH_SPREAD = 0.7, 0.9
-"""Prior of length scales on an axis of length 1: median, and standard deviation of the logarithm."""
+"""Prior of the kernel's length scales, on an axis of length 1: median, and standard deviation of the logarithm."""
 
 LEVEL = 0.5
-"""Standard deviation of the routes' mean levels, relative to that of the Matérn part."""
+"""Standard deviation of the routes' mean levels, relative to that of the kernel's Matérn part."""
 
 SCALE, SCALE_SPREAD = 1.0, 0.5
-"""Prior of the process's standard deviation: median, and standard deviation of the logarithm."""
+"""Prior of the Gaussian process's standard deviation: median, and standard deviation of the logarithm."""
 
 NOISE, NOISE_SPREAD = 0.05, 0.8
-"""Prior of the noise of one measurement, as a fraction: median, and standard deviation of the logarithm."""
+"""Prior of the relative noise of one measurement: median, and standard deviation of the logarithm."""
 
 JITTER = 1e-4
-"""Added to the variance of each point, because the kernel matrix in single precision may not be positive definite."""
+"""Variance added to each point, because the kernel matrix may not be positive definite in single precision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Hyperparameters:
-    """Sets of hyperparameters over which predictions are averaged. All arrays are `(S,)` or `(S, D)`."""
+    """Sets of hyperparameters of the Gaussian process, over which predictions are averaged.
+
+    Attributes:
+        inverse_squares_SD: inverse squares of the length scales, `(S, D)`.
+        shared_S: correlation of the Matérn part between two routes, `(S,)`.
+        variance_S: variance of the process, `(S,)`.
+        noise_S: relative noise of one measurement, `(S,)`.
+    """
 
     inverse_squares_SD: FloatArray
     shared_S: FloatArray
@@ -53,7 +60,7 @@ class _Hyperparameters:
     noise_S: FloatArray
 
     def only(self, sets_K: IntArray) -> _Hyperparameters:
-        """Return a selection of the sets."""
+        """Return the sets of hyperparameters with these indices, `(K,)`."""
         return _Hyperparameters(
             inverse_squares_SD=self.inverse_squares_SD[sets_K],
             shared_S=self.shared_S[sets_K],
@@ -80,15 +87,15 @@ class GaussianProcess:
     Predictions are averaged over the `KEPT` sets of hyperparameters with the largest evidence.
 
     Attributes:
-        weights: weights of the kept sets, `(K,)`, with the sum 1.
+        weights: weights of the `KEPT` sets of hyperparameters, `(K,)`. Their sum is 1.
 
     Args:
-        x_ND: coordinates.
+        x_ND: coordinates of the fitted points.
         routes_N: index of the route of each point.
-        y_N: values, which are logarithms of seconds.
-        measured_N: number of measurements behind each value.
-        noise: standard deviation of one measurement, as a fraction, estimated from repeated measurements.
-        repetitions: number of repeated measurements behind `noise`.
+        y_N: measured value of each point: the logarithm of seconds.
+        measured_N: number of measurements from which each value was computed.
+        noise: relative standard deviation of one measurement, estimated from repeated measurements.
+        repetitions: number of repeated measurements from which `noise` was estimated.
     """
 
     def __init__(
@@ -111,7 +118,7 @@ class GaussianProcess:
         kernel_SNN[:, diagonal, diagonal] += (every.noise_S[:, None] / self._unit) ** 2 / measured_N + JITTER
         lower_SNN = np.linalg.cholesky(kernel_SNN)
         white_SN = np.empty((SETS, len(z_N)))
-        for i, z in enumerate(z_N):  # forward substitution
+        for i, z in enumerate(z_N):  # solve lower · white = z by forward substitution
             white_SN[:, i] = (z - (lower_SNN[:, i, :i] * white_SN[:, :i]).sum(1)) / lower_SNN[:, i, i]
         log_evidence_S = -0.5 * (white_SN**2).sum(1) - np.log(lower_SNN[:, diagonal, diagonal]).sum(1)
         log_evidence_S -= repetitions * (np.log(every.noise_S) + 0.5 * (noise / every.noise_S) ** 2)
@@ -126,7 +133,9 @@ class GaussianProcess:
         squares_DMN = (x_MD.T[:, :, None] - self._x_ND.T[:, None, :]) ** 2
         m, n = squares_DMN.shape[1:]
         scaled_SMN = (sets.inverse_squares_SD @ squares_DMN.reshape(-1, m * n)).reshape(-1, m, n)
-        root = np.sqrt(5.0 * scaled_SMN.astype(np.float32))  # float32 takes half the time, and 6 digits are enough
+        root = np.sqrt(
+            5.0 * scaled_SMN.astype(np.float32)
+        )  # float32 needs half the time of float64, and 6 digits suffice
         matern_SMN = (1.0 + root + root**2 / 3.0) * np.exp(-root)
         same_MN = (routes_M[:, None] == self._routes_N[None, :]).astype(np.float32)
         shared_S11 = sets.shared_S[:, None, None].astype(np.float32)
@@ -136,7 +145,10 @@ class GaussianProcess:
         return kernel_SMN
 
     def predict(self, x_MD: FloatArray, routes_M: IntArray) -> tuple[FloatArray, FloatArray]:
-        """Return means and standard deviations without noise, `(K, M)` each, one row per set of hyperparameters."""
+        """Predict the values of points: means and standard deviations without measurement noise.
+
+        Both results have the shape `(K, M)`, with one row per set of hyperparameters.
+        """
         cross_KMN = self._kernel(self._kept, x_MD, routes_M)
         half_KMN = cross_KMN @ self._inverse_KNN.transpose(0, 2, 1)
         mean_KM = (half_KMN @ self._white_KN[:, :, None])[..., 0]
@@ -145,22 +157,22 @@ class GaussianProcess:
         return self._mean + self._unit * mean_KM, self._unit * np.sqrt(variance_KM)
 
 
-MAX_FITTED_TRIALS = 60  # the time of a fit is cubic in this number, and about 20 ms for 60
+MAX_FITTED_TRIALS = 60  # the time of a fit is cubic in this number: 60 trials take about 20 ms
 MAX_CANDIDATES = 2000
-HOPELESS = 2.5  # limit of fitted spans, as a multiple of the best: larger values would distort the fit near the best
-REFINED = 4  # number of best settings around which unit sizes between lattice points are candidates
+HOPELESS = 2.5  # longer times, relative to the best, are fitted as this ratio, so that they do not distort the fit
+REFINED = 4  # around this number of best settings, unit sizes between those of the grid are candidates, too
 FINE_STEPS, FINE_STEPS_PER_OCTAVE = 8, 8
 
 
 class _Surrogate(NamedTuple):
-    """Fitted model with its predictions.
+    """Gaussian process fitted to trials, with its predictions.
 
     Attributes:
-        model: the fitted process, of logarithms of seconds.
+        model: the fitted process. Its values are logarithms of seconds.
         best: measured setting with the smallest fitted mean.
-        fitted_s: fitted mean at each measured setting, in seconds.
+        fitted_s: fitted mean of each measured setting, in seconds.
         candidates: unmeasured settings.
-        promises: expected improvement per expected second of each candidate, `(n_candidates,)`, see `BayesianArm`.
+        promises: expected improvement by each candidate, divided by the relative time of its trial, `(n_candidates,)`.
     """
 
     model: GaussianProcess
@@ -174,10 +186,10 @@ class BayesianArm:
     """Arm that proposes the setting with the largest expected improvement per second. It learns from all arms' trials.
 
     A setting's "promise" is its expected improvement divided by the relative time that its trial is expected to take
-    (Snoek et al., Practical Bayesian Optimization, 2012: per second). While fewer than 2 + 2 · (number of routes)
-    settings are measured, the arm proposes an initial design: few and many streams on each route. The process fits
-    logarithms of spans, because noise and gains are proportional to the span. Improvement is relative to the fitted
-    mean at the best setting, because the best measurement is partly luck.
+    (expected improvement per second: Snoek et al., Practical Bayesian Optimization, 2012). While fewer than 2 + 2 ·
+    (number of routes) settings are measured, the arm proposes an initial design: few and many streams on each route.
+    The Gaussian process fits logarithms of communication times, because noise and gains are proportional to the time.
+    The improvement is relative to the fitted mean of the best setting, because the best measurement is partly luck.
     """
 
     name = "bayesian"
@@ -187,7 +199,8 @@ class BayesianArm:
         self._design = _design(self._lattice, rng)
         self._seed = int(rng.integers(2**31))
         self._n_initial = 2 + 2 * len(space.routes)
-        self._trials: dict[Knobs, Trial] = {}  # the latest trial of a setting, which includes all its measurements
+        # The latest trial of each setting is kept, because it includes all measurements of the setting.
+        self._trials: dict[Knobs, Trial] = {}
         self._surrogate: _Surrogate | None = None
         self._cached_places: dict[Knobs, FloatArray] = dict(
             zip(self._lattice.points, self._lattice.coordinates, strict=True)
@@ -210,21 +223,27 @@ class BayesianArm:
         ]
 
     def tell(self, trials: Sequence[Trial]) -> None:
-        """Add trials to the data. Trials with explicit cuts are skipped, because they are not on the lattice."""
+        """Add trials to the fitted data.
+
+        Trials with `cuts`, compressors or NCCL algorithms are skipped, because `KnobLattice` does not contain them.
+        """
         for trial in trials:
             if self._lattice.index_of(trial.knobs) is not None:
                 self._trials[trial.knobs] = trial
                 self._surrogate = None
 
     def expected_improvement(self) -> float | None:
-        """Return the largest promise of an unmeasured setting; None while the initial design is measured."""
+        """Return the largest expected improvement per relative time of an unmeasured setting.
+
+        None while the initial design is measured.
+        """
         if len(self._finite()) < self._n_initial:
             return None
         promises = self._fitted().promises
         return float(promises.max()) if len(promises) else 0.0
 
     def expected_span_s(self, knobs: Knobs) -> float | None:
-        """Return the fitted mean at a measured setting.
+        """Return the communication time of a measured setting as fitted to all trials, in seconds.
 
         None for an unmeasured setting, and while the initial design is measured.
         """
@@ -233,9 +252,9 @@ class BayesianArm:
         return self._fitted().fitted_s.get(knobs)
 
     def promise(self, candidates: Sequence[Knobs]) -> list[float] | None:
-        """Return the promise of each candidate, as a fraction of the best span; infinite if it is not on the lattice.
+        """Return each candidate's expected improvement per relative time, as a fraction of the best setting's time.
 
-        None while the initial design is measured.
+        It is infinite for candidates that `KnobLattice` does not contain. None while the initial design is measured.
         """
         if len(self._finite()) < self._n_initial:
             return None
@@ -248,7 +267,7 @@ class BayesianArm:
         return [trial for trial in self._trials.values() if math.isfinite(trial.span_s)]
 
     def _fitted(self) -> _Surrogate:
-        """Return the surrogate, fitted to the current trials."""
+        """Return the Gaussian process fitted to the current trials, with its predictions."""
         if self._surrogate is None:
             model, fitted_s = self._fit()
             best = min(fitted_s, key=lambda knobs: fitted_s[knobs])
@@ -265,7 +284,7 @@ class BayesianArm:
         return np.asarray(model.weights @ improvement_KM / cost_M)
 
     def _places(self, settings: Sequence[Knobs]) -> tuple[FloatArray, IntArray]:
-        """Return coordinates without the route, `(n, n_dimensions)`, and indices of routes, `(n,)`."""
+        """Return the settings' coordinates without the route, `(n, n_dimensions)`, and indices of routes, `(n,)`."""
         n_routes = self._lattice.shape[3]
         places = np.array([self._place(knobs) for knobs in settings])
         routes = [self._lattice.space.routes.index(knobs.route) for knobs in settings]
@@ -280,7 +299,10 @@ class BayesianArm:
         return place
 
     def _candidates(self, fitted_s: Mapping[Knobs, float]) -> list[Knobs]:
-        """Return unmeasured settings: the lattice, and unit sizes between lattice points around the best settings."""
+        """Return unmeasured settings: those of the grid and, near the best settings, those with unit sizes in between.
+
+        There are at most `MAX_CANDIDATES` settings of the grid, drawn at random.
+        """
         lattice = self._lattice.points
         if len(lattice) > MAX_CANDIDATES:
             draw = np.random.default_rng(self._seed + len(self._trials))
@@ -296,7 +318,7 @@ class BayesianArm:
         return [knobs for knobs in dict.fromkeys((*lattice, *around)) if knobs not in self._trials]
 
     def _fit(self) -> tuple[GaussianProcess, dict[Knobs, float]]:
-        """Return the fitted process, and its mean at the measured settings in seconds."""
+        """Return the fitted Gaussian process, and {measured setting: fitted mean in seconds}."""
         trials = sorted(self._finite(), key=lambda trial: trial.span_s)[:MAX_FITTED_TRIALS]
         worst = math.log(min(trials[-1].span_s, HOPELESS * trials[0].span_s))
         settings = [trial.knobs for trial in trials]
@@ -305,7 +327,8 @@ class BayesianArm:
         for trial in self._trials.values():
             if trial.status is TrialStatus.FAILED and len(settings) < MAX_FITTED_TRIALS:
                 settings.append(trial.knobs)
-                y.append(worst)  # the worst finite span, which repels the search without distorting the fit
+                # The longest finite time keeps the search away from failed settings, and does not distort the fit.
+                y.append(worst)
                 measured.append(1)
         places, routes = self._places(settings)
         model = GaussianProcess(places, routes, np.array(y), np.array(measured, dtype=float), **_scatter(trials))
@@ -315,7 +338,10 @@ class BayesianArm:
 
 
 def _scatter(trials: Sequence[Trial]) -> dict[str, float]:
-    """Return the noise of one measurement, from repeated measurements with outliers clipped, and their number."""
+    """Estimate the relative noise of one measurement from repeated measurements, with outliers clipped.
+
+    Return the noise and the number of repetitions, as keyword arguments of `GaussianProcess`.
+    """
     repeated = [(trial.noise_s / trial.span_s, trial.iterations - 1) for trial in trials if trial.noise_s > 0.0]
     if not repeated:
         return {"noise": 1.0, "repetitions": 0.0}
@@ -336,10 +362,10 @@ def _pdf(z: FloatArray) -> FloatArray:
 
 
 def _design(lattice: KnobLattice, rng: np.random.Generator) -> list[Knobs]:
-    """Return the lattice in the order of the initial design.
+    """Return the settings of the grid in the order in which the initial design proposes them.
 
-    The first settings have few and many streams on each route, and random units of medium size. The order of all
-    further settings is random.
+    The first settings have few and many streams on each route, and units (buckets) of random medium size. The order of
+    all further settings is random.
     """
     n_sizes, n_streams, n_threads, n_routes = lattice.shape
     first = []

@@ -1,6 +1,6 @@
 """Planners: arms that propose the optimum of an analytical model. MG-WFBP, ASC-WFBP, LIBRA, LIBRA-M and dPRO.
 
-References in a section are to the paper of its name.
+Each section of this file is named after a paper. Equation, listing and theorem numbers in a section are the paper's.
 
 MG-WFBP (Shi et al., INFOCOM 2019; ASC-WFBP eq. (3)-(6)) merges a gradient into the next one if waiting for the next one
 costs less than another start-up. It uses one stream and sends one message at a time. `MgWfbp` keeps the paper's rule as
@@ -17,8 +17,8 @@ curve G(n). Where the printed listing contradicts the paper's text, the code fol
 - A penalty counts only while the other message is active, as eq. (13) presupposes.
 - After merging, "layer l + 1" means the message before the current one.
 
-The paper claims that these types are optimal (theorem 1). This does not hold under its own model, see
-docs/explanation/planners.md.
+The paper claims that its choice is optimal (theorem 1). Under the paper's own model, it is not, as
+docs/explanation/planners.md shows.
 
 LIBRA and LIBRA-M choose unit sizes and numbers of GPU threads by dynamic programming over a contention model.
 
@@ -59,26 +59,27 @@ from ..trial import Proposal, Trial
 logger = logging.getLogger(__name__)
 
 LEAST_PREDICTED_GAIN = 0.005
-"""Fraction of the best measured span that a plan must be predicted to save."""
+"""Minimum predicted gain of a plan over the best measured setting, as a fraction of the communication time."""
 
 
 class Planner(ABC):
-    """Arm that computes plans from a model instead of searching.
+    """Arm that computes plans from a model instead of searching. A plan divides the gradients into units (buckets).
 
-    It proposes one plan per route, the fastest in the simulator first. It proposes nothing for a layout without
-    elements, or if the user has fixed the unit size, because explicit units would override it.
+    A planner proposes one plan per route (transport and algorithm), the fastest in the simulator first. It proposes
+    nothing for a layout without elements, or if the user has set the unit size, because a plan would override it.
 
     Attributes:
         space: permitted settings.
-        forecast: predictions and their measured accuracy, shared by all planners. None = predictions are not checked.
+        forecast: the model's predictions and their measured accuracy, shared by all planners. None = predictions are
+            not checked.
     """
 
     name: str
 
     def __init__(self, *, space: KnobSpace, model: PlanningModel, forecast: Forecast | None = None) -> None:
-        """Create a planner that computes plans with `model`, and proposes none while trials contradict `forecast`."""
+        """Create a planner that computes plans with `model`. It proposes no plan while trials contradict `forecast`."""
         self.space, self.forecast, self._model = space, forecast, model
-        self._pending: list[Proposal] | None = None  # None = plans have not been computed
+        self._pending: list[Proposal] | None = None  # plans still to propose; None = no plans have been computed
 
     @property
     def doubted(self) -> bool:
@@ -87,14 +88,14 @@ class Planner(ABC):
 
     @abstractmethod
     def cuts(self, model: PlanningModel, route: Route) -> tuple[Cut, ...]:
-        """Compute the planner's units for one route.
+        """Compute the planner's units (buckets) for one route.
 
         Raises:
-            TuningError: the planner cannot use this model.
+            TuningError: the planner cannot compute units from this model.
         """
 
     def update_model(self, model: PlanningModel) -> None:
-        """Replace the model. Plans are computed again if it differs from the last one by more than its own error."""
+        """Replace the model. Plans are computed again if the models differ by more than their measurement error."""
         if self.forecast is not None:
             self.forecast.update_model(model)
         if model.differs_from(self._model):
@@ -102,7 +103,7 @@ class Planner(ABC):
             self._pending = None
 
     def ask(self, n: int = 1) -> Sequence[Proposal]:
-        """Return up to `n` plans for different routes, the fastest in the simulator first. Each is proposed once."""
+        """Return up to `n` plans for different routes, the fastest in the simulator first. Propose each plan once."""
         if self.doubted:
             return []
         if self._pending is None:
@@ -114,7 +115,7 @@ class Planner(ABC):
         return asked
 
     def tell(self, trials: Sequence[Trial]) -> None:
-        """Update the forecast, and drop plans that have been measured for another arm."""
+        """Add the trials to the forecast, and drop plans that another arm's trial has measured."""
         if self.forecast is not None:
             self.forecast.tell(trials)
         if self._pending:
@@ -130,7 +131,8 @@ class Planner(ABC):
             try:
                 knobs = self._knobs(model.layout, route, self.cuts(model, route))
             except TuningError as err:
-                logger.info("%s has no plan for %s: %s", self.name, route[0].value, err)
+                words = "planner %s cannot propose a setting for %s (%s): the other planners go on"
+                logger.info(words, self.name, route[0].value, err)
                 continue
             span_s = model.simulator(route).run_knobs(knobs).span_s
             reason = f"{len(knobs.cuts or ())} units, {span_s * 1e3:.3g} ms predicted"
@@ -138,10 +140,10 @@ class Planner(ABC):
         return [proposal for _, proposal in sorted(plans, key=lambda plan: plan[0])]
 
     def allocations(self, model: PlanningModel, route: Route) -> tuple[int | None, ...]:
-        """Return the numbers of threads to choose from (LIBRA's R), or `(None,)` without a contention model.
+        """Return the candidate numbers of GPU threads (LIBRA's R), or `(None,)` without a contention model.
 
-        None (NCCL's own choice) is not a candidate beside numbers, because the model treats it as the number that it
-        resembles, so that it would win ties.
+        None means that NCCL chooses the number. It is no candidate if there are numbers, because the model gives None
+        the same cost as one of the numbers, so that None would win a tie.
         """
         counts = tuple(threads for threads in self.space.threads if threads is not None)
         return counts if counts and model.contention_on(route) is not None else (None,)
@@ -166,7 +168,7 @@ class Planner(ABC):
 
 
 def sizes_bytes(layout: GradientLayout) -> list[int]:
-    """Return the size of each gradient in bytes, `(n_gradients,)`."""
+    """Return the size of each gradient of the layout in bytes, `(n_gradients,)`."""
     return [size * layout.itemsize_bytes for size in layout.sizes]
 
 
@@ -178,15 +180,15 @@ def cuts_for_groups(
     slices: int | Sequence[int] = 1,
     threads: Sequence[int | None] | None = None,
 ) -> tuple[Cut, ...]:
-    """Create explicit units from groups of consecutive gradients, assigned to streams round-robin.
+    """Divide groups of consecutive gradients into units (buckets), and assign the units to streams round-robin.
 
     Args:
         layout: the gradients.
-        group_ends: index after the last gradient of each group, ascending. The last one is the number of gradients.
+        group_ends: index after the last gradient of each group, ascending. The last entry is the number of gradients.
         streams: number of streams.
-        slices: number of equal units per group, for all groups or `(n_groups,)`. Reduced if a unit would be smaller
-            than `SMALLEST_UNIT_BYTES`.
-        threads: number of GPU threads of each group's units, `(n_groups,)`.
+        slices: number of equal units per group: one number for all groups, or `(n_groups,)`. It is reduced if a unit
+            would be smaller than `SMALLEST_UNIT_BYTES`.
+        threads: number of GPU threads of each group's units, `(n_groups,)`; None = the default.
     """
     cuts: list[Cut] = []
     start = 0
@@ -194,7 +196,7 @@ def cuts_for_groups(
         stop = layout.offsets[end]
         wanted = slices if isinstance(slices, int) else slices[index]
         count = max(1, min(wanted, (stop - start) * layout.itemsize_bytes // SMALLEST_UNIT_BYTES))
-        for part in range(count if stop > start else 0):  # a group of empty gradients has no units
+        for part in range(count if stop > start else 0):  # a group of gradients without elements has no units
             cut_stop = start + (stop - start) * (part + 1) // count
             cuts.append(
                 Cut(stop=cut_stop, stream=len(cuts) % streams, threads=None if threads is None else threads[index])
@@ -214,25 +216,25 @@ def merge_gradients(
     The gradients are in the order of the backward pass: the paper's layer l is followed by l − 1.
 
     Args:
-        ready_s: time at which each gradient and all before it are ready, `(n_gradients,)`, ascending.
+        ready_s: time at which each gradient and all gradients before it are ready, `(n_gradients,)`, ascending.
         sizes_bytes: size of each gradient, `(n_gradients,)`.
-        alpha_s: the paper's a.
-        beta_s_per_byte: the paper's b.
+        alpha_s: start-up time of a message (the paper's a).
+        beta_s_per_byte: transmission time of a byte (the paper's b).
 
     Returns:
         The index after the last gradient of each group.
     """
     ends: list[int] = []
-    free_s = 0.0  # end of the message before this group
+    free_s = 0.0  # time at which the message of the group before ends
     group_bytes = 0
     for i in range(len(ready_s)):
         group_bytes += sizes_bytes[i]
-        start_s = max(ready_s[i], free_s)  # τ_c of the current group
+        start_s = max(ready_s[i], free_s)  # start of the current group's message (τ_c)
         last = i == len(ready_s) - 1
-        if not last and (ready_s[i + 1] < start_s + alpha_s or group_bytes == 0):  # eq. (5)
+        if not last and (ready_s[i + 1] < start_s + alpha_s or group_bytes == 0):  # merge, eq. (5)
             continue
         ends.append(i + 1)
-        free_s = start_s + alpha_s + beta_s_per_byte * group_bytes  # eq. (3)
+        free_s = start_s + alpha_s + beta_s_per_byte * group_bytes  # end of the group's message, eq. (3)
         group_bytes = 0
     return ends
 
@@ -242,14 +244,23 @@ def merge_optimally(
 ) -> list[int]:
     """Merge gradients into the groups that finish first in MG-WFBP's model. Exact, in O(n).
 
-    Arguments and result are those of `merge_gradients`. Let S_i be the bytes before gradient i and f(i) the earliest
-    end of the first i gradients: `f(i) = min over j < i of max(ready_i, f(j)) + a + b · (S_i − S_j)`. Among all j with
-    f(j) ≤ ready_i, the largest is best. Among the other j, the one with the smallest f(j) − b · S_j is best, which is
-    the head of a monotone queue.
+    Let S_i be the total bytes of the first i gradients, f(i) the earliest time at which these can be sent, a the
+    start-up time and b the time of a byte: `f(i) = min over j < i of max(ready_i, f(j)) + a + b · (S_i − S_j)`. Among
+    all j with f(j) ≤ ready_i, the largest is best. Among the other j, the one with the smallest f(j) − b · S_j is best.
+    It is the head of a monotone queue.
+
+    Args:
+        ready_s: time at which each gradient and all gradients before it are ready, `(n_gradients,)`, ascending.
+        sizes_bytes: size of each gradient, `(n_gradients,)`.
+        alpha_s: start-up time of a message.
+        beta_s_per_byte: transmission time of a byte.
+
+    Returns:
+        The index after the last gradient of each group.
     """
-    end_s, before_s, chosen = [0.0], [0.0], [0]  # f(i); b · S_i; the j that minimises f(i)
+    end_s, before_s, chosen = [0.0], [0.0], [0]  # for each i: f(i), b · S_i, and the j that minimises f(i)
     queue: deque[int] = deque()
-    idle = 0  # the largest j with f(j) ≤ ready_i: the link then waits for gradient i
+    idle = 0  # the largest j with f(j) ≤ ready_i; after the first j gradients, the link waits for gradient i
     for i, (needed_s, size) in enumerate(zip(ready_s, sizes_bytes, strict=True), start=1):
         before_s.append(before_s[-1] + beta_s_per_byte * size)
         while queue and end_s[queue[-1]] - before_s[queue[-1]] >= end_s[i - 1] - before_s[i - 1]:
@@ -273,12 +284,12 @@ def merge_optimally(
 
 
 class MgWfbp(Planner):
-    """Planner with MG-WFBP's groups on one stream."""
+    """Planner that sends the gradient groups of MG-WFBP on one stream."""
 
     name = "mg_wfbp"
 
     def cuts(self, model: PlanningModel, route: Route) -> tuple[Cut, ...]:
-        """Return one unit for each group."""
+        """Return one unit (bucket) for each group of gradients that MG-WFBP's rule merges."""
         layout, link = model.layout, model.links[route]
         ends = merge_gradients(
             model.profile.issuable_s,
@@ -292,56 +303,60 @@ class MgWfbp(Planner):
 # ── ASC-WFBP ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 VISIBLE_STARTUP = (1.0, 0.5, 0.25, 0.125)
-"""Fractions of the start-up time α to try as exposed. The rest overlaps with the transmission on other streams."""
+"""Fractions of the start-up time α that `AscWfbpN` tries as exposed.
+
+The rest of the start-up time overlaps with the transmission on other streams.
+"""
 
 
 class LayerType(Enum):
-    """Type of a gradient (definitions 1 to 3)."""
+    """Type of a gradient in ASC-WFBP: how its message is sent (definitions 1 to 3)."""
 
-    NORMAL = "l_n"  # its message ends before the next gradient is ready
-    MERGED = "l_m"  # sent in one message with the next gradient
-    SIMULTANEOUS = "l_s"  # its message runs concurrently with the next one
+    NORMAL = "l_n"  # the gradient's message ends before the next gradient is ready
+    MERGED = "l_m"  # the gradient is sent in one message with the next gradient
+    SIMULTANEOUS = "l_s"  # the gradient's message runs concurrently with the next message
 
 
 def layer_types(
     ready_s: Sequence[float], sizes_bytes: Sequence[int], *, alpha_s: float, beta_s_per_byte: float, gamma: float
 ) -> list[LayerType]:
-    """Determine the type of each gradient by listing 1, in the order of the backward pass. Takes O(n).
+    """Determine the type of each gradient by ASC-WFBP's listing 1, in the order of the backward pass. Takes O(n).
 
-    The listing's CALCCOMMTIME for each layer is not needed, because a decision only affects the message that the next
-    gradient is merged into or follows. The loop keeps this message's size and start.
+    The listing calls CALCCOMMTIME for each layer. This function does not need it, because a decision affects only the
+    current message, which the next gradient is merged into or follows. The loop keeps that message's size and start.
 
     Args:
-        ready_s: time at which each gradient and all before it are ready (τ_b + t_b), `(n_gradients,)`, ascending.
+        ready_s: time at which each gradient and all gradients before it are ready (τ_b + t_b), `(n_gradients,)`,
+            ascending.
         sizes_bytes: size of each gradient, `(n_gradients,)`.
-        alpha_s: a.
-        beta_s_per_byte: b.
-        gamma: γ, the slow-down of each of two concurrent messages.
+        alpha_s: start-up time of a message (the paper's a).
+        beta_s_per_byte: transmission time of a byte (the paper's b).
+        gamma: slow-down of each of two concurrent messages (the paper's γ).
     """
     types: list[LayerType] = []
     message_bytes = 0
-    before_s, before_bytes = 0.0, 0  # τ_c and size of the message before this one
+    before_s, before_bytes = 0.0, 0  # start (τ_c) and size of the message before the current message
     for i in range(len(ready_s) - 1):
         message_bytes += sizes_bytes[i]
         start_s, next_ready_s = ready_s[i], ready_s[i + 1]
         alone_s = alpha_s + beta_s_per_byte * message_bytes
         before_alone_s = alpha_s + beta_s_per_byte * before_bytes
         overlap = max(0.0, 1 - (start_s - before_s) / before_alone_s) if before_bytes else 0.0
-        penalty_s = (gamma - 1) * beta_s_per_byte * before_bytes * overlap  # eq. (13)
-        q1 = start_s + alone_s <= next_ready_s  # eq. (21)
-        q2 = next_ready_s < start_s + alpha_s  # eq. (24)
-        q3 = start_s + alone_s + penalty_s < next_ready_s  # eq. (27), with the terms of (17) and (29)
+        penalty_s = (gamma - 1) * beta_s_per_byte * before_bytes * overlap  # slow-down of the message before, eq. (13)
+        q1 = start_s + alone_s <= next_ready_s  # the message ends before the next gradient is ready, eq. (21)
+        q2 = next_ready_s < start_s + alpha_s  # the next gradient is ready during the start-up, eq. (24)
+        q3 = start_s + alone_s + penalty_s < next_ready_s  # eq. (21) with the slow-down: eq. (27), terms of (17), (29)
         if message_bytes == 0 or (not q1 and q2 and not q3):
-            types.append(LayerType.MERGED)  # eq. (38)
+            types.append(LayerType.MERGED)  # by eq. (38) of ASC-WFBP
             continue
-        types.append(LayerType.NORMAL if q1 else LayerType.SIMULTANEOUS)  # eq. (37), (39)
+        types.append(LayerType.NORMAL if q1 else LayerType.SIMULTANEOUS)  # by eq. (37) and (39)
         before_s, before_bytes, message_bytes = start_s, message_bytes, 0
-    types.append(LayerType.SIMULTANEOUS)  # line 18
+    types.append(LayerType.SIMULTANEOUS)  # the last gradient's message (line 18)
     return types
 
 
 def two_way_cuts(layout: GradientLayout, ready_s: Sequence[float], link: LinkModel) -> tuple[Cut, ...]:
-    """Return the paper's plan: messages by listing 1, alternately on two streams."""
+    """Return ASC-WFBP's plan: the messages of listing 1, alternately on two streams."""
     types = layer_types(
         ready_s,
         sizes_bytes(layout),
@@ -354,12 +369,12 @@ def two_way_cuts(layout: GradientLayout, ready_s: Sequence[float], link: LinkMod
 
 
 class AscWfbp(Planner):
-    """Planner with the paper's two-way plan."""
+    """Planner that proposes the plan of the ASC-WFBP paper, on two streams."""
 
     name = "asc_wfbp"
 
     def cuts(self, model: PlanningModel, route: Route) -> tuple[Cut, ...]:
-        """Return the messages of listing 1, on two streams."""
+        """Return the messages of ASC-WFBP's listing 1 as units (buckets) on two streams."""
         if self.space.streams_on(route)[-1] < 2:
             raise TuningError("simultaneous communication needs 2 streams, but only 1 is permitted")
         return two_way_cuts(model.layout, model.profile.issuable_s, model.links[route])
@@ -370,22 +385,23 @@ class AscWfbpN(Planner):
 
     n streams are divided into n / s sets of s streams. A group of merged gradients is cut into s slices that are sent
     concurrently on one set, so that the group has one start-up time. Groups are assigned to the sets round-robin, so
-    that the start-up of one group overlaps with the transmission of another. For the merging rule, all sets together
-    are one link of rate G(n) with a partly hidden start-up time. The simulator chooses n, s and the exposed fraction of
-    the start-up time. The plans of MG-WFBP and of the two-way rule are candidates, too. With a contention model, the
-    best candidate is simulated with each permitted number of threads, which all units share.
+    that the start-up of one group overlaps with the transmission of another. The merging rule treats all sets together
+    as one link of rate G(n) with a partly hidden start-up time. The simulator chooses n, s and the exposed fraction of
+    the start-up time. The plans of MG-WFBP and of the two-way rule are candidates, too. If there is a model of how
+    computation and communication slow each other down, the best candidate is simulated with each permitted number of
+    GPU threads. All units of the plan have the same number of threads.
     """
 
     name = "asc_wfbp_n"
 
     def cuts(self, model: PlanningModel, route: Route) -> tuple[Cut, ...]:
-        """Return the fastest candidate in the simulator; among equals, the one with the fewest units."""
+        """Return the candidate with the shortest simulated communication time. Of equals, the fewest units win."""
         simulator = model.simulator(route)
 
         def cost(cuts: tuple[Cut, ...]) -> tuple[float, int]:
             return round(simulator.run_cuts(cuts).span_s, 6), len(cuts)
 
-        best = min(dict.fromkeys(self._candidates(model, route)), key=cost)  # the first of equals
+        best = min(dict.fromkeys(self._candidates(model, route)), key=cost)
         allocations = self.allocations(model, route)
         return min((tuple(structs.replace(cut, threads=r) for cut in best) for r in allocations), key=cost)
 
@@ -413,13 +429,14 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageModel:
-    """Costs of overlapping communication with computation, for each of J numbers of threads ("allocations").
+    """Costs of overlapping communication with computation, for each of J numbers of GPU threads ("allocations").
 
     Attributes:
-        alpha_s: start-up time of an all-reduce (a).
-        overlapped_J: bytes all-reduced per second during computation (c / p), `(J,)`.
-        alone_J: bytes all-reduced per second without computation (c / q), `(J,)`.
-        speed_J: speed of computation during communication (b / g), relative to computation alone, at most 1, `(J,)`.
+        alpha_s: start-up time of an all-reduce (LIBRA's a).
+        overlapped_J: bytes all-reduced per second during computation (LIBRA's c / p), `(J,)`.
+        alone_J: bytes all-reduced per second without computation (LIBRA's c / q), `(J,)`.
+        speed_J: speed of computation during communication (LIBRA's b / g), as a fraction of the speed without
+            communication, at most 1, `(J,)`.
     """
 
     alpha_s: float
@@ -428,11 +445,17 @@ class StageModel:
     speed_J: Floats
 
     def overlapped_s(self, bytes_: Floats) -> Floats:
-        """Return the time p + a of each size and allocation, `(…, J)`; 0 for the size 0 (eq. 8)."""
+        """Return the time of an all-reduce during computation (p + a, eq. 8), for each size and number of threads.
+
+        The shape is `(…, J)`. The time of the size 0 is 0.
+        """
         return self._seconds(bytes_, self.overlapped_J)
 
     def alone_s(self, bytes_: Floats) -> Floats:
-        """Return the time q + a of each size and allocation, `(…, J)`; 0 for the size 0."""
+        """Return the time of an all-reduce without computation (q + a), for each size and number of threads.
+
+        The shape is `(…, J)`. The time of the size 0 is 0.
+        """
         return self._seconds(bytes_, self.alone_J)
 
     def _seconds(self, bytes_: Floats, rates_J: Floats) -> Floats:
@@ -442,13 +465,13 @@ class StageModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LibraPlan:
-    """Groups of layers and their numbers of threads.
+    """Groups of layers that are all-reduced together, and the number of GPU threads of each group.
 
     Attributes:
         ends: index after the last layer of each group, `(n_groups,)`.
-        choices: index of each group's allocation, `(n_groups,)`.
-        discrete_s: backward time if communication starts at chunk boundaries only, T(K, L, Z). It is an upper bound of
-            the plan's time.
+        choices: index of each group's number of threads in `StageModel`, `(n_groups,)`.
+        discrete_s: time of the backward pass with its communication, if communication starts at chunk boundaries only
+            (T(K, L, Z) in the paper). It is an upper bound of the plan's time.
     """
 
     ends: tuple[int, ...]
@@ -464,18 +487,19 @@ def fuse_and_allocate(
     chunks: int = 150,
     earlier: Sequence[Ints] | None = None,
 ) -> LibraPlan:
-    """Choose groups and their numbers of threads together (LIBRA, listing 1, eq. 21-23).
+    """Choose groups of layers and their numbers of GPU threads together (LIBRA, listing 1, eq. 21-23).
 
-    The paper limits the number of groups (K = 10). This implementation has no limit: the result is at least as good,
-    and the programme, unlike the printed listing, is faster without one.
+    The paper limits the number of groups (K = 10). This implementation has no limit: its result is at least as good,
+    and its dynamic programme, unlike the printed listing, is faster without a limit.
 
     Args:
         compute_s: computation time of each layer in the order of the backward pass, `(L,)`.
         sizes_bytes: size of each layer's gradients, `(L,)`.
-        model: costs of overlapping.
-        chunks: Z. The result is within (K − 1) / Z of the optimum for K groups (theorem 2).
-        earlier: for each layer l, the layers at which the group before a group that ends at l may end, `(L + 1,)`.
-            None = all earlier layers.
+        model: costs of overlapping communication with computation.
+        chunks: number of time steps of the computation (Z). With K groups, the relative error of the result is at most
+            (K − 1) / Z (theorem 2).
+        earlier: entry l has the layers at which a group may start if it ends at layer l, `(L + 1,)`. None = all
+            earlier layers.
 
     Raises:
         TuningError: there are no layers, or `compute_s` and `sizes_bytes` differ in length.
@@ -483,7 +507,7 @@ def fuse_and_allocate(
     n_layers = len(sizes_bytes)
     if not n_layers or len(compute_s) != n_layers:
         raise TuningError(f"LIBRA needs a time and a size of each layer: {len(compute_s)} times, {n_layers} sizes")
-    if sum(compute_s) <= 0:  # without computation there is no overlap: send one message with the fastest allocation
+    if sum(compute_s) <= 0:  # without computation, nothing overlaps: one message with the fastest allocation is best
         alone_J = model.alone_s(np.array(float(sum(sizes_bytes))))
         return LibraPlan(ends=(n_layers,), choices=(int(alone_J.argmin()),), discrete_s=float(alone_J.min()))
     if earlier is None:
@@ -494,9 +518,16 @@ def fuse_and_allocate(
 def allocate(
     compute_s: Sequence[float], sizes_bytes: Sequence[int], ends: Sequence[int], model: StageModel, *, chunks: int = 150
 ) -> LibraPlan:
-    """Choose numbers of threads for given groups (LIBRA-M, eq. 16-19).
+    """Choose the numbers of GPU threads of given groups of layers (LIBRA-M, eq. 16-19).
 
-    The result is within (K − 1) / Z of the optimum (theorem 1).
+    With K groups and Z chunks, the relative error of the result is at most (K − 1) / Z (theorem 1).
+
+    Args:
+        compute_s: computation time of each layer in the order of the backward pass, `(L,)`.
+        sizes_bytes: size of each layer's gradients, `(L,)`.
+        ends: index after the last layer of each group, `(n_groups,)`.
+        model: costs of overlapping communication with computation.
+        chunks: number of time steps of the computation (Z).
     """
     bounds = [0, *ends]
     group_compute_s = [sum(compute_s[begin:end]) for begin, end in zip(bounds, ends, strict=False)]
@@ -507,10 +538,10 @@ def allocate(
 
 
 def coarsen(compute_s: Sequence[float], sizes_bytes: Sequence[int], *, limit: int = 160) -> list[int]:
-    """Combine consecutive layers into about `limit` runs of equal weight, and return the runs' ends.
+    """Combine consecutive layers into about `limit` runs of equal weight, and return the index after each run.
 
-    A layer's weight is the mean of its shares of computation time and of bytes. Large or slow layers remain separate.
-    Many small layers become one run, because no plan would send them separately.
+    A layer's weight is the mean of its fraction of the computation time and its fraction of the bytes. Large or slow
+    layers remain separate. Many small layers become one run, because no plan would send them separately.
     """
     n_layers = len(sizes_bytes)
     if n_layers <= limit:
@@ -524,7 +555,7 @@ def coarsen(compute_s: Sequence[float], sizes_bytes: Sequence[int], *, limit: in
 
 
 class _Programme:
-    """Filled dynamic-programming table of listing 1."""
+    """Dynamic-programming table of LIBRA's listing 1. The constructor fills the table."""
 
     def __init__(
         self,
@@ -539,9 +570,11 @@ class _Programme:
         self.n_layers = len(sizes_bytes)
         ready = np.concatenate([[0.0], np.cumsum(compute_s)])
         self.w = float(ready[-1]) / chunks
-        self.first_chunk = np.minimum(np.ceil(ready / self.w - 1e-9).astype(np.int64), chunks)  # ⌈n(l) / w⌉
+        # The first chunk that starts after each layer: ⌈n(l) / w⌉ in the paper.
+        self.first_chunk = np.minimum(np.ceil(ready / self.w - 1e-9).astype(np.int64), chunks)
         self.sent = np.concatenate([[0.0], np.cumsum(np.asarray(sizes_bytes, dtype=np.float64))])
-        # U for z < Z. Column Z is a sentinel (infinite), because T at z = Z is in `end_s`.
+        # Column z < Z is the time by which communication has delayed computation at chunk z (LIBRA's U). Column Z is an
+        # infinite sentinel, because `end_s` has the times at the end of the computation.
         self.beyond = np.full((self.n_layers + 1, chunks + 1), np.inf)
         self.beyond[0, :chunks] = 0.0
         self.end_s = np.full(self.n_layers + 1, np.inf)
@@ -549,7 +582,7 @@ class _Programme:
         for layer in range(1, self.n_layers + 1):
             need, price = self._stages(layer)
             z = np.arange(self.first_chunk[layer], chunks)
-            start = z - need[..., None]  # (before, J, z)
+            start = z - need[..., None]  # chunk at which the group's communication starts, (before, J, z)
             start = np.where(start >= self.first_chunk[layer], start, chunks)
             reached = self.beyond[earlier[layer][:, None, None], start] + price[..., None]
             if z.size:
@@ -557,7 +590,7 @@ class _Programme:
             self.end_s[layer] = (self._starts_s(layer) + self._last_stages(layer).min(axis=2)).min()
 
     def best(self) -> LibraPlan:
-        """Return the plan that ends first, by backtracking through the table."""
+        """Return the plan whose backward pass ends first, by backtracking through the table."""
         ends: list[int] = []
         choices: list[int] = []
         layer, z = self.n_layers, self.Z
@@ -581,16 +614,20 @@ class _Programme:
         )
 
     def _stages(self, layer: int) -> tuple[Ints, Floats]:
-        """Return the chunks that hide the communication of each group ending at `layer`, and the delay of computation.
+        """Return two costs of each group that ends at `layer`, with each number of threads, `(before, J)` each.
 
-        Both have the shape `(before, J)`.
+        The first is the number of chunks of computation that hide the group's communication. The second is the time by
+        which the communication delays computation.
         """
         overlapped_s = self.model.overlapped_s(self.sent[layer] - self.sent[self.earlier[layer]])
         need = np.ceil(overlapped_s * self.model.speed_J / self.w - 1e-9).astype(np.int64)
         return need, overlapped_s * (1 - self.model.speed_J)
 
     def _last_stages(self, layer: int) -> Floats:
-        """Return times h of stages that end the pass, `(before, starts from first_chunk to Z, J)`, eq. (18)-(19)."""
+        """Return the times of last stages (h, eq. 18-19), `(before, starts from first_chunk to Z, J)`.
+
+        A last stage lasts until the end of the backward pass and of all communication.
+        """
         sizes = self.sent[layer] - self.sent[self.earlier[layer]]
         overlapped_s = self.model.overlapped_s(sizes)[:, None, :]
         alone_s = self.model.alone_s(sizes)[:, None, :]
@@ -602,23 +639,26 @@ class _Programme:
         return np.where(hidden, left_s + overlapped_s * (1 - self.model.speed_J), slowed_s + alone_s * unsent)
 
     def _starts_s(self, layer: int) -> Floats:
-        """Return times T of the states from which a stage of groups ending at `layer` may start, `(before, starts)`."""
+        """Return the times T of the states in which a group that ends at `layer` may be sent, `(before, starts)`."""
         before, first = self.earlier[layer], self.first_chunk[layer]
         inner_s = self.beyond[before, first : self.Z] + np.arange(first, self.Z) * self.w
         return np.concatenate([inner_s, self.end_s[before, None]], axis=1)
 
 
 SATURATED = 0.98
-"""Fraction of the maximum throughput from which more streams are not worth their threads."""
+"""Fraction of the maximum throughput above which more streams are not worth the GPU threads that they use."""
 
 
 class Libra(Planner):
-    """Planner that chooses thread allocation and tensor fusion together (listing 1)."""
+    """Planner that chooses groups of gradients and their numbers of GPU threads together (LIBRA, listing 1)."""
 
     name = "libra"
 
     def cuts(self, model: PlanningModel, route: Route) -> tuple[Cut, ...]:
-        """Return the faster plan in the simulator: on the fewest streams, or on enough streams to saturate the link."""
+        """Return the faster of two plans in the simulator.
+
+        One plan uses the fewest permitted streams, the other one as many streams as saturate the link.
+        """
         link, simulator = model.links[route], model.simulator(route)
         candidates = [
             self._cuts_on(model, route, streams)
@@ -635,7 +675,7 @@ class Libra(Planner):
     def _plan_groups(
         self, model: PlanningModel, route: Route, stages: StageModel
     ) -> tuple[Sequence[int], Sequence[int]]:
-        """Return ends and thread allocations of the groups."""
+        """Return the index after the last gradient of each group, and the index of each group's number of threads."""
         compute_s, sizes = model.profile.durations_s, sizes_bytes(model.layout)
         runs = coarsen(compute_s, sizes)
         bounds = list(zip([0, *runs], runs, strict=False))
@@ -653,7 +693,7 @@ class Libra(Planner):
 
 
 class LibraM(Libra):
-    """Planner that chooses thread allocations for MG-WFBP's groups (eq. 16-19)."""
+    """Planner that chooses the numbers of GPU threads for MG-WFBP's groups of gradients (LIBRA-M, eq. 16-19)."""
 
     name = "libra_m"
 
@@ -667,14 +707,18 @@ class LibraM(Libra):
             alpha_s=stages.alpha_s,
             beta_s_per_byte=1 / float(stages.alone_J.max()),
         )
-        # Z grows with K while it is cheap, because theorem 1 allows an error of (K − 1) / Z and K may be large.
+        # More groups need more chunks, because the relative error is at most (groups - 1) / chunks (theorem 1). The
+        # number of chunks is limited, because the table's size is chunks times groups.
         chunks = max(150, min(20 * len(groups), 2_000_000 // len(groups)))
         plan = allocate(compute_s, sizes, groups, stages, chunks=chunks)
         return plan.ends, plan.choices
 
 
 def stage_model(model: PlanningModel, route: Route, allocations: Sequence[int | None], *, streams: int) -> StageModel:
-    """Return the costs of overlapping if each group is sent on `streams` streams concurrently."""
+    """Return the costs of overlapping communication with computation on a route.
+
+    Each group of gradients is divided over `streams` concurrent streams.
+    """
     link, contention = model.links[route], model.contention_on(route)
     gain = link.total_bytes_per_s(streams) / link.throughput[0]
     if contention is None:
@@ -692,16 +736,19 @@ def stage_model(model: PlanningModel, route: Route, allocations: Sequence[int | 
 # ── dPRO ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 MAX_REPLAYS = 100
-"""Budget of the search for one number of streams. A count and not a time, so that results do not depend on the host."""
+"""Maximum number of simulated schedules in dPRO's search with one number of streams.
+
+The search is limited by a count, not by a time, so that its result does not depend on the host's speed.
+"""
 
 
 class Dpro(Planner):
-    """Planner with the result of dPRO's search, on the number of streams with the shortest simulated span."""
+    """Planner that runs dPRO's search with each number of streams, and proposes the fastest result."""
 
     name = "dpro"
 
     def cuts(self, model: PlanningModel, route: Route) -> tuple[Cut, ...]:
-        """Run one search for each permitted number of streams, and return the fastest schedule in the simulator."""
+        """Run one search for each permitted number of streams, and return the units of the fastest simulated result."""
         simulator = model.simulator(route)
         best = min(
             (CriticalPathSearch(simulator, streams=streams).run() for streams in self.space.streams_on(route)),
@@ -718,9 +765,9 @@ class Schedule:
 
     Attributes:
         simulator: simulator that replays the schedule.
-        ends: index after the last gradient of each tensor, `(n_tensors,)`, without tensors that have no elements.
-        partitions: number of messages of each tensor (k), `(n_tensors,)`.
-        streams: number of streams.
+        ends: index after the last gradient of each tensor, `(n_tensors,)`. Tensors without elements are left out.
+        partitions: number of messages (k) into which each tensor is divided, `(n_tensors,)`.
+        streams: number of streams that send the messages.
     """
 
     simulator: Simulator
@@ -730,24 +777,24 @@ class Schedule:
 
     @cached_property
     def cuts(self) -> tuple[Cut, ...]:
-        """Return the schedule as explicit units."""
+        """Return the schedule's messages as units (buckets)."""
         return cuts_for_groups(self.simulator.layout, self.ends, streams=self.streams, slices=self.partitions)
 
     @cached_property
     def timeline(self) -> SimulatedIteration:
-        """Return the full replay of the schedule."""
+        """Simulate an iteration with the schedule, and return its times."""
         return self.simulator.run_cuts(self.cuts)
 
     @cached_property
     def tensor_bytes(self) -> tuple[int, ...]:
-        """Return the size of each tensor in bytes, `(n_tensors,)`."""
+        """Return the size of each tensor (group of fused gradients) in bytes, `(n_tensors,)`."""
         layout = self.simulator.layout
         stops = [layout.offsets[end] * layout.itemsize_bytes for end in self.ends]
         return tuple(stop - start for start, stop in zip([0, *stops], stops, strict=False))
 
     @cached_property
     def tensor_stop_s(self) -> tuple[float, ...]:
-        """Return the end of each tensor's last message (q^e), `(n_tensors,)`."""
+        """Return the time at which the last message of each tensor has been reduced (q^e), `(n_tensors,)`."""
         stops: list[float] = []
         offsets, tensor = self.simulator.layout.offsets, 0
         for cut, stop_s in zip(self.cuts, self.timeline.stop_s, strict=True):
@@ -759,7 +806,7 @@ class Schedule:
         return tuple(stops)
 
     def ready_s(self, tensor: int) -> float:
-        """Return the end of the computation of a tensor's last gradient (p^e)."""
+        """Return the time at which a tensor's last gradient has been computed (p^e)."""
         return self.simulator.issuable_s[self.ends[tensor] - 1]
 
     def critical_tensors(self) -> range:
@@ -777,7 +824,7 @@ class Schedule:
 
 
 class CriticalPathSearch:
-    """Search of listing 1 for one number of streams."""
+    """dPRO's search (listing 1) for the fastest schedule on one number of streams."""
 
     def __init__(self, simulator: Simulator, *, streams: int) -> None:
         self.simulator = simulator
@@ -786,7 +833,7 @@ class CriticalPathSearch:
         self._replays = 0
 
     def run(self) -> Schedule:
-        """Apply theorem 2 to the critical path until the simulated span does not decrease any more (lines 4 to 27)."""
+        """Fuse tensors on the critical path while that shortens the simulated communication time (lines 4 to 27)."""
         best = self._replayed(coarsened_ends(self.simulator))
         while self._replays < MAX_REPLAYS:
             ends = self._fused(best)
@@ -801,13 +848,14 @@ class CriticalPathSearch:
         return best
 
     def sync_s(self, tensor_bytes: int) -> float:
-        """Return t_sync(s, k*[s]), the time to reduce a tensor of s bytes with its best number of partitions."""
+        """Return the time to reduce a tensor of this size with its best number of partitions (t_sync(s, k*[s]))."""
         return self._partition(tensor_bytes)[0]
 
     def _partition(self, tensor_bytes: int) -> tuple[float, int]:
-        """Return the minimum of t_sync and the number of partitions that reaches it (OPTPARTNUM, by grid search).
+        """Return the shortest time to reduce a tensor (t_sync), and its number of partitions (OPTPARTNUM, grid search).
 
-        The partial replay has a closed form, because the messages of one tensor start together on separate streams.
+        dPRO replays the tensor's messages for this. Here the time has a closed form, because the messages of one tensor
+        start together on separate streams.
         """
         if tensor_bytes not in self._best_partition:
             most = min(self.streams, max(1, tensor_bytes // SMALLEST_UNIT_BYTES))
@@ -818,7 +866,7 @@ class CriticalPathSearch:
         return self._best_partition[tensor_bytes]
 
     def _replayed(self, ends: Sequence[int]) -> Schedule:
-        """Return the schedule with these tensors and their best partitions. Counts as a replay."""
+        """Return the schedule with tensors that end at `ends`, each with its best partition. Counts as a replay."""
         self._replays += 1
         offsets, itemsize = self.simulator.layout.offsets, self.simulator.layout.itemsize_bytes
         sizes = [(offsets[end] - offsets[begin]) * itemsize for begin, end in zip([0, *ends], ends, strict=False)]
@@ -830,13 +878,13 @@ class CriticalPathSearch:
         )
 
     def _worth_fusing(self, ends_s: float, ready_s: float, before_bytes: int, own_bytes: int) -> bool:
-        """Return whether theorem 2 predicts a gain from fusing a tensor with the tensor before it."""
+        """Return whether dPRO's theorem 2 predicts a gain from fusing a tensor with the tensor before it."""
         return ends_s > ready_s + self.sync_s(before_bytes + own_bytes) - self.sync_s(own_bytes)
 
     def _fused(self, schedule: Schedule) -> list[int]:
-        """Fuse tensors along the critical path (lines 17 to 25), and return the remaining tensors' ends.
+        """Fuse tensors along the critical path (lines 17 to 25), and return the ends of the resulting tensors.
 
-        A fused tensor, with its new end, is the predecessor in the next comparison.
+        After two tensors have been fused, the next tensor is compared with the fused tensor and its new end time.
         """
         dropped: set[int] = set()
         symmetric: set[tuple[int, int]] = set()
@@ -861,10 +909,11 @@ class CriticalPathSearch:
         return [end for tensor, end in enumerate(schedule.ends) if tensor not in dropped]
 
     def _first_fusion_that_helps(self, schedule: Schedule) -> Schedule:
-        """Return the schedule with the first single fusion that shortens the replay, or `schedule` if there is none.
+        """Return the schedule after the first single fusion that shortens the simulated communication time.
 
-        Used if all fusions of `_fused` together make the replay longer. That is possible because theorem 2 assumes
-        sequential communication, while tensors on several streams overlap.
+        Without such a fusion, return `schedule`. Called if all fusions of `_fused` together make the simulated time
+        longer. That is possible because theorem 2 assumes sequential communication, while tensors on several streams
+        overlap.
         """
         for tensor in schedule.critical_tensors():
             before_end_s, ready_s = schedule.tensor_stop_s[tensor - 1], schedule.ready_s(tensor)
@@ -880,11 +929,11 @@ class CriticalPathSearch:
 
 
 def coarsened_ends(simulator: Simulator) -> list[int]:
-    """Return the ends of dPRO's coarsened view: gradients that are ready together are one tensor.
+    """Fuse gradients that are ready at nearly the same time (dPRO's coarsened view), and return the tensors' ends.
 
-    A gradient belongs to a tensor if it is ready less than one start-up time after the tensor's first gradient. A
-    tolerance is needed because hooks run one after the other, also for gradients of one operation. Theorem 2 would fuse
-    gradients that are so close even on an idle link. Empty gradients are added to a neighbouring tensor.
+    A gradient belongs to a tensor if it is ready less than one start-up time after the tensor's first gradient. This
+    tolerance is needed because autograd hooks run one after the other, also for gradients of one operation. Theorem 2
+    would fuse such gradients even on an idle link. Empty gradients are added to a neighbouring tensor.
     """
     layout, issuable_s = simulator.layout, simulator.issuable_s
     ends: list[int] = []
@@ -904,15 +953,16 @@ OUR_PLANNERS: tuple[type[Planner], ...] = (AscWfbpN, Libra, Dpro, AscWfbp, MgWfb
 
 
 def make_planners(*, space: KnobSpace, model: PlanningModel, presumed: bool = True) -> list[Planner]:
-    """Create one planner of each kind, in the order of their results on simulated clusters (`docs/decisions/0020`).
+    """Create one planner of each kind, the kind with the best results on simulated clusters first.
 
-    LIBRA-M is created only if there are several numbers of threads, because its plan is otherwise MG-WFBP's.
+    docs/decisions/0020 has these results. LIBRA-M is created only if there are several numbers of GPU threads, because
+    its plan is otherwise MG-WFBP's.
 
     Args:
         space: permitted settings.
         model: model of the job and its links.
-        presumed: whether the model is trusted at first. Otherwise planners propose nothing until the model has ranked
-            at least five trials correctly.
+        presumed: whether planners trust the model before there are trials. Otherwise they propose nothing until the
+            model has ranked at least five trials correctly.
     """
     forecast = Forecast(model, presumed=presumed)
     kinds = OUR_PLANNERS if len(space.threads) > 1 else [kind for kind in OUR_PLANNERS if kind is not LibraM]

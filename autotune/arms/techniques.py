@@ -1,6 +1,6 @@
-"""Search techniques: grid, population based training, Hyperband, scikit-optimize, and those of installed packages.
+"""Search techniques ("arms"): grid, population based training, Hyperband, scikit-optimize, and techniques of packages.
 
-Also the arms that try compressors and NCCL's algorithms and protocols.
+The module also has the arms that try compressors, and NCCL's algorithms and protocols.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from .bayesian import BayesianArm
 
 
 def require(arm: str, package: str, distribution: str) -> None:
-    """Check that an arm's package is installed, without importing it.
+    """Check that a package that an arm needs is installed, without importing the package.
 
     Args:
-        arm: name of the arm.
+        arm: name of the arm, for the error message.
         package: import name of the package.
         distribution: name for `pip install`.
 
@@ -69,7 +69,7 @@ def radical_inverse(number: int, base: int) -> float:
 
 
 def halton(lattice: KnobLattice) -> Iterator[Knobs]:
-    """Yield every point of the lattice once, in the order of the Halton sequence."""
+    """Yield every setting of the grid (lattice) once, in the order of the Halton sequence."""
     seen: set[Knobs] = set()
     for number in range(1, 8 * len(lattice)):
         knobs = lattice.snap(np.array([radical_inverse(number, base) for base in (2, 3, 5, 7)]))
@@ -80,7 +80,7 @@ def halton(lattice: KnobLattice) -> Iterator[Knobs]:
 
 
 class GridArm:
-    """Arm that proposes each point of a coarse grid once, without points that any arm's trial has measured."""
+    """Arm that proposes each setting of a coarse grid once. It skips settings that another arm's trial has measured."""
 
     name = "grid"
 
@@ -89,17 +89,17 @@ class GridArm:
         self._measured: set[Knobs] = set()
 
     def ask(self, n: int = 1) -> Sequence[Proposal]:
-        """Return the next `n` unmeasured points of the grid, or fewer at its end."""
+        """Return the next `n` unmeasured settings of the grid, or fewer at the grid's end."""
         unmeasured = (knobs for knobs in self._grid if knobs not in self._measured)
         return [Proposal(arm=self.name, knobs=knobs) for knobs in islice(unmeasured, n)]
 
     def tell(self, trials: Sequence[Trial]) -> None:
-        """Mark the points of the trials as measured."""
+        """Mark the settings of the trials as measured."""
         self._measured.update(trial.knobs for trial in trials)
 
 
 def _coarse(space: KnobSpace) -> KnobSpace:
-    """Return the space with every second number of streams and threads, so that a grid has a few hundred points."""
+    """Return the space with every second number of streams and threads, so that its grid has a few hundred settings."""
     return KnobSpace(
         routes=space.routes,
         unit_bytes=space.unit_bytes,
@@ -108,29 +108,29 @@ def _coarse(space: KnobSpace) -> KnobSpace:
     )
 
 
-_TRUNCATION = 0.25  # fraction of the population, the best members, from which parents are chosen
-_RESAMPLE = 0.15  # probability that an axis is sampled again
-_MOVE = 0.6  # probability that an axis moves by a step or two
-_MAX_TRIES = 32  # maximum number of perturbations to find an unmeasured setting
+_TRUNCATION = 0.25  # parents are chosen from the best members, which are this fraction of the population
+_RESAMPLE = 0.15  # probability that a knob gets a random value
+_MOVE = 0.6  # probability that a knob moves by one or two steps
+_MAX_TRIES = 32  # maximum number of perturbed settings that are drawn to find an unmeasured one
 
 Index = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Individual:
-    index: Index  # of a lattice point
+    index: Index  # index of the member's setting in the grid (`KnobLattice`)
     span_s: float
 
 
 class PBTArm:
-    """Population based training with a small population on the lattice.
+    """Population based training with a small population of settings from the grid `KnobLattice`.
 
-    A trial of another arm replaces the worst member if it is faster.
+    A setting that another arm proposed replaces the worst member if its trial was faster.
 
     Args:
         space: permitted settings.
-        rng: source of the first members, of parents and of perturbations.
-        population: number of members.
+        rng: random generator that draws the first members, parents and perturbations.
+        population: number of members (settings).
     """
 
     name = "pbt"
@@ -143,7 +143,10 @@ class PBTArm:
         self._measured: set[Knobs] = set()
 
     def ask(self, n: int = 1) -> Sequence[Proposal]:
-        """Return up to `n` random first members, or perturbed copies of good members. Empty if all is measured."""
+        """Return up to `n` random settings for the first members, later perturbed copies of good members.
+
+        Return none if all settings have been measured.
+        """
         proposals: list[Proposal] = []
         for _ in range(n):
             knobs = self._draw({proposal.knobs for proposal in proposals} | self._measured)
@@ -152,13 +155,14 @@ class PBTArm:
         return proposals
 
     def tell(self, trials: Sequence[Trial]) -> None:
-        """Replace the worst member by each of this arm's trials, and by other arms' trials that are faster."""
+        """Replace the worst member by the setting of each trial of this arm, and of each faster trial of other arms."""
         for trial in trials:
             self._measured.add(trial.knobs)
             index = self._lattice.index_of(trial.knobs)
             if index is None:
                 continue
-            # A setting measured again replaces its own entry, because the latest trial includes all measurements.
+            # A setting that was measured again replaces its earlier entry, because the latest trial of a setting
+            # includes all measurements.
             self._members = [member for member in self._members if member.index != index]
             if len(self._members) == self._size and (trial.arm == self.name or trial.span_s < self._members[-1].span_s):
                 del self._members[-1]
@@ -176,12 +180,12 @@ class PBTArm:
         return next((knobs for knobs in self._lattice.points if knobs not in excluded), None)
 
     def _exploit(self) -> Index:
-        """Return a random one of the best members."""
+        """Return a random member of the best ones, as the parent of a new setting."""
         best = max(1, round(_TRUNCATION * self._size))
         return self._members[int(self._rng.integers(best))].index
 
     def _explore(self, parent: Index) -> Index:
-        """Move axes by a step or two, or sample them again (perturb and resample in the paper on PBT)."""
+        """Move some of the parent's knobs by one or two steps, and draw others at random (PBT: perturb, resample)."""
         return tuple(self._explore_axis(i, length) for i, length in zip(parent, self._lattice.shape, strict=True))
 
     def _explore_axis(self, i: int, length: int) -> int:
@@ -202,12 +206,12 @@ _REDUCTION_FACTOR = 2
 
 
 class HyperbandArm:
-    """Arm with an Optuna study: TPE sampler and Hyperband pruner.
+    """Arm that proposes the settings of an Optuna study with a TPE sampler and a Hyperband pruner.
 
     Args:
         space: permitted settings.
-        rng: source of the sampler's seed.
-        max_iterations: measured iterations of a setting that is never pruned.
+        rng: random generator that draws the sampler's seed.
+        max_iterations: number of measured iterations of a setting that Hyperband never prunes.
 
     Raises:
         TuningError: optuna is not installed.
@@ -220,16 +224,16 @@ class HyperbandArm:
         self._lattice = KnobLattice(space)
         self._max_iterations = max_iterations
         self._seed = int(rng.integers(2**31))
-        self._optuna: Any = None  # imported by the first `ask`, which also creates the study
+        self._optuna: Any = None  # the module; the first `ask` imports it, and creates the study
         self._study: Any = None
         self._distributions: dict[str, Any] = {}
-        self._early_trials: list[Trial] = []  # received before the first `ask`
-        # Unfinished settings: their Optuna trial and the number of iterations to measure next.
+        self._early_trials: list[Trial] = []  # trials that `tell` received before the first `ask`
+        # {unfinished setting: its Optuna trial, and the number of iterations to measure next}
         self._pending: dict[Knobs, tuple[Any, int]] = {}
-        self._finished: set[Knobs] = set()  # settings with a finished Optuna trial
+        self._finished: set[Knobs] = set()  # settings whose Optuna trial has ended
 
     def ask(self, n: int = 1) -> Sequence[Proposal]:
-        """Return settings that Hyperband promoted to more iterations, then new settings."""
+        """Return up to `n` settings: first those that Hyperband promoted to more iterations, then new settings."""
         if self._study is None:
             self._create_study()
             early_trials, self._early_trials = self._early_trials, []
@@ -249,7 +253,7 @@ class HyperbandArm:
         ]
 
     def tell(self, trials: Sequence[Trial]) -> None:
-        """Report results to Optuna trials. Trials of other arms' settings become finished Optuna trials."""
+        """Report the trials to Optuna. A trial of another arm's setting is added as a finished Optuna trial."""
         if self._study is None:
             self._early_trials += trials
             return
@@ -279,7 +283,7 @@ class HyperbandArm:
             self._pending[trial.knobs] = (optuna_trial, promoted)
 
     def _add(self, trial: Trial) -> None:
-        """Add another arm's trial to the study, so that the sampler learns from it."""
+        """Add another arm's trial to the Optuna study, so that the sampler learns from the trial."""
         index = self._lattice.index_of(trial.knobs)
         if index is None or trial.status is TrialStatus.FAILED or trial.knobs in self._finished:
             return
@@ -295,11 +299,11 @@ class HyperbandArm:
     def _create_study(self) -> None:
         optuna: Any = import_late("optuna")
         verbosity = optuna.logging.get_verbosity()
-        optuna.logging.set_verbosity(optuna.logging.WARNING)  # because Optuna logs the creation of a study
+        optuna.logging.set_verbosity(optuna.logging.WARNING)  # hides Optuna's log line about the new study
         try:
             self._optuna = optuna
             self._study = optuna.create_study(
-                study_name="sirtaki",  # fixed, because the pruner's brackets depend on the name
+                study_name="sirtaki",  # a constant, because the pruner's brackets depend on the name
                 sampler=optuna.samplers.TPESampler(seed=self._seed, n_startup_trials=8),
                 pruner=optuna.pruners.HyperbandPruner(
                     min_resource=1, max_resource=self._max_iterations, reduction_factor=_REDUCTION_FACTOR
@@ -317,18 +321,21 @@ class HyperbandArm:
 
 
 N_INITIAL = 8
-"""Number of points of a Sobol sequence before the Gaussian process is used."""
+"""Number of settings from a Sobol sequence that `ScikitOptimizeArm` proposes before it uses the Gaussian process."""
 
 ATTEMPTS = 4
-"""Maximum number of the optimiser's proposals that are tried to get an unmeasured setting."""
+"""Maximum number of times that `ScikitOptimizeArm` asks its optimiser to get one unmeasured setting."""
 
 
 class ScikitOptimizeArm:
-    """Arm with a `skopt.Optimizer` over the logarithm of the unit size, streams, threads and route.
+    """Arm that proposes the settings of a `skopt.Optimizer`.
+
+    The optimiser's dimensions are the logarithm of the unit (bucket) size, the number of streams, the number of GPU
+    threads, and the route (transport and algorithm).
 
     Args:
         space: permitted settings.
-        rng: source of the optimiser's seed.
+        rng: random generator that draws the optimiser's seed.
 
     Raises:
         TuningError: scikit-optimize is not installed.
@@ -340,26 +347,32 @@ class ScikitOptimizeArm:
         require(self.name, "skopt", "scikit-optimize")
         self._space = space
         self._seed = int(rng.integers(2**31))
-        self._optimizer: Any = None  # skopt is imported by the first `ask`
-        self._new_trials: list[Trial] = []  # not yet reported to the optimiser
-        self._worst_log_s: float | None = None  # logarithm of the largest finite span
+        self._optimizer: Any = None  # created by the first `ask`, which imports skopt
+        self._new_trials: list[Trial] = []  # trials not yet reported to the optimiser
+        self._worst_log_s: float | None = None  # logarithm of the longest finite communication time
         self._measured: set[Knobs] = set()
 
     def ask(self, n: int = 1) -> Sequence[Proposal]:
-        """Return one unmeasured setting, or none if the optimiser proposes only measured ones."""
+        """Return one unmeasured setting, or none if the optimiser proposes only measured settings."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # with ten points, skopt usually warns of length scales at their bounds
+            # With few points, skopt usually warns that length scales are at their bounds.
+            warnings.simplefilter("ignore")
             optimizer = self._updated_optimizer()
             for _ in range(ATTEMPTS):
                 point = optimizer.ask()
                 knobs = self._at(point)
                 if knobs not in self._measured:
                     return [Proposal(arm=self.name, knobs=knobs)]
-                optimizer.tell(point, self._bad_log_s)  # otherwise the optimiser would propose the point again
+                # A bad value keeps the optimiser from proposing the measured point again.
+                optimizer.tell(point, self._bad_log_s)
         return []
 
     def tell(self, trials: Sequence[Trial]) -> None:
-        """Record the trials of all arms. Trials with explicit cuts are not reported to the optimiser."""
+        """Record the trials of all arms.
+
+        Trials with `cuts`, compressors or NCCL algorithms are not reported to the optimiser, because it has no
+        dimension for them.
+        """
         self._new_trials += [
             trial
             for trial in trials
@@ -368,7 +381,7 @@ class ScikitOptimizeArm:
         self._measured |= {trial.knobs for trial in trials}
 
     def _updated_optimizer(self) -> Any:
-        """Report new trials to the optimiser, and return it. Created by the first call."""
+        """Report new trials to the optimiser, and return the optimiser. The first call creates it."""
         if self._optimizer is None:
             skopt: Any = import_late("skopt")
             streams, threads, routes = map(len, self._choices())
@@ -390,7 +403,10 @@ class ScikitOptimizeArm:
 
     @property
     def _bad_log_s(self) -> float:
-        """Return the value for settings not to be proposed again: the worst finite span; 1 s if there is none."""
+        """Return the value to report for settings that the optimiser should not propose again.
+
+        It is the logarithm of the longest finite communication time, or of 1 s if there is none.
+        """
         return 0.0 if self._worst_log_s is None else self._worst_log_s
 
     def _choices(self) -> tuple[Sequence[object], Sequence[object], Sequence[object]]:
@@ -408,12 +424,12 @@ class ScikitOptimizeArm:
 
 
 def _axis(low: float, high: float) -> Any:
-    """Return skopt's dimension for a range of numbers, or for a single number."""
+    """Return skopt's search dimension for the numbers from `low` to `high`, which may be equal."""
     return (low, high) if low < high else [low]
 
 
 class _VariantArm:
-    """Base of arms that propose variants of measured settings.
+    """Base class of arms that propose variants of measured settings.
 
     Args:
         space: permitted settings.
@@ -426,13 +442,13 @@ class _VariantArm:
         self._spans_s: dict[Knobs, float] = {}
 
     def ask(self, n: int = 1) -> Sequence[Proposal]:
-        """Return up to `n` unmeasured settings."""
+        """Return up to `n` unmeasured variants of measured settings."""
         variants = dict.fromkeys(self._variants())
         unmeasured = (knobs for knobs in variants if knobs in self._space and knobs not in self._spans_s)
         return [Proposal(arm=self.name, knobs=knobs) for knobs in islice(unmeasured, n)]
 
     def tell(self, trials: Sequence[Trial]) -> None:
-        """Record measured settings and their spans."""
+        """Record the measured settings and their communication times."""
         self._spans_s |= {trial.knobs: trial.span_s for trial in trials}
 
     def _variants(self) -> Iterator[Knobs]:
@@ -445,8 +461,8 @@ class _VariantArm:
 class CompressorArm(_VariantArm):
     """Arm that adds compression to the fastest measured setting.
 
-    It proposes each compressor for all units, then other compressors for single unit classes. For a compressed setting,
-    it also proposes units of twice and half the size, because compression changes the best size.
+    The arm proposes each compressor for all units (buckets), then other compressors for single classes of units. For a
+    compressed setting, it also proposes units of twice and half the size, because compression changes the best size.
 
     Args:
         space: permitted settings, with at least one compressor.
@@ -480,7 +496,8 @@ class CompressorArm(_VariantArm):
     def _with_each_compressor(self, knobs: Knobs) -> Iterator[Knobs]:
         for name in self._space.lossy:
             compressed = knobs.but(lossy=Lossy.all_by(name))
-            # PowerSGD needs large units: whole matrices compress better, and each unit takes two rounds.
+            # PowerSGD needs large units, because it compresses whole matrices better, and because each unit takes two
+            # all-reduces.
             least = self._space.unit_bytes[1] / 4 if name.startswith("powersgd") else 0.0
             yield self._with_units(compressed, least) if knobs.unit_bytes < least else compressed
 
@@ -491,14 +508,17 @@ class CompressorArm(_VariantArm):
 # ── NCCL's own knobs ───
 
 NEARLY = 1.05
-"""Ratio to the fastest span up to which a setting is varied, too, because noise may have hidden its lead."""
+"""Maximum ratio of a setting's communication time to the shortest one, up to which `NcclArm` varies the setting, too.
+
+The setting may be the fastest in truth, because measurements are noisy.
+"""
 
 
 class NcclArm(_VariantArm):
-    """Arm that sets NCCL's algorithm and protocol in the fastest measured setting, for one size class of units.
+    """Arm that adds an NCCL algorithm and protocol to the fastest measured setting, for one size class of units.
 
-    From the fastest setting with a set algorithm, it varies unit size, number of CTAs and number of streams, one at a
-    time, as AutoCCL does. Algorithms that NCCL has rejected are not proposed again.
+    In the fastest setting that has an NCCL algorithm, the arm varies the unit (bucket) size, the number of CTAs and the
+    number of streams, one at a time, as AutoCCL does. It does not propose algorithms that NCCL has rejected.
 
     Args:
         space: permitted settings, with at least one NCCL algorithm.
@@ -529,7 +549,7 @@ class NcclArm(_VariantArm):
             yield from self._neighbours(best_set)
 
     def _neighbours(self, knobs: Knobs) -> Iterator[Knobs]:
-        """Yield settings with the algorithm of `knobs` and other unit sizes, streams or numbers of CTAs."""
+        """Yield settings with the NCCL algorithm of `knobs`, and another unit size, number of streams or of CTAs."""
         assert knobs.nccl
         way = knobs.nccl.by(knobs.unit_bytes)
         for factor in (0.5, 2.0) if way else ():
@@ -540,7 +560,10 @@ class NcclArm(_VariantArm):
 
 
 def _affects_units(knobs: Knobs) -> bool:
-    """Return whether each size class with a set NCCL algorithm has a unit. Assumes elements of four bytes."""
+    """Return whether the knobs' NCCL algorithms affect any unit: each size class that has one must have a unit.
+
+    Elements are assumed to have four bytes.
+    """
     sizes = [knobs.unit_bytes]
     if knobs.cuts is not None:
         stops = [cut.stop for cut in knobs.cuts]
@@ -559,14 +582,18 @@ OUR_ARMS: Mapping[str, MakeArm] = {
     "bayesian": lambda space, rng: BayesianArm(space, rng=rng),
     "hyperband": lambda space, rng: HyperbandArm(space, rng=rng),
 }
-"""Built-in arms that are used by default."""
+"""Built-in arms (search algorithms) that are used by default: {name: function that creates the arm}."""
 
 FURTHER_ARMS: Mapping[str, MakeArm] = {"scikit_optimize": lambda space, rng: ScikitOptimizeArm(space, rng=rng)}
-"""Built-in arms that are used only if the user names them."""
+"""Built-in arms (search algorithms) that are used only if the user names them: {name: function that creates the arm}.
+"""
 
 
 def third_party_arms() -> dict[str, Callable[[], MakeArm]]:
-    """Return {name: loader} of the arms in installed packages (entry points). Calling a loader imports the package."""
+    """Return {name: loader} of the arms that installed packages provide by entry points.
+
+    Calling a loader imports the package.
+    """
     ours = {*OUR_ARMS, *FURTHER_ARMS}
     return {point.name: point.load for point in entry_points(group=ENTRY_POINT_GROUP) if point.name not in ours}
 
@@ -577,10 +604,10 @@ def make_arm(name: str, *, space: KnobSpace, rng: np.random.Generator) -> Arm:
     Args:
         name: name of a built-in arm or of an installed package's arm.
         space: permitted settings.
-        rng: the arm's source of random numbers.
+        rng: random generator for the arm.
 
     Raises:
-        TuningError: the name is unknown, or the arm cannot be created. The message has the reason.
+        TuningError: the name is unknown, or the arm cannot be created. The message says why.
     """
     ours = {**OUR_ARMS, **FURTHER_ARMS}
     if name in ours:

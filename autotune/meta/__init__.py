@@ -1,1 +1,1 @@
-"""The bandit over the arms, and the warm-up session."""
+"""The bandit that chooses among search algorithms (arms), and the tuning session of the warm-up."""

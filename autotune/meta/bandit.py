@@ -1,4 +1,7 @@
-"""Sliding-window AUC bandit over search algorithms (AIACC, section VI; OpenTuner)."""
+"""Bandit that chooses which search algorithm ("arm") proposes the next setting: AUC over a sliding window of uses.
+
+It is that of AIACC (section VI) and OpenTuner.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +24,22 @@ from ..trial import Arm, Proposal, Trial
 
 
 def window_for(budget_trials: int, n_arms: int) -> int:
-    """Return a window size: half of the budget in trials, and at least the number of arms."""
+    """Return the size of the bandit's sliding window: half of the planned trials, at least the number of arms."""
     return max(n_arms, budget_trials // 2, 1)
 
 
 EXPLORATION = 0.2
-"""Weight C of the exploration term, with AIACC's value."""
+"""Weight of the exploration term in `AUCBandit.score` (AIACC's C, with AIACC's value)."""
 
 
 class AUCBandit:
-    """Bandit that scores arms by their recent new bests (credit) and by how rarely they were used (exploration).
+    """Bandit that scores arms by how often their recent proposals were the best so far, and how rarely they were used.
+
+    The first part of a score is called credit, the second part exploration.
 
     Args:
-        arms: distinct names.
-        window: number of most recent uses, of all arms together, that scores are computed from.
+        arms: names of the arms, without duplicates.
+        window: number of most recent uses, of all arms together, from which scores are computed.
 
     Raises:
         TuningError: `arms` is empty or has duplicates, or `window` is below 1.
@@ -49,11 +54,11 @@ class AUCBandit:
         self._uses: deque[tuple[str, bool]] = deque(maxlen=window)
 
     def push(self, arm: str, *, was_best: bool) -> None:
-        """Add a use of an arm, and drop the oldest use if the window is full.
+        """Add a use of an arm to the window, and drop the oldest use if the window is full.
 
         Args:
             arm: name of the arm.
-            was_best: whether the arm's trial was a new best.
+            was_best: whether the trial that the arm proposed was faster than all trials before it.
         """
         self._uses.append((arm, was_best))
 
@@ -62,26 +67,26 @@ class AUCBandit:
         return sum(used == arm for used, _ in self._uses)
 
     def auc(self, arm: str) -> float:
-        """Return the arm's credit (AUC_t): normalised area under the curve that rises by one with each new best.
+        """Return the arm's credit (AUC_t): normalised area under the curve that rises by one with each new best trial.
 
-        It is 1 if each use was a new best, and 0 if none was or if the window has no use of the arm.
+        It is 1 if each use of the arm was a new best, and 0 if none was or if the window has no use of the arm.
         """
         heights = list(accumulate(was_best for used, was_best in self._uses if used == arm))
         return 2.0 * sum(heights) / (len(heights) * (len(heights) + 1)) if heights else 0.0
 
     def score(self, arm: str) -> float:
-        """Return credit plus exploration term; infinite for an arm without a use in the window."""
+        """Return the arm's score, credit plus exploration term; infinite for an arm without a use in the window."""
         uses = self.uses(arm)
         if uses == 0:
             return math.inf
         return self.auc(arm) + EXPLORATION * math.sqrt(2.0 * math.log2(len(self._uses)) / uses)
 
     def ranking(self, rng: np.random.Generator, *, as_given: bool = False) -> list[str]:
-        """Return all arms in descending order of score.
+        """Return the names of all arms in descending order of their scores.
 
         Args:
-            rng: orders arms with equal scores.
-            as_given: whether arms without a use keep the order of `arms` instead.
+            rng: random generator that orders arms with equal scores.
+            as_given: whether arms without a use keep the order of `arms`. Otherwise their order is random.
         """
         tie_breaks = dict(zip(self.arms, rng.permutation(len(self.arms)).tolist(), strict=True))
         if as_given:
@@ -94,27 +99,29 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 SCREENED = 8
-"""Number of an arm's proposals among which a surrogate model chooses."""
+"""Number of proposals that `BanditArm` gets from one arm, to run the proposal that a surrogate model ranks first.
+"""
 
 LEAST_PROMISE = 0.001
-"""Fraction of the span that a proposal must be expected to save to be run."""
+"""Minimum expected gain for which a proposal is run, as a fraction of the communication time."""
 
 
 class BanditArm:
     """Arm that asks several arms in the order of their bandit scores, and sends each trial to all of them.
 
     An arm without proposals is skipped, which does not count as a use. The arm named by `Trial.arm` gets the credit for
-    a trial. Other trials (of the default or of the registry's settings) give no credit. An arm that raises or returns
-    an invalid answer is removed, because an error in a search technique must not end a training job.
+    a trial. Trials of the default or of the registry's settings give no credit. An arm that raises or returns an
+    invalid answer is removed, because an error in a search technique must not end a training job.
 
     Args:
         arms: arms with distinct names, the most promising first.
-        rng: breaks ties between equal scores.
-        window: number of uses that scores are computed from (see `window_for`).
+        rng: random generator that orders arms with equal scores.
+        window: number of uses from which scores are computed (see `window_for`).
         as_given: whether unused arms are asked in the order of `arms`. Otherwise their order is random, as in AIACC.
-        doubted: returns whether the model that narrowed the arms' space has proved wrong.
-        wider: creates arms over the whole space, which replace arms of the same names once `doubted` returns True.
-        where: returns the position in training, for the log line about a failed arm.
+        doubted: function that returns whether trials have contradicted the model that narrowed the arms' space.
+        wider: function that creates arms over the whole space. They replace arms of the same names once `doubted`
+            returns True.
+        where: function that returns the position in training, for the log line about a failed arm.
     """
 
     name = "bandit"
@@ -139,7 +146,7 @@ class BanditArm:
         self._asked: set[str] = set()
 
     def ask(self, n: int = 1) -> Sequence[Proposal]:
-        """Return up to `n` proposals, taken from the arms in rounds, in the order of their scores."""
+        """Return up to `n` proposals, first one from each arm by descending score, then a second one from each arm."""
         ranking = self.bandit.ranking(self._rng, as_given=self._as_given)
         if n == 1:
             return next((good[:1] for name in ranking if (good := self._screen(self._ask_arm(name, SCREENED)))), [])
@@ -147,7 +154,10 @@ class BanditArm:
         return [proposal for one_each in rounds for proposal in one_each if proposal is not None][:n]
 
     def tell(self, trials: Sequence[Trial]) -> None:
-        """Credit the arms that proposed the trials, then send the trials to all arms."""
+        """Credit the arms that proposed the trials, then send the trials to all arms.
+
+        If the trials have contradicted the planners' model, replace the arms over the narrowed space.
+        """
         for trial in trials:
             if trial.arm in self.bandit.arms:
                 self.bandit.push(trial.arm, was_best=trial.was_best)
@@ -159,14 +169,17 @@ class BanditArm:
             self._wider = None
 
     def _widen(self, arms: Sequence[Arm]) -> None:
-        """Replace arms by new ones of the same names, and send the new ones all earlier trials."""
+        """Replace arms by new arms of the same names, and send all earlier trials to the new arms."""
         for arm in arms:
             if arm.name in self._arms:
                 self._arms[arm.name] = arm
                 self._try(arm.name, lambda arm: arm.tell(self._trials), None)
 
     def expected_improvement(self) -> float | None:
-        """Return the arms' largest expected improvement. None if no arm has an estimate, or one was not asked yet."""
+        """Return the largest improvement that any arm expects.
+
+        None if no arm has an estimate, or if an arm has not been asked for proposals yet.
+        """
         if not self._asked.issuperset(self._arms):
             return None
         expected = [
@@ -176,7 +189,7 @@ class BanditArm:
         return max((value for value in expected if value is not None), default=None)
 
     def expected_span_s(self, knobs: Knobs) -> float | None:
-        """Return the estimate of the first arm that has one."""
+        """Return the communication time of a setting, as estimated by the first arm that has an estimate."""
         estimates = (
             self._try(name, lambda arm: _number(opinion(arm, "expected_span_s", knobs)), None)
             for name in list(self._arms)
@@ -185,13 +198,14 @@ class BanditArm:
 
     @property
     def credits(self) -> dict[str, float]:
-        """Return {arm: current AUC}."""
+        """Return {name of the arm: current credit (AUC)}."""
         return {name: self.bandit.auc(name) for name in self.bandit.arms}
 
     def _screen(self, proposals: Sequence[Proposal]) -> Sequence[Proposal]:
-        """Sort proposals by the `promise` of the first arm that has an estimate, and drop those below `LEAST_PROMISE`.
+        """Sort proposals by the gain that the first arm with an estimate expects, the largest first.
 
-        If no arm has an estimate, the proposals are returned unchanged.
+        Proposals with an expected gain below `LEAST_PROMISE` are dropped. If no arm has an estimate, the proposals are
+        returned unchanged.
         """
         knobs = [proposal.knobs for proposal in proposals]
         estimates = (self._try(name, lambda arm: opinion(arm, "promise", knobs), None) for name in list(self._arms))
@@ -206,7 +220,7 @@ class BanditArm:
         return self._try(name, lambda arm: _proposals(arm.ask(n), n, name), ())
 
     def _try(self, name: str, call: Callable[[Arm], _T], otherwise: _T) -> _T:
-        """Call an arm, and remove it if it raises. Return `otherwise` if it raised, now or in an earlier call."""
+        """Call an arm, and remove the arm if it raises. Return `otherwise` if it raises or has been removed before."""
         if name not in self._arms:
             return otherwise
         try:
@@ -220,10 +234,10 @@ class BanditArm:
 
 
 def _proposals(answer: Sequence[Proposal], n: int, name: str) -> list[Proposal]:
-    """Check an arm's proposals, and set their arm's name.
+    """Check an arm's proposals, and set the arm's name in them.
 
     Raises:
-        TuningError: an element is not a valid proposal of knobs.
+        TuningError: an element of the answer is not a valid proposal of knobs.
     """
     proposals = list(islice(answer, n))
     for proposal in proposals:
@@ -234,14 +248,16 @@ def _proposals(answer: Sequence[Proposal], n: int, name: str) -> list[Proposal]:
     return [proposal if proposal.arm == name else replace(proposal, arm=name) for proposal in proposals]
 
 
-def opinion(source: object, of: str, *arguments: object) -> Any:  # Any: each optional method has its own result type
+def opinion(
+    source: object, of: str, *arguments: object
+) -> Any:  # Any, because each optional method has its own result type
     """Call an optional method of an arm or a space. Return None if the object has no such method."""
     method = getattr(source, of, None)
     return None if method is None else method(*arguments)
 
 
 def _number(answer: float | None) -> float | None:
-    """Check an arm's estimate.
+    """Check that an arm's estimate is a number or None, and return it.
 
     Raises:
         TuningError: the estimate is not a number or None.
@@ -252,7 +268,7 @@ def _number(answer: float | None) -> float | None:
 
 
 ITERATIONS_PER_TRIAL = 3
-"""Usual number of iterations of a trial: one discarded and two measured ones."""
+"""Usual number of iterations of a trial: one discarded iteration and two measured iterations."""
 
 
 def default_arms(
@@ -268,18 +284,18 @@ def default_arms(
 ) -> BanditArm:
     """Create the bandit over planners, search techniques, and (if permitted) the arms for compressors and NCCL's knobs.
 
-    A technique that cannot be created, or whose name is in use, is skipped with a warning if `names` is None.
+    If `names` is None, a technique that cannot be created or whose name is in use is skipped with a warning.
 
     Args:
-        space: permitted settings of the techniques.
-        rng: source of one generator for each arm, so that arms draw independently.
-        budget_iterations: length of the warm-up. The bandit's window is proportional to it.
-        names: search techniques; None = all built-in ones and all of installed packages.
+        space: permitted settings of the search techniques.
+        rng: random generator from which one generator for each arm is spawned, so that arms draw independently.
+        budget_iterations: number of iterations of the warm-up. The bandit's window is proportional to it.
+        names: names of the search techniques; None = all built-in techniques and those of installed packages.
         planners: existing arms, the best first. Their names must differ from those of the techniques.
         as_given: whether planners are asked first, then the techniques. Otherwise the order is random, as in AIACC.
-        whole_space: permitted settings of the techniques once trials have contradicted the planners' model, which
-            narrowed `space`. None = `space`.
-        where: returns the position in training, for the log line about a failed arm.
+        whole_space: permitted settings of the techniques after trials have contradicted the planners' model, from which
+            the narrower `space` was chosen. None = `space`.
+        where: function that returns the position in training, for the log line about a failed arm.
 
     Raises:
         TuningError: a technique in `names` is unknown or cannot be created, or there is no arm at all.

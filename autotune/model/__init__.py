@@ -1,1 +1,1 @@
-"""Analytical models: fits of measured times, and the simulator of one iteration."""
+"""Analytical models of communication: fits to measured times, and the simulator of one training iteration."""

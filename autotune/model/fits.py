@@ -1,4 +1,7 @@
-"""Fits of the link model and of LIBRA's contention model to measurements."""
+"""Fits of models to measurements: of the link's cost model, and of LIBRA's contention model.
+
+Contention is how much computation and communication slow each other down.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,15 @@ from numpy.typing import NDArray
 from sirtaki.errors import TuningError
 from sirtaki.measures import LinkModel, ring_ratios
 
-GAMMA_4 = 0.6  # LIBRA, below eq. (6): an empirical value, not fitted
+GAMMA_4 = 0.6  # the empirical value in LIBRA, below eq. (6); it is not fitted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateCurve:
-    """Transmission rate as a function of the number of threads r, with diminishing returns (LIBRA eq. 6).
+    """Transmission rate of all-reduces as a function of the number of GPU threads, with diminishing returns.
 
-    The rate counts gradient bytes, so that it includes the ring's factor 2 (N − 1) / N of ĉ.
+    The attributes are the parameters of LIBRA's eq. (6). The rate counts gradient bytes, so that it includes the factor
+    2 (N − 1) / N of a ring of N ranks.
 
     Raises:
         TuningError: γ1 > 0, 0 ≤ γ2 ≤ γ1 and γ3 ≥ 0 does not hold.
@@ -37,11 +41,11 @@ class RateCurve:
             raise TuningError(f"a rate curve needs γ1 > 0, 0 ≤ γ2 ≤ γ1 and γ3 ≥ 0, found {self}")
 
     def bytes_per_s(self, threads: int) -> float:
-        """Return the rate in bytes per second, the denominator of eq. (6)."""
+        """Return the transmission rate with this number of GPU threads, in gradient bytes per second (LIBRA eq. 6)."""
         return self.gamma_1 - self.gamma_2 * math.exp(-self.gamma_3 * threads**GAMMA_4)
 
     def seconds(self, unit_bytes: float, threads: int) -> float:
-        """Return the transmission time p(c, r) or q(c, r), eq. (6)."""
+        """Return the transmission time of a unit (bucket) with this number of GPU threads (LIBRA eq. 6)."""
         return unit_bytes / self.bytes_per_s(threads)
 
 
@@ -50,12 +54,12 @@ class ContentionModel:
     """LIBRA's contention model: how computation and communication with r GPU threads slow each other down.
 
     Attributes:
-        alpha_1: remaining compute speed for r → 0, as a fraction, eq. (5).
-        alpha_2: compute speed lost per thread, as a fraction, eq. (5).
-        overlapped: transmission rate during computation (p).
-        alone: transmission rate without computation (q).
-        default_threads: number of threads of a unit without an explicit number.
-        residual: relative error (root mean square) of the fit; 0.0 for a described model.
+        alpha_1: fraction of the compute speed that remains during communication with few threads (LIBRA eq. 5).
+        alpha_2: fraction of the compute speed lost for each communication thread (LIBRA eq. 5).
+        overlapped: transmission rate during computation (LIBRA's p).
+        alone: transmission rate without computation (LIBRA's q).
+        default_threads: number of GPU threads of units (buckets) for which the plan has no number.
+        residual: relative error (root mean square) of the fit; 0.0 for a model that was not fitted.
 
     Raises:
         TuningError: 0 < α1 ≤ 1.2 and α2 ≥ 0 does not hold.
@@ -73,14 +77,17 @@ class ContentionModel:
             raise TuningError(f"contention needs 0 < α1 ≤ 1.2 and α2 ≥ 0, found {self.alpha_1} and {self.alpha_2}")
 
     def compute_speed(self, threads: float) -> float:
-        """Return the compute speed during communication, b / g(b, r), as a fraction of the undisturbed speed (eq. 5).
+        """Return the compute speed during communication, as a fraction of the undisturbed speed (LIBRA eq. 5).
 
-        The minimum is 0.05, because the linear function of eq. (5) would reach zero, and a real GPU never does.
+        The result is at least 0.05, because LIBRA's linear function would reach zero, and the speed of a real GPU never
+        does.
         """
         return max(self.alpha_1 - self.alpha_2 * threads, 0.05)
 
     def rescaled(self, *, from_ranks: int, to_ranks: int) -> ContentionModel:
-        """Return the model of these GPUs in a ring of another size: ĉ ∝ (N − 1) / N (eq. 4), with equal compute speed.
+        """Return the model of the same GPUs in a ring of another size.
+
+        In a ring of N ranks, transmission times are proportional to (N − 1) / N (LIBRA eq. 4). The compute speed stays.
 
         Raises:
             TuningError: one of the rings has fewer than two ranks.
@@ -95,20 +102,20 @@ class ContentionModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkProbe:
-    """Measurement of `rounds` equal all-reduces on each of `streams` streams, all submitted at once.
+    """Measurement of `rounds` equal all-reduces on each of `streams` streams, all launched at the same time.
 
-    Several rounds are needed to measure the sustained rate of a training iteration, because traffic shapers let short
-    bursts pass at a higher rate.
+    More than one all-reduce per stream is needed to measure the sustained rate of a training iteration, because traffic
+    shapers let short bursts pass at a higher rate.
 
     Attributes:
         unit_bytes: size of each all-reduced tensor.
         streams: number of concurrent streams.
-        seconds: time from the start to the end of the last all-reduce.
+        seconds: time from the launch to the end of the last all-reduce.
         rounds: number of all-reduces on each stream.
         busy: number of processors that each rank kept busy during the measurement; None = not measured.
 
     Raises:
-        TuningError: a number is not positive.
+        TuningError: an attribute is not positive.
     """
 
     unit_bytes: int
@@ -124,24 +131,25 @@ class LinkProbe:
 
     @property
     def round_s(self) -> float:
-        """Return the time of one round, that is one all-reduce on each stream."""
+        """Return the mean time in which each stream completes one all-reduce."""
         return self.seconds / self.rounds
 
 
 MAX_RESIDUAL = 0.25
-"""Largest relative error (root mean square) of a fit that is used."""
+"""Maximum relative error (root mean square) with which a fitted model is used."""
 
 LEAST_BUSY = 0.02
-"""Minimum of `LinkModel.busy`."""
+"""Minimum value of `LinkModel.busy`, the number of processors that a rank keeps busy during an all-reduce."""
 
 
 def fit_link(probes: Sequence[LinkProbe]) -> LinkModel:
     """Fit a link model to probes by non-negative least squares of relative errors.
 
-    The model of a round's time is `t = α + n · max(o, bytes / G(n))`, with n streams and the processor time o. Probes
-    of equal shape are replaced by their median. For a number of streams between two measured ones, the rate per stream
-    is that of the smaller number, and the total is limited by that of the larger number. This is the behaviour of flows
-    with a rate limit each on a link that enough flows saturate.
+    The time of one all-reduce on each of n streams is modelled as `t = α + n · max(o, bytes / G(n))`. α is the start-up
+    time, o the processor time of an all-reduce and G(n) the link's rate. Probes of equal size and number of streams are
+    replaced by their median. Between two measured numbers of streams, the rate per stream is that of the smaller
+    number, and the total rate is limited by that of the larger number. Flows with a rate limit each behave like this on
+    a link that enough flows saturate.
 
     Raises:
         TuningError: there are fewer than two sizes on one stream, times do not increase with the size, or the relative
@@ -154,7 +162,7 @@ def fit_link(probes: Sequence[LinkProbe]) -> LinkModel:
     if len([1 for one in rounds if one.streams == 1]) < 2:
         raise TuningError("α and β need probes of at least two sizes on one stream")
     fits = [_fit_rounds(rounds, on_host) for on_host in _possibly_on_host(rounds)]
-    fit = min(fits, key=lambda fit: round(fit.residual, 6))  # among equals, the one with the fewest rounds on the host
+    fit = min(fits, key=lambda fit: round(fit.residual, 6))  # of equal fits, `min` takes the first
     if not min(fit.s_per_byte.values()) > 0:
         worst_count = min(fit.s_per_byte, key=lambda streams: fit.s_per_byte[streams])
         raise TuningError(
@@ -177,7 +185,7 @@ def fit_link(probes: Sequence[LinkProbe]) -> LinkModel:
 
 
 def _between(rates: Mapping[int, float], count: int) -> float:
-    """Return the total rate of `count` streams, interpolated between measured numbers of streams (ascending)."""
+    """Return the total rate of `count` streams, interpolated between the measured numbers of streams."""
     if count in rates:
         return rates[count]
     fewer, more = max(each for each in rates if each < count), min(each for each in rates if each > count)
@@ -187,7 +195,10 @@ def _between(rates: Mapping[int, float], count: int) -> float:
 
 
 def _busy(probes: Sequence[LinkProbe]) -> float:
-    """Return the busy processors during an all-reduce of the largest probed size; 1 if they were not measured."""
+    """Return the number of processors that a rank keeps busy during an all-reduce of the largest probed size.
+
+    Return 1 if probes did not measure it.
+    """
     largest = max(probe.unit_bytes for probe in probes)
     measured = [probe.busy for probe in probes if probe.busy is not None and probe.unit_bytes == largest]
     return min(1.0, max(LEAST_BUSY, median(measured))) if measured else 1.0
@@ -195,7 +206,13 @@ def _busy(probes: Sequence[LinkProbe]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """Median measurement of one all-reduce on each stream."""
+    """Median time in which each of several streams completes one all-reduce.
+
+    Attributes:
+        streams: number of concurrent streams.
+        unit_bytes: size of each all-reduced tensor.
+        seconds: median time from the launch to the end of all streams' all-reduces.
+    """
 
     streams: int
     unit_bytes: int
@@ -204,11 +221,15 @@ class _Round:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RoundsFit:
-    """Fitted parameters of `t = α + n · max(o, bytes · s[n])`, and their relative error."""
+    """Fitted parameters of `t = α + n · max(o, bytes · s[n])`, and their relative error.
+
+    t is the time in which each of n streams completes one all-reduce, o the processor time of an all-reduce, and s[n]
+    the time of a byte on the link.
+    """
 
     alpha_s: float
     host_s: float
-    s_per_byte: dict[int, float]  # {number of streams: s}, ascending
+    s_per_byte: dict[int, float]  # {number of streams: time of a byte}, ascending
     residual: float = 0.0
 
     def error(self, one: _Round) -> float:
@@ -217,14 +238,14 @@ class _RoundsFit:
 
 
 def _possibly_on_host(rounds: Sequence[_Round]) -> Iterator[frozenset[_Round]]:
-    """Yield sets of rounds that may be limited by the processor instead of the link, the empty set first.
+    """Yield sets of measurements that the processor may limit instead of the link, the empty set first.
 
-    If the processor limits a round, it also limits rounds that need less time on the link. So each set has the rounds
-    with the shortest link times. The largest unit of each number of streams is never in a set, because the link's rate
-    could not be fitted without it. Sets with only one stream are skipped, because processor time and α are then
-    indistinguishable.
+    If the processor limits a measurement, it also limits measurements that need less time on the link. So each set has
+    the measurements with the shortest link times. The largest size of each number of streams is never in a set, because
+    the link's rate could not be fitted without it. Sets with only one stream are skipped, because the processor time
+    and the start-up time cannot be distinguished on one stream.
     """
-    largest = {one.streams: one for one in rounds}  # the last of each number of streams, in ascending order of size
+    largest = {one.streams: one for one in rounds}  # sizes ascend, so that the last, largest size is kept
     on_link_s = {
         one: one.unit_bytes * largest[one.streams].seconds / largest[one.streams].unit_bytes / one.streams
         for one in rounds
@@ -237,7 +258,7 @@ def _possibly_on_host(rounds: Sequence[_Round]) -> Iterator[frozenset[_Round]]:
 
 
 def _fit_rounds(rounds: Sequence[_Round], on_host: frozenset[_Round]) -> _RoundsFit:
-    """Fit the parameters, assuming that the processor limits the rounds `on_host` and the link all others."""
+    """Fit the link's parameters, assuming that the processor limits `on_host`, and the link all other measurements."""
     counts = sorted({one.streams for one in rounds})
     rows = np.zeros((len(rounds), 2 + len(counts)))
     for row, one in zip(rows, rounds, strict=True):
@@ -255,8 +276,8 @@ def _fit_rounds(rounds: Sequence[_Round], on_host: frozenset[_Round]) -> _Rounds
 def nonnegative_least_squares(rows: NDArray[np.float64], targets: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the x ≥ 0 that minimises ‖rows · x − targets‖, `(n_columns,)`.
 
-    Algorithm 23.10 of Lawson & Hanson, Solving Least Squares Problems, as in SciPy's `nnls`. SciPy's is not used
-    because importing `scipy.optimize` takes a third of a second during the first steps of a job.
+    This is algorithm 23.10 of Lawson & Hanson, Solving Least Squares Problems, as in SciPy's `nnls`. SciPy's function
+    is not used, because importing `scipy.optimize` takes a third of a second during the first steps of a job.
     """
     solution = np.zeros(rows.shape[1])
     positive = np.zeros(rows.shape[1], dtype=bool)
@@ -271,7 +292,7 @@ def nonnegative_least_squares(rows: NDArray[np.float64], targets: NDArray[np.flo
             below = positive & (free <= 0)
             if not below.any():
                 break
-            # Move towards the solution until the first component becomes zero.
+            # Move `solution` towards `free` until the first component becomes zero.
             share = np.min(solution[below] / (solution[below] - free[below]))
             solution = solution + share * (free - solution)
             positive &= solution > 1e-15
@@ -284,9 +305,9 @@ class ComputeSample:
     """Measured slow-down of computation by communication (LIBRA, above eq. 5).
 
     Attributes:
-        alone_s: time of the computation without communication (b).
-        seconds: time of the computation during communication (g).
-        threads: number of threads of the communication (r).
+        alone_s: time of the computation without communication (LIBRA's b).
+        seconds: time of the same computation during communication (LIBRA's g).
+        threads: number of GPU threads that communicated (LIBRA's r).
     """
 
     alone_s: float
@@ -299,10 +320,10 @@ class TransmissionSample:
     """Measurement of one all-reduce on one stream (LIBRA, above eq. 6).
 
     Attributes:
-        unit_bytes: size of the all-reduced tensor (c).
+        unit_bytes: size of the all-reduced tensor (LIBRA's c).
         seconds: time of the all-reduce, including the start-up time.
-        threads: number of threads (r).
-        overlapped: whether computation ran during the whole all-reduce (p) or not at all (q).
+        threads: number of GPU threads that ran the all-reduce (LIBRA's r).
+        overlapped: True if computation ran during the whole all-reduce (LIBRA's p), False if there was none (q).
     """
 
     unit_bytes: int
@@ -318,17 +339,19 @@ def fit_contention(
     alpha_s: float,
     default_threads: int = 512,
 ) -> ContentionModel:
-    """Fit LIBRA's g, p and q (eq. 5-6) by least squares of relative errors.
+    """Fit LIBRA's contention model: how computation and communication slow each other down.
+
+    Its three functions g, p and q (eq. 5-6) are fitted by least squares of relative errors.
 
     Args:
         compute: measurements of computation during communication.
         transmissions: measurements of all-reduces, with and without computation.
         alpha_s: start-up time of an all-reduce.
-        default_threads: number of threads of a unit without an explicit number.
+        default_threads: number of GPU threads of units (buckets) for which the plan has no number.
 
     Raises:
-        TuningError: samples of a kind are missing or have a single number of threads, or the relative error (root mean
-            square) of one of the three fits exceeds `MAX_RESIDUAL`.
+        TuningError: there are no samples of a kind or all have the same number of threads, or the relative error (root
+            mean square) of one of the three fits exceeds `MAX_RESIDUAL`.
     """
     _check_samples("computation", compute)
     overlapped = [sample for sample in transmissions if sample.overlapped]
@@ -360,7 +383,10 @@ def _check_samples(kind: str, samples: Sequence[ComputeSample] | Sequence[Transm
 
 
 def _fit_compute_speed(samples: Sequence[ComputeSample]) -> tuple[float, float, float]:
-    """Return α1, α2 and the residual of `b / g = α1 − α2 · r` (eq. 5)."""
+    """Fit the compute speed as a function of communication threads, `b / g = α1 − α2 · r` (LIBRA eq. 5).
+
+    Return α1, α2 and the fit's relative error.
+    """
     speeds = np.array([sample.alone_s / sample.seconds for sample in samples])
     threads = np.array([float(sample.threads) for sample in samples])
     rows = np.column_stack([1 / speeds, -threads / speeds])
@@ -372,7 +398,10 @@ def _fit_compute_speed(samples: Sequence[ComputeSample]) -> tuple[float, float, 
 
 
 def _fit_rate_curve(kind: str, samples: Sequence[TransmissionSample], alpha_s: float) -> tuple[RateCurve, float]:
-    """Return the fitted curve of eq. (6) and its residual. The fit uses γ2 / γ1, which keeps the rate positive."""
+    """Fit a transmission rate as a function of GPU threads (LIBRA eq. 6). Return the curve and the relative error.
+
+    The fitted parameters are γ1, γ2 / γ1 and γ3. Limiting γ2 / γ1 keeps the rate positive.
+    """
     _check_samples(kind, samples)
     sizes = np.array([float(sample.unit_bytes) for sample in samples])
     seconds = np.array([sample.seconds for sample in samples])
@@ -386,7 +415,7 @@ def _fit_rate_curve(kind: str, samples: Sequence[TransmissionSample], alpha_s: f
     best = min(
         (
             scipy.optimize.least_squares(errors, x0=[0.1, 0.9, log_gamma_3], bounds=([-3, 0, -12], [5, 0.999, 2]))
-            for log_gamma_3 in (-6.0, -4.0, -2.5)  # several starts, because the error is not convex in γ3
+            for log_gamma_3 in (-6.0, -4.0, -2.5)  # several starting points, because the error is not convex in γ3
         ),
         key=lambda fit: float(fit.cost),
     )
@@ -396,5 +425,5 @@ def _fit_rate_curve(kind: str, samples: Sequence[TransmissionSample], alpha_s: f
 
 
 def root_mean_square(errors: NDArray[np.float64]) -> float:
-    """Return the root mean square of errors, which is the residual of all fits."""
+    """Return the root mean square of errors, which is the measure of error (`residual`) of all fits."""
     return float(np.sqrt(np.mean(errors**2)))

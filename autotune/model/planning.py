@@ -1,4 +1,4 @@
-"""Planning model of a job, its predictions, and its calibration with measured trials."""
+"""Planning model of a job's communication: its predictions, and its correction by measured trials."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ class PlanningModel:
     Attributes:
         layout: gradients in the order in which they become ready.
         profile: times at which gradients become ready.
-        links: cost models of the measured routes, at least one.
-        contention: LIBRA's model as measured by probes. None if there is no contention, or if it was not measured.
-        learnt: contention models fitted to training iterations (`with_contention_learnt`), by route. They have
+        links: cost model of each measured route (transport and algorithm), at least one.
+        contention: LIBRA's model of how computation and communication slow each other down, measured by probes. None if
+            they do not, or if it was not measured.
+        learnt: the same kind of model for each route, fitted to training iterations (`with_contention_learnt`). It has
             precedence over `contention`.
         host: the host that all ranks share, if they communicate on the processors that compute; otherwise None.
 
@@ -56,7 +57,7 @@ class PlanningModel:
             raise TuningError("a planning model must have the link of at least one route")
 
     def simulator(self, route: Route) -> Simulator:
-        """Create a simulator of the job's iteration on a route."""
+        """Create a simulator of the job's training iteration on a route (transport and algorithm)."""
         return Simulator(
             layout=self.layout,
             profile=self.profile,
@@ -66,15 +67,18 @@ class PlanningModel:
         )
 
     def contention_on(self, route: Route) -> ContentionModel | None:
-        """Return the contention model of a route: fitted to training if available, otherwise measured by probes."""
+        """Return the model of how computation and a route's communication slow each other down (contention).
+
+        It is the model fitted to training iterations if there is one, otherwise the model measured by probes.
+        """
         return self.learnt.get(route, self.contention)
 
     def expected_s(self, knobs: Knobs) -> float | None:
-        """Predict the span by simulation.
+        """Predict the communication time of an iteration with these knobs, by simulation.
 
         Returns:
-            Seconds. None if the route was not measured, or if compressors or NCCL algorithms are set, because probes do
-            not measure the costs of these.
+            Seconds. None if the route was not measured. None if the knobs set compressors or NCCL algorithms, because
+            probes do not measure the costs of compressors and NCCL algorithms.
 
         Raises:
             PlanError: the knobs' cuts do not fit the layout.
@@ -83,26 +87,29 @@ class PlanningModel:
         return self.simulator(knobs.route).run_knobs(knobs).span_s if is_measured else None
 
     def link_between_hosts(self, route: Route) -> LinkModel | None:
-        """Return the link of a route; None if it was not measured, or if communication uses processors that compute."""
+        """Return the link model of a route between hosts.
+
+        None if the route was not measured, or if all ranks communicate on one host's processors, which also compute.
+        """
         return None if self.host is not None else self.links.get(route)
 
     @property
     def bound_s(self) -> float:
-        """Return a lower bound of every plan's span.
+        """Return a lower bound of the communication time, whatever the plan.
 
         It is the larger of two times: the backward pass from its first gradient on, and the transmission of all bytes
         at the highest rate of any route and number of streams. The rate counts gradient bytes, so that it includes the
-        factor 2 (P − 1) / P of a ring.
+        factor 2 (P − 1) / P of a ring of P ranks.
         """
         fastest = max(max(link.throughput) for link in self.links.values())
         compute_s = max(self.profile.ready_s) - min(self.profile.ready_s)
         return max(compute_s, self.layout.total_bytes / fastest)
 
     def differs_from(self, other: PlanningModel) -> bool:
-        """Return whether plans must be computed again.
+        """Return whether the models differ so much that plans must be computed again.
 
-        They must if layout or routes differ, if a parameter of a link differs by more than its error, or if a ready
-        time differs by more than a tenth of the backward pass.
+        They do if layouts, routes, contention models or hosts differ, if a parameter of a link differs by more than its
+        measurement error, or if a gradient's ready time differs by more than a tenth of the backward pass.
         """
         if self.layout != other.layout or set(self.links) != set(other.links):
             return True
@@ -115,7 +122,7 @@ class PlanningModel:
         return any(abs(one - another) > tolerance_s for one, another in pairs)
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON-serialisable dict for what-if questions and reports. `from_json` is the inverse."""
+        """Return the model as a JSON-serialisable dict, for predictions and reports. `from_json` is the inverse."""
         return {
             "layout": asdict(self.layout),
             "profile": asdict(self.profile),
@@ -158,29 +165,36 @@ class PlanningModel:
 
 
 BENEFIT_OF_THE_DOUBT = 0.05
-"""Weight of the prior trust in a model, equal to that of one correctly predicted pair whose spans differ by 5 %."""
+"""Weight of the trust in a model before there are trials.
+
+It counts as one pair of settings whose communication times differ by 5 %, and which the model orders correctly.
+"""
 
 LARGEST_WEIGHT = 0.5
-"""Maximum weight of a pair, because it does not matter by how much a much slower setting is slower."""
+"""Maximum weight of a pair of settings, because it does not matter by how much a much slower setting is slower."""
 
 BELIEVED = 0.4
-"""Agreement from which a model is trusted. It means that pairs with 70 % of the total weight are in its order."""
+"""Minimum `Forecast.agreement` of a trusted model.
+
+It means that the model orders pairs of settings with 70 % of the total weight correctly.
+"""
 
 LEAST_RANKED, RANKED = 5, 0.7
-"""Conditions for trusting a model that is not presumed to be right.
+"""Conditions for trusting a model that is not trusted before there are trials.
 
-They are the number of measured settings, and Spearman's rank correlation of predicted and measured spans.
+They are the minimum number of measured settings, and the minimum of Spearman's rank correlation of predicted and
+measured communication times.
 """
 
 MOST_COMPARED = 24
-"""Number of most recent settings whose pairs are compared."""
+"""Number of measured settings, the most recent ones, that `Forecast.agreement` compares with each other."""
 
 
 class Forecast:
-    """Predictions of a model, and how well they agree with measured trials.
+    """Predictions of a planning model, and how well they agree with measured trials.
 
     Args:
-        model: the model, which can be replaced. Measurements are kept.
+        model: the planning model. `update_model` replaces it, and keeps the measurements.
         presumed: whether the model is trusted until trials contradict it. Otherwise it is trusted only after it has
             ranked trials correctly.
     """
@@ -192,19 +206,22 @@ class Forecast:
         self._agreement: float | None = None
 
     def update_model(self, model: PlanningModel) -> None:
-        """Replace the model."""
+        """Replace the planning model. Measured trials are kept, and compared with the new model's predictions."""
         if model is not self._model:
             self._model, self._predicted_s, self._agreement = model, {}, None
 
     def tell(self, trials: Sequence[Trial]) -> None:
-        """Add measured spans. Idempotent."""
+        """Add the communication times that trials have measured. Idempotent."""
         for trial in trials:
             if math.isfinite(trial.span_s) and self._measured_s.get(trial.knobs) != trial.span_s:
                 self._measured_s[trial.knobs] = trial.span_s
                 self._agreement = None
 
     def predicted_s(self, knobs: Knobs) -> float | None:
-        """Return `PlanningModel.expected_s`; None also if the knobs' cuts do not fit the layout."""
+        """Return the predicted communication time of an iteration with these knobs, in seconds.
+
+        None if the model has no prediction for the knobs, or if the knobs' cuts do not fit the layout.
+        """
         if knobs not in self._predicted_s:
             try:
                 self._predicted_s[knobs] = self._model.expected_s(knobs)
@@ -214,9 +231,10 @@ class Forecast:
 
     @property
     def agreement(self) -> float:
-        """Return the agreement of predicted and measured orders, from -1 (all pairs reversed) to 1.
+        """Return how well predictions order the measured settings, from -1 (all pairs in reverse order) to 1.
 
-        It is Kendall's rank correlation with each pair weighted by the difference of its measured spans.
+        It is Kendall's rank correlation, with each pair of settings weighted by the difference of their measured
+        communication times.
         """
         if self._agreement is None:
             pairs = self._pairs()[-MOST_COMPARED:]
@@ -238,10 +256,10 @@ class Forecast:
         return len(pairs) >= LEAST_RANKED and _rank_correlation(pairs) >= RANKED
 
     def promises(self, knobs: Knobs, *, gain: float) -> bool:
-        """Return whether a setting is predicted to beat the best measured one by the fraction `gain`.
+        """Return whether a setting is predicted to beat the best measured setting by the fraction `gain`.
 
-        Both predictions are compared, because the model's error is probably similar for both settings. Also True
-        without a prediction or a measurement.
+        The predictions for both settings are compared, because the model's error is probably similar for both. Return
+        True, too, if there is no prediction for the setting, or no measured setting.
         """
         predicted_s, pairs = self.predicted_s(knobs), self._pairs()
         if predicted_s is None or not pairs:
@@ -255,7 +273,9 @@ class Forecast:
 
 
 def _rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
-    """Return Spearman's rank correlation; 0 if all values are equal. Equal values have their mean rank.
+    """Return Spearman's rank correlation of pairs of values; 0 if all values are equal.
+
+    Equal values have their mean rank.
 
     `scipy.stats` is not used because importing it takes 0.7 s.
     """
@@ -270,12 +290,12 @@ def _rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Described cluster: a ring of ranks with equal links.
+    """Cluster that the user describes instead of measuring it: a ring of ranks with equal links.
 
     Attributes:
-        name: name for tables.
+        name: name of the cluster in tables.
         ranks: number of ranks in the ring, at least two.
-        hop_s: latency of one hop (LIBRA's α in eq. 4).
+        hop_s: latency between two neighbours of the ring (LIBRA's α in eq. 4).
         link_bytes_per_s: rate of a rank's link in each direction.
         flow_bytes_per_s: maximum rate of a single flow, that is of one stream.
         crowding: fraction of the throughput lost with each stream beyond those that saturate the link.
@@ -305,8 +325,9 @@ class Cluster:
     def link(self, *, max_streams: int = 24) -> LinkModel:
         """Return the link model of a ring all-reduce (LIBRA eq. 4).
 
-        The start-up time is 2 (N − 1) α, and each gradient byte needs 2 (N − 1) / N bytes on the wire. n flows have n
-        times the rate of one flow until they saturate the link. Each further flow reduces the total rate by `crowding`.
+        With N ranks, the start-up time is 2 (N − 1) α, and each gradient byte needs 2 (N − 1) / N bytes on the wire.
+        n flows have n times the rate of one flow until they saturate the link. Each further flow reduces the total rate
+        by `crowding`.
         """
         wire_bytes_per_byte = ring_bytes(1.0, self.ranks)
         filling = self.link_bytes_per_s / self.flow_bytes_per_s
@@ -322,22 +343,28 @@ class Cluster:
 logger = logging.getLogger(__name__)
 
 FEWEST_TRIALS = 5
-"""Minimum number of trials on a route for a calibration."""
+"""Minimum number of trials on a route for correcting the route's model by trials."""
 
 TOLERANCE = 0.1
-"""Relative prediction error up to which a model is not calibrated."""
+"""Relative prediction error up to which a model is not corrected by trials."""
 
 MAX_PLANS = 12
-"""Number of trials, those with the fewest units, that a calibration uses. It limits its time to 0.25 s."""
+"""Maximum number of trials from which a link model is corrected, so that the fit takes at most 0.25 s.
+
+If there are more, those with the fewest units (buckets) are used.
+"""
 
 REGULARISATION = 0.03
-"""Regularisation: changing a parameter by a factor of e costs as much as missing a trial by this fraction.
+"""Cost of a changed parameter in a fit: a factor of e costs as much as a prediction error of this fraction.
 
 Parameters that no trial determines therefore keep their values.
 """
 
 _SEARCH: Any = {"diff_step": 0.02, "loss": "soft_l1", "f_scale": 0.1, "max_nfev": 12}
-"""Arguments of `scipy.optimize.least_squares`. `max_nfev` is small because each evaluation simulates all trials."""
+"""Arguments of `scipy.optimize.least_squares` in all fits of this module.
+
+`max_nfev` is small, because each evaluation of the error simulates all trials.
+"""
 
 
 def calibrate_link(
@@ -350,19 +377,20 @@ def calibrate_link(
 ) -> LinkModel:
     """Correct a link model so that the simulator reproduces measured trials.
 
-    Correction factors are fitted for α, for G(1), for the end of G, and for the processor time if it is not zero. The
-    factors of G between both ends are interpolated.
+    Correction factors are fitted for the start-up time, for the throughput of one stream, for that of the largest
+    number of streams, and for the processor time if it is not zero. The factors between both throughputs are
+    interpolated.
 
     Args:
         link: the link model to correct.
         layout: the job's gradients.
         profile: the job's compute times.
         trials: measured trials on one route.
-        contention: contention model of the route; None = no contention.
+        contention: model of how computation and communication slow each other down; None = they do not.
 
     Raises:
-        TuningError: fewer than four trials succeeded, or the corrected model misses them by more than
-            `fits.MAX_RESIDUAL`.
+        TuningError: fewer than four trials succeeded, or the relative error of the corrected model's predictions
+            exceeds `fits.MAX_RESIDUAL`.
     """
     plans, spans_s = _measured(layout, trials)
     corrected = _link_correction(link)
@@ -386,11 +414,11 @@ def calibrate_link(
 
 
 def fitted_to_trials(model: PlanningModel, trials: Sequence[Trial]) -> PlanningModel:
-    """Fit the model's contention and links to trials (LIBRA's algorithm 2).
+    """Fit the model's contention and links to trials (LIBRA's algorithm 2). Return the corrected model.
 
-    For each route, contention is fitted first if the job has a contention model, then the link. A part stays unchanged
-    if the median error of predictions is at most `TOLERANCE`, if fewer than `FEWEST_TRIALS` trials succeeded, or if the
-    fit is not better.
+    Contention is how much computation and communication slow each other down. It is fitted first if the job has a
+    contention model, then the link, for each route. The model stays unchanged if the median error of its predictions is
+    at most `TOLERANCE`, if fewer than `FEWEST_TRIALS` trials succeeded, or if the fit does not reduce the error.
     """
     for route in model.links:
         usable = [trial for trial in trials if trial.knobs.route == route]
@@ -427,14 +455,14 @@ def _with_link_fitted(model: PlanningModel, route: Route, trials: Sequence[Trial
 
 
 def _median_error(model: PlanningModel, route: Route, trials: Sequence[Trial]) -> float:
-    """Return the median error of predicted spans, as the absolute logarithm of predicted over measured."""
+    """Return the median error of predicted communication times, as the absolute logarithm of predicted / measured."""
     simulator = model.simulator(route)
     return median([abs(math.log(simulator.run_knobs(trial.knobs).span_s / trial.span_s)) for trial in trials])
 
 
 def _link_correction(link: LinkModel) -> Callable[[NDArray[np.float64]], LinkModel]:
     position = np.linspace(0, 1, len(link.throughput)) if len(link.throughput) > 1 else np.zeros(1)
-    alpha_s = max(link.alpha_s, 1e-9)  # not zero, which a factor could not correct
+    alpha_s = max(link.alpha_s, 1e-9)  # at least 1 ns, because a correction factor cannot change zero
 
     def corrected(logs: NDArray[np.float64]) -> LinkModel:
         factors = np.exp(logs[1] * (1 - position) + logs[2] * position)
@@ -451,7 +479,7 @@ class Observation:
 
     Attributes:
         knobs: setting of the iteration.
-        span_s: time from the first ready gradient to the last reduced one.
+        span_s: communication time, from the first ready gradient to the last reduced gradient.
         backward_s: time from the first ready gradient to the end of the backward pass; NaN = not measured.
     """
 
@@ -460,31 +488,35 @@ class Observation:
     backward_s: float = math.nan
 
 
-LEAST_ERROR = 0.02  # assumed minimum error of the simulator
-CONFIDENCE = 0.99  # confidence that the measurements are not noise around the unchanged model
-MOST_SLOWED = 0.95  # maximum loss of compute speed, as a fraction, with the largest number of threads
+LEAST_ERROR = 0.02  # assumed minimum of the simulator's relative error
+CONFIDENCE = 0.99  # required confidence that an improvement over the unchanged model is not noise
+MOST_SLOWED = 0.95  # maximum fraction of the compute speed that communication takes, with the most GPU threads
 _NO_EFFECT = RateCurve(gamma_1=1.0, gamma_2=0.0, gamma_3=0.0)
 
 
 def with_contention_learnt(model: PlanningModel, route: Route, seen: Sequence[Observation]) -> PlanningModel:
-    """Fit a route's contention to training iterations (LIBRA, algorithm 2, line 3).
+    """Fit how computation and a route's communication slow each other down (contention) to training iterations.
 
-    Three parameters are fitted with the simulator, starting from the probes' results:
+    This is line 3 of LIBRA's algorithm 2. Three parameters are fitted with the simulator, starting from the probes'
+    results:
 
-    - α2, the slow-down of computation by each thread,
-    - p / q, the slow-down of an all-reduce by computation,
-    - the time of the undisturbed backward pass. If backward passes were not measured, a common factor of the rates p
-      and q instead.
+    - the slow-down of computation by each communication thread (α2),
+    - the slow-down of an all-reduce by computation (p / q),
+    - the time of the undisturbed backward pass. If backward passes were not measured, a common factor of the
+      transmission rates with and without computation (p and q) instead.
 
-    Without a probed contention model, as on hosts' processors, an all-reduce counts as one thread per stream.
+    If probes did not measure contention, as on CPUs, an all-reduce counts as one thread per stream.
 
     Args:
-        model: the model to correct.
-        route: the route.
-        seen: iterations with several settings. Those on other routes are ignored.
+        model: the planning model to correct.
+        route: the route (transport and algorithm) whose contention is fitted.
+        seen: measured iterations with several settings. Iterations on other routes are ignored.
+
+    Returns:
+        A copy of the planning model with the fitted contention.
 
     Raises:
-        TuningError: there are fewer than three settings, the fit misses them by more than `MAX_RESIDUAL`, or its
+        TuningError: there are fewer than three settings, the relative error of the fit exceeds `MAX_RESIDUAL`, or its
             improvement over the unchanged model may be noise.
     """
     times_s: dict[Knobs, list[tuple[float, float]]] = {}
@@ -492,7 +524,10 @@ def with_contention_learnt(model: PlanningModel, route: Route, seen: Sequence[Ob
         if one.knobs.route == route and math.isfinite(one.span_s):
             times_s.setdefault(one.knobs, []).append((one.span_s, one.backward_s))
     if len(times_s) < 3:
-        raise TuningError(f"fitting contention needs at least 3 settings, found {len(times_s)}")
+        raise TuningError(
+            "fitting contention (how computation and communication slow each other down) needs measurements of at "
+            f"least 3 settings, found {len(times_s)}"
+        )
     times_s = {knobs: times_s[knobs] for knobs in sorted(times_s, key=lambda knobs: knobs.unit_bytes)[-MAX_PLANS:]}
     plans = [knobs.to_plan(model.layout) for knobs in times_s]
     measured = np.log(np.maximum([np.median(each, axis=0) for each in times_s.values()], 1e-9))  # (n_settings, 2)
@@ -546,7 +581,8 @@ def with_contention_learnt(model: PlanningModel, route: Route, seen: Sequence[Ob
     before, after = errors_of(unchanged), errors_of(learnt)
     if (residual := root_mean_square(after)) > MAX_RESIDUAL:
         raise TuningError(f"contention misses the iterations by {residual:.0%}, the limit is {MAX_RESIDUAL:.0%}")
-    # F-test with 2 and `freedom` degrees of freedom. The simulator's minimum error counts as noise.
+    # An F-test with 2 and `freedom` degrees of freedom rejects improvements that may be noise. The simulator's minimum
+    # error counts as noise.
     freedom = len(after) - 3
     explained = float((before**2).sum() - (after**2).sum()) / (float((after**2).sum()) + len(after) * LEAST_ERROR**2)
     if freedom < 1 or explained <= (1.0 - CONFIDENCE) ** (-2.0 / freedom) - 1.0:
@@ -560,27 +596,28 @@ def _scaled(curve: RateCurve, factor: float) -> RateCurve:
 
 
 DRAWS = 3
-"""Number of random settings from which contention is fitted, in addition to the default."""
+"""Number of random settings that `ContentionLearner` measures in addition to the default setting."""
 
 DRAWN_STREAMS, DRAWN_UNITS = 2, 4
-"""Maximum factors between a random setting and the default, for the number of streams and for the unit size."""
+"""Maximum ratio of a random setting to the default setting, for the number of streams and for the unit (bucket) size.
+"""
 
 DRAWN_SLOWER = 1.1
-"""Maximum predicted span of a random setting, relative to the default's."""
+"""Maximum predicted communication time of a random setting, relative to the default setting's."""
 
 ROUNDS = 3
-"""Maximum number of draws with the same numbers of streams and threads."""
+"""Maximum number of random settings that are drawn with the same numbers of streams and GPU threads."""
 
 
 class ContentionLearner:
-    """Fits contention to the first training iterations, of the default and of random settings near it.
+    """Measures how computation and communication slow each other down (contention) in the first training iterations.
 
-    This is LIBRA's algorithm 2.
+    These iterations run the default setting, then random settings near it. This is LIBRA's algorithm 2.
 
     Attributes:
-        draws: random settings to run first. They are on the default's route, differ in streams, threads and units, and
-            are not predicted to be clearly slower. Empty if the route was not measured, or if ranks communicate on
-            processors that compute, because `SharedHost` already models contention there.
+        draws: random settings to run first. They have the default's transport and algorithm, differ in streams, GPU
+            threads and unit sizes, and are not predicted to be clearly slower. Empty if the default's route was not
+            measured, or if ranks communicate on processors that compute, because `SharedHost` models that case.
     """
 
     def __init__(self, model: PlanningModel, *, space: KnobSpace, default: Knobs, rng: np.random.Generator) -> None:
@@ -591,17 +628,18 @@ class ContentionLearner:
             self.draws = tuple(_drawn(model, space, default, rng))
 
     def learn(self, model: PlanningModel, seen: Sequence[Observation]) -> PlanningModel | None:
-        """Add iterations of one setting, and fit the model's contention once there are enough.
+        """Add measured iterations of one setting, and fit contention once all random settings (`draws`) have run.
 
-        If the model predicts the default's span within `TOLERANCE`, it is returned unchanged after the default's
-        iterations, because the draws would add nothing.
+        If the model predicts the default's communication time within `TOLERANCE`, it is returned unchanged after the
+        default's iterations, because measurements of other settings would not improve it.
 
         Args:
-            model: the current model.
-            seen: iterations of one setting. The default must be the first.
+            model: the current planning model.
+            seen: measured iterations of one setting. The first call must have those of the default setting.
 
         Returns:
-            The model, unchanged if contention cannot be fitted. None until all draws have run.
+            The planning model with the fitted contention, or the unchanged model if contention cannot be fitted. None
+            until all random settings have run.
         """
         self._seen += seen
         seen_knobs = {one.knobs for one in self._seen}
@@ -616,18 +654,26 @@ class ContentionLearner:
             return model
 
     def _predicts_default(self, model: PlanningModel) -> bool:
-        """Return whether the model predicts the default within `TOLERANCE`. Call before other settings have run."""
+        """Return whether the model predicts the default setting's communication time within `TOLERANCE`.
+
+        Call this method before other settings than the default have run.
+        """
         predicted_s = model.simulator(self._default.route).run_knobs(self._default).span_s
         return abs(math.log(predicted_s / median(one.span_s for one in self._seen))) <= TOLERANCE
 
 
 def _drawn(model: PlanningModel, space: KnobSpace, default: Knobs, rng: np.random.Generator) -> Iterator[Knobs]:
-    """Yield random settings near the default, with distinct pairs of streams and threads ("allowances") if possible."""
+    """Yield random settings near the default, if possible each with another pair of streams and GPU threads.
+
+    Such a pair is called an allowance here.
+    """
     simulator, (low, high) = model.simulator(default.route), space.unit_bytes
     at_most_s = DRAWN_SLOWER * simulator.run_knobs(default).span_s
     near = [n for n in space.streams_on(default.route) if 1 / DRAWN_STREAMS <= n / default.streams <= DRAWN_STREAMS]
     allowances = [(streams, threads) for streams in near for threads in space.threads]
-    allowances.sort(key=lambda allowance: allowance == (default.streams, default.threads))  # the default's is the last
+    allowances.sort(
+        key=lambda allowance: allowance == (default.streams, default.threads)
+    )  # the default's pair is the last
     if not allowances:
         return
     others = len(allowances) - 1
@@ -647,7 +693,7 @@ def _drawn(model: PlanningModel, space: KnobSpace, default: Knobs, rng: np.rando
 
 
 def _measured(layout: GradientLayout, trials: Sequence[Trial]) -> tuple[list[CommPlan], NDArray[np.float64]]:
-    """Return plans and spans of the successful trials with the fewest units.
+    """Return plans and communication times of the successful trials that have the fewest units (buckets).
 
     Raises:
         TuningError: fewer than four trials succeeded.

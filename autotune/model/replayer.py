@@ -1,4 +1,4 @@
-"""Discrete-event simulation of a graph of operations that share processors and links."""
+"""Discrete-event simulation of a graph of operations that share processors and network links."""
 
 from __future__ import annotations
 
@@ -19,36 +19,37 @@ class Phase(Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
     UPDATE = "update"
-    OTHER = "other"  # all other times: other code of the script, and waiting for gradients
+    OTHER = "other"  # all other time: other code of the training script, and waiting for gradients
 
 
 class Activity(Enum):
-    """Kind of operation that a node is."""
+    """Kind of operation that a graph's node stands for."""
 
-    COMPUTE = "compute"  # an operator, or other code of the script between operators
+    COMPUTE = "compute"  # an operator, or other code of the training script between operators
     DATA = "data"  # waiting for the data loader
     COPY = "copy"  # copy of gradients into flat buffers
-    UNIT = "unit"  # all-reduce of a communication unit
+    UNIT = "unit"  # all-reduce of a communication unit (bucket)
     COLLECTIVE = "collective"  # any other collective operation
 
 
 ALL_RANKS = -1
-"""`ReplayNode.rank` of a collective operation."""
+"""Value of `ReplayNode.rank` for a collective operation, which all ranks run."""
 
 NEVER = -1
-"""`ResourceDemand.relieved_by` of work that no other node's end affects."""
+"""Value of `ResourceDemand.relieved_by` for work that the end of another node does not shorten."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedResource:
-    """Resource that concurrent jobs share equally: a link or processors. A job is a node's use of the resource.
+    """Resource that concurrent jobs share equally: a network link or processors. A job is a node's use of the resource.
 
     Attributes:
-        name: name for messages and charts.
+        name: name of the resource in messages and charts.
         totals: total throughput of n concurrent jobs relative to a single job, for n = 1, 2, …; constant beyond the
-            end. `(1, 2)` is two processors, `(1,)` a link that a single flow saturates.
+            end. `(1, 2)` describes two processors, `(1,)` a link that a single flow saturates.
         is_link: whether the resource is a link; otherwise it is processors.
-        speed: speed factor of all jobs as a function of the load that other nodes cause. None = load has no effect.
+        speed: function that returns the factor by which the sum of nodes' loads (`Load`) slows all jobs. None = loads
+            have no effect.
 
     Raises:
         ReplayError: a total is not positive.
@@ -64,7 +65,10 @@ class SharedResource:
             raise ReplayError(f"{self.name} needs a positive throughput for each number of jobs, found {self.totals}")
 
     def share(self, jobs: float) -> float:
-        """Return the speed of each of `jobs` concurrent jobs relative to a single one, linearly interpolated."""
+        """Return the speed of each of `jobs` concurrent jobs, relative to a single job.
+
+        For a fractional number of jobs, the throughput is interpolated linearly.
+        """
         whole = int(jobs)
         if whole >= len(self.totals):
             return self.totals[-1] / jobs
@@ -74,15 +78,15 @@ class SharedResource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceDemand:
-    """Work of a node at one server.
+    """Work that a node (an operation) does on one shared resource ("server").
 
     Attributes:
-        server: index in `ReplayGraph.servers`.
-        seconds: time of the work if no other node uses the server.
-        jobs: number of jobs that the work counts as, each of `seconds`. Work that keeps a processor busy for a fraction
-            of the time counts as that fraction of a job.
+        server: index of the resource in `ReplayGraph.servers`.
+        seconds: time of the work if no other node uses the resource.
+        jobs: number of concurrent jobs, of `seconds` each, as which the work counts. Work that keeps a processor busy
+            for a fraction of the time counts as that fraction of a job.
         relieved_by: index of the node whose end shortens the remaining work; `NEVER` = no such node.
-        relief: factor by which the remaining work is multiplied then.
+        relief: factor by which the remaining work is multiplied when the node `relieved_by` ends.
     """
 
     server: int
@@ -94,11 +98,13 @@ class ResourceDemand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Load that a node puts on a server without being a job there, such as communication on computing processors.
+    """Slow-down of a shared resource ("server") by a node that does no work on it.
+
+    An example is an all-reduce that slows down the processors that compute.
 
     Attributes:
-        server: index in `ReplayGraph.servers`.
-        amount: load. The sum of all nodes' loads is the argument of `SharedResource.speed`.
+        server: index of the resource in `ReplayGraph.servers`.
+        amount: the node's part of the load. The sum over nodes is the argument of `SharedResource.speed`.
     """
 
     server: int
@@ -107,18 +113,21 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayNode:
-    """One operation. It takes `fixed_s`, followed by the time until all its works have ended.
+    """One operation of a simulated graph.
+
+    It takes the constant time `fixed_s`, followed by the time until its work on all shared resources has ended.
 
     Attributes:
-        lane: index in `ReplayGraph.lanes`. A lane runs one node at a time, in the order in which nodes become ready.
+        lane: index in `ReplayGraph.lanes` of the queue that runs the operation. A queue runs one operation at a time,
+            in the order in which operations become ready.
         activity: kind of operation.
-        phase: phase of the step to which the operation belongs.
+        phase: phase of the training step to which the operation belongs.
         rank: rank that runs the operation, or `ALL_RANKS`.
-        iteration: number of the iteration, relative to the first replayed one.
-        name: name of the operator or unit.
-        fixed_s: time that is independent of servers.
-        works: works at servers, which start together after `fixed_s`.
-        loads: loads on servers for the whole duration of the operation.
+        iteration: index of the training iteration, counted from the first replayed iteration.
+        name: name of the operator or unit (bucket).
+        fixed_s: time that does not depend on shared resources.
+        works: work on shared resources, which starts on all of them after `fixed_s`.
+        loads: loads on shared resources for the whole duration of the operation.
     """
 
     lane: int
@@ -133,12 +142,14 @@ class ReplayNode:
 
     @property
     def alone_s(self) -> float:
-        """Return the duration of the operation if no other node uses its servers."""
+        """Return the duration of the operation if no other node uses the same shared resources."""
         return self.fixed_s + max((work.seconds for work in self.works), default=0.0)
 
 
 Edge = tuple[int, int, float]
-"""(before, after, gap_s): indices of two nodes, and the minimum time from the end of one to the start of the other."""
+"""Dependency (before, after, gap_s): indices of two nodes, and the minimum time from the first's end to the second's
+start.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,10 +157,10 @@ class ReplayGraph:
     """Dependency graph of operations.
 
     Attributes:
-        nodes: operations. If several are ready at the same time, the order of this list decides.
-        edges: dependencies between nodes.
-        lanes: names of lanes.
-        servers: shared resources.
+        nodes: operations. Of operations that are ready at the same time, the first one in this list starts first.
+        edges: dependencies between operations.
+        lanes: names of the queues that run the operations, each one at a time.
+        servers: resources that operations share: network links and processors.
 
     Raises:
         ReplayError: an index is out of range, or a time is negative or not finite.
@@ -176,37 +187,37 @@ class ReplayGraph:
 
 
 _ROUNDING = 1e-12
-"""Relative tolerance of times. Jobs whose ends differ by less end together."""
+"""Relative tolerance of times. Jobs whose end times differ by less end at the same time."""
 
 
 class FairShare:
-    """State of one server during a simulation.
+    """State of one shared resource during a simulation.
 
-    The server's clock advances at the speed of each of its jobs. A job therefore ends at a clock value that is known
-    when the job starts, and does not change when other jobs start or end.
+    The resource has a clock that advances at the speed of each of its jobs. A job therefore ends at a clock value that
+    is known when the job starts, and that does not change when other jobs start or end.
 
     Attributes:
-        next_s: time at which the next job ends if nothing changes; infinite without jobs.
+        next_s: simulated time at which the next job ends if no job starts before; infinite without jobs.
     """
 
     __slots__ = ("_at_s", "_clock", "_ends", "_jobs", "_load", "_server", "_share", "next_s")
 
     def __init__(self, server: SharedResource) -> None:
         self._server = server
-        self._ends: list[tuple[float, int, float]] = []  # heap of (clock at the end, job, number that it counts as)
+        self._ends: list[tuple[float, int, float]] = []  # heap of (clock at the job's end, job, number of jobs)
         self._jobs, self._load, self._share = 0.0, 0.0, 1.0
         self._at_s = self._clock = 0.0
         self.next_s = math.inf
 
     def add(self, now_s: float, job: int, seconds: float, jobs: float) -> None:
-        """Add a job that takes `seconds` alone and counts as `jobs` jobs."""
+        """Add a job that would take `seconds` alone, and that counts as `jobs` concurrent jobs."""
         self._advance(now_s)
         heappush(self._ends, (self._clock + seconds, job, jobs))
         self._jobs += jobs
         self._update()
 
     def pop_ended(self, now_s: float) -> list[int]:
-        """Remove and return the jobs that have ended."""
+        """Remove the jobs that have ended by `now_s`, and return them."""
         self._advance(now_s)
         ended, ends = [], self._ends
         limit = self._clock + _ROUNDING * max(1.0, now_s)
@@ -218,13 +229,13 @@ class FairShare:
         return ended
 
     def add_load(self, now_s: float, amount: float) -> None:
-        """Add load to the server, or remove it with a negative amount."""
+        """Add a node's load to the resource's load. A negative amount removes load."""
         self._advance(now_s)
         self._load += amount
         self._update()
 
     def scale_remaining(self, now_s: float, factors: Mapping[int, float]) -> None:
-        """Multiply the remaining work of jobs, by {job: factor}."""
+        """Multiply the remaining work of each job in `factors` by its factor."""
         self._advance(now_s)
         clock = self._clock
         self._ends = [(clock + (end - clock) * factors.get(job, 1.0), job, count) for end, job, count in self._ends]
@@ -254,10 +265,10 @@ class SharedHost:
     Attributes:
         ranks: number of ranks, which compute simultaneously.
         processors: number of processors that the ranks may keep busy together.
-        threads: number of compute threads of each rank.
+        threads: number of threads with which each rank computes.
 
     Raises:
-        TuningError: a number is not positive.
+        TuningError: an attribute is not positive.
     """
 
     ranks: int
@@ -270,7 +281,10 @@ class SharedHost:
 
     @property
     def server(self) -> SharedResource:
-        """Return the processors as a server: n jobs have the throughput of n processors, up to `processors`."""
+        """Return the host's processors as a shared resource.
+
+        n concurrent jobs have the throughput of n processors, up to `processors`.
+        """
         whole = int(self.processors)
         totals = tuple(float(count) for count in range(1, whole + 1))
         return SharedResource(
@@ -278,34 +292,37 @@ class SharedHost:
         )
 
     def computation(self, server: int, seconds: float) -> ResourceDemand:
-        """Return the work of computation on all ranks that took `seconds` while all ranks computed."""
+        """Return the processors' work for a computation that took `seconds` while all ranks computed."""
         jobs = self.ranks * self.threads
         return ResourceDemand(server=server, seconds=seconds * self.server.share(jobs), jobs=jobs)
 
     def unit(self, server: int, seconds: float, busy: float) -> ResourceDemand:
-        """Return the work of an all-reduce that takes `seconds` alone and keeps `busy` processors of each rank busy."""
-        # `seconds` already includes sharing if ranks kept more processors busy than there are.
+        """Return the processors' work for an all-reduce that takes `seconds` alone.
+
+        It keeps `busy` processors of each rank busy.
+        """
+        # If ranks keep more processors busy than the host has, the measured `seconds` already include the slow-down.
         jobs = self.ranks * busy
         return ResourceDemand(server=server, seconds=seconds * self.server.share(max(1.0, jobs)), jobs=jobs)
 
 
 START = -1
-"""`Replay.causes` of a node that waited for no other node."""
+"""Value in `Replay.causes` for a node that waited for no other node."""
 
 _READY, _FIXED, _SERVER = range(3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """Times of all nodes in a simulation.
+    """Result of a simulation: the times of all nodes (operations).
 
     Attributes:
         graph: the simulated graph.
         ready_s: time at which all dependencies of each node had ended, `(n_nodes,)`.
-        start_s: time at which each node's lane started it, `(n_nodes,)`.
-        end_s: end of each node, `(n_nodes,)`.
-        causes: for each node, the node whose end allowed it to start, `(n_nodes,)`. It is the last dependency, or the
-            node before on the lane; `START` = none.
+        start_s: time at which each node started, `(n_nodes,)`.
+        end_s: time at which each node ended, `(n_nodes,)`.
+        causes: for each node, the node whose end allowed it to start, `(n_nodes,)`. That is the last dependency to end,
+            or the node that the same queue (lane) ran before; `START` = no such node.
     """
 
     graph: ReplayGraph
@@ -316,15 +333,15 @@ class Replay:
 
     @property
     def total_s(self) -> float:
-        """Return the end of the last node."""
+        """Return the time at which the last node ended."""
         return max(self.end_s, default=0.0)
 
 
 def replay(graph: ReplayGraph) -> Replay:
-    """Simulate a graph from time 0 on.
+    """Simulate the operations of a graph from time 0 on, and return their times.
 
     Raises:
-        ReplayError: dependencies have a cycle.
+        ReplayError: the dependencies between operations have a cycle.
     """
     run = _Run(graph)
     run.simulate()
@@ -343,23 +360,26 @@ def replay(graph: ReplayGraph) -> Replay:
 
 
 class _Run:
-    """Event loop of a simulation. `n_pending` is the number of nodes that have not ended."""
+    """Event loop of a simulation. `n_pending` is the number of nodes (operations) that have not ended."""
 
     def __init__(self, graph: ReplayGraph) -> None:
         count = len(graph.nodes)
         self.graph, self.n_pending = graph, count
         self.ready_s, self.start_s, self.end_s = [0.0] * count, [-1.0] * count, [-1.0] * count
         self.causes = [START] * count
-        self._n_unmet = [0] * count  # number of dependencies that have not ended
+        self._n_unmet = [0] * count  # for each node, number of dependencies that have not ended
         self._after: list[list[tuple[int, float]]] = [[] for _ in range(count)]
         for before, after, gap_s in graph.edges:
             self._after[before].append((after, gap_s))
             self._n_unmet[after] += 1
-        self._n_works = [len(node.works) for node in graph.nodes]  # number of works that have not ended
+        self._n_works = [
+            len(node.works) for node in graph.nodes
+        ]  # for each node, number of resources on which its work has not ended
         self._queues: list[deque[int]] = [deque() for _ in graph.lanes]
         self._busy = [False] * len(graph.lanes)
         self._servers = [FairShare(server) for server in graph.servers]
-        self._relieved: dict[int, dict[int, dict[int, float]]] = {}  # {node: {server: {job: factor at the node's end}}}
+        # {node: {server: {job: factor of the job's remaining work when the node ends}}}
+        self._relieved: dict[int, dict[int, dict[int, float]]] = {}
         self._events: list[tuple[float, int, int]] = []  # heap of (time, kind, node or server)
 
     def simulate(self) -> None:
@@ -373,9 +393,8 @@ class _Run:
                 self._enqueue(now_s, index)
             elif kind == _FIXED:
                 self._serve(now_s, index)
-            elif (
-                self._servers[index].next_s <= now_s
-            ):  # otherwise the server's jobs have changed: the event is obsolete
+            # If the server's jobs have changed since the event was created, the event is obsolete.
+            elif self._servers[index].next_s <= now_s:
                 self._end_works(now_s, index)
 
     def _enqueue(self, now_s: float, index: int) -> None:

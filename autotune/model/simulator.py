@@ -1,4 +1,4 @@
-"""Simulator of a training iteration with a given plan."""
+"""Simulator of a training iteration in which a given plan divides the gradients into units (buckets)."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from .replayer import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Times of one iteration's backward pass without communication, relative to its start.
+    """Times of one iteration's backward pass without communication, relative to the pass's start.
 
     Attributes:
         ready_s: time at which each gradient is ready, `(n_gradients,)`, in the layout's order. Times need not ascend,
-            because the layout is ordered by the average position over ranks.
-        compute_s: end of the backward pass, not before the last gradient is ready.
-        forward_s: duration of the forward pass. It affects iteration times, but no plan.
+            because the layout orders gradients by their average position over ranks.
+        compute_s: end of the backward pass, when all gradients are ready.
+        forward_s: duration of the forward pass. It affects the predicted iteration time, but no plan.
 
     Raises:
         TuningError: there is no gradient, or a time is negative, not finite or after the end of the pass.
@@ -63,7 +63,7 @@ class Profile:
 
     @classmethod
     def from_durations(cls, durations_s: Sequence[float], *, forward_s: float = 0.0) -> Profile:
-        """Create the profile of gradients that are computed one after the other.
+        """Create the profile of a backward pass that computes one gradient after the other.
 
         Args:
             durations_s: computation time of each gradient, `(n_gradients,)`.
@@ -78,24 +78,24 @@ class Profile:
         return cls(ready_s=ready_s, compute_s=ready_s[-1] if ready_s else 0.0, forward_s=forward_s)
 
     def times(self, factor: float) -> Profile:
-        """Return a profile with the times of the backward pass multiplied by `factor`."""
+        """Return a copy of the profile with the times of the backward pass multiplied by `factor`."""
         return replace(
             self, ready_s=tuple(factor * time_s for time_s in self.ready_s), compute_s=factor * self.compute_s
         )
 
     @property
     def issuable_s(self) -> tuple[float, ...]:
-        """Return the time at which each gradient and all before it are ready, `(n_gradients,)`.
+        """Return the time at which each gradient and all gradients before it are ready, `(n_gradients,)`.
 
-        A unit must wait for all earlier gradients, because units are issued in a fixed order.
+        A unit (bucket) must wait for all earlier gradients, because units are launched in the same order on all ranks.
         """
         return tuple(accumulate(self.ready_s, max))
 
     @property
     def durations_s(self) -> tuple[float, ...]:
-        """Return the differences between successive `issuable_s`, `(n_gradients,)` (LIBRA's b_i).
+        """Return the differences between successive times in `issuable_s`, `(n_gradients,)` (LIBRA's b_i).
 
-        The last one includes the computation after the last gradient, so that the sum is `compute_s`.
+        The last entry includes the computation after the last gradient, so that the sum is `compute_s`.
         """
         issuable_s = self.issuable_s
         steps = [after - before for before, after in zip((0.0, *issuable_s[:-1]), issuable_s, strict=True)]
@@ -116,7 +116,7 @@ class Profile:
 
 
 LINK, MESSAGES, PROCESSORS = range(3)
-"""Indices in `ReplayGraph.servers`."""
+"""Indices in `ReplayGraph.servers` of the link, the processor that sends messages, and the computing processors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,9 +124,9 @@ class SimulatedIteration:
     """Times of one simulated iteration, relative to the start of the backward pass.
 
     Attributes:
-        issue_s: time at which each unit was issued to its stream, `(n_units,)`.
-        start_s: time at which the stream started each unit, `(n_units,)`.
-        stop_s: time at which each unit was reduced, `(n_units,)`.
+        issue_s: time at which each unit (bucket) was launched on its stream, `(n_units,)`.
+        start_s: time at which the stream started each unit's all-reduce, `(n_units,)`.
+        stop_s: time at which each unit's all-reduce ended, `(n_units,)`.
         first_ready_s: time at which the first gradient was ready.
         compute_end_s: end of the backward pass.
         forward_s: duration of the forward pass.
@@ -141,22 +141,22 @@ class SimulatedIteration:
 
     @property
     def end_s(self) -> float:
-        """Return the end of both the backward pass and the last unit."""
+        """Return the time at which both the backward pass and all units' all-reduces have ended."""
         return max(self.compute_end_s, max(self.stop_s, default=0.0))
 
     @property
     def span_s(self) -> float:
-        """Return the time from the first ready gradient to the last reduced one, which trials measure."""
+        """Return the communication time that trials measure: from the first ready to the last reduced gradient."""
         return max(0.0, max(self.stop_s, default=0.0) - self.first_ready_s)
 
     @property
     def iteration_s(self) -> float:
-        """Return the time of forward pass, backward pass and exposed communication."""
+        """Return the iteration's time: forward pass, backward pass and exposed communication."""
         return self.forward_s + self.end_s
 
 
 def link_servers(link: LinkModel) -> list[SharedResource]:
-    """Return the servers that units share: the link, and the processor that sends messages (`LINK`, `MESSAGES`)."""
+    """Return the resources that units (buckets) share: the link, and the processor that sends messages."""
     rates = link.throughput
     shared = SharedResource(name="link", totals=tuple(rate / rates[0] for rate in rates), is_link=True)
     return [shared, SharedResource(name="messages", totals=(1.0,))]
@@ -183,15 +183,16 @@ def _unit_node(
 
 
 class Simulator:
-    """Simulator of plans for one layout on one link.
+    """Simulator of training iterations with different plans, for one gradient layout on one link.
 
     Attributes:
         layout: the job's gradients.
         profile: compute times without communication.
         link: cost model of the link.
-        contention: LIBRA's contention model; None = computation and communication do not affect each other.
-        host: host that all ranks share; None = ranks do not communicate on processors that compute.
-        issuable_s: time at which each gradient and all before it are ready without communication, `(n_gradients,)`.
+        contention: LIBRA's model of how computation and communication slow each other down; None = they do not.
+        host: host on whose processors all ranks compute and communicate; None = other processors communicate.
+        issuable_s: time at which each gradient and all gradients before it are ready without communication,
+            `(n_gradients,)`.
 
     Raises:
         TuningError: `profile` and `layout` have different numbers of gradients.
@@ -215,17 +216,17 @@ class Simulator:
         self.issuable_s = profile.issuable_s
 
     def run_knobs(self, knobs: Knobs) -> SimulatedIteration:
-        """Simulate the plan of these knobs."""
+        """Simulate an iteration with the plan of these knobs."""
         return self.run(knobs.to_plan(self.layout))
 
     def run_cuts(self, cuts: Sequence[Cut]) -> SimulatedIteration:
-        """Simulate explicit units, on as many streams as they use."""
+        """Simulate an iteration with these units (buckets), on as many streams as the units use."""
         streams = 1 + max((cut.stream for cut in cuts), default=0)
-        transport = TransportKind.GLOO  # arbitrary, because only the link model determines costs
+        transport = TransportKind.GLOO  # any transport gives the same result, because the link model has the costs
         return self.run_knobs(Knobs(unit_bytes=1, streams=streams, transport=transport, cuts=tuple(cuts)))
 
     def run(self, plan: CommPlan) -> SimulatedIteration:
-        """Simulate a plan.
+        """Simulate an iteration with a plan.
 
         Raises:
             TuningError: plan and layout have different numbers of elements.
@@ -246,9 +247,10 @@ class Simulator:
         )
 
     def _graph(self, plan: CommPlan) -> ReplayGraph:
-        """Create a graph of the backward pass and the units.
+        """Create a graph of the operations of the backward pass and the units' (buckets') all-reduces.
 
-        The pass is divided into pieces at the times at which units can be issued. Pieces precede units in the graph.
+        Each time at which a unit can be launched divides the backward pass, so that every part of it is one node. These
+        nodes precede the units' nodes in the graph.
         """
         offsets = self.layout.offsets
         needed_s = [self.issuable_s[bisect_left(offsets, unit.stop) - 1] for unit in plan.units]
@@ -262,7 +264,7 @@ class Simulator:
         return ReplayGraph(nodes=[*pieces, *units], edges=edges, lanes=lanes, servers=self._servers())
 
     def _servers(self) -> list[SharedResource]:
-        """Return the servers of computation and units: the link, the processor that sends messages, the processors."""
+        """Return the shared resources: the link, the processor that sends messages, and the computing processors."""
         if self.host is not None:
             return [*link_servers(self.link), self.host.server]
         speed = None if self.contention is None else self.contention.compute_speed
@@ -285,7 +287,10 @@ class Simulator:
         )
 
     def _unit(self, unit: Unit, last_piece: int) -> tuple[float, tuple[ResourceDemand, ...], tuple[Load, ...]]:
-        """Return the fixed time of a unit, its works and its loads."""
+        """Return the costs of a unit's all-reduce: a constant time, its work on shared resources, and its load on them.
+
+        A unit (bucket) is a range of the flat gradient buffer. A load slows down other operations.
+        """
         link, model = self.link, self.contention
         n_bytes = unit.numel * self.layout.itemsize_bytes
         if self.host is not None:
@@ -307,7 +312,8 @@ class Simulator:
 
 
 ITERATIONS = 5
-"""Number of simulated iterations. The result is the mean of the last two."""
+"""Number of iterations that `deferred_iteration_s` simulates. Its result is the mean time of the last two iterations.
+"""
 
 
 def deferred_iteration_s(
@@ -318,13 +324,14 @@ def deferred_iteration_s(
     forward_s: float,
     link: LinkModel,
 ) -> float:
-    """Return the time of an iteration with deferred updates: a parameter is updated when the forward pass reads it.
+    """Predict the time of an iteration with deferred updates: each parameter is updated when the forward pass reads it.
 
     Args:
-        units: units in the order of their launch. A stream runs its units one after the other.
-        complete_s: time from the first ready gradient until each unit's gradients are all ready, `(n_units,)`.
+        units: units (buckets) in the order of their launch. A stream runs its units one after the other.
+        complete_s: time from the first ready gradient until all gradients of each unit are ready, `(n_units,)`.
         pace: measured times of the iteration's backward pass.
-        forward_s: time from the end of a backward pass to the first gradient of the next one, without waiting.
+        forward_s: time from the end of a backward pass to the first gradient of the next backward pass, without waiting
+            for units.
         link: link model of all units.
     """
     cycle, read_s = _Cycle(units, link), [_read_s(unit, pace, forward_s) for unit in units]
@@ -336,13 +343,16 @@ def deferred_iteration_s(
 
 
 def _read_s(unit: ScheduledUnit, pace: IterationPace, forward_s: float) -> float:
-    """Return the time at which the forward pass first reads a parameter of a unit."""
+    """Return the time at which the forward pass first reads one of the parameters whose gradients are in a unit.
+
+    Modules are assumed to run in the reverse order of the backward pass.
+    """
     last_s = max((pace.ready_s[index] for index in unit.members), default=0.0)
     return forward_s * (1.0 - min(1.0, last_s / pace.backward_s)) if pace.backward_s > 0.0 else 0.0
 
 
 class _Cycle:
-    """Builder of the graph of several iterations.
+    """Builder of a graph of the operations of several successive iterations.
 
     Attributes:
         ends: index of the last node of each backward pass.
@@ -353,8 +363,8 @@ class _Cycle:
         streams = dict.fromkeys((unit.route, unit.stream) for unit in units)
         self._lane_of = {stream: place for place, stream in enumerate(streams, start=1)}
         self._nodes, self._edges = list[ReplayNode](), list[Edge]()
-        self._last_compute: int | None = None  # the last node of computation
-        self._previous_units: list[int] = []  # the units' nodes of the previous iteration
+        self._last_compute: int | None = None  # index of the last node of computation
+        self._previous_units: list[int] = []  # indices of the nodes of the previous iteration's units
         self.ends: list[int] = []
 
     @property
@@ -363,7 +373,11 @@ class _Cycle:
         return ReplayGraph(nodes=self._nodes, edges=self._edges, lanes=lanes, servers=link_servers(self._link))
 
     def forward(self, iteration: int, read_s: Sequence[float], forward_s: float) -> None:
-        """Add a forward pass, divided at the times at which it waits for units of the previous iteration."""
+        """Add a forward pass to the graph.
+
+        It waits for a unit of the previous iteration before it reads the unit's parameters. Each wait starts a new
+        node.
+        """
         moments_s = sorted({0.0, *read_s})
         for begin_s, end_s in pairwise([*moments_s, max(forward_s, moments_s[-1])]):
             place = self._compute(iteration, Phase.FORWARD, end_s - begin_s)
@@ -373,7 +387,10 @@ class _Cycle:
             self._edges += [(unit, place, 0.0) for unit in awaited]
 
     def backward(self, iteration: int, complete_s: Sequence[float], backward_s: float) -> None:
-        """Add a backward pass, divided at the times at which units are complete, and the units."""
+        """Add a backward pass and its units (buckets) to the graph.
+
+        When all gradients of a unit are ready, a new node of the backward pass starts, and the unit may start, too.
+        """
         moments_s = sorted({*complete_s, backward_s})
         piece_of = {
             end_s: self._compute(iteration, Phase.BACKWARD, end_s - begin_s)
