@@ -122,7 +122,8 @@ def _changed(options: Namespace, base: Baseline) -> tuple[str, JobModel, bool]:
     if options.plan is not None:
         if len(job.buffers) != 1:
             raise ReplayError(
-                f"--plan is of one buffer, and the job has {len(job.buffers)}: use --unit-mib and --streams"
+                f"--plan needs a job with one flat buffer, but this job has {len(job.buffers)}: "
+                "use --unit-mib and --streams"
             )
         words, replanned = [f"the plan were {options.plan}"], True
         job = with_plans(job, {job.buffers[0].number: _plan(options.plan)})

@@ -574,6 +574,8 @@ LIMIT_S, MOST_BYTES = 20.0, 1 << 20
 
 MOST_HOSTS = 10_000
 
+_FORMAT = "it must print one host per line, as name or name:slots"
+
 Hosts = Mapping[str, int]
 
 
@@ -588,7 +590,7 @@ def ask_script(script: str, slots: int, limit_s: float = LIMIT_S) -> Hosts:
     Raises:
         LaunchError: the script cannot be run, fails, takes too long, or prints an invalid host.
     """
-    deadline = Deadline.after(limit_s)
+    deadline, which = Deadline.after(limit_s), f"the host discovery script {script!r}"
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
         try:
             process = subprocess.Popen(
@@ -600,19 +602,19 @@ def ask_script(script: str, slots: int, limit_s: float = LIMIT_S) -> Hosts:
             )
         except OSError as err:
             raise LaunchError(
-                f"it cannot be run ({err}); make it executable, with #!/bin/sh in its first line"
+                f"{which} cannot be run ({err}): make it executable, with #!/bin/sh in its first line"
             ) from err
 
         def has_ended() -> bool:
             if process.poll() is not None:
                 return True
             if sum(os.fstat(file.fileno()).st_size for file in (out, errors)) > MOST_BYTES:
-                raise LaunchError(f"it has printed more than {MOST_BYTES} bytes")
+                raise LaunchError(f"{which} has printed more than {MOST_BYTES} bytes: {_FORMAT}, and then exit")
             return False
 
         try:
             if not wait_for(has_ended, deadline, Poll.SLICES):
-                raise LaunchError(f"it has not ended within {limit_s:g} s")
+                raise LaunchError(f"{which} has not ended within {limit_s:g} s: {_FORMAT}, and then exit")
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -620,11 +622,11 @@ def ask_script(script: str, slots: int, limit_s: float = LIMIT_S) -> Hosts:
         printed, complaint = (os.pread(file.fileno(), MOST_BYTES, 0).decode(errors="replace") for file in (out, errors))
     if process.returncode != 0:
         last = (complaint.strip().splitlines() or [""])[-1]
-        raise LaunchError(f"it ended with exit code {process.returncode}{f': {last[:200]}' if last else ''}")
-    return _hosts(printed, slots)
+        raise LaunchError(f"{which} ended with exit code {process.returncode}{f': {last[:200]}' if last else ''}")
+    return _hosts(which, printed, slots)
 
 
-def _hosts(text: str, slots: int) -> Hosts:
+def _hosts(which: str, text: str, slots: int) -> Hosts:
     found: dict[str, int] = {}
     for line in text.splitlines():
         entry = line.partition("#")[0].strip()
@@ -634,11 +636,11 @@ def _hosts(text: str, slots: int) -> Hosts:
             (host,) = parse_hosts(entry if ":" in entry else f"{entry}:{slots}")
         except (ConfigError, ValueError) as err:
             raise LaunchError(
-                f"it printed {entry[:80]!r}; a line must be name or name:slots, with at most {MOST_SLOTS} slots"
+                f"{which} printed the line {entry[:80]!r}: {_FORMAT}, with at most {MOST_SLOTS} slots"
             ) from err
         found[host.name] = min(MOST_SLOTS, found.get(host.name, 0) + host.slots)
         if len(found) > MOST_HOSTS:
-            raise LaunchError(f"it printed more than {MOST_HOSTS} hosts")
+            raise LaunchError(f"{which} printed more than {MOST_HOSTS} hosts")
     return found
 
 
@@ -743,7 +745,7 @@ def run_job(
                 members.answer(list(crew.poll(_TICK_S)), time.monotonic())
                 for answer in () if discovery is None else discovery.take():
                     if isinstance(answer, LaunchError):
-                        say(f"host discovery script: {answer}; keeping the known hosts and trying again")
+                        say(f"{answer}; keeping the known hosts and trying again")
                     else:
                         members.found(answer, time.monotonic())
         finally:
@@ -867,7 +869,7 @@ def launch_elastic(options: argparse.Namespace) -> int:
     try:
         hosts = ask_script(script, slots) if script else fixed
     except LaunchError as err:
-        raise ConfigError(f"host discovery script: {err}") from err
+        raise ConfigError(str(err)) from err
     policy = policy_of(
         options, hosts, timeout_s=options.elastic_timeout or Settings.from_environ(environ).elastic_timeout_s
     )
