@@ -9,7 +9,9 @@ __all__ = ["run"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `run` lazily, because agents and janitors do not need it."""
+    """Import `run` lazily, because the agent and janitor processes, which also import this package, do not need
+    `run`.
+    """
     if name == "run":
         from .function import run
 
