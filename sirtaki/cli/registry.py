@@ -1,4 +1,4 @@
-"""`sirtaki registry …`: print, export, import and remove results of earlier jobs."""
+"""`sirtaki registry …`: print, export, import and remove the tuning results of earlier jobs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def main(options: Namespace) -> int:
-    """Run one action.
+    """Run one sub-command.
 
     Raises:
         RegistryError: the registry or a file cannot be read or written, or has invalid content.
@@ -159,7 +159,7 @@ def _show(store: Store, options: Namespace) -> None:
     found = store.find(StoredSetting, options.id)
     data = found.to_json()
     if not printed(options, data, [data]):
-        key: Any = found.key  # of its own kind, all with versions
+        key: Any = found.key  # The type of the key depends on the record type. All types have versions.
         facts = {"id": found.id, **_FACTS[type(found)](found), "key versions": _versions(key.versions)}
         if isinstance(found, JobRecord):
             facts["versions"] = _versions(found.provenance.versions)
@@ -236,7 +236,7 @@ def _similar(store: Store, options: Namespace) -> None:
         entry.topology,
         dtype=entry.key.dtype,
         device=entry.key.device,
-        k=options.k + 1,  # the entry itself is the nearest one
+        k=options.k + 1,  # One more, because the entry itself is its own nearest neighbour.
         max_distance=options.max_distance,
         budget_s=10.0,
     )
@@ -358,7 +358,7 @@ def _unique_names(named: Set[tuple[str, str]]) -> dict[str, str]:
 
 
 def _words(way: RowsRecord) -> str:
-    """Describe the path of a record without the number of rows."""
+    """Describe in words how a record says to reduce sparse rows, without the number of rows."""
     if way.path is SparsePath.HOT_COLD:
         return f"{way.path.value}, {way.cold.value}{', aggregator' if way.aggregated else ''}"
     return f"{way.path.value} of {way.block_rows}" if way.path is SparsePath.BLOCKS else way.path.value

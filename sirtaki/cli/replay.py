@@ -48,7 +48,7 @@ BYTES_PER_GBIT = 1e9 / 8
 
 
 def configure(parser: ArgumentParser) -> None:
-    """Add the command's options."""
+    """Add the options of `sirtaki replay` to the parser."""
     add_recording(parser)
     parser.add_argument("--ranks", type=whole(1), metavar="N", help="as many ranks, like those that were recorded")
     parser.add_argument("--link-gbit", type=positive, metavar="G", help="another rate of the links between hosts")

@@ -775,7 +775,7 @@ class JobMembers:
         self._lost = self._notified_lost = ""  # how the first dead member of the current generation ended
         self._failure: tuple[str, RankEnd] | None = None  # the first failure in the current generation
         self._ended_well = self._ended_badly = False  # True if a process ended in this way before the first generation
-        self._host_problem = ""  # newest problem of a host, printed when the job ends
+        self._host_problem = ""  # newest problem of a host, for the message that ends the job
         self._reasons: set[str] = set()  # reasons of failures that were printed already
         self._short_since_s: float | None = None
         self._quorum = Quorum()
@@ -904,8 +904,8 @@ class JobMembers:
         return max(self.policy.leave_s, min(2 * self._longest_s, self.policy.timeout_s))
 
     def _lose(self, worker: RankRecord, end: RankEnd, now_s: float) -> None:
-        """Record that a process has failed, or has ended before it was a member. Exclude its host after repeated
-        failures.
+        """Record that a process has failed, or has ended before it was a member. Exclude its host if the
+        policy requires it.
         """
         if end.exit_code == 0:
             self._ended_well = True
@@ -955,8 +955,8 @@ class JobMembers:
             self._start_ranks(now_s)
 
     def _notify_members(self, now_s: float) -> None:
-        """Notify the members once of each change of hosts, and once of the first dead member, because they may wait for
-        messages of the dead member.
+        """Notify the members when new ranks wait, when a member leaves, and when the first member dies. The members
+        need to know, because they may wait for messages of the dead member.
         """
         del now_s
         listed = self.member_list
