@@ -32,8 +32,8 @@ def coarse(job: JobModel, *, plan_is_fixed: bool = True) -> JobModel:
 
     Args:
         job: job to simplify.
-        plan_is_fixed: True if the communication plan will not change. Then only the last ready gradient of each unit
-            (bucket) is kept.
+        plan_is_fixed: True if the communication plan will not change. Then the ready time is kept
+            only for gradients that complete a unit (bucket).
     """
 
     def joined(_: int, program: Program) -> Program:
