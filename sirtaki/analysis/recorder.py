@@ -308,7 +308,7 @@ def _buffers(job: Job) -> list[Buffer]:
 
 
 class Stage(Enum):
-    """Progress of a recording."""
+    """How far the recording of a job has got."""
 
     WAITING = auto()  # The warm-up, in which the job is tuned, has not ended.
     STARTING = auto()  # The current iteration is discarded, because torch.profiler was started or stopped during it.
@@ -484,7 +484,7 @@ class JobRecorder:
             handle_signal(signal.SIGTERM, self._on_terminate)
             self._terminable = True
 
-    def _on_terminate(self, *_: Any) -> None:  # Any: as `signal` has it
+    def _on_terminate(self, *_: Any) -> None:  # Any: types of a signal handler
         self._terminated = True
         if not self._writing:  # Otherwise `end` raises the signal again after the file was written.
             self.end()
