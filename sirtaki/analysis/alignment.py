@@ -57,7 +57,7 @@ class ClockLine:
     known: OffsetSource
 
     def at(self, moment_s: float) -> float:
-        """Convert a moment of this clock to the reference clock."""
+        """Convert a moment of this clock to a moment of the reference clock."""
         return moment_s + self.offset_s + self.drift * (moment_s - self.origin_s)
 
 
@@ -175,7 +175,7 @@ def _fit(reference: str, barriers: Sequence[_ClockBarrier], middles: Mapping[str
     offset = {clock: number for number, clock in enumerate(others)}
     margin = {clock: 3 * n + number for number, clock in enumerate([reference, *others])}
     moment = 4 * n + 1
-    entries, bounds = list[tuple[int, int, float]](), list[float]()  # (row, column, value)
+    entries, bounds = list[tuple[int, int, float]](), list[float]()  # `entries` of the matrix: (row, column, value)
 
     def at_most(terms: Iterable[tuple[int, float]], bound: float) -> None:
         entries.extend((len(bounds), column, value) for column, value in terms)
@@ -316,7 +316,8 @@ def _path_entries(
             moments_s[one.number] += (alignment.at(number, one.begin_s), alignment.at(number, one.end_s))
     windows_s, end_s = dict[int, tuple[float, float]](), -math.inf
     for number, moments in sorted(moments_s.items()):
-        # Iterations of different ranks may overlap, so an iteration's window begins no earlier than the last one's end.
+        # Let the window of an iteration begin at the end of the previous window at the earliest, because iterations of
+        # different ranks may overlap.
         windows_s[number] = begin_s, end_s = max(min(moments), end_s), max(moments)
     track = {"pid": 1 + max(recording.ranks, default=0), "tid": 1}
     for place, span in enumerate(path):

@@ -1,4 +1,4 @@
-"""Global graph of a job (dPRO, section 4): coarsening, replay and critical path."""
+"""Build the global graph of a job (dPRO, section 4), make it coarser, replay it, and find its critical path."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def global_graph(job: JobModel) -> ReplayGraph:
     if job.link is not None:
         servers += [job.link, SharedResource(name="passing messages to the link", totals=(1.0,), is_link=True)]
     place_of = {rank: place for place, group in enumerate(job.processors) for rank in group.ranks}
-    last_on: dict[str, tuple[int, float]] = {}  # latest operation of each lane, and its lag_s
+    last_on: dict[str, tuple[int, float]] = {}  # by lane: latest operation and its `lag_s`
 
     def count(ranks: Sequence[int]) -> int:
         return sum(job.alike.get(rank, 1) for rank in ranks)
@@ -470,12 +470,12 @@ class MeanStepTimes:
 
     @property
     def forward_s(self) -> float:
-        """Return the seconds of the forward pass."""
+        """Return the seconds per step of the forward pass."""
         return self.phases_s.get(Phase.FORWARD, 0.0)
 
     @property
     def backward_s(self) -> float:
-        """Return the seconds of the backward pass, including the wait for reduced gradients."""
+        """Return the seconds per step of the backward pass, including the wait for reduced gradients."""
         return self.phases_s.get(Phase.BACKWARD, 0.0)
 
 

@@ -29,10 +29,10 @@ tr.sum td { border-top: 1px solid; } meter { width: 10em; }
 """
 
 Trace = dict[str, Any]
-"""One Plotly trace (https://plotly.com/javascript/reference)."""
+"""One Plotly trace, which is a line or a set of points in a plot (https://plotly.com/javascript/reference)."""
 
 LOG = {"type": "log", "tickvals": [digit * 10.0**power for power in range(-4, 10) for digit in (1, 2, 5)]}
-"""Logarithmic axis with ticks at 1, 2 and 5 times powers of ten."""
+"""Plotly settings of a logarithmic axis with ticks at 1, 2 and 5 times powers of ten."""
 
 
 def page(title: str, sections: Iterable[str]) -> str:

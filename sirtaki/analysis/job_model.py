@@ -177,7 +177,12 @@ class JobModel:
         program: Callable[[int, Program], Program] = lambda _, same: same,
         operation: Callable[[JobOperation], JobOperation] = lambda same: same,
     ) -> JobModel:
-        """Return a copy in which `program` has transformed each rank's program and `operation` each operation."""
+        """Return a copy of the job with other work.
+
+        Args:
+            program: maps (rank, program of this rank) to a new program.
+            operation: maps an operation to a new operation.
+        """
         iterations = [
             Iteration(
                 programs={rank: program(rank, mine) for rank, mine in each.programs.items()},
@@ -499,7 +504,7 @@ class Histories:
 
 
 def histories(recording: Recording) -> Histories:
-    """Build the timelines of `Recording.usual_iterations`.
+    """Build the timelines of all ranks in the iterations to analyse (`Recording.usual_iterations`).
 
     Raises:
         ReplayError: no iteration was recorded on all ranks.
@@ -758,7 +763,7 @@ def link_server(link: LinkModel) -> SharedResource:
 
 
 def _processors(places: Sequence[Placement]) -> tuple[Processors, ...]:
-    """Return the processors of each machine. Hosts that share a clock are on one machine."""
+    """Return the processors of each machine. Hosts with the same clock are emulated on one machine."""
     machines: dict[str, list[Placement]] = defaultdict(list)
     for place in places:
         machines[place.clock].append(place)

@@ -95,7 +95,7 @@ def map_clock(marks: Sequence[Mark]) -> ClockMap:
 
 # ── data dependencies ────────────────────────────────────────────────────────────────────────────────────────────────
 
-Node = Mapping[str, Any]  # Any: JSON
+Node = Mapping[str, Any]  # Any: values of JSON
 Tensor = tuple[int, int, int, int, int, str]
 """Tensor in an execution trace: (tensor id, storage id, offset, number of elements, bytes per element, device)."""
 
@@ -149,7 +149,8 @@ class TensorWatch:
 
 
 def readers(nodes: Sequence[Node]) -> tuple[Reader, ...]:
-    """Return the operators of the thread that ran most operators, in the order in which they began.
+    """Return the operators of the thread that ran most operators, with their data dependencies, in the order in which
+    they began.
 
     Raises:
         KeyError, TypeError, IndexError: the execution trace has an unexpected format.
@@ -191,7 +192,7 @@ def readers(nodes: Sequence[Node]) -> tuple[Reader, ...]:
     )
 
 
-def _tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:  # Any: JSON
+def _tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:  # Any: values of JSON
     """Yield the tensors among JSON values, nested lists included."""
     for value in values:
         if isinstance(value, list):
@@ -362,7 +363,8 @@ class ModuleCalls:
         self.calls: list[SeenCall] = []
         self.with_tensors = False
         self._stack: list[int] = []
-        self._changes: list[tuple[float, int, int]] = []  # (moment, next autograd sequence number, innermost call)
+        # at each begin or end of a call: (moment, next autograd sequence number, innermost call)
+        self._changes: list[tuple[float, int, int]] = []
         self._thread = threading.get_ident()
         self._hooks = [
             register_module_forward_pre_hook(self._before),
@@ -853,7 +855,7 @@ class _MemoryBuilder:
         self._accumulated: set[int] = set()
         self._add_live_storages(seen, begin_s)
         live = {address: places[-1] for address, places in self._at_address.items()}
-        short_lived: set[int] = set()  # allocated while a gradient was added
+        short_lived: set[int] = set()  # indices of blocks that were allocated while a gradient was added
         for event in seen.memory:
             address = event.device, event.address
             if not begin_s <= event.at_s <= end_s:

@@ -121,7 +121,7 @@ class Draft:
 
     @property
     def profiling(self) -> bool:
-        """Return whether ranks negotiated the gradient order in this step."""
+        """Return whether the ranks negotiated the order of gradients in this step."""
         return any(traced.profiling for _, traced in self.traced)
 
     @property
@@ -232,7 +232,7 @@ def model_digest(buffers: Iterable[Buffer]) -> str:
 def clock_identity() -> str:
     """Return a string that is equal for all processes that read the same `time.perf_counter`.
 
-    The clock belongs to a boot and a time namespace, so the string names both.
+    The string names the boot of the machine and the time namespace, because these determine the clock.
     """
     found = [socket.gethostname()]
     with contextlib.suppress(OSError):  # Without /proc, only the host name identifies the clock.
@@ -532,7 +532,7 @@ class JobRecorder:
             logger.info(words, len(self._drafts), self._folder, self._folder)
 
     def _stop_watching(self) -> None:
-        """Stop torch.profiler if it is on."""
+        """Stop torch.profiler if it is running."""
         watch, self._watch = self._watch, None
         if watch is not None:
             try:

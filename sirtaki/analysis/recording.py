@@ -39,8 +39,8 @@ class Holds(Enum):
     OPTIMIZER = "optimizer state"
     FLAT_BUFFERS = "flat buffers"  # buffers of contiguous gradients, of which ranges (units) are reduced
     GRADIENTS = "gradients"
-    ACTIVATIONS = "activations"  # saved by the forward pass for the backward pass, inputs included
-    OTHER = "other"  # temporaries, and other tensors of the user's script
+    ACTIVATIONS = "activations"  # tensors that the forward pass saves for the backward pass, including inputs
+    OTHER = "other"  # temporary tensors, and other tensors of the user's script
 
 
 class Allocation(NamedTuple):
@@ -85,7 +85,7 @@ class Module(NamedTuple):
 
     @property
     def key(self) -> ModuleKey:
-        """Return a key that is equal on all ranks that train the same model."""
+        """Return the key of the module, which is equal on all ranks that train the same model."""
         return self.root, self.name
 
 
@@ -113,7 +113,7 @@ class ModuleCall(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemory:
-    """Memory use of one iteration.
+    """Memory use of one rank in one iteration.
 
     Attributes:
         iteration: number of the iteration.

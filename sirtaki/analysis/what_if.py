@@ -471,7 +471,7 @@ INDIFFERENCE = 0.01
 accuracy of a replay."""
 
 WHOLE = 1 << 62
-"""Part size in bytes that leaves every graph in one part."""
+"""Part size in bytes that is larger than any model, so that a compiled model stays in one part."""
 
 COUNTS = (2, 3, 4, 6, 8, 12, 16)
 """Numbers of parts of a compiled model to try."""
@@ -506,7 +506,7 @@ class CompiledBackward:
 
     @property
     def cost_s(self) -> float:
-        """Return the seconds that each additional part costs."""
+        """Return the seconds that each additional part of the operator costs."""
         return COST_S + COST_SHARE * self.seconds
 
 
@@ -614,7 +614,7 @@ def line_of_code(part_bytes: int) -> str:
 
 
 def _alone_s(job: JobModel, n_bytes: int) -> float:
-    """Return the shortest time in which one unit (bucket) of this size can be reduced, on the fastest route."""
+    """Return the shortest time in which one unit (bucket) of this size can be reduced, on the recorded route."""
     buffer = job.buffers[0]
     cost = unit_cost(job, (buffer.plan.transport, buffer.plan.units[0].algorithm), buffer.ranks)
     fastest = max(job.link.totals) if cost.across and job.link is not None else 1.0
@@ -802,7 +802,8 @@ def half_width(deviation: float, count: int) -> float:
         deviation: standard deviation of the iteration times, as a fraction of the mean.
         count: number of iterations.
     """
-    few = math.sqrt((count - 1) / max(1, count - 3))  # standard deviation of Student's t distribution
+    # factor for few iterations: standard deviation of Student's t distribution
+    few = math.sqrt((count - 1) / max(1, count - 3))
     return NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * deviation * few / math.sqrt(count)
 
 
@@ -1064,7 +1065,7 @@ class Baseline:
 
 
 def limitations(job: JobModel) -> tuple[str, ...]:
-    """Return one sentence for each kind of change that cannot be predicted."""
+    """Return one sentence for each kind of change of this job whose step time cannot be predicted."""
     numbers = {buffer.number for buffer in job.buffers}
     for each in job.iterations:
         for program in each.programs.values():

@@ -44,7 +44,7 @@ print(levels[MPI.Query_thread()])
 
 
 class DoctorFinding(NamedTuple):
-    """One line of the output.
+    """One line of the output of `sirtaki doctor`.
 
     Attributes:
         problem: description of a problem. "" if there is none.
@@ -98,7 +98,7 @@ def _filled(begin: str, text: str) -> str:
 
 
 def check_versions() -> Iterator[DoctorFinding]:
-    """Report versions of Python and relevant packages."""
+    """Report the versions of Python and of the packages that Sirtaki uses."""
     yield DoctorFinding("versions", "sirtaki", sirtaki.__version__)
     yield DoctorFinding("versions", "python", f"{platform.python_version()} ({sys.executable})")
     for package in ("torch", "numpy", "mpi4py", "optuna", "sqlalchemy"):
@@ -240,7 +240,7 @@ def nccl_streams(gpus: int) -> DoctorFinding:
         return DoctorFinding("GPU", "NCCL streams", "not tried: one GPU has nothing to send")
     command = [sys.executable, "-P", "-m", "sirtaki.run", "-np", str(gpus), sys.executable, "-m", STREAM_TRIAL]
     said, reason = _answer(command, _STREAM_TRIAL_TIMEOUT_S)
-    try:  # the launcher prefixes the line with the rank
+    try:  # Split the line, because the launcher prefixes it with the rank.
         return DoctorFinding("GPU", "NCCL streams", str(json.loads(said[said.index("{") :])["words"]))
     except ValueError:
         remedy = f"try by hand: sirtakirun -np {gpus} python -m {STREAM_TRIAL}"

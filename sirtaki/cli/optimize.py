@@ -77,7 +77,7 @@ def main(options: Namespace) -> int:
     Raises:
         RecordingError: nothing can be improved, or a memory budget was given but memory was not recorded.
         ReplayError: the recording cannot be replayed, or the memory budget cannot be met.
-        ConfigError: a pass does not exist, or the plan cannot be written.
+        ConfigError: a change that the user allows does not exist, or the plan cannot be written.
     """
     if (options.folder / SHARDED_FILE).exists():
         return _sharded(options)
@@ -97,7 +97,8 @@ def main(options: Namespace) -> int:
     )
     memory = {} if fitting is None else {"memory": _memory_json(fitting)}
     timed = fitting is None or fitting.chosen is None
-    says_something = outcome.is_faster or outcome.best.plan.part_bytes is not None  # at least that a model stays whole
+    # A plan file is also useful if it only says that the model is not divided.
+    says_something = outcome.is_faster or outcome.best.plan.part_bytes is not None
     proposals, files = ([outcome.best, *outcome.rivals] if says_something else []), list[Path]()
     for number, one in enumerate(proposals, start=1):
         path = options.output or options.folder / PLAN_FILE

@@ -30,7 +30,7 @@ DAY_S = 24 * 3600.0
 
 
 def configure(parser: ArgumentParser) -> None:
-    """Add the sub-commands and their options."""
+    """Add the sub-commands of `sirtaki registry` and their options to the parser."""
     parser.add_argument(
         "--registry", metavar="URL", help="file or database (default: SIRTAKI_REGISTRY, else the user's)"
     )
@@ -221,7 +221,7 @@ def _job_facts(entry: JobRecord) -> Mapping[str, str]:
     }
 
 
-_FACTS: Mapping[type, Callable[[Any], Mapping[str, str]]] = {  # Any: depends on the record type
+_FACTS: Mapping[type, Callable[[Any], Mapping[str, str]]] = {  # Any: type of the record
     JobRecord: _job_facts,
     RowsRecord: _rows_facts,
     ShardsRecord: _shards_facts,
@@ -349,7 +349,7 @@ _ACTIONS = {
 
 
 def _unique_names(named: Set[tuple[str, str]]) -> dict[str, str]:
-    """Return a name for each graph, with its fingerprint if several graphs have the same name."""
+    """Return a name for each model graph. If several graphs have the same name, add the fingerprint of the graph."""
     count = Counter(name for name, _ in named)
     return {
         fingerprint: (name if count[name] == 1 else f"{name} {fingerprint[:4]}") if name else fingerprint[:8]
@@ -381,7 +381,7 @@ def _link(link: LinkModel) -> str:
     return f"{text}, {most / alone:.2f} times that with {link.throughput.index(most) + 1}"
 
 
-def _trials(one: Any) -> str:  # Any: an entry, or its summary
+def _trials(one: Any) -> str:  # Any: a registry entry, or its summary
     return f"{one.n_trials}{'' if one.complete else ', cut short'}"
 
 

@@ -528,7 +528,7 @@ def _cells(log: TrialLog, most: int) -> list[tuple[str, str, str, str, str]]:
 
 
 def _settings(log: TrialLog) -> list[dict[str, Any]]:
-    """Return all settings that ran, fastest first, for machine-readable output."""
+    """Return all settings that were measured, fastest first, as rows for `--json` and `--csv`."""
     return [
         {
             "setting": trial.knobs.describe(),

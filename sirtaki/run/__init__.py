@@ -1,4 +1,4 @@
-"""`sirtakirun`: launch the ranks of a job. `run` launches from Python."""
+"""`sirtakirun`: launch the ranks of a job. The function `run` launches ranks from Python."""
 
 from typing import TYPE_CHECKING, Any
 

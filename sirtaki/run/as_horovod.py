@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 SHIM = Path(__file__).parent / "shim"
-"""Folder that provides `import horovod` if it is first on PYTHONPATH."""
+"""Folder from which `import horovod` is imported if the folder is first on PYTHONPATH."""
 
 # Packages that exist as files in the folder `shim`.
 _OWN = ("horovod.common", "horovod.runner")

@@ -57,7 +57,7 @@ def given_hosts(listed: str | None, hostfile: str | None, environ: Mapping[str, 
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Parse `node1:4,node2:4`. A host without a number has one slot.
+    """Parse `node1:4,node2:4`. A host without a number of slots has one slot.
 
     Raises:
         ConfigError: a part is not a host, or a number is not positive.

@@ -45,17 +45,18 @@ RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
 """Variables with the rendezvous address that `init_process_group()` of an unchanged DDP script reads."""
 
 CROWD = 4
-"""Number of ranks per core above which the launcher prints expected start time and memory."""
+"""Number of ranks per core above which the launcher prints how much time and memory the start will need."""
 
 _RANK_START_S, _RANK_GB = 2.5, 0.25  # core seconds and GB of memory that each rank needs to import PyTorch
 
-# Keep freed memory in the process, as PyTorch's caching allocator does on GPUs. By default, glibc returns it to the
-# system and requests it again for the gradients of the next step, which on CPUs may cost more than reducing them.
+# Keep freed memory in the process, as PyTorch's caching allocator does on GPUs. By default, glibc returns freed
+# memory to the system and requests it again for the gradients of the next step. On CPUs, this may take longer than to
+# reduce the gradients.
 KEEP_FREED_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(8 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
 
 
 def rank_environ(environ: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
-    """Return the launcher's environment without variables of an outer job, and with `added`."""
+    """Return the launcher's environment, without the variables of an outer MPI job, and with the variables `added`."""
     outer = {f"HOROVOD_{name}" for name in OUTER_RANK} | {*TORCH_NAMES.values(), AGENT, "HOROVOD_ELASTIC"}
     if "RANK" in environ:  # This process is itself a rank, so its rendezvous address is in use.
         outer.update(RENDEZVOUS)
@@ -188,8 +189,8 @@ def _escape(word: str) -> str:
 
 
 def _with_interpreter(command: list[str]) -> list[str]:
-    """Prepend the interpreter of an executable Python script (`./train.py`, a console script), read from its first
-    line.
+    """If the command is an executable Python script (`./train.py`, a console script), prepend the interpreter that its
+    first line names.
     """
     program = shutil.which(command[0])
     if program is None:
@@ -295,14 +296,14 @@ def _open_mpi(job: LaunchSpec, library: MpiLibrary) -> list[str]:
     words += ["-np", str(job.ranks)]
     if job.hosts:
         words += ["--host", _host_list(job.hosts)]
-    # OVERSUBSCRIBE is always needed, because mpiexec counts physical cores only.
+    # OVERSUBSCRIBE is always given, because mpiexec counts only physical cores as slots.
     words += job.binding or ("--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none")
     words += ["--output", "tag"] if has_prrte else ["--tag-output"]
     if job.oversubscribed:
         words += ["--mca", "mpi_yield_when_idle", "1"]
     if job.tcp:
         words += ["--mca", "pml", "ob1", "--mca", "btl", "self,sm,tcp" if has_prrte else "self,vader,tcp"]
-    # One-sided communication is used only within a host. The UCX component prints warnings about several windows.
+    # Disable the UCX component for one-sided communication, because it prints warnings about several windows.
     words += ["--mca", "osc", "^ucx"]
     runtime = "--prtemca" if has_prrte else "--mca"
     if job.hosts and job.silent_s is not None:

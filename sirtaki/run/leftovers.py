@@ -25,7 +25,7 @@ from sirtaki.comm.control.waiting import Deadline, Poll, wait_for
 from sirtaki.machine import is_alive
 
 _SEGMENTS = Path("/dev/shm")
-_PREFIXES = ("sm_segment.", "vader_segment.", "mpich_shm_")  # Open MPI 5 and 4, MPICH
+_PREFIXES = ("sm_segment.", "vader_segment.", "mpich_shm_")  # file name prefixes of Open MPI 5, Open MPI 4 and MPICH
 
 
 def mapped_segments(pid: int | str) -> set[Path]:

@@ -39,7 +39,7 @@ class ProgressBar:
 
 
 class Console:
-    """Standard output or error of the launcher. Writes bytes immediately."""
+    """Standard output or standard error of the launcher, without a buffer."""
 
     def __init__(self, stream: TextIO | None, name: str = "output", bar: ProgressBar | None = None) -> None:
         """Create a console.
@@ -310,7 +310,7 @@ class RankOutput:
             file.close()
 
     def write(self, line: bytes) -> None:
-        """Process one line of mpiexec. A part without a line end may be followed by another rank's text."""
+        """Process one output line of mpiexec. If the line has no line end, text of another rank may follow."""
         starts = [tag.start() for tag in self._tag.finditer(line)]
         with self._lock:
             for start, stop in pairwise([0, *starts, len(line)]):

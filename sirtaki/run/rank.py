@@ -32,10 +32,11 @@ from .leftovers import mapped_segments, remove_segments, remove_session_folder
 from .rank_channel import ChannelLine, RankEvent, answer_termination, doing, end_with_parent, mark_unfinished_lines
 
 EXIT_GRACE_S = 3.0
-"""Maximum seconds for the exit handlers of a failed rank. Without a limit, they may wait forever for other ranks."""
+"""Maximum seconds for the exit handlers of a failed rank. Without a limit, the handlers may wait forever for other
+ranks."""
 
 _ORPHAN_POLL_S = 2.0
-_FROZEN_RUNPY = "<frozen runpy>"  # file name in tracebacks if the interpreter has frozen runpy
+_FROZEN_RUNPY = "<frozen runpy>"  # file name of runpy in tracebacks, if runpy is built into the interpreter
 
 
 def main() -> None:
@@ -137,7 +138,7 @@ def run_python(command: Sequence[str]) -> None:
 
 
 def _search_first(folder: str) -> None:
-    if not sys.flags.safe_path:  # set by the user
+    if not sys.flags.safe_path:  # The user has not set `-P`.
         sys.path.insert(0, folder)
 
 
@@ -188,7 +189,7 @@ def _end_with_parent(parent: int) -> None:
     """
     while os.getppid() == parent:
         time.sleep(_ORPHAN_POLL_S)
-    if os.getpgrp() == os.getpid():  # the rank runs under mpiexec
+    if os.getpgrp() == os.getpid():  # The rank leads its process group, as under mpiexec.
         remove_segments(mapped_segments("self"))
         remove_session_folder(parent)
         # Kill this process and its children at once, because the other ranks for which they wait end, too.

@@ -36,12 +36,12 @@ class RankEvent(Enum):
     """Kind of a message from a rank to its launcher."""
 
     STARTED = "started"
-    HANDED_OVER = "handed_over"  # a program that is not Python replaced the process; only mpiexec sees how it ends
+    HANDED_OVER = "handed_over"  # A program that is not Python replaced the process, so only mpiexec sees its end.
     FINISHED = "finished"
-    RAISES = "raises"  # the rank prints its error until `FAILED`; a reason is given if another rank's error caused it
+    RAISES = "raises"  # The rank now prints its error, until `FAILED`. `reason` is set if another rank caused it.
     FAILED = "failed"
-    PROGRESS = "progress"  # text of the tuning bar for the launcher, as the reason; "" = none
-    # mpiexec ends the rank, because another one has failed; the reason is what the rank was doing
+    PROGRESS = "progress"  # `reason` is the text of the progress bar for the launcher; "" = no bar.
+    # mpiexec ends this rank, because another rank has failed. `reason` says what this rank was doing.
     TERMINATED = "terminated"
 
 

@@ -32,18 +32,19 @@ from .output import Ending, NoticeFilter, OutputOptions, RankOutput, killed, sta
 from .rank_channel import ChannelLine, RankEvent, end_with_parent
 
 FAILURE_GRACE_S = 3.0
-"""Seconds after a rank's failure in which other ranks may report, and mpiexec may end them itself."""
+"""Seconds to wait after the failure of a rank, in which other ranks may report and mpiexec may end all ranks itself."""
 
 VANISHED_GRACE_S = 10.0
-"""Seconds after a rank's process has disappeared (killed) in which mpiexec may detect this and end the other ranks."""
+"""Seconds to wait after the process of a rank has disappeared (was killed), in which mpiexec may end the other
+ranks."""
 
 TERMINATE_GRACE_S = 3.0
-"""Seconds between SIGTERM and SIGKILL for ranks."""
+"""Seconds between SIGTERM and SIGKILL for ranks that must end."""
 
 START_REPORT_S = 10.0
 """Interval in seconds at which the launcher prints how many ranks have started, until all ranks have started."""
 
-_NAMED = 8  # maximum number of ranks listed in an error
+_NAMED = 8  # maximum number of ranks or hosts listed in a message
 
 _OF_OTHERS = ("PeerLostError: ", "StallError: ")
 """Prefixes of the failure reason of a rank if another rank caused the failure."""
@@ -54,7 +55,7 @@ STOPPED_S = 10.0
 """Seconds for which a rank must have been stopped (SIGSTOP) before the launcher reports it."""
 
 _POLL_S = 1.0
-"""Polling interval in seconds for changes without events: disappeared ranks, time limits, a killed mpiexec."""
+"""Interval in seconds at which disappeared ranks, time limits and a killed mpiexec are detected by polling."""
 
 
 class Supervisor:
@@ -82,7 +83,7 @@ class Supervisor:
         self._started: dict[int, ChannelLine] = {}
         self._ended: set[int] = set()
         self._failure: Ending | None = None
-        self._doing: dict[int, str] = {}  # what a rank was doing when mpiexec ended it
+        self._doing: dict[int, str] = {}  # by rank: what the rank was doing when mpiexec ended it
         self._unreached: list[str] = []
         self._verdict = ""
         # by rank: time at which the rank was found stopped; infinite after it was reported
@@ -166,7 +167,7 @@ class Supervisor:
         with self._lock:
             if message.event in (RankEvent.STARTED, RankEvent.HANDED_OVER):
                 self._started[message.rank] = message
-            if message.event not in (RankEvent.STARTED, RankEvent.RAISES):  # RAISES is followed by FAILED
+            if message.event not in (RankEvent.STARTED, RankEvent.RAISES):  # RAISES is no end, because FAILED follows.
                 self._ended.add(message.rank)
             if message.event is RankEvent.TERMINATED:
                 self._doing[message.rank] = message.reason
@@ -224,7 +225,7 @@ class Supervisor:
         return f"no rank has started: mpiexec ended with exit code {_exit_code(returncode)}"
 
     def _wait(self, mpiexec: subprocess.Popen[bytes]) -> None:
-        """Wait until mpiexec has ended or must be ended."""
+        """Wait until mpiexec has ended, or until a failure, a signal or a time limit requires to end it."""
         start = _Start(mpiexec.pid, self.start_timeout_s, self._hosts)
         report_at = time.monotonic() + START_REPORT_S
         give_up_at: float | None = None
@@ -300,7 +301,7 @@ START_PROGRESS = 0.05
 fraction of the start limit."""
 
 START_MOST = 10
-"""Maximum duration of a start with progress, as a multiple of its limit."""
+"""Maximum duration of the start if ranks make progress, as a multiple of the start limit."""
 
 
 class _Start:

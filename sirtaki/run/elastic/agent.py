@@ -138,7 +138,7 @@ class AgentRules:
         """Send the complete state of this agent to a new driver.
 
         Args:
-            places: addresses at which a driver started by this agent would listen.
+            places: addresses at which a driver would listen if this agent started one.
             now_s: current time.
         """
         self._heard_s = now_s
@@ -472,7 +472,7 @@ class Succession:
             start_new_session=True,
             pass_fds=descriptors,
         )
-        assert self._driver.stdin is not None  # it is a pipe
+        assert self._driver.stdin is not None  # Standard input is a pipe.
         with contextlib.suppress(OSError), self._driver.stdin as stdin:
             stdin.write(msgspec.json.encode(inheritance))
 
@@ -526,7 +526,7 @@ class RankProcess:
         self.channel: JsonChannel[FromRank] = JsonChannel(own, FromRank)
         self.pid = self._process.pid
         self._reason = ""
-        assert self._process.stdout is not None  # both are pipes
+        assert self._process.stdout is not None  # Both streams are pipes.
         assert self._process.stderr is not None
         streams = ((self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr))
         self._pumps = [
@@ -541,12 +541,12 @@ class RankProcess:
         return self._process.poll() is not None
 
     def ask_to_end(self) -> None:
-        """Send SIGTERM to the process group."""
+        """Send SIGTERM to the process group of the rank."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send SIGKILL to all processes of the session."""
+        """Send SIGKILL to all processes of the rank's session."""
         kill(session_members({self.pid}))
 
     def reap(self) -> RankEnd:
@@ -699,15 +699,15 @@ class Agent:
         try:
             self._pidfds[worker] = os.pidfd_open(rank.pid)
             self._events.register(self._pidfds[worker], selectors.EVENT_READ, worker)
-        except (OSError, AttributeError):  # a sandbox may lack pidfd
+        except (OSError, AttributeError):  # Exits are polled instead, because a sandbox may lack pidfd.
             self._poll_s = _POLL_WITHOUT_PIDFD_S
 
     def ask_to_end(self, worker: int) -> None:
-        """Send SIGTERM to the worker's process group."""
+        """Send SIGTERM to the process group of a rank, given by its worker number."""
         self._ranks[worker].ask_to_end()
 
     def kill(self, worker: int) -> None:
-        """Kill all processes of the worker's session."""
+        """Kill all processes of the session of a rank, given by its worker number."""
         self._ranks[worker].kill()
 
     def send_to_rank(self, worker: int, message: ToRank) -> None:

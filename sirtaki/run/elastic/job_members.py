@@ -60,7 +60,7 @@ class RankRecord:
 
     @property
     def label(self) -> str:
-        """Return a name for messages to the user, with rank, host and slot."""
+        """Return the name of the process in messages to the user, with rank, host and slot."""
         who = "a new rank" if self.rank is None else f"rank {self.rank}"
         return f"{who} (host {self.host}, slot {self.slot})"
 
@@ -130,7 +130,7 @@ the same host."""
 
 
 class OnFailure(Enum):
-    """Action after the failure of a rank."""
+    """What the job does with the host after a rank on it has failed."""
 
     REPLACE_RANK = "replace-rank"
     DROP_HOST = "drop-host"
@@ -220,7 +220,7 @@ class HostPool:
         return record.strikes >= self._policy.strikes
 
     def clear(self, host: str) -> None:
-        """Clear the failures of a host, after a rank has trained there."""
+        """Clear the failures of a host, after a rank on the host has trained long enough."""
         self._record(host).strikes = 0
 
     def drop(self, host: str, now_s: float) -> float | None:
@@ -373,7 +373,7 @@ class Quorum:
 # ── messages between the driver and the agents ───────────────────────────────────────────────────────────────────────
 
 KILL_GRACE_S = 3.0
-"""Seconds between SIGTERM and SIGKILL for a rank."""
+"""Seconds between SIGTERM and SIGKILL for a rank that must end."""
 
 AgentAddress = tuple[str, int]
 Agents = Sequence[tuple[int, Sequence[AgentAddress]]]
@@ -658,7 +658,7 @@ class MemberList:
         return f"{host}.{slot}"
 
     def present(self, *phases: ProcessPhase) -> list[RankRecord]:
-        """Return the processes in one of these phases."""
+        """Return the running processes that are in one of these phases."""
         return [worker for worker in self.workers.values() if worker.phase in phases]
 
     def of_generation(self, *phases: ProcessPhase) -> list[RankRecord]:
@@ -693,7 +693,7 @@ class MemberList:
 
     @property
     def is_running(self) -> bool:
-        """Return whether some member of the current generation has not requested the next one."""
+        """Return whether some member of the current generation has not requested the next generation yet."""
         return bool(self.of_generation(ProcessPhase.MEMBER))
 
     @property
@@ -704,7 +704,9 @@ class MemberList:
 
     @property
     def is_diminished(self) -> bool:
-        """Return whether a member has died, or must leave while at least one member stays."""
+        """Return whether a member of the current generation has died, or must leave while at least one other member
+        stays.
+        """
         there = self.of_generation(*ProcessPhase)
         if len(there) < len(self.members):
             return True
@@ -738,7 +740,7 @@ class MemberList:
                 yield worker
 
     def free_slots(self, host: str, slots: int) -> list[int]:
-        """Return the slots of a host without a process."""
+        """Return the slots of a host in which no process runs."""
         taken = {worker.slot for worker in self.workers.values() if worker.host == host}
         return [slot for slot in range(slots) if slot not in taken]
 
@@ -993,7 +995,7 @@ class JobMembers:
                 self._crew.stop(host)
 
     def _start_ranks(self, now_s: float) -> None:
-        """Start agents and ranks in free slots."""
+        """Start ranks in free slots, and agents on hosts that have none."""
         usable, most = self.pool.usable, self.policy.max_ranks
         room = sum(usable.values()) if most is None else most - len(self.member_list.wanted)
         for host, slots in usable.items():
@@ -1094,7 +1096,7 @@ class JobMembers:
         return f", {left} continue{'s' * (left == 1)}" if left else ""
 
     def _advance(self, now_s: float) -> None:
-        """Begin the next generation after all members have left the current one."""
+        """Begin the next generation if all members have left the current generation and enough ranks wait."""
         listed = self.member_list
         if listed.is_running:
             asked = [worker.since_s for worker in listed.of_generation(ProcessPhase.WAITING)]
