@@ -1,4 +1,4 @@
-"""Align the clocks of several ranks; summary and trace of a recording on the common clock."""
+"""Align the clocks of several ranks, and write the summary and the trace of a recording on the common clock."""
 
 from __future__ import annotations
 
@@ -19,32 +19,35 @@ from sirtaki.autotune.model.replayer import Phase
 from .recording import TRACE_FILE, Buffer, Detail, Placement, RankRecording, Recording, UnitId, counted, write_whole
 
 LARGEST_DRIFT = 500e-6
-"""Bound on the drift between two clocks. Clocks of real machines drift less than a tenth of it."""
+"""Largest drift between two clocks that the fit allows, in seconds per second. Clocks of real machines drift less than
+a tenth of this."""
 
 DRIFT_PRICE = 0.1
-"""Weight of drift against slack in the fit: a drift must gain this fraction of the displacement that it causes."""
+"""Price of drift in the fit. The fit uses a drift only if the margins of the clocks grow by this fraction of the
+displacement that the drift causes."""
 
 _US = 1e6
 
 
 class OffsetSource(Enum):
-    """Source of a clock's offset."""
+    """How the offset of a clock to the reference clock was found."""
 
-    REFERENCE = "reference"  # this clock is the reference
+    REFERENCE = "reference"  # The clock is the reference clock.
     UNITS = "units"
-    START = "start"  # measured when the recording began, without drift
+    START = "start"  # The offset was measured when the recording began. Its drift is unknown.
 
 
 @dataclass(frozen=True, slots=True)
 class ClockLine:
-    """Correction of one clock, a linear function of time: `offset_s + drift * (moment_s - origin_s)`.
+    """Correction that converts one clock to the reference clock, a linear function of time: `offset_s + drift *
+    (moment_s - origin_s)`.
 
     Attributes:
-        origin_s: middle of the recording, by the clock to correct.
+        origin_s: middle of the recording, as a reading of the clock to correct.
         offset_s: correction at `origin_s`.
         drift: change of the correction, in seconds per second.
-        error_s: error bound of the correction; for `START`, only at the start of the recording.
-        known: source of the offset.
+        error_s: largest possible error of the correction; for `START`, valid only at the start of the recording.
+        known: how the offset was found.
     """
 
     origin_s: float
@@ -54,13 +57,13 @@ class ClockLine:
     known: OffsetSource
 
     def at(self, moment_s: float) -> float:
-        """Convert a moment of this clock to the reference clock."""
+        """Convert a moment of this clock to a moment of the reference clock."""
         return moment_s + self.offset_s + self.drift * (moment_s - self.origin_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alignment:
-    """Clocks of all ranks.
+    """Corrections that convert the clocks of all ranks to one reference clock.
 
     Attributes:
         lines: correction of each rank's clock; ranks that share a clock share the correction.
@@ -76,13 +79,13 @@ class Alignment:
 
     @property
     def error_s(self) -> float:
-        """Return the largest error bound of any rank."""
+        """Return the largest error bound of the correction of any rank."""
         return max(line.error_s for line in self.lines.values())
 
 
 @dataclass(frozen=True, slots=True)
 class _ClockBarrier:
-    """One unit that ranks of several clocks reduced: last issue and first completion on each clock."""
+    """A unit (bucket) that ranks with different clocks reduced: its last issue and first completion, by clock."""
 
     issue_s: dict[str, float] = field(default_factory=dict)
     done_s: dict[str, float] = field(default_factory=dict)
@@ -91,8 +94,9 @@ class _ClockBarrier:
 def align(recording: Recording) -> Alignment:
     """Align the clocks of all recorded ranks.
 
-    No rank completes a unit before all ranks have issued it. This bounds the offset and drift of their clocks. If no
-    chain of units connects a clock to the reference, the offset measured at the start is used.
+    No rank completes a unit before all ranks have issued it. This bounds offset and drift between the
+    clocks of these ranks. A unit is a range of the flat buffer, reduced by one all-reduce. If no chain of units
+    connects a clock to the reference clock, the offset measured at the start of the recording is used.
     """
     reference = min(recording.ranks)
     clocks = {rank: recording.job.placement[rank].clock for rank in recording.ranks}
@@ -111,7 +115,7 @@ def align(recording: Recording) -> Alignment:
 
 
 def _barriers(recording: Recording, clocks: Mapping[int, str]) -> list[_ClockBarrier]:
-    """Return the units whose ranks use several clocks."""
+    """Return the units (buckets) whose ranks use at least two different clocks."""
     found: defaultdict[UnitId, _ClockBarrier] = defaultdict(_ClockBarrier)
     for number, rank in recording.ranks.items():
         clock = clocks[number]
@@ -129,7 +133,9 @@ def _middle_s(recording: Recording, clock: str, clocks: Mapping[int, str]) -> fl
 
 
 def _coarse(reference: str, barriers: Sequence[_ClockBarrier]) -> dict[str, float]:
-    """Return rough offsets: the median difference of unit completions along a chain of clocks to the reference."""
+    """Return rough offsets of all clocks to the reference clock. The offset between two clocks is the median difference
+    of the completion times of the units (buckets) they share.
+    """
     apart: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for barrier in barriers:
         for one, one_s in barrier.done_s.items():
@@ -147,7 +153,8 @@ def _coarse(reference: str, barriers: Sequence[_ClockBarrier]) -> dict[str, floa
 
 
 def _fit(reference: str, barriers: Sequence[_ClockBarrier], middles: Mapping[str, float]) -> dict[str, ClockLine]:
-    """Fit the corrections of all clocks that units connect to the reference. The reference itself is omitted.
+    """Fit the corrections of all clocks that shared units (buckets) connect to the reference clock. The reference clock
+    is omitted.
 
     Solves a linear programme in microseconds. Each unit has an unknown moment between all of its issues and
     completions. Variables, in order: for each clock except the reference an offset, the displacement by drift at the
@@ -161,14 +168,14 @@ def _fit(reference: str, barriers: Sequence[_ClockBarrier], middles: Mapping[str
     known = [barrier for barrier in barriers if coarse.keys() & barrier.done_s.keys()]
     moments = [(clock, moment_s) for one in known for clock, moment_s in one.done_s.items()]
     half_s = max((abs(moment_s - middles[clock]) for clock, moment_s in moments), default=0.0) or 1.0
-    from scipy.optimize import linprog  # slow to load
+    from scipy.optimize import linprog  # Imported here, because scipy is slow to load.
     from scipy.sparse import coo_array
 
     n = len(others)
     offset = {clock: number for number, clock in enumerate(others)}
     margin = {clock: 3 * n + number for number, clock in enumerate([reference, *others])}
     moment = 4 * n + 1
-    entries, bounds = list[tuple[int, int, float]](), list[float]()  # (row, column, value)
+    entries, bounds = list[tuple[int, int, float]](), list[float]()  # `entries` of the matrix: (row, column, value)
 
     def at_most(terms: Iterable[tuple[int, float]], bound: float) -> None:
         entries.extend((len(bounds), column, value) for column, value in terms)
@@ -211,7 +218,7 @@ COLUMNS = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)
 
 
 def headlines(recording: Recording, alignment: Alignment) -> tuple[str, str]:
-    """Return two sentences: the size of the recording, and how its clocks were aligned."""
+    """Return two sentences: how much was recorded, and how the clocks were aligned."""
     hosts = {recording.job.placement[rank].host for rank in recording.ranks}
     details = {rank.detail for rank in recording.ranks.values()}
     what = "with operators" if details == {Detail.OPERATORS} else "units only"
@@ -235,7 +242,9 @@ def headlines(recording: Recording, alignment: Alignment) -> tuple[str, str]:
 
 
 def rank_rows(recording: Recording) -> list[dict[str, Any]]:
-    """Return one row per rank: mean seconds of a step, of each phase, and of exposed communication."""
+    """Return one row per rank: mean seconds of a step, of each phase, and of exposed communication (waits of the
+    training thread for reduced gradients).
+    """
     rows, usual = list[dict[str, Any]](), recording.usual_iterations
     for number, rank in sorted(recording.ranks.items()):
         steps = [iteration for iteration in rank.iterations if iteration.number in usual]
@@ -254,17 +263,17 @@ def rank_rows(recording: Recording) -> list[dict[str, Any]]:
 Entry = dict[str, Any]
 
 OPERATOR, OTHER = "cpu_op", "user_annotation"
-"""Categories of torch.profiler, because tools that read its traces skip events without a category."""
+"""Event categories of torch.profiler. They are used here, because tools skip trace events without a known category."""
 
 
 class PathSpan(NamedTuple):
-    """One part of the critical path.
+    """One part of the critical path of a replayed job.
 
     Attributes:
         iteration: number of the recorded iteration.
         name: name of the operator or operation.
-        begin: begin, as a fraction of the iteration's duration.
-        end: end, as a fraction of the iteration's duration.
+        begin: time at which the part begins, as a fraction of the iteration's duration.
+        end: time at which the part ends, as a fraction of the iteration's duration.
     """
 
     iteration: int
@@ -274,7 +283,8 @@ class PathSpan(NamedTuple):
 
 
 def write_trace(folder: Path, recording: Recording, alignment: Alignment, path: Iterable[PathSpan] = ()) -> Path:
-    """Write the trace into the folder and return its path. `path` is drawn above the ranks.
+    """Write the trace of all ranks into the folder, and return the file name. The critical path `path` is drawn above
+    the ranks.
 
     Raises:
         OSError: the file cannot be written.
@@ -286,7 +296,9 @@ def write_trace(folder: Path, recording: Recording, alignment: Alignment, path: 
 
 
 def trace_entries(recording: Recording, alignment: Alignment, path: Iterable[PathSpan] = ()) -> Iterator[Entry]:
-    """Yield trace events, in microseconds from 0. Each rank is a process; each kind of sequential event is a thread."""
+    """Yield the events of a trace, with times in microseconds from 0. In the trace, each rank is a process, and each
+    kind of sequential event is a thread of this process.
+    """
     firsts = [(number, rank.iterations[0]) for number, rank in recording.ranks.items() if rank.iterations]
     origin_s = min((alignment.at(number, first.begin_s) for number, first in firsts), default=0.0)
     buffers = {buffer.number: buffer for buffer in recording.job.buffers}
@@ -298,13 +310,14 @@ def trace_entries(recording: Recording, alignment: Alignment, path: Iterable[Pat
 def _path_entries(
     recording: Recording, alignment: Alignment, path: Iterable[PathSpan], origin_s: float
 ) -> Iterator[Entry]:
-    moments_s: dict[int, list[float]] = defaultdict(list)  # beginnings and ends of each iteration
+    moments_s: dict[int, list[float]] = defaultdict(list)  # by iteration: begin and end of the iteration on every rank
     for number, rank in recording.ranks.items():
         for one in rank.iterations:
             moments_s[one.number] += (alignment.at(number, one.begin_s), alignment.at(number, one.end_s))
     windows_s, end_s = dict[int, tuple[float, float]](), -math.inf
     for number, moments in sorted(moments_s.items()):
-        # Iterations of different ranks may overlap, so an iteration's window begins no earlier than the last one's end.
+        # Let the window of an iteration begin at the end of the previous window at the earliest, because iterations of
+        # different ranks may overlap.
         windows_s[number] = begin_s, end_s = max(min(moments), end_s), max(moments)
     track = {"pid": 1 + max(recording.ranks, default=0), "tid": 1}
     for place, span in enumerate(path):
@@ -366,12 +379,13 @@ def _rank_entries(
             layout = buffers[done.buffer].layout
             transport, algorithm = done.route
             track = f"{transport.value} stream {done.stream}"
-            # If a transport does not report when a unit began: it runs the units of one stream in sequence.
+            # If the transport does not report when a unit (bucket) began, use the end of the previous unit of the
+            # stream.
             begin_s = max(done.issue_s, done.begin_s or 0.0, free_s.get(track, 0.0))
             free_s[track] = end_s = max(done.done_s, begin_s)
             name = layout.describe(done.start, done.stop) if layout.names else f"[{done.start}, {done.stop})"
             if begin_s > done.issue_s:
-                # An asynchronous event, because units that wait in a queue overlap each other.
+                # Write an asynchronous event, because units that wait in a queue overlap each other.
                 queued += 1
                 both = {"name": f"{track} queue", "cat": "queue", "id": queued, "pid": rank.rank, "tid": 0}
                 yield {**both, "ph": "b", "ts": us(done.issue_s), "args": {"unit": name}}

@@ -20,10 +20,10 @@ from .job_model import Histories, OperationKey, ThreadInterval, TimedBarrier, Ti
 from .recording import RecordedIteration, write_whole
 
 VERSION = "0.0.4"
-"""Schema version, stored in `GlobalMetadata.version`."""
+"""Version of the Chakra schema, stored in `GlobalMetadata.version`."""
 
 COMP_NODE, COMM_COLL_NODE = 4, 7
-"""Values of the schema's enum `NodeType`."""
+"""Values of the Chakra schema's enum `NodeType`."""
 
 COLLECTIVES: Mapping[str, int] = {
     "allreduce": 0,
@@ -33,7 +33,7 @@ COLLECTIVES: Mapping[str, int] = {
     "reducescatter": 7,
     "barrier": 9,
 }
-"""Values of the schema's enum `CollectiveCommType`, by `Collective.kind`."""
+"""Values of the Chakra schema's enum `CollectiveCommType`, by `Collective.kind`."""
 
 ALL_RANKS = 0
 """Id that ASTRA-sim reserves for the group of all ranks."""
@@ -59,11 +59,13 @@ _SCHEMA = {
         "repeated AttributeProto attr = 10",
     ),
 }
-"""Part of mlcommons/chakra's et_def.proto that is written here."""
+"""Fields of mlcommons/chakra's schema et_def.proto that this module writes."""
 
 
 def messages() -> Mapping[str, Any]:
-    """Return the message classes of a trace by name. A trace is one `GlobalMetadata`, followed by `Node`s."""
+    """Return the protobuf message classes of a Chakra trace, by name. A trace is one `GlobalMetadata` message, followed
+    by `Node` messages.
+    """
     file = descriptor_pb2.FileDescriptorProto(name="et_def.proto", package=_PACKAGE, syntax="proto3")
     kinds = file.enum_type.add(name="NodeType")
     for name, number in (("INVALID_NODE", 0), ("COMP_NODE", COMP_NODE), ("COMM_COLL_NODE", COMM_COLL_NODE)):
@@ -92,10 +94,10 @@ def messages() -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """Files of an export.
+    """Files that an export has written.
 
     Attributes:
-        files: trace of each rank.
+        files: trace file of each rank.
         groups: file that lists the process groups; None if every collective includes all ranks.
         iterations: number of iterations in the traces.
         nodes: number of nodes of all ranks.
@@ -108,11 +110,12 @@ class Written:
 
 
 def write_traces(prefix: Path, histories: Histories) -> Written:
-    """Write the representative iterations as consecutive steps. Ranks are renumbered from 0, as simulators require.
+    """Write a Chakra trace per rank, with the representative iterations as consecutive steps. Ranks are renumbered from
+    0, because simulators require this.
 
     Raises:
         OSError: a file cannot be written.
-        RecordingError: Chakra has no type for a collective.
+        RecordingError: Chakra has no type for a recorded collective operation.
     """
     kinds, files, nodes = messages(), list[Path](), 0
     groups, numbers = {histories.ranks: ALL_RANKS}, dict[tuple[int, OperationKey], int]()
@@ -144,17 +147,21 @@ def _us(moment_s: float) -> int:
 
 @dataclass(slots=True)
 class _RankTrace:
-    """Builds the nodes of one rank: a chain of local work, and collectives whose ids are equal on all ranks."""
+    """Builder of the trace nodes of one rank: a chain of local work, and collectives whose ids are equal on all
+    ranks.
+    """
 
-    kind: Any  # the class of nodes
+    kind: Any  # protobuf class of `Node` messages
     histories: Histories
     rank: int
     groups: Mapping[tuple[int, ...], int]
     numbers: Mapping[tuple[int, OperationKey], int]
     _own: Iterator[int] = field(init=False)
-    _last: list[int] = field(default_factory=list)  # latest local node; empty at the begin
-    _last_on: dict[str, list[int]] = field(default_factory=dict)  # latest collective of each lane
-    _waited_for: list[int] = field(default_factory=list)  # collectives waited for since the latest local node
+    _last: list[int] = field(default_factory=list)  # id of the latest local node; empty before the first one
+    # id of the latest collective of each lane (queue of a transport)
+    _last_on: dict[str, list[int]] = field(default_factory=dict)
+    # ids of collectives for which the rank has waited since the latest local node
+    _waited_for: list[int] = field(default_factory=list)
     _now_s: float = 0.0
 
     def nodes(self) -> Iterator[Any]:
@@ -171,7 +178,7 @@ class _RankTrace:
             for place, one in enumerate(iteration.operators)
             if one.lane == 0
         )
-        nodes_of: dict[int, int] = {}  # latest node of each operator, by the operator's index
+        nodes_of: dict[int, int] = {}  # id of the latest node of each operator, by index of the operator
         if (gap_s := full[0].begin_s - self._now_s) > 0:
             yield self._local_node("between steps", step, ThreadInterval(Activity.COMPUTE, Phase.OTHER, gap_s))
         for piece in pieces(full, step.marks[self.rank], lambda begin_s, end_s: end_s - begin_s):
@@ -181,7 +188,7 @@ class _RankTrace:
                 continue
             place = _place_at(spans, self._now_s + piece.seconds / 2) if piece.name else None
             reads = () if place is None or place in nodes_of else iteration.operators[place].after
-            name = piece.name or f"{piece.phase.value}, between operators"  # Python code has no operator name
+            name = piece.name or f"{piece.phase.value}, between operators"  # Python code between operators has no name.
             yield self._local_node(name, step, piece, [nodes_of[other] for other in reads if other in nodes_of])
             if place is not None:
                 nodes_of[place] = self._last[0]
@@ -208,7 +215,7 @@ class _RankTrace:
         node.attr.add(name="comm_size", uint64_val=one.n_bytes)
         return _with_attributes(
             node,
-            is_cpu_op=False,  # simulators require this value for collectives
+            is_cpu_op=False,  # Simulators require the value False for collectives.
             iteration=step.number,
             activity=one.activity.value,
             phase=Phase.OTHER.value,
@@ -233,6 +240,6 @@ def _with_attributes(node: Any, **values: bool | int | str) -> Any:
 
 
 def _place_at(spans: Sequence[tuple[float, float, int]], moment_s: float) -> int | None:
-    """Return the index of the training thread's operator that ran at a moment; None = no operator."""
+    """Return the index in `spans` of the operator that the training thread ran at a moment; None = no operator."""
     found = bisect_right(spans, moment_s, key=lambda span: span[0]) - 1
     return spans[found][2] if found >= 0 and moment_s <= spans[found][1] else None

@@ -1,4 +1,4 @@
-"""Global graph of a job (dPRO, section 4): coarsening, replay and critical path."""
+"""Build the global graph of a job (dPRO, section 4), make it coarser, replay it, and find its critical path."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ from .job_model import Histories, Iteration, JobModel, JobOperation, Processors,
 
 
 def coarse(job: JobModel, *, plan_is_fixed: bool = True) -> JobModel:
-    """Return the job with consecutive pieces merged where no other node depends on the boundary between them.
+    """Return the job with fewer, longer pieces (intervals of the training thread). Two consecutive pieces are merged if
+    no other node depends on the moment between the two.
 
     Args:
         job: job to simplify.
-        plan_is_fixed: the plan will not change, so ready times of gradients that complete no unit may be lost.
+        plan_is_fixed: True if the communication plan will not change. Then the ready time is kept
+            only for gradients that complete a unit (bucket).
     """
 
     def joined(_: int, program: Program) -> Program:
@@ -58,14 +60,16 @@ def coarse(job: JobModel, *, plan_is_fixed: bool = True) -> JobModel:
 
 def _belong_together(before: ThreadInterval, piece: ThreadInterval) -> bool:
     alike = (before.activity, before.phase) == (piece.activity, piece.phase)
-    negligible = min(before.seconds, piece.seconds) <= 0.0 and not before.waits  # a wait counts to its phase
+    # A wait is not negligible, because its time counts to its phase.
+    negligible = min(before.seconds, piece.seconds) <= 0.0 and not before.waits
     return before.computes == piece.computes and (alike or negligible)
 
 
 def mean_iteration(job: JobModel) -> JobModel:
-    """Return the job with a single iteration of mean durations.
+    """Return the job with a single iteration, whose durations are means over iterations.
 
-    Each rank's mean includes only iterations in which the rank ran the most frequent sequence of pieces.
+    The mean of a rank includes only iterations in which the rank ran its most frequent sequence of pieces (intervals of
+    the training thread).
     """
     programs = {rank: _mean_program([each.programs[rank] for each in job.iterations]) for rank in job.ranks}
     operations: dict[Hashable, list[JobOperation]] = defaultdict(list)
@@ -112,14 +116,14 @@ def _signature(program: Program) -> Hashable:
 def symmetric(job: JobModel, *, tolerance: float = 0.02) -> JobModel:
     """Return the job with one rank for each group of equal ranks, and one host for each group of equal hosts.
 
-    Ranks are equal if they run the same sequence, and take equally long for each phase within `tolerance`. Hosts are
-    equal if the same numbers of equal ranks run on them. A remaining rank counts as all equal ranks of its host
-    (`JobModel.alike`) on shared processors. Removed hosts do not count anywhere, so costs of new units must be derived
-    from the complete job.
+    Ranks are equal if they run the same sequence of work, and if the durations of each phase differ by at most
+    `tolerance`. Hosts are equal if the same numbers of equal ranks run on each. On shared processors, a remaining rank
+    counts as all ranks of its host that are equal to it (`JobModel.alike`). Removed hosts are not represented, so costs
+    of new units (buckets) must be derived from the complete job.
 
     Args:
         job: job to reduce.
-        tolerance: largest difference, as a fraction of the iteration.
+        tolerance: largest difference between equal ranks, as a fraction of the iteration time.
     """
     kinds = _equal_ranks(job, tolerance)
     hosts: dict[Hashable, tuple[Processors, Counter[int]]] = {}
@@ -157,7 +161,7 @@ def symmetric(job: JobModel, *, tolerance: float = 0.02) -> JobModel:
 
 
 def _equal_ranks(job: JobModel, tolerance: float) -> dict[int, int]:
-    """Return the lowest equal rank, by rank."""
+    """Map each rank to the lowest rank that is equal to it, as `symmetric` defines equal."""
     signatures = {rank: [_signature(each.programs[rank]) for each in job.iterations] for rank in job.ranks}
     lengths = {rank: [_lengths(each.programs[rank]) for each in job.iterations] for rank in job.ranks}
 
@@ -180,7 +184,7 @@ def _equal_ranks(job: JobModel, tolerance: float) -> dict[int, int]:
 
 
 def _lengths(program: Program) -> dict[Hashable, float]:
-    """Return the seconds of a rank's iteration until each operation is issued, and in each phase."""
+    """Return how many seconds of a rank's iteration pass until each operation is issued, and in each phase."""
     found: dict[Hashable, float] = defaultdict(float)
     so_far_s = 0.0
     for piece in program:
@@ -192,11 +196,11 @@ def _lengths(program: Program) -> dict[Hashable, float]:
 
 
 BEFORE = -1
-"""`ReplayNode.iteration` of the node that delays a rank's first iteration."""
+"""Value of `ReplayNode.iteration` for the node that delays a rank's first iteration."""
 
 
 def global_graph(job: JobModel) -> ReplayGraph:
-    """Return the graph of all iterations.
+    """Return the dependency graph of all ranks and iterations, for a replay.
 
     Raises:
         ReplayError: a duration is negative or not finite.
@@ -209,7 +213,7 @@ def global_graph(job: JobModel) -> ReplayGraph:
     if job.link is not None:
         servers += [job.link, SharedResource(name="passing messages to the link", totals=(1.0,), is_link=True)]
     place_of = {rank: place for place, group in enumerate(job.processors) for rank in group.ranks}
-    last_on: dict[str, tuple[int, float]] = {}  # latest operation of each lane, and its lag_s
+    last_on: dict[str, tuple[int, float]] = {}  # by lane: latest operation and its `lag_s`
 
     def count(ranks: Sequence[int]) -> int:
         return sum(job.alike.get(rank, 1) for rank in ranks)
@@ -273,12 +277,13 @@ def global_graph(job: JobModel) -> ReplayGraph:
 
 
 def play(job: JobModel) -> Replay:
-    """Replay all iterations of a job."""
+    """Replay all iterations of a job: compute when each node of its graph begins and ends."""
     return replay(global_graph(coarse(job)))
 
 
 STRAGGLER_EXCESS = 0.05
-"""A rank is named as a straggler if it takes longer than the median rank by more than this fraction."""
+"""A rank is reported as a straggler if its work takes longer than that of the median rank by more than this
+fraction."""
 
 _PHASES = {
     Phase.DATA: "loading data",
@@ -293,12 +298,12 @@ _RANKS = {Phase.DATA: "data loader", Phase.OTHER: "script"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One cause of a step's duration.
+    """One cause of the duration of a step, such as the link between hosts, with its part of the step time.
 
     Attributes:
-        words: predicate that completes "31 % of the step …".
-        seconds: seconds per iteration.
-        share: fraction of the iteration.
+        words: the cause, as the rest of the sentence "31 % of the step …".
+        seconds: duration per iteration, in seconds.
+        share: fraction of the iteration time.
     """
 
     words: str
@@ -315,7 +320,7 @@ class Visit:
     """One node on the critical path.
 
     Attributes:
-        place: index of the node.
+        place: index of the node in the graph.
         begin_s, end_s: interval in which the node was critical.
         gap_s: idle time between the end of this node and the begin of the next one.
     """
@@ -327,9 +332,9 @@ class Visit:
 
 
 def critical_path(replay: Replay) -> tuple[Visit, ...]:
-    """Return the critical path from the first iteration to the last end.
+    """Return the critical path from the begin of the first iteration to the end of the last node.
 
-    The path is found backwards: each node's start has a cause, which is the node whose end allowed it.
+    The path is searched backwards: from a node, it continues with the node whose end allowed this node to start.
     """
     if not replay.end_s:
         return ()
@@ -343,7 +348,7 @@ def critical_path(replay: Replay) -> tuple[Visit, ...]:
 
 
 def path_spans(histories: Histories, replay: Replay) -> Iterator[PathSpan]:
-    """Yield the critical path for the trace. A replayed iteration begins when the previous one ends."""
+    """Yield the critical path as spans for the trace. A replayed iteration begins when the previous iteration ends."""
     graph, ends_s = replay.graph, defaultdict[int, float](float)
     for node, end_s in zip(graph.nodes, replay.end_s, strict=True):
         if node.iteration > BEFORE and node.rank != ALL_RANKS:
@@ -358,7 +363,7 @@ def path_spans(histories: Histories, replay: Replay) -> Iterator[PathSpan]:
 
 
 def parts(replay: Replay) -> tuple[Part, ...]:
-    """Return the causes of the critical path's duration, the largest first, in seconds of a mean iteration."""
+    """Return the causes of the critical path's duration, the largest first, as means per iteration."""
     seconds: dict[tuple[str, int, Phase], float] = defaultdict(float)
     graph = replay.graph
     for visit in critical_path(replay):
@@ -377,11 +382,11 @@ def parts(replay: Replay) -> tuple[Part, ...]:
 
 
 MIN_SHARE = 0.005
-"""Smaller parts of a path are merged into one, as a fraction of the step."""
+"""Parts of the critical path below this fraction of the step time are merged into one part."""
 
 
 def path_lines(replay: Replay) -> tuple[Part, ...]:
-    """Return the parts to print: large ones, and the sum of the small ones."""
+    """Return the parts of the critical path to print: each large part, and the sum of all small parts."""
     found = parts(replay)
     rest = [part for part in found if part.share < MIN_SHARE]
     shown = tuple(part for part in found if part.share >= MIN_SHARE)
@@ -391,11 +396,11 @@ def path_lines(replay: Replay) -> tuple[Part, ...]:
     return (*shown, Part(words="is everything else", seconds=seconds, share=share))
 
 
-_OWN = ""  # stands for a rank's own work, which _by_name names by phase and rank
+_OWN = ""  # Stands for a rank's own work, for which `_by_name` inserts phase and rank.
 
 
 def _shares(graph: ReplayGraph, node: ReplayNode, length_s: float) -> Sequence[tuple[str, int, Phase, float]]:
-    """Return how a node's time is divided among causes: (words, rank, phase, seconds)."""
+    """Divide the duration of a node among its causes. Return (words, rank, phase, seconds) for each cause."""
     alone_s, fixed_s = min(node.alone_s, length_s), min(node.fixed_s, length_s)
     link = next((work.server for work in node.works if graph.servers[work.server].is_link), None)
     words, rank = _OWN, node.rank
@@ -418,7 +423,7 @@ def _shares(graph: ReplayGraph, node: ReplayNode, length_s: float) -> Sequence[t
 
 
 def _own_s(graph: ReplayGraph) -> dict[Phase, dict[int, float]]:
-    """Return the uncontended seconds of each rank's pieces, by phase and rank."""
+    """Return the seconds of each rank's own work without contention, by phase and rank."""
     found: dict[Phase, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for node in graph.nodes:
         if node.rank != ALL_RANKS and node.iteration > BEFORE and node.activity is not Activity.COPY:
@@ -446,9 +451,10 @@ class MeanStepTimes:
     """Mean step times over ranks and iterations.
 
     Attributes:
-        iteration_s: time from the end of one step to the end of the next.
-        phases_s: time in each phase, waits included.
-        spread_s: standard deviation over iterations of the mean over ranks; 0 for a single iteration.
+        iteration_s: time from the end of one step to the end of the next step.
+        phases_s: time in each phase, including waits.
+        spread_s: standard deviation of the iteration time over iterations, after averaging over ranks; 0 for a single
+            iteration.
         iterations: number of iterations.
     """
 
@@ -458,23 +464,23 @@ class MeanStepTimes:
     iterations: int
 
     def scaled(self, factor: float) -> MeanStepTimes:
-        """Return all times multiplied by `factor`."""
+        """Return a copy in which all times are multiplied by `factor`."""
         phases_s = {phase: factor * seconds for phase, seconds in self.phases_s.items()}
         return replace(self, iteration_s=factor * self.iteration_s, phases_s=phases_s, spread_s=factor * self.spread_s)
 
     @property
     def forward_s(self) -> float:
-        """Return the seconds of the forward pass."""
+        """Return the seconds per step of the forward pass."""
         return self.phases_s.get(Phase.FORWARD, 0.0)
 
     @property
     def backward_s(self) -> float:
-        """Return the seconds of the backward pass, including the wait for reduced gradients."""
+        """Return the seconds per step of the backward pass, including the wait for reduced gradients."""
         return self.phases_s.get(Phase.BACKWARD, 0.0)
 
 
 def recorded(histories: Histories) -> MeanStepTimes:
-    """Return the recorded step times."""
+    """Return the mean step times of the recording."""
     steps_s: list[list[float]] = []
     phases_s: dict[Phase, float] = defaultdict(float)
     for step in histories.steps:
@@ -486,7 +492,7 @@ def recorded(histories: Histories) -> MeanStepTimes:
 
 
 def replayed(replay: Replay) -> MeanStepTimes:
-    """Return the step times of a replay."""
+    """Return the mean step times of a replay."""
     graph = replay.graph
     steps_s: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     phases_s: dict[Phase, float] = defaultdict(float)
@@ -526,12 +532,12 @@ def _part_s(graph: ReplayGraph, activities: Collection[Activity]) -> float:
 
 
 def communication_s(graph: ReplayGraph) -> float:
-    """Return the duration of all operations between ranks, without waits for gradients."""
+    """Return how long all communication would take if every gradient were ready at the start."""
     return _part_s(graph, {Activity.UNIT, Activity.COLLECTIVE})
 
 
 def computation_s(graph: ReplayGraph) -> float:
-    """Return the duration of the slowest rank's own work, without waits for other ranks."""
+    """Return how long the slowest rank's own work takes, without waits for other ranks."""
     return _part_s(graph, {Activity.COMPUTE, Activity.DATA, Activity.COPY})
 
 

@@ -1,4 +1,4 @@
-"""HTML pages of text, tables and Plotly plots. A page is one file that loads nothing."""
+"""Build HTML pages of text, tables and Plotly plots. A page is one file that loads no other files."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ tr.sum td { border-top: 1px solid; } meter { width: 10em; }
 """
 
 Trace = dict[str, Any]
-"""One Plotly trace (https://plotly.com/javascript/reference)."""
+"""One Plotly trace, which is a line or a set of points in a plot (https://plotly.com/javascript/reference)."""
 
 LOG = {"type": "log", "tickvals": [digit * 10.0**power for power in range(-4, 10) for digit in (1, 2, 5)]}
-"""Logarithmic axis with ticks at 1, 2 and 5 times powers of ten."""
+"""Plotly settings of a logarithmic axis with ticks at 1, 2 and 5 times powers of ten."""
 
 
 def page(title: str, sections: Iterable[str]) -> str:
@@ -63,10 +63,10 @@ def plot(traces: Sequence[Trace], *, x: str, y: str = "", height: int = 340, **l
         x: title of the horizontal axis.
         y: title of the vertical axis.
         height: height in pixels.
-        layout: additional entries of Plotly's layout. A dict is merged into the default dict of the same name.
+        layout: additional entries of Plotly's layout. A dict is merged with the default dict of the same name.
 
     Raises:
-        ConfigError: Plotly is missing.
+        ConfigError: the package Plotly is not installed.
     """
     axis = {"gridcolor": "rgba(136,136,136,0.27)", "zeroline": False, "automargin": True}
     usual: dict[str, Any] = {
@@ -104,7 +104,7 @@ def _plotly() -> Any:
 
 
 def line(name: str, x: Sequence[float], y: Sequence[float], color: str, **style: Any) -> Trace:
-    """Return a line. `style` is Plotly's line style (`dash`, `shape`)."""
+    """Return a Plotly trace that draws a line. `style` contains Plotly's line styles, such as `dash` and `shape`."""
     return {
         "type": "scatter",
         "mode": "lines",
@@ -116,7 +116,9 @@ def line(name: str, x: Sequence[float], y: Sequence[float], color: str, **style:
 
 
 def dots(name: str, points: Iterable[tuple[Any, Any, str]], color: str, **more: Any) -> Trace:
-    """Return a point for each `(x, y, text)`. The text is shown under the pointer."""
+    """Return a Plotly trace with a point for each `(x, y, text)`. The text is shown while the pointer is over the
+    point.
+    """
     x, y, texts = zip(*points, strict=True)
     marker = {"color": color, **more.pop("marker", {})}
     return {"type": "scatter", "mode": "markers", "name": str(escape(name)), "x": x, "y": y, "hovertext": texts,
@@ -124,22 +126,22 @@ def dots(name: str, points: Iterable[tuple[Any, Any, str]], color: str, **more: 
 
 
 def heading(words: str) -> Markup:
-    """Return the heading of a section."""
+    """Return the HTML heading of a section."""
     return Markup("<h2>{}</h2>").format(words)
 
 
 def paragraph(words: str, kind: str = "") -> Markup:
-    """Return a paragraph with a CSS class. `words` are escaped unless they are `Markup`."""
+    """Return an HTML paragraph with CSS class `kind`. The text is escaped unless it is `Markup`."""
     return _element("p", kind, words)
 
 
 def details(summary: str, content: Markup) -> Markup:
-    """Return content that is collapsed under a line of text."""
+    """Return HTML in which `content` is collapsed under the line `summary` until the reader opens it."""
     return Markup("<details><summary>{}</summary>{}</details>").format(summary, content)
 
 
 def share_bar(share: float) -> Markup:
-    """Return a bar whose length shows a fraction."""
+    """Return an HTML bar whose length shows the fraction `share`."""
     return Markup('<meter value="{:.4f}"></meter>').format(share)
 
 
@@ -156,14 +158,14 @@ def table(
     last: Sequence[str] = (),
     unsure: Sequence[int] = (),
 ) -> Markup:
-    """Return a table.
+    """Return an HTML table.
 
     Args:
         titles: title of each column.
         rows: cells, which are escaped unless they are `Markup`.
-        text: indices of columns without numbers.
-        last: row of sums; empty = none.
-        unsure: indices of rows to show in grey.
+        text: indices of columns that contain text instead of numbers.
+        last: cells of a final row with sums; empty = no such row.
+        unsure: indices of rows whose values are uncertain, which are shown in grey.
     """
 
     def row(cells: Sequence[str], tag: str = "td", kind: str = "") -> Markup:

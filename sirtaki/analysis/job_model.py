@@ -1,4 +1,6 @@
-"""Model of a recorded job: the timelines of its ranks on one clock, and the work that the timelines contain."""
+"""Build a model of a recorded job for replays: timelines of its ranks on one clock, and their work without
+contention.
+"""
 
 from __future__ import annotations
 
@@ -17,25 +19,26 @@ from .alignment import align
 from .recording import Buffer, Module, ModuleKey, Operator, PhaseSpan, Placement, RecordedIteration, Recording
 
 GradientKey = tuple[int, int]
-"""(number of the buffer, index in its layout)."""
+"""Key of a gradient: (number of the flat buffer, index of the gradient in the layout of the buffer)."""
 
 OperationKey = tuple[int, int, int]
-"""(buffer, start, stop) of a unit, in elements; (-1, index in the iteration, 0) of a different collective operation."""
+"""Key of an operation between ranks. For a unit (bucket): (buffer, start, stop), in elements. For other collective
+operations: (-1, index in the iteration, 0)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ThreadInterval:
-    """Work of the training thread between two moments at which another node of the graph depends on it.
+    """Work of the training thread between two moments on which other nodes of the graph depend (a "piece").
 
     Attributes:
         activity: kind of work.
-        phase: phase of the step.
+        phase: phase of the step, such as forward or backward.
         seconds: duration without contention.
         name: name of the operator.
-        computes: the work uses processors, so contention slows it; otherwise its duration is fixed.
-        waits: keys of operations whose results the piece needs, each with the delay after the first rank's completion.
-        ready: gradients that become ready at the end of the piece.
-        issues: operations that this rank issues at the end of the piece.
+        computes: True if the work uses processors, so that contention slows it. Otherwise its duration is constant.
+        waits: operations whose results the work needs: (key, delay of this rank after the first rank's completion).
+        ready: gradients that become ready at the end of the interval.
+        issues: operations that this rank issues at the end of the interval.
         module: module whose forward or backward pass contains the operator; None = unknown.
     """
 
@@ -52,21 +55,21 @@ class ThreadInterval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOperation:
-    """One operation between ranks: a unit, or another collective operation.
+    """One operation between ranks: the all-reduce of a unit (bucket), or another collective operation.
 
     Attributes:
-        key: key of the operation.
+        key: key of the operation, equal on all ranks.
         activity: `Activity.UNIT` or `Activity.COLLECTIVE`.
-        lane: name of the queue that runs the operation. A lane runs one operation at a time.
+        lane: name of the queue, such as a stream, that runs the operation. A lane runs one operation at a time.
         ranks: participating ranks.
         n_bytes: size of one rank's input.
         name: name for display.
         route: transport and algorithm of a unit.
-        fixed_s: start-up time.
-        link_s: time on the link between hosts, which operations share; 0 = the operation stays on one host.
-        host_s: time to pass messages to the link, serial over all streams (`LinkModel.host_s`).
-        processor_s: time on the processors of the ranks, if all ranks are on one host.
-        busy: processors that each rank occupies meanwhile; below 1 if the transport sleeps while it waits for messages.
+        fixed_s: start-up time, which does not depend on the size and on contention.
+        link_s: time on the link between hosts without contention; 0 = all ranks are on one host.
+        host_s: processor time to pass messages to the link. Operations of different streams cannot overlap it.
+        processor_s: time on the processors of the ranks without contention, if all ranks are on one host.
+        busy: processors that each rank occupies during `processor_s`; below 1 if the transport sleeps while it waits.
         lag_s: delay between the first and the last rank's completion.
     """
 
@@ -93,7 +96,7 @@ class Iteration:
     """One step of all ranks.
 
     Attributes:
-        programs: pieces of each training thread, by rank.
+        programs: work of each training thread, as a sequence of pieces (intervals), by rank.
         operations: operations, in the order in which they are issued.
     """
 
@@ -109,7 +112,7 @@ class Processors:
         name: name for display.
         capacity: number of processors that the ranks may use together.
         ranks: ranks on the machine.
-        threads: compute threads per rank.
+        threads: number of compute threads per rank.
     """
 
     name: str
@@ -119,7 +122,9 @@ class Processors:
 
     @property
     def server(self) -> SharedResource:
-        """Return a server on which n jobs proceed at full speed until n exceeds the capacity."""
+        """Return the processors as a shared resource, on which n threads run at full speed until n exceeds the
+        capacity.
+        """
         whole = [float(count) for count in range(1, int(self.capacity) + 1)]
         return SharedResource(name=self.name, totals=tuple(dict.fromkeys((*whole, self.capacity))))
 
@@ -132,13 +137,13 @@ class JobModel:
         ranks: ranks, ascending.
         hosts: lowest rank on the same host, by rank.
         processors: processors of each machine.
-        buffers: gradients, and how they are reduced.
+        buffers: flat buffers, with their gradients and plans.
         links: link model of each probed route.
-        link: server that units between hosts share; None if all ranks are on one host.
+        link: shared resource that stands for the link between hosts; None if all ranks are on one host.
         iterations: consecutive steps.
-        begin_s: delay of each rank's begin after the first rank's, by rank.
-        alike: number of ranks that a rank represents after `symmetric`, by rank; ranks without an entry count as one.
-        notes: one sentence for each missing input.
+        begin_s: time at which each rank begins, in seconds after the first rank, by rank.
+        alike: number of equal ranks that a rank represents after `symmetric`, by rank; 1 for ranks without an entry.
+        notes: one sentence for each input that was not recorded and is assumed.
     """
 
     ranks: tuple[int, ...]
@@ -154,12 +159,12 @@ class JobModel:
 
     @property
     def plans(self) -> dict[int, CommPlan]:
-        """Return the plan of each buffer, by number."""
+        """Return the communication plan of each flat buffer, by number of the buffer."""
         return {buffer.number: buffer.plan for buffer in self.buffers}
 
     @property
     def units(self) -> list[JobOperation]:
-        """Return the units of all iterations."""
+        """Return the all-reduces of units (buckets) in all iterations."""
         return [one for each in self.iterations for one in each.operations if one.activity is Activity.UNIT]
 
     def crosses_hosts(self, ranks: tuple[int, ...]) -> bool:
@@ -172,7 +177,12 @@ class JobModel:
         program: Callable[[int, Program], Program] = lambda _, same: same,
         operation: Callable[[JobOperation], JobOperation] = lambda same: same,
     ) -> JobModel:
-        """Return a copy in which `program` has transformed each rank's program and `operation` each operation."""
+        """Return a copy of the job with other work.
+
+        Args:
+            program: maps (rank, program of this rank) to a new program.
+            operation: maps an operation to a new operation.
+        """
         iterations = [
             Iteration(
                 programs={rank: program(rank, mine) for rank, mine in each.programs.items()},
@@ -184,7 +194,7 @@ class JobModel:
 
 
 Clock = Callable[[float], float]
-"""Maps a moment of a rank's clock to the job's clock."""
+"""Function that converts a moment of a rank's clock to the common clock of the job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,10 +204,10 @@ class Stretch:
     Attributes:
         begin_s, end_s: first and last moment.
         activity: kind of work.
-        phase: phase of the step.
+        phase: phase of the step, such as forward or backward.
         name: name of the operator; "" = no operator was recorded.
-        waits: operations for which the thread only waits in this interval; empty if the thread works.
-        module: as `ThreadInterval.module`.
+        waits: operations for which the thread waits in this interval; empty if the thread works.
+        module: module whose forward or backward pass contains the operator; None = unknown.
     """
 
     begin_s: float
@@ -212,7 +222,7 @@ class Stretch:
     def computes(self) -> bool:
         """Return whether the interval uses this machine's processors.
 
-        A wait does not, because the thread sleeps. Loading data does not: it is assumed to take a fixed time.
+        A wait uses no processors, because the thread sleeps. Loading data is treated as a wait of constant duration.
         """
         return not self.waits and self.activity is not Activity.DATA
 
@@ -222,9 +232,9 @@ class WaitInterval:
     """A wait of the training thread for operations.
 
     Attributes:
-        begin_s, end_s: first and last moment; equal if the results were already there.
-        keys: keys of the operations.
-        until_backward_ends: the script reads the results only after `backward()`.
+        begin_s, end_s: first and last moment of the wait; equal if the results were available before.
+        keys: keys of the operations for which the thread waits.
+        until_backward_ends: True if the script reads the results only after `backward()`, as for gradients.
     """
 
     begin_s: float
@@ -234,7 +244,9 @@ class WaitInterval:
 
 
 def stretches(iteration: RecordedIteration, clock: Clock, modules: Sequence[Module] = ()) -> list[Stretch]:
-    """Divide a whole iteration into intervals without gaps. `with_waits` marks the waits afterwards."""
+    """Divide the timeline of one rank in one iteration into intervals without gaps. `with_waits` must mark the waits
+    later.
+    """
 
     def stretch(one: Operator | PhaseSpan, name: str = "", module: ModuleKey | None = None) -> Stretch:
         activity = Activity.DATA if one.phase is Phase.DATA else Activity.COMPUTE
@@ -254,7 +266,7 @@ def stretches(iteration: RecordedIteration, clock: Clock, modules: Sequence[Modu
     full: list[Stretch] = []
     now_s = begin_s
     for one in sorted(known, key=lambda one: one.begin_s):
-        # Neighbours may overlap slightly, because operator times come from another clock.
+        # Cut overlaps, because operator times come from another clock, so neighbours may overlap slightly.
         from_s, to_s = max(now_s, min(one.begin_s, end_s)), min(one.end_s, end_s)
         if to_s >= from_s:
             full += (*_between(spans, now_s, from_s), replace(one, begin_s=from_s, end_s=to_s))
@@ -263,7 +275,7 @@ def stretches(iteration: RecordedIteration, clock: Clock, modules: Sequence[Modu
 
 
 def _between(spans: Sequence[Stretch], begin_s: float, end_s: float) -> Iterator[Stretch]:
-    """Fill an interval that has no operator with the phases that were recorded for it."""
+    """Yield intervals, one per recorded phase, for a period in which no operator ran."""
     now_s = begin_s
     for span in spans:
         if now_s < span.end_s and span.begin_s < end_s:
@@ -276,7 +288,9 @@ def _between(spans: Sequence[Stretch], begin_s: float, end_s: float) -> Iterator
 
 
 def with_waits(full: Sequence[Stretch], waits: Iterable[WaitInterval]) -> list[Stretch]:
-    """Return the intervals with waits marked. Only time without a recorded operator can become a wait."""
+    """Return the intervals, divided so that waits are intervals of their own. Only time without a recorded operator can
+    be a wait.
+    """
     found = list(full)
     for wait in sorted(waits, key=lambda wait: wait.end_s):
         _insert_wait(found, wait)
@@ -289,7 +303,7 @@ def _insert_wait(full: list[Stretch], wait: WaitInterval) -> None:
     backward = [at for at, each in enumerate(full) if each.name and each.phase is Phase.BACKWARD]
     backward_end = 1 + backward[-1] if backward and wait.until_backward_ends else 0
     if one.name or one.waits or place < backward_end:
-        # The thread was working at that moment, so it waits later: at the earliest when backward() returns.
+        # An operator ran at that moment, so the wait is later: at the earliest when backward() returns.
         place = max(place + 1, backward_end)
         before = full[place - 1]
         begin_s = end_s = before.end_s
@@ -309,12 +323,13 @@ def _insert_wait(full: list[Stretch], wait: WaitInterval) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marks:
-    """Moments in one rank's iteration that other nodes of the graph depend on, in the job's clock.
+    """Moments in one rank's iteration on which other nodes of the graph depend, in the job's clock.
 
     Attributes:
         ready: moment at which each gradient was ready.
         issued: moment at which this rank issued each operation.
-        seen: delay between the first rank's and this rank's completion, by operation.
+        seen: delay of this rank's completion of an operation after the first rank's completion, by key of the
+            operation.
     """
 
     ready: Sequence[tuple[float, GradientKey]]
@@ -323,12 +338,12 @@ class Marks:
 
 
 def pieces(full: Sequence[Stretch], marks: Marks, work_s: Callable[[float, float], float]) -> Program:
-    """Split the intervals of one iteration at the marks.
+    """Split the intervals of one iteration at the marks, on which other nodes depend, and return the pieces.
 
     Args:
         full: intervals of one rank's iteration, without gaps.
         marks: moments at which to split.
-        work_s: maps an interval (begin, end) to the work done in it, in seconds on an uncontended processor.
+        work_s: returns the work done from `begin` to `end`, in seconds on a processor without contention.
     """
     ready: dict[float | None, list[GradientKey]] = defaultdict(list)
     issued: dict[float | None, list[OperationKey]] = defaultdict(list)
@@ -369,12 +384,12 @@ def pieces(full: Sequence[Stretch], marks: Marks, work_s: Callable[[float, float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedBarrier(JobOperation):
-    """One recorded operation, in the job's clock.
+    """One recorded operation between ranks, with its times in the job's clock.
 
     Attributes:
         issued_s: moment at which each rank issued the operation.
         begin_s: moment at which the operation began.
-        done_s: moment at which each rank saw the result, not before `begin_s`.
+        done_s: moment at which each rank had the result; at least `begin_s`.
     """
 
     issued_s: Mapping[int, float]
@@ -383,7 +398,7 @@ class TimedBarrier(JobOperation):
 
     @property
     def end_s(self) -> float:
-        """Return the moment at which the first rank saw the result."""
+        """Return the moment at which the first rank had the result."""
         return min(self.done_s.values())
 
 
@@ -393,13 +408,14 @@ def barriers(
     buffers: Iterable[Buffer],
     free_s: dict[str, float],
 ) -> list[TimedBarrier]:
-    """Merge the operations that ranks recorded in one iteration, in the order in which the operations began.
+    """Merge what all ranks recorded about each operation in one iteration. Return the operations by begin.
 
     Args:
-        iterations: iteration of each rank.
-        clocks: clock of each rank.
-        buffers: buffers of the job.
-        free_s: moment at which each lane becomes idle. Updated in place, because a busy lane delays the next operation.
+        iterations: the iteration as recorded by each rank.
+        clocks: conversion of each rank's clock to the job's clock.
+        buffers: flat buffers of the job.
+        free_s: moment at which each lane becomes idle. Updated in place, because a busy lane delays the next operation
+            on this lane.
     """
     layouts = {buffer.number: buffer.layout for buffer in buffers}
     issued: dict[OperationKey, dict[int, float]] = defaultdict(dict)
@@ -430,7 +446,7 @@ def barriers(
 
 
 def unit_fields(key: OperationKey, layout: GradientLayout, route: Route, stream: int) -> dict[str, Any]:
-    """Return the fields of a unit's `JobOperation` that do not depend on its cost."""
+    """Return the fields of the `JobOperation` of a unit (bucket) that do not depend on its cost."""
     _, start, stop = key
     return {
         "key": key,
@@ -448,9 +464,9 @@ class TimedStep:
 
     Attributes:
         number: `RecordedIteration.number`.
-        barriers: operations, in the order in which they began.
+        barriers: operations between ranks, in the order in which they began.
         stretches: intervals of each rank's training thread, without gaps.
-        marks: marks of each rank.
+        marks: moments of each rank's iteration on which other ranks or operations depend.
     """
 
     number: int
@@ -466,8 +482,8 @@ class Histories:
     Attributes:
         recording: source of the timelines.
         steps: consecutive iterations.
-        begin_s: delay of each rank's begin after the first rank's.
-        clocks: map from each rank's clock to the job's.
+        begin_s: time at which each rank begins the first step, in seconds after the first rank.
+        clocks: conversion of each rank's clock to the job's clock.
         hosts: lowest rank on the same host, by rank.
     """
 
@@ -488,7 +504,7 @@ class Histories:
 
 
 def histories(recording: Recording) -> Histories:
-    """Build the timelines of `Recording.usual_iterations`.
+    """Build the timelines of all ranks in the iterations to analyse (`Recording.usual_iterations`).
 
     Raises:
         ReplayError: no iteration was recorded on all ranks.
@@ -544,9 +560,10 @@ def _waits(
 
 
 def _clocks(recording: Recording, first: Mapping[int, RecordedIteration]) -> dict[int, Clock]:
-    """Return maps to the job's clock, which reads 0 when the first rank begins.
+    """Return conversions of each rank's clock to the job's clock, which reads 0 when the first rank begins.
 
-    Units determine offset and drift of a clock, but only to within the duration of the shortest units. If the offset
+    The times of units (buckets) determine offset and drift of a clock, but only to within the duration of the shortest
+    units. If the offset
     measured at the start of the recording has a smaller error bound, that offset is used instead.
     """
     found = align(recording)
@@ -563,13 +580,13 @@ def _clocks(recording: Recording, first: Mapping[int, RecordedIteration]) -> dic
 
 
 Use = tuple[float, float, float]
-"""(begin_s, end_s, number of jobs that the use counts as)."""
+"""Use of a shared resource: (begin_s, end_s, number of concurrent tasks that the use counts as)."""
 
 
 class ShareClock:
-    """Clock of one job on a shared server.
+    """Clock that measures the work of one task on a shared resource (processors or link).
 
-    It runs at the job's share of the server, and at speed 1 while at most one job is active.
+    The clock runs at speed 1 while at most one task uses the resource, otherwise at the speed that each task gets.
     """
 
     def __init__(self, server: SharedResource, uses: Iterable[Use]) -> None:
@@ -588,12 +605,12 @@ class ShareClock:
             self._speeds.append(server.share(max(1.0, jobs)))
 
     def at(self, moment_s: float) -> float:
-        """Return the reading at a moment."""
+        """Return the reading of the clock at a moment."""
         place = max(0, bisect_right(self._moments_s, moment_s) - 1)
         return self._shown_s[place] + (moment_s - self._moments_s[place]) * self._speeds[place]
 
     def between(self, begin_s: float, end_s: float) -> float:
-        """Return the work that one job completed in an interval, in seconds of an exclusive server."""
+        """Return the work that one task completed from `begin_s` to `end_s`, in seconds without contention."""
         return max(0.0, self.at(end_s) - self.at(begin_s))
 
 
@@ -606,8 +623,8 @@ def processor_use(group: Processors, histories: Histories) -> tuple[ShareClock, 
     """Measure how the ranks of one machine used its processors in the recorded iterations.
 
     Returns:
-        The share clock of computation on the machine, and `JobOperation.busy` of its units (1 if processor time was not
-        recorded).
+        The clock that measures computation without contention on the machine, and the number of processors that each
+        rank occupies while a unit (bucket) is reduced (`JobOperation.busy`); 1 if processor time was not recorded.
     """
     units = [
         one
@@ -641,7 +658,9 @@ def processor_use(group: Processors, histories: Histories) -> tuple[ShareClock, 
 
 
 def _spent_s(group: Processors, histories: Histories) -> float | None:
-    """Return the processor time of communication; None if it was not recorded or operators use several threads."""
+    """Return the processor time of communication on the machine. None if processor time was not recorded, or if
+    operators use several threads.
+    """
     numbers = {step.number for step in histories.steps}
     recorded = [one for rank in group.ranks for one in histories.recording.ranks[rank].iterations]
     spent_s = [one.beside_s for one in recorded if one.number in numbers and one.beside_s is not None]
@@ -653,7 +672,9 @@ LINK = "the link between hosts"
 
 
 def job_model(histories: Histories) -> JobModel:
-    """Return the work of the recorded iterations, without the delays that shared processors and links caused."""
+    """Build the model of the recorded job: the work of all ranks, without the delays by contention for processors and
+    links.
+    """
     job, hosts = histories.recording.job, histories.hosts
     recorded = [one for step in histories.steps for one in step.barriers]
 
@@ -718,10 +739,11 @@ def job_model(histories: Histories) -> JobModel:
 
 
 def without_dents(throughput: Sequence[float]) -> tuple[float, ...]:
-    """Return the probed throughput G(n), with every value raised to the line between higher values on both sides.
+    """Return the probed throughput G(n) with n concurrent units (buckets), without dents.
 
-    A link that carries more with fewer and with more concurrent units carries no less in between. Such a dent means
-    that other work kept the machine busy during the probe. A decline towards the largest n stays.
+    A dent is a value between two higher values, for fewer and for more units. It means that other work kept the machine
+    busy during the probe, so the value is raised to the line between the higher values. A decline towards the largest n
+    is not changed.
     """
     found = list(throughput)
     places = range(len(found))
@@ -735,13 +757,13 @@ def without_dents(throughput: Sequence[float]) -> tuple[float, ...]:
 
 
 def link_server(link: LinkModel) -> SharedResource:
-    """Return the probed link as a server with totals G(n) / G(1)."""
+    """Return the probed link as a shared resource, whose total rate with n concurrent units is G(n) / G(1)."""
     alone = link.throughput[0]
     return SharedResource(name=LINK, totals=tuple(rate / alone for rate in link.throughput), is_link=True)
 
 
 def _processors(places: Sequence[Placement]) -> tuple[Processors, ...]:
-    """Return the processors of each machine. Hosts that share a clock are on one machine."""
+    """Return the processors of each machine. Hosts with the same clock are emulated on one machine."""
     machines: dict[str, list[Placement]] = defaultdict(list)
     for place in places:
         machines[place.clock].append(place)

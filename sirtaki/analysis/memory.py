@@ -1,4 +1,6 @@
-"""Replay the memory of a step: its peak, remedies that lower the peak, and the choice of one that fits a budget."""
+"""Replay the memory use of a step, and choose a remedy (recomputation, accumulation) that lowers the peak to a
+budget.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +25,18 @@ _OF_SAMPLES = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD)
 _LAST = 1 << 30
 
 _Event = tuple[float, int, int, int]
-"""(moment, order among events of equal moment, +1 or -1, index of the allocation)."""
+"""Allocation or release of a block: (moment, order among events of the same moment, +1 or -1, index of the
+allocation)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """Moment of highest memory use.
+    """The moment of a step at which most memory is in use.
 
     Attributes:
-        n_bytes: bytes in use.
-        at_s: the moment.
-        held: bytes of each allocation in use, by index in `StepMemory.allocations`.
+        n_bytes: bytes in use at the moment.
+        at_s: time of the moment.
+        held: bytes of each allocation in use at the moment, by index in `StepMemory.allocations`.
     """
 
     n_bytes: int
@@ -43,7 +46,7 @@ class Peak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """Memory in use from a moment until the next `Moment`."""
+    """Memory in use, by purpose, from one moment until the next `Moment` of the curve."""
 
     at_s: float
     n_bytes: Mapping[Holds, int]
@@ -55,10 +58,10 @@ class Moment:
 
 
 class MemoryReplay:
-    """Replays the memory of one device in one step, as recorded or with a remedy.
+    """Replay of the memory use of one device in one step, as recorded or with a remedy that lowers the peak.
 
     Attributes:
-        memory: recorded step.
+        memory: recorded memory use of the step.
         device: index of the device; by default the first device that is not a CPU, or the CPU if there is no other.
     """
 
@@ -73,11 +76,11 @@ class MemoryReplay:
         self._gradients = [place for _, place in self._allocated if memory.allocations[place].holds is Holds.GRADIENTS]
 
     def saved(self, number: int, *, needed: Collection[int] = ()) -> list[int]:
-        """Return the allocations that a call saves only for its own backward pass, by index.
+        """Return the indices of allocations that a module call saves only for its own backward pass.
 
         Args:
-            number: index of the call.
-            needed: allocations that other calls need, which are excluded.
+            number: index of the module call.
+            needed: indices of allocations that other calls need, which are excluded.
         """
         call = self.memory.calls[number]
         begin_s, end_s = call.backward_begin_s, call.backward_end_s
@@ -91,16 +94,17 @@ class MemoryReplay:
         ]
 
     def peak(self, recomputed: Sequence[int] = (), passes: int = 1) -> Peak:
-        """Return the peak of the step.
+        """Return the memory peak of the step, as recorded or with remedies.
 
         Args:
-            recomputed: indices of calls whose forward pass is repeated; none inside another.
-            passes: number of passes over parts of the batch.
+            recomputed: indices of module calls whose forward pass is repeated in the backward pass. No call may be
+                inside another.
+            passes: number of forward and backward passes, each over a part of the batch.
         """
         events = sorted(self._events(recomputed))
         if passes == 1:
             return self._highest(self._initial, events, 1)
-        # From the second pass on, all gradients exist, and autograd adds new gradients to them.
+        # From the second pass on, all gradients of the parameters exist, and autograd adds the new gradients to these.
         there, allocations, later = [*self._initial, *self._gradients], self.memory.allocations, set(self._gradients)
         added = [(allocations[place].added_s or 0.0, _LAST, -1, place) for place in self._gradients]
         last = self._highest(there, sorted([*events, *added]), passes)
@@ -114,7 +118,7 @@ class MemoryReplay:
         return max(self._highest(there, sorted([*between, *added]), passes), last, key=lambda one: one.n_bytes)
 
     def curve(self) -> list[Moment]:
-        """Return the recorded memory use over time."""
+        """Return the recorded memory use over time, by purpose."""
         held = Counter[Holds]()
         for place in self._initial:
             held[self.memory.allocations[place].holds] += self.memory.allocations[place].n_bytes
@@ -130,7 +134,8 @@ class MemoryReplay:
 
     def _events(self, recomputed: Sequence[int]) -> list[_Event]:
         calls = self.memory.calls
-        needed_s = defaultdict[int, float](float)  # end of the lifetime that repeated forward passes require
+        # by allocation: latest moment at which a repeated forward pass needs it
+        needed_s = defaultdict[int, float](float)
         for number in recomputed:
             for place in calls[number].inputs:
                 needed_s[place] = max(needed_s[place], calls[number].backward_begin_s or 0.0)
@@ -144,10 +149,10 @@ class MemoryReplay:
         return found
 
     def _repeated(self, call: ModuleCall, saved: Collection[int]) -> Iterator[_Event]:
-        """Yield the events of a repeated forward pass.
+        """Yield the memory events of a module call whose forward pass is repeated.
 
-        Saved blocks are released after the first forward pass. They and temporaries are allocated again before the
-        backward pass.
+        The saved blocks are released after the first forward pass. These blocks and the temporary ones are allocated
+        again before the backward pass.
         """
         if call.backward_begin_s is None:
             return
@@ -181,24 +186,26 @@ def _size(one: Allocation, passes: int) -> int:
 
 
 CALL_S, OPERATOR_S = 1e-3, 25e-6
-"""Overhead of `torch.utils.checkpoint` per module, and per operator in it, measured on two cores."""
+"""Overhead in seconds of `torch.utils.checkpoint` per module call, and per operator in this call. Measured on two
+cores."""
 
 AGAIN = "re-computation"
 ADDING = "add gradients"
 
 
 def with_recomputation(job: JobModel, modules: Collection[ModuleKey]) -> JobModel:
-    """Return the job in which modules repeat their forward pass at the begin of their backward pass.
+    """Return the job in which `modules` repeat their forward pass at the begin of their backward pass (checkpointing).
 
     Args:
-        job: job with the module of each operator.
-        modules: modules to recompute; none inside another.
+        job: recorded job, with the module of each operator.
+        modules: modules whose forward pass is repeated. No module may be inside another.
     """
     return job.changed(program=lambda _, program: tuple(_again(program, modules)))
 
 
 def with_accumulation(job: JobModel, passes: int) -> JobModel:
-    """Return the job in which a step has several passes over parts of the batch. The last pass exchanges gradients.
+    """Return the job in which a step has several passes, each over a part of the batch (gradient accumulation). Only
+    the last pass exchanges gradients.
 
     Assumptions: operator time is proportional to the number of samples; Python code between operators is repeated in
     each pass; adding gradients takes as long as copying them.
@@ -210,7 +217,7 @@ def _again(program: Program, modules: Collection[ModuleKey]) -> Iterator[ThreadI
     owners = [_owner(piece.module, modules) for piece in program]
     repeat_s: dict[ModuleKey, float] = {}
     last: ModuleKey | None = None
-    gap_s = 0.0  # time since the last operator; it counts as a module's if the next operator is of the same module
+    gap_s = 0.0  # Time since the last operator. It counts to a module if the next operator belongs to the same module.
     for piece, owner in zip(program, owners, strict=True):
         if piece.phase is Phase.FORWARD and not piece.name:
             gap_s += piece.seconds
@@ -255,7 +262,8 @@ def _in_passes(program: Program, passes: int) -> Iterator[ThreadInterval]:
 
 MAX_PASSES = 64
 MAX_MODULES = 100
-"""Limit on modules of one depth. Those that save most are considered."""
+"""Maximum number of modules per depth of the model that are considered. The modules that save most memory are
+chosen."""
 
 WITH_RUNNING_STATISTICS = ("BatchNorm", "SyncBatchNorm")
 """Prefixes of the class names of modules that keep running statistics of batches."""
@@ -263,12 +271,12 @@ WITH_RUNNING_STATISTICS = ("BatchNorm", "SyncBatchNorm")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryQuestion:
-    """Input of a pass that searches for remedies.
+    """Input of a search for remedies that lower the memory peak.
 
     Attributes:
-        replay: memory replay of one rank.
-        modules: modules of that rank.
-        budget_bytes: required peak.
+        replay: memory replay of the rank that is examined.
+        modules: modules of the model on this rank.
+        budget_bytes: highest peak that is allowed.
     """
 
     replay: MemoryReplay
@@ -277,15 +285,15 @@ class MemoryQuestion:
 
     @property
     def passes(self) -> int:
-        """Return the recorded number of passes per step: forward passes of the outermost module."""
+        """Return how many forward passes of the outermost module the recorded step has (gradient accumulation)."""
         calls = self.replay.memory.calls
         return max(1, sum(call.parent < 0 and call.module == calls[0].module for call in calls))
 
     def has_running_statistics(self, numbers: Sequence[int] | None = None) -> bool:
-        """Return whether a module keeps running statistics of batches.
+        """Return whether some module keeps running statistics of batches, as BatchNorm does.
 
         Args:
-            numbers: indices of modules that are examined with all modules inside them; None = all modules.
+            numbers: indices of modules to examine, with all modules inside them; None = all modules.
         """
         names = [""] if numbers is None else [self.modules[number].name for number in numbers]
         return any(
@@ -297,14 +305,14 @@ class MemoryQuestion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRemedy:
-    """One way to lower the peak.
+    """One way to lower the memory peak of a step.
 
     Attributes:
-        words: description.
-        lines: lines of code that apply the remedy.
-        peak_bytes: peak with the remedy.
-        apply: returns the job with the remedy.
-        notes: one sentence for each side effect.
+        words: description of the remedy for users.
+        lines: lines of code with which users apply the remedy.
+        peak_bytes: predicted memory peak with the remedy.
+        apply: function that returns the job with the remedy.
+        notes: one sentence for each side effect of the remedy.
     """
 
     words: str
@@ -317,15 +325,17 @@ class MemoryRemedy:
 def recomputation(question: MemoryQuestion) -> Iterator[MemoryRemedy]:
     """Yield remedies that repeat forward passes of modules instead of saving activations (Chen et al., 2016).
 
-    For each depth of the model, a greedy search adds the module that saves most bytes at the peak per second of its
-    forward pass, until the budget is met. Then it removes modules that are not needed.
+    For each depth of the model, a greedy search adds modules until the budget is met. It always adds the module that
+    saves most bytes at the peak per second of its forward pass. At the end, it removes modules that are not needed.
     """
     for numbers, peak in _smallest_sets(question, passes=1):
         yield _recomputed(question, numbers, peak)
 
 
 def accumulation(question: MemoryQuestion) -> Iterator[MemoryRemedy]:
-    """Yield one remedy: the fewest passes over parts of the batch that fit, or the lowest peak if none fit."""
+    """Yield one remedy by gradient accumulation: the fewest passes over parts of the batch that meet the budget. If no
+    number of passes does, yield the number with the lowest peak.
+    """
     found: MemoryRemedy | None = None
     for passes in _passes(question):
         remedy = _accumulated(question, passes, question.replay.peak(passes=passes).n_bytes)
@@ -338,14 +348,14 @@ def accumulation(question: MemoryQuestion) -> Iterator[MemoryRemedy]:
 
 
 def both(question: MemoryQuestion) -> Iterator[MemoryRemedy]:
-    """Yield remedies that combine several passes with recomputation.
+    """Yield remedies that combine gradient accumulation with recomputation.
 
-    They have the fewest passes that fit, one remedy for each depth of the model. If none fits, the remedy with the
-    lowest peak is yielded.
+    All remedies have the fewest passes with which the budget can be met. There is one remedy for each depth of the
+    model. If no remedy meets the budget, the remedy with the lowest peak is yielded.
     """
 
     def of(passes: int) -> list[MemoryRemedy]:
-        """Return one remedy for each depth of the model, by ascending peak."""
+        """Return one remedy with this number of passes for each depth of the model, by ascending peak."""
         smallest_sets = sorted(_smallest_sets(question, passes=passes), key=lambda one: one[1].n_bytes)
         return [_both(question, passes, numbers, peak) for numbers, peak in smallest_sets]
 
@@ -355,7 +365,7 @@ def both(question: MemoryQuestion) -> Iterator[MemoryRemedy]:
     counts = list(_passes(question))
     most = of(counts[-1]) if counts else []
     if not fits(most):
-        yield from most[:1]  # fewer passes have a higher peak
+        yield from most[:1]  # Fewer passes would have a higher peak.
         return
     yield from next(filter(fits, map(of, counts[:-1])), most)
 
@@ -364,9 +374,9 @@ PASSES: tuple[Mapping[str, Callable[[MemoryQuestion], Iterator[MemoryRemedy]]], 
     {"re-computation": recomputation, "accumulation": accumulation},
     {"both": both},
 )
-"""Searches for remedies, in stages. A stage runs only if no remedy of the stage before fits.
+"""Searches for remedies by name, in stages. A stage runs only if no remedy of the previous stage meets the budget.
 
-Each search yields remedies that fit, with the least overhead of their kind. If none fits, it yields the one with the
+Each search yields remedies that meet the budget with the least overhead. If none does, it yields the remedy with the
 lowest peak.
 """
 
@@ -386,7 +396,7 @@ def _both(question: MemoryQuestion, passes: int, numbers: Sequence[int], peak: P
 
 
 def _passes(question: MemoryQuestion) -> Iterator[int]:
-    """Yield numbers of equal parts into which each pass can be divided."""
+    """Yield, for gradient accumulation, the numbers of equal parts into which each recorded pass can be divided."""
     batch = question.replay.memory.batch
     for passes in range(2, MAX_PASSES + 1):
         if batch % passes == 0 if batch else passes & (passes - 1) == 0:
@@ -434,7 +444,9 @@ def _recomputed(question: MemoryQuestion, numbers: Sequence[int], peak: Peak) ->
 
 
 def _smallest_sets(question: MemoryQuestion, *, passes: int) -> Iterator[tuple[list[int], Peak]]:
-    """Yield for each depth the smallest set of modules that fits, or that has the lowest peak, and the peak."""
+    """Yield (modules, peak) for each depth of the model: the smallest set of modules whose recomputation meets the
+    budget. If no set does, yield the set with the lowest peak.
+    """
     seen: set[frozenset[int]] = set()
     for blocks in _depths(question):
         chosen, peak = _chosen(question, blocks, passes)
@@ -444,10 +456,10 @@ def _smallest_sets(question: MemoryQuestion, *, passes: int) -> Iterator[tuple[l
 
 
 def _depths(question: MemoryQuestion) -> Iterator[dict[int, list[int]]]:
-    """Yield for each depth of the model a set of modules, with the calls of each module.
+    """Yield for each depth of the model a set of modules that may be recomputed, with the calls of each module.
 
-    The set consists of the modules at that depth and of shallower modules without submodules, so no module contains
-    another. Modules that save no memory, or that cannot be recomputed, are omitted.
+    The set consists of the modules at the depth, and of shallower modules without submodules, so that no module of the
+    set contains another. Modules that save no memory, or that cannot be recomputed, are omitted.
     """
     memory = question.replay.memory
     depths = list[int]()
@@ -460,7 +472,7 @@ def _depths(question: MemoryQuestion) -> Iterator[dict[int, list[int]]]:
             is_leaf = place not in parents
             if depths[place] == depth or (is_leaf and 0 < depths[place] < depth):
                 found.setdefault(call.module, []).append(place)
-        # Exclude modules with calls at several depths, because one of these modules could contain another one.
+        # Exclude modules that are called at several depths, because one of these modules could contain another.
         usable = {
             module: calls
             for module, calls in found.items()
@@ -515,13 +527,13 @@ def _chosen(question: MemoryQuestion, blocks: dict[int, list[int]], passes: int)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankedRemedy:
-    """A remedy with its predicted step time.
+    """A remedy for the memory peak, with its predicted step time.
 
     Attributes:
         by: name of the search that found the remedy.
-        remedy: the remedy.
-        step_s: replayed step time with the recorded units. Used only to rank remedies and not shown to users, because
-            measured times differed by up to 30 %.
+        remedy: remedy that the search found.
+        step_s: replayed step time with the remedy and the recorded communication plan. Used only to rank remedies and
+            not shown to users, because measured times differed by up to 30 %.
     """
 
     by: str
@@ -534,13 +546,13 @@ class Fitting:
     """Result of fitting a job into a memory budget.
 
     Attributes:
-        rank: rank with the highest peak, which was examined.
-        device: device of that rank.
-        budget_bytes: budget of the device.
-        peak_bytes: recorded peak.
-        before: recorded job.
-        remedies: remedies that fit, the fastest first, then those that do not.
-        chosen: fastest remedy that fits; None = none is needed, or none fits.
+        rank: rank with the highest memory peak. Only this rank was examined.
+        device: name of the device on which this rank trains.
+        budget_bytes: memory budget of the device.
+        peak_bytes: recorded memory peak of the device.
+        before: replay of the recorded job.
+        remedies: remedies that meet the budget, the fastest first, then remedies that do not meet it.
+        chosen: fastest remedy that meets the budget; None = no remedy is needed, or none meets the budget.
     """
 
     rank: int
@@ -558,7 +570,7 @@ class Fitting:
 
     @property
     def after(self) -> Baseline:
-        """Return the job with the chosen remedy."""
+        """Return the replay of the job with the chosen remedy, or of the recorded job if none was chosen."""
         if self.chosen is None:
             return self.before
         return Baseline.of(self.chosen.remedy.apply(self.before.job), error=self.before.error)
@@ -568,7 +580,7 @@ def highest_rank(recording: Recording) -> tuple[RankRecording, MemoryReplay]:
     """Return the rank with the highest peak, and the memory replay of its training device.
 
     Raises:
-        RecordingError: memory was not recorded.
+        RecordingError: no rank recorded its memory use.
     """
     known = [(rank, MemoryReplay(rank.memory)) for rank in recording.ranks.values() if rank.memory is not None]
     if not known:
@@ -583,12 +595,12 @@ def fit(recording: Recording, before: Baseline, *, budget_bytes: int) -> Fitting
     """Search for the fastest remedy that meets a memory budget.
 
     Args:
-        recording: recording with memory.
+        recording: recording that includes memory use.
         before: replay of the same recording.
-        budget_bytes: budget of the device on which ranks train.
+        budget_bytes: memory budget of the device on which each rank trains.
 
     Raises:
-        RecordingError: memory was not recorded.
+        RecordingError: no rank recorded its memory use.
     """
     rank, replay = highest_rank(recording)
     question = MemoryQuestion(replay=replay, modules=rank.modules, budget_bytes=budget_bytes)
@@ -612,7 +624,7 @@ def fit(recording: Recording, before: Baseline, *, budget_bytes: int) -> Fitting
 
 
 def _best(name: str, remedies: Sequence[MemoryRemedy], budget_bytes: int, before: Baseline) -> Iterator[RankedRemedy]:
-    """Yield the fastest remedy that fits. If none fits, yield the one with the lowest peak."""
+    """Yield the fastest of the remedies that meet the budget. If none does, yield the remedy with the lowest peak."""
     fitting = [remedy for remedy in remedies if remedy.peak_bytes <= budget_bytes]
     timed = [
         RankedRemedy(by=name, remedy=remedy, step_s=replayed(play(remedy.apply(before.job))).iteration_s)
@@ -623,7 +635,7 @@ def _best(name: str, remedies: Sequence[MemoryRemedy], budget_bytes: int, before
 
 
 def peak_words(rank: RankRecording, replay: MemoryReplay, peak: Peak) -> str:
-    """Return a sentence with the moment, the size and the purposes of the peak."""
+    """Return a sentence that says when the memory peak occurs, its size, and for what the memory is used."""
     memory = replay.memory
     kinds = Counter[Holds]()
     for place, n_bytes in peak.held.items():
@@ -637,7 +649,7 @@ def peak_words(rank: RankRecording, replay: MemoryReplay, peak: Peak) -> str:
 
 
 def phase_of(rank: RankRecording, at_s: float) -> Phase:
-    """Return the phase at a moment of the step whose memory was recorded."""
+    """Return the phase (such as forward) in which a moment of the recorded step is."""
     assert rank.memory is not None
     number = rank.memory.iteration
     return phase_at(next((one.spans for one in rank.iterations if one.number == number), ()), at_s)

@@ -41,7 +41,7 @@ LOADER = "enumerate(DataLoader)#"
 ZEROING = "Optimizer.zero_grad#"
 
 Interval = tuple[float, float]
-"""(begin_s, end_s)."""
+"""Interval of time: (begin_s, end_s)."""
 
 
 def _own_name(name: str) -> str:
@@ -52,11 +52,11 @@ def _own_name(name: str) -> str:
 
 
 class Mark(NamedTuple):
-    """One event recorded in two clocks.
+    """One event whose time was read from two clocks, to convert between the clocks.
 
     Attributes:
         before_s, after_s: `time.perf_counter` immediately before and after the event.
-        start_ns, duration_ns: the event in torch.profiler's clock.
+        start_ns, duration_ns: begin and duration of the event by torch.profiler's clock.
     """
 
     before_s: float
@@ -67,12 +67,12 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockMap:
-    """Maps torch.profiler's clock to `time.perf_counter`.
+    """Conversion from torch.profiler's clock to `time.perf_counter`.
 
     Attributes:
         origin_ns: a moment in torch.profiler's clock.
         origin_s: the corresponding moment of `time.perf_counter`.
-        error_s: error bound of the map.
+        error_s: largest possible error of a converted time.
     """
 
     origin_ns: int
@@ -85,7 +85,7 @@ class ClockMap:
 
 
 def map_clock(marks: Sequence[Mark]) -> ClockMap:
-    """Fit the clock map that satisfies all marks, or that violates them least."""
+    """Fit a conversion between the clocks that agrees with all marks, or disagrees as little as possible."""
     origin_ns = marks[0].start_ns
     since_s = [(mark.start_ns - origin_ns) * 1e-9 for mark in marks]
     earliest_s = max(mark.before_s - at_s for mark, at_s in zip(marks, since_s, strict=True))
@@ -95,30 +95,30 @@ def map_clock(marks: Sequence[Mark]) -> ClockMap:
 
 # ── data dependencies ────────────────────────────────────────────────────────────────────────────────────────────────
 
-Node = Mapping[str, Any]  # Any: JSON
+Node = Mapping[str, Any]  # Any: values of JSON
 Tensor = tuple[int, int, int, int, int, str]
-"""(tensor id, storage id, offset, number of elements, bytes per element, device)."""
+"""Tensor in an execution trace: (tensor id, storage id, offset, number of elements, bytes per element, device)."""
 
 Storage = tuple[int, int]
-"""(storage id, bytes per element)."""
+"""Storage in an execution trace: (storage id, bytes per element)."""
 
 _USER_SCOPE = 7
-"""Scope of `record_function` annotations, which are not operators."""
+"""Value of the scope field for `record_function` annotations, which are not operators."""
 
 _MUTABLE = re.compile(r"\(\w+!\)")
 
 
 class Reader(NamedTuple):
-    """One operator, and the indices of the operators that produce its inputs."""
+    """One operator, with the indices of the operators that produced its inputs."""
 
     name: str
     after: tuple[int, ...]
 
 
 class TensorWatch:
-    """Records the data dependencies of one step with PyTorch's execution-trace observer.
+    """Recorder of the data dependencies between operators of one step, by PyTorch's execution-trace observer.
 
-    Watching begins with construction. The watched step takes about three times as long.
+    The constructor starts the recording. The recorded step takes about three times as long.
     """
 
     def __init__(self) -> None:
@@ -129,12 +129,12 @@ class TensorWatch:
         self._observer.start()
 
     def stop(self) -> None:
-        """Stop watching at the end of the step."""
+        """Stop recording data dependencies, at the end of the step."""
         self._observer.stop()
         self._observer.unregister_callback()
 
     def readers(self) -> tuple[Reader, ...]:
-        """Return the operators with their dependencies, and delete the trace file. Called once.
+        """Return the operators of the step with their data dependencies, and delete the trace file. Called once.
 
         Takes about a second for 5,000 operators, nested operators included.
         """
@@ -149,20 +149,21 @@ class TensorWatch:
 
 
 def readers(nodes: Sequence[Node]) -> tuple[Reader, ...]:
-    """Return the operators of the thread that ran most operators, in the order in which they began.
+    """Return the operators of the thread that ran most operators, with their data dependencies, in the order in which
+    they began.
 
     Raises:
         KeyError, TypeError, IndexError: the execution trace has an unexpected format.
     """
     attributes = {node["id"]: {each["name"]: each["value"] for each in node["attrs"]} for node in nodes}
-    outermost: dict[int, int] = {}  # by id of a node, id of the top-level operator that contains it
+    outermost: dict[int, int] = {}  # by id of a node: id of the top-level operator that contains the node
     threads = defaultdict[int, list[Node]](list)
     for node in sorted(nodes, key=lambda node: node["id"]):
         number = int(node["id"])
         if attributes[number]["scope"] != _USER_SCOPE:
             outermost[number] = outermost.get(node["ctrl_deps"], number)
             threads[attributes[node["id"]]["tid"]].append(node)
-    # Producer of each tensor, and latest writer of each storage, by the operator's id in the trace.
+    # Id of the operator that produced each tensor, and of the operator that has last written to each storage.
     made: dict[Tensor, int] = {}
     changed: dict[Storage, int] = {}
     names: dict[int, str] = {}
@@ -183,7 +184,7 @@ def readers(nodes: Sequence[Node]) -> tuple[Reader, ...]:
         schema = str(attributes[node["id"]].get("op_schema", ""))
         arguments = schema[schema.find("(") + 1 : schema.rfind(" -> ")].split(", ")
         for argument, value in zip(arguments, inputs, strict=False):
-            if _MUTABLE.search(argument):  # the operator writes into it
+            if _MUTABLE.search(argument):  # The operator writes into this argument.
                 changed.update((_storage(tensor), operator) for tensor in _tensors_in([value]))
     places = {operator: place for place, operator in enumerate(names)}
     return tuple(
@@ -191,12 +192,12 @@ def readers(nodes: Sequence[Node]) -> tuple[Reader, ...]:
     )
 
 
-def _tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:  # Any: JSON
+def _tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:  # Any: values of JSON
     """Yield the tensors among JSON values, nested lists included."""
     for value in values:
         if isinstance(value, list):
             if len(value) == 6 and isinstance(value[5], str):
-                if value[0] and value[1]:  # 0 = an undefined tensor
+                if value[0] and value[1]:  # Ids of 0 mean an undefined tensor.
                     yield value[0], value[1], value[2], value[3], value[4], value[5]
             else:
                 yield from _tensors_in(value)
@@ -207,12 +208,13 @@ def _storage(tensor: Tensor) -> Storage:
 
 
 def with_edges(pieces: Sequence[tuple[int, Operator]], found: Sequence[Reader]) -> tuple[Operator, ...]:
-    """Return the operators of a step with the dependencies that another, watched step showed.
+    """Return the operators of a step with the data dependencies that were recorded in another step.
 
     Args:
         pieces: (id of the operator, part of the operator), by begin. An operator that was split has several parts with
-            the same id. Ids ascend within a lane.
-        found: operators of the watched step. An operator without a counterpart there gets no dependencies.
+            the same id. Ids ascend within a lane (thread or stream).
+        found: operators of the step whose dependencies were recorded. An operator that this step does not have gets no
+            dependencies.
     """
     operators = [piece for _, piece in pieces]
     first, last = dict[int, int](), dict[int, int]()
@@ -233,17 +235,17 @@ def with_edges(pieces: Sequence[tuple[int, Operator]], found: Sequence[Reader]) 
 # ── live storages, and module calls ──────────────────────────────────────────────────────────────────────────────────
 
 Address = tuple[str, int]
-"""(device, address) of a storage."""
+"""Location of a storage in memory: (device, address)."""
 
 UNLISTED = 0
-"""Address of device memory of which only the total size is known."""
+"""Address that stands for all device memory that no Python tensor shows, of which only the total size is known."""
 
 LARGEST_NODE = 1 << 62
-"""Bound on autograd's sequence numbers. Nodes without a number report the largest integer."""
+"""Upper bound on autograd's sequence numbers. An autograd node without a number reports a larger integer."""
 
 
 class LiveStorage(NamedTuple):
-    """One storage that existed when the first step began."""
+    """One storage that existed when the first recorded step began."""
 
     device: str
     address: int
@@ -252,11 +254,11 @@ class LiveStorage(NamedTuple):
 
 
 Extent = tuple[str, int, int]
-"""(device, address, bytes) of a storage."""
+"""Memory that a storage occupies: (device, address, bytes)."""
 
 
 def _extent(tensor: object) -> Extent | None:
-    """Return the extent of a tensor's storage.
+    """Return (device, address, bytes) of the storage of a tensor.
 
     Returns None for sparse, fake and meta tensors, because they have no storage of their own.
     """
@@ -265,7 +267,7 @@ def _extent(tensor: object) -> Extent | None:
     try:
         storage = tensor.untyped_storage()
         found = str(storage.device), storage.data_ptr(), storage.nbytes()
-    except Exception:  # tensor subclasses may raise anything
+    except Exception:  # Tensor subclasses may raise any exception.
         return None
     return found if found[2] and found[0] != "meta" else None
 
@@ -277,14 +279,15 @@ def address_of(tensor: torch.Tensor) -> Address | None:
 
 
 def live_storages() -> list[LiveStorage]:
-    """Return all live storages. A storage with several purposes gets the first purpose in the order of `kinds` below.
+    """Return all storages that Python tensors use now. A storage with several purposes gets the first of them, in the
+    order of `kinds` below.
 
     On CUDA devices, memory that no Python tensor shows is returned as one storage. Memory-mapped files are omitted.
     """
     things: dict[type, list[Any]] = {torch.Tensor: [], nn.Module: [], torch.optim.Optimizer: []}
     for thing in gc.get_objects():
         for kind, kept in things.items():
-            if issubclass(type(thing), kind):  # not isinstance, which may run code of proxies
+            if issubclass(type(thing), kind):  # `isinstance` is not used, because it may run code of proxy objects.
                 kept.append(thing)
     tensors, modules, optimizers = things.values()
     parameters = [one for one in tensors if issubclass(type(one), nn.Parameter)]
@@ -303,8 +306,8 @@ def live_storages() -> list[LiveStorage]:
         extent = extents[id(one)]
         device, address, n_bytes = whole = enclosing.get(extent, extent)
         if holds is Holds.OTHER and (whole != extent or getattr(one.untyped_storage(), "filename", None) is not None):
-            continue  # a mapped storage is a file, or shared memory that another rank may own and count
-        if holds is Holds.GRADIENTS and n_bytes > one.nbytes:  # a view into a larger storage
+            continue  # Skip mapped storages: they are files, or shared memory that another rank may own and count.
+        if holds is Holds.GRADIENTS and n_bytes > one.nbytes:  # The gradient is a view into a larger storage.
             holds = Holds.FLAT_BUFFERS
         found.setdefault((device, address), LiveStorage(device, address, n_bytes, holds))
     for number in range(torch.cuda.device_count()):
@@ -316,7 +319,7 @@ def live_storages() -> list[LiveStorage]:
 
 
 def _enclosing(extents: Iterable[Extent]) -> dict[Extent, Extent]:
-    """Map each extent that lies inside a larger one to the larger one, such as a gradient to its flat buffer."""
+    """Map each storage that is part of a larger storage to the larger one, such as a gradient to its flat buffer."""
     found: dict[Extent, Extent] = {}
     whole: Extent = ("", 0, 0)
     for extent in sorted(extents, key=lambda one: (one[0], one[1], -one[2])):
@@ -329,14 +332,14 @@ def _enclosing(extents: Iterable[Extent]) -> dict[Extent, Extent]:
 
 @dataclass(slots=True)
 class SeenCall:
-    """A forward pass of a module.
+    """A recorded forward pass of a module.
 
     Attributes:
-        module: the module.
-        parent: index of the enclosing call; -1 = none.
-        begin_s, end_s: first and last moment.
-        inputs, outputs: addresses of the tensors; empty unless `ModuleCalls.with_tensors` was set.
-        batch: first dimension of the first input; 0 under the same condition.
+        module: module that was called.
+        parent: index of the enclosing module call; -1 = none.
+        begin_s, end_s: first and last moment of the forward pass.
+        inputs, outputs: addresses of the input and output tensors; empty unless `ModuleCalls.with_tensors` was set.
+        batch: first dimension of the first input; 0 unless `ModuleCalls.with_tensors` was set.
     """
 
     module: nn.Module
@@ -349,18 +352,19 @@ class SeenCall:
 
 
 class ModuleCalls:
-    """Records module calls on the constructing thread, from construction on.
+    """Recorder of module calls on the thread that constructed it, by global module hooks. The constructor starts it.
 
     Attributes:
-        calls: calls, in the order in which they began. A call in progress has `end_s == begin_s`.
-        with_tensors: also record the addresses of inputs and outputs.
+        calls: module calls, in the order in which they began. A call in progress has `end_s == begin_s`.
+        with_tensors: True to record also the addresses of inputs and outputs.
     """
 
     def __init__(self) -> None:
         self.calls: list[SeenCall] = []
         self.with_tensors = False
         self._stack: list[int] = []
-        self._changes: list[tuple[float, int, int]] = []  # (moment, next autograd sequence number, innermost call)
+        # at each begin or end of a call: (moment, next autograd sequence number, innermost call)
+        self._changes: list[tuple[float, int, int]] = []
         self._thread = threading.get_ident()
         self._hooks = [
             register_module_forward_pre_hook(self._before),
@@ -368,22 +372,24 @@ class ModuleCalls:
         ]
 
     def stop(self) -> None:
-        """Remove the hooks."""
+        """Remove the module hooks, which ends the recording of calls."""
         for hook in self._hooks:
             hook.remove()
 
     def at(self, moment_s: float) -> int:
-        """Return the index of the innermost call at a moment; -1 = none."""
+        """Return the index of the innermost module call at a moment; -1 = none."""
         place = bisect_right(self._changes, moment_s, key=lambda change: change[0])
         return self._changes[place - 1][2] if place else -1
 
     def of_node(self, number: int) -> int:
-        """Return the index of the innermost call that created an autograd node; -1 = none."""
+        """Return the index of the innermost module call in which the autograd node with this sequence number was
+        created; -1 = none.
+        """
         place = bisect_right(self._changes, number, key=lambda change: change[1])
         return self._changes[place - 1][2] if place and 0 <= number < LARGEST_NODE else -1
 
     def modules(self) -> tuple[tuple[Module, ...], list[int]]:
-        """Return all modules that ran, and for each call the index of its module."""
+        """Return all modules that were called, and for each call the index of its module."""
         places: dict[int, int] = {}
         found: list[Module] = []
         names: dict[int, dict[int, str]] = {}
@@ -394,7 +400,8 @@ class ModuleCalls:
             if id(call.module) not in places:
                 known = names.setdefault(id(root), {id(module): name for name, module in root.named_modules()})
                 places[id(call.module)] = len(found)
-                name = known.get(id(call.module), f"({type(call.module).__name__})")  # not registered under a name
+                # The module is not registered under a name.
+                name = known.get(id(call.module), f"({type(call.module).__name__})")
                 found.append(Module(name=name, kind=type(call.module).__name__, root=places[id(root)]))
         return tuple(found), [places[id(call.module)] for call in self.calls]
 
@@ -406,9 +413,12 @@ class ModuleCalls:
             self._changes.append((now_s, _next_node(), place))
 
     def _after(self, module: nn.Module, args: Any, *rest: Any) -> None:  # Any: torch's hook
-        """Record the end of a call.
+        """Record the end of a module call.
 
-        `rest` is (keyword arguments, output). If the module raised, PyTorch omits the keyword arguments.
+        Args:
+            module: module that was called.
+            args: positional arguments of the call.
+            rest: (keyword arguments, output). PyTorch omits the keyword arguments if the module raised.
         """
         if threading.get_ident() != self._thread or not self._stack:
             return
@@ -431,19 +441,20 @@ def _next_node() -> int:
 MARK = "sirtaki.mark"
 MEMORY = "[memory]"
 MARKS_AT_ONCE = 5
-"""Several marks at once, because the first mark after a pause is slow and the fastest one bounds the clock best."""
+"""Number of marks (events timed by two clocks) per call of `mark`. Several, because the first mark after a pause is
+slow, and the fastest mark bounds the offset between the clocks best."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProfilerEvent:
-    """One event of torch.profiler.
+    """One event that torch.profiler recorded.
 
     Attributes:
         name: name of the operator, kernel or annotation.
-        thread: id of the thread; for device events, id of the stream.
-        begin_s, end_s: first and last moment.
-        on_device: the event is a kernel or a copy on a device.
-        annotation: the event is a `record_function` annotation, not an operator.
+        thread: id of the thread that ran the event; for device events, id of the stream.
+        begin_s, end_s: first and last moment of the event.
+        on_device: True if the event is a kernel or a copy on a device.
+        annotation: True if the event is a `record_function` annotation, not an operator.
         sequence: autograd's sequence number; -1 = none.
         launch: correlation id that an operator shares with the device work it launched; 0 = none.
     """
@@ -459,12 +470,12 @@ class ProfilerEvent:
 
     @property
     def lane(self) -> tuple[bool, int]:
-        """Return the key of the sequential queue (thread or stream) that ran the event."""
+        """Return the key of the thread or stream that ran the event: (whether it is a stream, id)."""
         return self.on_device, self.thread
 
     @property
     def is_backward(self) -> bool:
-        """Return whether autograd evaluates a node in this event."""
+        """Return whether the event is the evaluation of a node by autograd in a backward pass."""
         return self.name.startswith(BACKWARD)
 
 
@@ -476,8 +487,8 @@ class MemoryEvent(NamedTuple):
         device: such as "cpu" or "cuda:0".
         address: address of the block.
         n_bytes: size of the block; negative for a release.
-        operator: innermost running operator; "" = none.
-        accumulating: autograd was adding a gradient to `.grad`, hooks included.
+        operator: innermost operator that ran at the moment; "" = none.
+        accumulating: True if autograd was adding a gradient to `.grad`, or ran hooks of this.
     """
 
     at_s: float
@@ -490,14 +501,14 @@ class MemoryEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfilerTrace:
-    """Everything that `StepWatch` recorded.
+    """All events of one or more steps, as recorded by `StepWatch`.
 
     Attributes:
         events: operators, kernels and annotations, unordered.
-        thread: id of the training thread, which made the marks.
-        clock: map that converted all times.
-        memory: allocations and releases, by time.
-        readers: data dependencies of one step; empty if they were not requested.
+        thread: id of the training thread.
+        clock: conversion from torch.profiler's clock that was applied to all times.
+        memory: allocations and releases of memory, by time.
+        readers: data dependencies between operators of one step; empty if they were not requested.
         calls: module calls; None = not recorded.
         storages: storages that existed when the first step began.
     """
@@ -512,20 +523,23 @@ class ProfilerTrace:
 
 
 class StepWatch:
-    """One session of torch.profiler, with module hooks beside it. A process can have one session at a time."""
+    """Recorder of consecutive steps by torch.profiler and module hooks. A process can have only one recorder at a
+    time.
+    """
 
     def __init__(self, *, edges: bool = False) -> None:
-        """Start the profiler.
+        """Start torch.profiler.
 
         Args:
-            edges: also record data dependencies until the next mark.
+            edges: also record data dependencies between operators, until the next call of `mark`.
 
         Raises:
-            RecordingError: another session of torch.profiler is active.
+            RecordingError: torch.profiler is already running in this process.
         """
         if torch._C._autograd._profiler_enabled():
             raise RecordingError("torch.profiler is in use by the script, so no operators are recorded")
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it prints its start and stop to stderr
+        # Otherwise Kineto, the library of torch.profiler, prints its start and stop to standard error.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
@@ -538,14 +552,14 @@ class StepWatch:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._profiler.start()
-        # No hooks on compiled models, because a hook makes Dynamo recompile, or runs twice.
+        # Compiled models get no hooks, because a hook would make Dynamo recompile, or would run twice.
         self._calls = None if something_is_compiled() else ModuleCalls()
         self.mark()
         if edges:
             self._tensors = TensorWatch()
 
     def next_step(self) -> None:
-        """Begin a step. The first step also records live storages and the inputs and outputs of modules."""
+        """Begin a step. In the first step, live storages and the inputs and outputs of modules are recorded, too."""
         if self._calls is not None:
             self._calls.with_tensors = self._storages is None
         if self._storages is None:
@@ -553,7 +567,9 @@ class StepWatch:
         self.mark()
 
     def mark(self) -> None:
-        """Record marks that relate torch.profiler's clock to `time.perf_counter`. Called between steps."""
+        """Record events whose time is known by torch.profiler's clock and by `time.perf_counter`. Called between
+        steps.
+        """
         if self._tensors is not None and not self._tensors_watched:
             self._tensors.stop()
             self._tensors_watched = True
@@ -566,10 +582,10 @@ class StepWatch:
     def stop(self) -> ProfilerTrace | None:
         """Stop the profiler and return its events.
 
-        Returns None on any thread but the one that started the profiler, because only that thread can stop it.
+        Returns None if another thread started torch.profiler, because only that thread can stop it.
 
         Raises:
-            RecordingError: the marks are incomplete, so that event times cannot be converted.
+            RecordingError: torch.profiler did not record all marks, so that event times cannot be converted.
         """
         if self._calls is not None:
             self._calls.stop()
@@ -630,16 +646,16 @@ def _memory(tree: Sequence[Any], clock: ClockMap) -> Iterator[MemoryEvent]:  # A
 # ── operators of steps ───────────────────────────────────────────────────────────────────────────────────────────────
 
 MIN_DURATION_S = 1e-9
-"""Shortest interval that is kept, at the resolution of the clock."""
+"""Duration in seconds below which an interval is dropped. It is the resolution of the clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWindow:
-    """Limits of one step.
+    """Begin and end of one step, and intervals within the step that are not forward or backward.
 
     Attributes:
-        begin_s, end_s: first and last moment.
-        updates: intervals of optimizer steps.
+        begin_s, end_s: first and last moment of the step.
+        updates: intervals in which the optimizer updated parameters.
         cuts: intervals in which the training thread copied gradients or waited for them. Operators are split there.
     """
 
@@ -651,14 +667,16 @@ class StepWindow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOperators:
-    """Operators and phases of one step."""
+    """Operators of one step of one rank, and the phases of the step."""
 
     operators: tuple[Operator, ...]
     spans: tuple[PhaseSpan, ...]
 
 
 def operators_of(seen: ProfilerTrace, steps: Sequence[StepWindow]) -> tuple[list[StepOperators], tuple[str, ...]]:
-    """Return the operators of each step, and the names of the lanes, of which the training thread is the first."""
+    """Return the operators of each step, and the names of the lanes (threads and streams). The first lane is the
+    training thread.
+    """
     keys = sorted({event.lane for event in seen.events} - {(False, seen.thread)})
     names = [f"stream {thread} of the device" if on_device else f"thread {thread}" for on_device, thread in keys]
     lanes = {key: number for number, key in enumerate([(False, seen.thread), *keys])}
@@ -695,9 +713,9 @@ def _annotated(events: Iterable[ProfilerEvent], prefix: str) -> list[Interval]:
 
 
 def _phases(step: StepWindow, events: Sequence[ProfilerEvent]) -> list[tuple[ProfilerEvent, Phase]]:
-    """Return the top-level operators with their phases, device events last."""
+    """Return the top-level operators of a step with their phases; device events come last."""
     ends_s, top = dict[tuple[bool, int], float](), list[ProfilerEvent]()
-    for event in events:  # by their begin, the longest first
+    for event in events:  # Events are sorted by begin; of events with equal begin, the longest comes first.
         if not event.annotation and event.begin_s >= ends_s.get(event.lane, 0.0):
             ends_s[event.lane] = event.end_s
             top.append(event)
@@ -705,8 +723,9 @@ def _phases(step: StepWindow, events: Sequence[ProfilerEvent]) -> list[tuple[Pro
     backward = [event for event in on_host if event.is_backward]
     loading = _annotated(events, LOADER)
     intervals = ((Phase.UPDATE, step.updates), (Phase.DATA, loading), (Phase.OTHER, _annotated(events, ZEROING)))
-    # Operators before the data are not forward (such as metrics of the previous step), unless they have a backward. An
-    # operator without an autograd node has the number of the next node, so the last operator of a number created it.
+    # Operators before the batch is loaded are not forward (such as metrics of the previous step), unless they have a
+    # backward operator. An operator without an autograd node has the sequence number of the next node. So the last
+    # operator with a number created the node.
     made = {event.sequence: event.begin_s for event in on_host if not event.is_backward}
     first_s = min((made[one.sequence] for one in backward if one.sequence in made and one.sequence >= 0), default=0.0)
     forward_s = next((end_s for _, end_s in loading if end_s <= first_s), step.begin_s)
@@ -721,7 +740,7 @@ def _phases(step: StepWindow, events: Sequence[ProfilerEvent]) -> list[tuple[Pro
         return Phase.FORWARD if forward_s <= event.begin_s < last_backward_s else Phase.OTHER
 
     found = [(event, phase_of(event)) for event in on_host]
-    launched: dict[int, Phase] = {}  # by correlation id, the phase of the launching operator
+    launched: dict[int, Phase] = {}  # by correlation id: phase of the operator that launched the device work
     begins = [event.begin_s for event in on_host]
     for event in events if len(on_host) < len(top) else ():
         place = bisect_right(begins, event.begin_s) - 1
@@ -731,7 +750,7 @@ def _phases(step: StepWindow, events: Sequence[ProfilerEvent]) -> list[tuple[Pro
 
 
 def _cut(operator: Operator, cuts: Sequence[Interval]) -> Iterator[Operator]:
-    """Yield the parts of an operator outside of `cuts`, which are sorted and disjoint."""
+    """Yield the parts of an operator that are outside the intervals `cuts`, which are sorted and disjoint."""
     begin_s = operator.begin_s
     for cut_begin_s, cut_end_s in cuts:
         if cut_end_s > begin_s and cut_begin_s < operator.end_s:
@@ -743,7 +762,9 @@ def _cut(operator: Operator, cuts: Sequence[Interval]) -> Iterator[Operator]:
 
 
 def _pass_spans(operators: Sequence[Operator]) -> list[PhaseSpan]:
-    """Return forward and backward passes: neighbours of one phase are merged across operators of different phases."""
+    """Return the forward and backward passes as spans. Consecutive operators of one of these phases form one span, even
+    if operators of other phases are between them.
+    """
     found: list[PhaseSpan] = []
     for one in operators:
         if one.phase in (Phase.FORWARD, Phase.BACKWARD):
@@ -755,7 +776,7 @@ def _pass_spans(operators: Sequence[Operator]) -> list[PhaseSpan]:
 
 
 Moments = Mapping[tuple[object, ...], float]
-"""Times of one step by key. A key denotes the same event in every step."""
+"""Times of the events of one step, by key. A key denotes the same event in every step."""
 
 _Span = TypeVar("_Span", Operator, PhaseSpan)
 
@@ -764,20 +785,20 @@ def borrowed(seen: StepOperators, there: Moments, here: Moments) -> StepOperator
     """Map the operators and phases of one step onto the times of another step.
 
     Args:
-        seen: operators and phases of the step of `there`.
-        there: event times of that step.
-        here: event times of the step to fill. Events that only one of the two steps has are ignored.
+        seen: operators and phases of the step that torch.profiler recorded.
+        there: event times of the step that torch.profiler recorded.
+        here: event times of the other step. Events that only one of the two steps has are ignored.
     """
     pairs = sorted((there[key], here[key]) for key in there.keys() & here.keys())
     kept = pairs[:1]
     for there_s, here_s in pairs[1:]:
-        # Events in another order, such as gradients of two threads, cannot be used for interpolation.
+        # Skip events whose order differs between the two steps, such as gradients of two threads.
         if there_s > kept[-1][0] and here_s >= kept[-1][1]:
             kept.append((there_s, here_s))
     from_s, to_s = np.array(kept).T
 
     def moved(one: _Span) -> _Span:
-        """Interpolate linearly between common events."""
+        """Move a span to the times of the other step, by linear interpolation between events that both steps have."""
         begin_s, end_s = np.interp([one.begin_s, one.end_s], from_s, to_s)
         return one._replace(begin_s=float(begin_s), end_s=float(end_s))
 
@@ -790,7 +811,7 @@ def borrowed(seen: StepOperators, there: Moments, here: Moments) -> StepOperator
 def memory_of_step(
     seen: ProfilerTrace, *, number: int, begin_s: float, end_s: float, spans: Iterable[PhaseSpan]
 ) -> StepMemory:
-    """Return the allocations and module calls of the first recorded step.
+    """Return the memory use of the first recorded step: its allocations and module calls.
 
     Args:
         seen: events of the step and of the time before it, since the profiler was started.
@@ -812,11 +833,11 @@ def memory_of_step(
 
 
 class _MemoryBuilder:
-    """Builds `StepMemory` from memory events and live storages."""
+    """Builder of `StepMemory` from memory events and live storages."""
 
     def __init__(self, seen: ProfilerTrace, begin_s: float, end_s: float, spans: Iterable[PhaseSpan]) -> None:
         self._end_s, self._calls = end_s, seen.calls
-        # All threads, because autograd runs one thread per device.
+        # Events of all threads are used, because autograd runs one thread per device.
         inside = [one for one in seen.events if one.is_backward and begin_s <= one.begin_s <= end_s]
         self._backward = sorted(inside, key=lambda event: event.begin_s)
         self._added_s = [(one.begin_s, one.end_s) for one in self._backward if one.name.endswith(ACCUMULATING)]
@@ -830,16 +851,17 @@ class _MemoryBuilder:
         self.devices: dict[str, int] = {}
         self.allocations: list[Allocation] = []
         self._at_address = defaultdict[Address, list[int]](list)
-        self._accumulated: set[int] = set()  # released while a gradient was added, but allocated before
+        # indices of blocks that were released while a gradient was added, but were allocated before
+        self._accumulated: set[int] = set()
         self._add_live_storages(seen, begin_s)
         live = {address: places[-1] for address, places in self._at_address.items()}
-        short_lived: set[int] = set()  # allocated while a gradient was added
+        short_lived: set[int] = set()  # indices of blocks that were allocated while a gradient was added
         for event in seen.memory:
             address = event.device, event.address
             if not begin_s <= event.at_s <= end_s:
                 continue
-            # The profiler misses releases of some threads, so a block ends at the latest when its address is reused.
-            # A device also releases blocks that are unknown here, because they are part of its UNLISTED memory.
+            # torch.profiler misses releases by some threads, so a block ends at the latest when its address is reused.
+            # A device may release blocks that are not in `live`, because they are part of its UNLISTED memory.
             if (place := live.pop(address, None)) is not None:
                 self.allocations[place] = self.allocations[place]._replace(end_s=event.at_s)
                 if event.n_bytes < 0 and event.accumulating and place not in short_lived:
@@ -853,7 +875,8 @@ class _MemoryBuilder:
                     short_lived.add(live[address])
 
     def _add_live_storages(self, seen: ProfilerTrace, begin_s: float) -> None:
-        before: dict[Address, int] = {}  # allocated between the profiler's start and the call of live_storages()
+        # blocks that were allocated after torch.profiler was started and before live_storages() was called
+        before: dict[Address, int] = {}
         for event in seen.memory:
             if event.at_s < begin_s:
                 if event.n_bytes > 0:

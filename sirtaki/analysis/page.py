@@ -1,4 +1,4 @@
-"""HTML page of a recorded job: findings first, then figures, timeline and memory."""
+"""Build the HTML page about a recorded job: first findings in words, then plots, timeline and memory."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ from .step_parts import COLORS, UNDIVIDED, StepParts, TimeKind, exposures, late_
 from .what_if import MIN_GAIN, Answer, Baseline, limitations
 
 BUDGETS = (0.75, 0.5)
-"""Budgets for which remedies are listed, as fractions of the recorded peak."""
+"""Memory budgets for which the page lists remedies, as fractions of the recorded memory peak."""
 
 MAX_ERROR = 0.05
-"""Largest relative difference of replayed and recorded step time at which predictions are shown."""
+"""Largest relative difference between replayed and recorded step time up to which the page shows predictions."""
 
 EXPOSED_SHARE = 0.02
-"""Largest exposed share of a step at which the page states that training does not wait."""
+"""Largest fraction of the step that is exposed communication (waits for gradients) up to which the page states that
+training does not wait."""
 
 MIN_SPREAD_S = 1e-6
-"""Smallest spread of step times that is shown."""
+"""Spread of step times, in seconds, below which the page shows no spread."""
 
 MAX_RANKS, MAX_ROWS, MAX_MEMORY_ROWS = 128, 12, 10
 MAX_MOMENTS = 700
-"""Number of intervals into which a memory plot is divided. The highest moment of each is drawn."""
+"""Number of intervals into which a plot of memory use is divided. The highest value in each interval is drawn."""
 
 WITHOUT_OPERATORS = f"Operators were not recorded, so some kinds of time are one: {UNDIVIDED}."
 
@@ -53,27 +54,28 @@ MEMORY_COLORS = {
     Holds.ACTIVATIONS: "#e69f00",
     Holds.OTHER: "#8b9096",
 }
-"""Colours of the areas, from bottom to top."""
+"""Colours of the purposes of memory, in the order in which their areas are stacked, from bottom to top."""
 
 # ── findings ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """Results of a recording and its replay.
+    """Results of a recording and of its replay, from which the page is built.
 
     Attributes:
         folder: folder of the recording.
         lines: summary of the recording and of the clock alignment.
-        problems: one sentence for each defect.
-        histories: timelines of the iterations shown.
+        problems: one sentence for each defect of the recording.
+        histories: timelines of the iterations that the page shows.
         times: recorded step times.
-        exposed_s: exposed communication per step, as a mean over ranks.
-        base: replay of the job; None if it failed, for a reason listed in `problems`.
-        replay: replay of all iterations; None if it failed.
+        exposed_s: seconds per step in which the training thread waits for reduced gradients, as a mean over ranks.
+        base: replayed step times, to which predictions are compared; None if the replay failed, for a reason in
+            `problems`.
+        replay: replay of all iterations, with the time of each node; None if the replay failed.
         answers: prediction for each single remedy; empty if the replay is too far from the recording (`is_far`).
         notes: one sentence for each assumption and limitation of the replay.
-        fittings: remedies for each of `BUDGETS`; empty if memory was not recorded.
+        fittings: memory remedies for each of `BUDGETS`; empty if memory was not recorded.
     """
 
     folder: Path
@@ -95,7 +97,7 @@ class Findings:
 
     @property
     def error(self) -> float:
-        """Return the relative error of the replayed step time; 0 without a replay."""
+        """Return the relative error of the replayed step time; 0 if there is no replay."""
         return self.base.times.iteration_s / self.times.iteration_s - 1 if self.base is not None else 0.0
 
     @property
@@ -147,7 +149,8 @@ def _fittings(recording: Recording, base: Baseline) -> tuple[Fitting, ...]:
 
 
 def _comparable(recording: Recording) -> tuple[Recording, list[str]]:
-    """Return the largest set of ranks with a common iteration, and sentences about the omitted ranks.
+    """Return the recording, reduced to the largest set of ranks that recorded a common iteration, and sentences about
+    the omitted ranks.
 
     Raises:
         RecordingError: no rank has a representative iteration.
@@ -174,19 +177,21 @@ def _comparable(recording: Recording) -> tuple[Recording, list[str]]:
 
 
 def heading(found: Findings) -> str:
-    """Return the name, size and setting of the recording."""
+    """Return the heading of the page: name and size of the recording, and the communication setting."""
     buffers = found.histories.recording.job.buffers
     plan = f"; {buffers[0].knobs.describe()}" if buffers else ""
     return f"{found.folder.resolve().name}: {found.lines[0]}{plan}."
 
 
 def problems(found: Findings) -> Iterator[str]:
-    """Yield one sentence for each defect."""
+    """Yield one sentence for each defect of the recording."""
     return (f"{problem[:1].upper()}{problem[1:].rstrip('.')}." for problem in found.problems)
 
 
 def sentences(found: Findings) -> Iterator[str]:
-    """Yield sentences: whether training waits for communication, the best remedy, the step time, its largest part."""
+    """Yield the findings as sentences: whether training waits for communication, what would help most, the step time,
+    and the largest part of the step.
+    """
     times = found.times
     what = "the network" if len(set(found.histories.hosts.values())) > 1 else "communication on one host"
     share = found.exposed_s / times.iteration_s if times.iteration_s > 0 else 0.0
@@ -209,7 +214,7 @@ def sentences(found: Findings) -> Iterator[str]:
 
 
 def kind_words(kind: TimeKind, found: Findings) -> str:
-    """Return the name of a kind of time; without operators, several kinds share one name."""
+    """Return the name of a kind of time. If no operators were recorded, several kinds have the same name."""
     return UNDIVIDED if kind is TimeKind.OTHER and not found.has_operators else kind.value
 
 
@@ -222,10 +227,10 @@ def signed_ms(seconds: float) -> str:
 
 
 def render(found: Findings) -> str:
-    """Return the page. Names from the recording are escaped.
+    """Return the HTML page. Names from the recording are escaped.
 
     Raises:
-        ConfigError: Plotly is missing.
+        ConfigError: the package Plotly is not installed.
     """
     return page(
         "Where a step’s time goes",
@@ -394,7 +399,7 @@ def _what_if(found: Findings) -> Iterator[str]:
 
 
 def _change(one: Answer) -> str:
-    """Return the change as text, such as `12 % less`."""
+    """Return the predicted change of the step time as text, such as `12 % less`."""
     if not one.is_precise:
         return "only a trial can show"
     change = f"{percent(abs(one.gain))} {'less' if one.gain > 0 else 'longer'}"
@@ -407,7 +412,7 @@ def _change(one: Answer) -> str:
 
 
 def memory_section(found: Findings) -> Iterator[str]:
-    """Yield the section on memory; nothing if memory was not recorded."""
+    """Yield the HTML section about memory. Yields nothing if memory was not recorded."""
     recording = found.histories.recording
     if not any(rank.memory is not None for rank in recording.ranks.values()):
         return
@@ -439,7 +444,7 @@ def _stacked(replay: MemoryReplay) -> Markup:
     """Return a plot of memory use over time, as stacked areas."""
     memory = replay.memory
     width_s = (memory.end_s - memory.begin_s) / MAX_MOMENTS or 1.0
-    highest: dict[int, Any] = {}  # of moments that are drawn at one place
+    highest: dict[int, Any] = {}  # by interval of the plot: moment of highest memory use
     for moment in replay.curve():
         place = int((moment.at_s - memory.begin_s) / width_s)
         if place not in highest or moment.total_bytes >= highest[place].total_bytes:

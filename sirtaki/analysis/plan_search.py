@@ -1,8 +1,9 @@
-"""Search for a faster plan of a recorded job: even units and planners' proposals, evaluated by replay.
+"""Search for a faster communication plan of a recorded job. Even divisions of the flat buffer and the proposals of
+planners are evaluated by replay.
 
-From dPRO (section 5) the search takes evaluation by replay, coarsening, and symmetry, by which one of several equal
-ranks is replayed. The planner `dpro` contains dPRO's walks along the critical path and is asked like all other
-planners. dPRO's operator fusion corresponds to the number of parts of a compiled model (`what_if.in_parts`).
+The search uses three ideas of dPRO (section 5): evaluation by replay, coarsening of the graph, and symmetry (only one
+of several equal ranks is replayed). The planner `dpro` follows the critical path as dPRO does; the search asks it like
+all other planners. The number of parts of a compiled model (`what_if.in_parts`) corresponds to dPRO's operator fusion.
 """
 
 from __future__ import annotations
@@ -49,33 +50,36 @@ from .what_if import (
 SEARCH_LIMIT_S = 60.0
 
 MAX_UNITS, OCTAVE = 256, 2
-"""Largest number of units of an even division, and ratio between successive unit sizes."""
+"""Largest number of units (buckets) of an even division, and ratio between two successive unit sizes that are tried."""
 
 FEW_RANKS = 8
 TOLERANCES = (0.02, 0.05, 0.1, 0.2)
-"""Tolerances for equal ranks. A larger one is used only if more than `FEW_RANKS` ranks would remain."""
+"""Tolerances at which ranks count as equal, so that only one of the ranks is replayed. A larger tolerance is used only
+if more than `FEW_RANKS` ranks remain."""
 
 STREAMS_ON_ONE_HOST = 4
-"""Number of streams of the shared-memory transport, hence the limit for a job on one host."""
+"""Largest number of streams that is tried for a job on one host, because the shared-memory transport has no more."""
 
 INDIFFERENCE = 0.01
-"""Loss, as a fraction of the step, that is accepted for a simpler plan, because it is below a replay's accuracy."""
+"""Fraction of the step time by which a simpler plan may be slower than the fastest plan and is still chosen. It is
+below the accuracy of a replay."""
 
 WORTH_A_CHANGE = 0.001
-"""Smallest gain, as a fraction of the step, for which the recorded plan is replaced."""
+"""Smallest predicted gain, as a fraction of the step time, for which a new plan is preferred to the recorded plan."""
 
 MAX_RIVALS = 2
-"""Largest number of plans that are reported beside the best one because they do not differ significantly from it."""
+"""Maximum number of other plans that are reported because their step time does not differ significantly from the
+best."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extra:
-    """A change besides the plan that the user must make.
+    """A change of the training script that the user must make in addition to the plan.
 
     Attributes:
-        words: description.
+        words: description of the change for users.
         line: line of code that makes the change.
-        apply: returns the job with the change.
+        apply: function that returns the job with the change.
     """
 
     words: str
@@ -88,14 +92,16 @@ BF16 = Extra(
     line="hvd.DistributedOptimizer(..., compression=hvd.Compression.bf16)",
     apply=partial(with_less_traffic, factor=0.5),
 )
-"""Compression to bf16. The cost of the conversion is unknown and not counted."""
+"""Compression of gradients to bf16. The time for the conversion is unknown and is not counted."""
 
 CHANGES_NUMBERS = {"bf16": BF16}
-"""Changes that alter the results of training, so they are used only if the user allows them by name."""
+"""Changes by name that alter the results of training. A change is used only if the user allows it by its name."""
 
 
 def recorded_knobs_of(buffer: Buffer) -> Knobs:
-    """Return the knobs of a recorded buffer's actual plan, without GPU threads, which the transport chooses."""
+    """Return the knobs (tuned settings) of the plan that a recorded buffer used. GPU threads are omitted, because the
+    transport chooses them.
+    """
     plan, knobs = buffer.plan, buffer.knobs
     even = Knobs(
         unit_bytes=knobs.unit_bytes,
@@ -111,19 +117,20 @@ def recorded_knobs_of(buffer: Buffer) -> Knobs:
 
 
 class PlanSearch:
-    """Search for the knobs with the shortest step.
+    """Search for the knobs (tuned settings) with the shortest replayed step time.
 
     Attributes:
-        buffers: buffers of the optimizer with the most gradients. Planners plan the first one; the others are divided
-            evenly.
-        recorded: knobs of the recorded plan.
-        small: reduced job that is replayed for each proposal: a mean iteration of one rank per group of equal ranks.
-        routes: routes that have a known cost and that no environment variable excludes.
-        streams: allowed numbers of streams, ascending.
+        buffers: flat buffers of the optimizer with most bytes of gradients. Planners divide the first buffer; the other
+            buffers are divided evenly.
+        recorded: knobs of the plan that the recorded job used.
+        small: reduced job that is replayed for each proposal: one mean iteration, and one rank per group of equal
+            ranks.
+        routes: routes (transport and algorithm) with a known cost that no environment variable excludes.
+        streams: numbers of streams (parallel communicators) to try, ascending.
         step_s: replayed step time, by knobs; infinite if the knobs do not fit or cannot be predicted.
         by: name of the planner that first proposed the knobs; "" for even units and the recorded knobs.
-        in_time: all proposals were replayed within the time limit.
-        refused: numbers of proposals that cannot be predicted, by reason.
+        in_time: True if all proposals were replayed within the time limit.
+        refused: how many proposals cannot be predicted, by reason.
     """
 
     def __init__(self, job: JobModel, settings: Mapping[str, str], extras: tuple[Extra, ...] = ()) -> None:
@@ -131,11 +138,12 @@ class PlanSearch:
 
         Args:
             job: recorded job.
-            settings: environment variables of the recorded job. Knobs that they fix are not varied.
-            extras: changes that are applied with every plan.
+            settings: environment variables of the recorded job. A knob that an environment variable sets is not varied.
+            extras: changes of the script that are applied together with every plan.
 
         Raises:
-            ReplayError: no gradients were exchanged, or the cost of the recorded route is unknown.
+            ReplayError: no gradients were exchanged, or the cost of the recorded route (transport, algorithm) is
+                unknown.
         """
         if not job.buffers:
             raise ReplayError("no gradients were exchanged, so there is no plan to improve")
@@ -169,11 +177,12 @@ class PlanSearch:
         self.refused = Counter[str]()
 
     def run(self, *, limit_s: float = SEARCH_LIMIT_S, least_bytes: int = SMALLEST_UNIT_BYTES) -> Knobs:
-        """Replay all proposals, and return the simplest one whose step time is within `INDIFFERENCE` of the shortest.
+        """Replay all proposed knobs, and return the simplest knobs whose step time is within `INDIFFERENCE` of the
+        shortest.
 
         Args:
-            limit_s: time limit. After it, the proposals replayed until then are compared.
-            least_bytes: smallest size of even units.
+            limit_s: time limit in seconds. When it is reached, only the proposals replayed until then are compared.
+            least_bytes: smallest unit (bucket) size that is tried for even divisions.
         """
         until_s = time.monotonic() + limit_s
         for name, knobs in self._proposals(least_bytes):
@@ -183,7 +192,7 @@ class PlanSearch:
             if knobs not in self.step_s:
                 self.by[knobs] = name
                 self.step_s[knobs] = math.inf
-                with suppress(PlanError, ReplayError):  # knobs that do not fit keep an infinite step time
+                with suppress(PlanError, ReplayError):  # Knobs that do not fit the buffers keep an infinite step time.
                     planned = self.planned(knobs)
                     why = plan_refusal(self._job, planned.plans)
                     if why is None or knobs == self.recorded:
@@ -198,10 +207,10 @@ class PlanSearch:
         )
 
     def planned(self, knobs: Knobs, *, whole: bool = False) -> JobModel:
-        """Return the reduced job, or the complete job if `whole`, with these knobs and the extras.
+        """Return the reduced job, or the complete job if `whole`, changed to these knobs and by `extras`.
 
         Raises:
-            PlanError: explicit cuts do not fit.
+            PlanError: the unit boundaries (cuts) in the knobs do not fit the buffer.
             ReplayError: the cost of the route or the times of ready gradients are missing.
         """
         plans = plans_for(knobs, [buffer.layout for buffer in self.buffers])
@@ -216,9 +225,10 @@ class PlanSearch:
         return job
 
     def rivals(self, best: Knobs) -> list[Knobs]:
-        """Return the fastest knobs of other kinds than the best, ascending by step time.
+        """Return the fastest knobs of each other kind than `best`, ascending by step time.
 
-        Knobs of one kind have the same route, the same number of streams and about the same number of units.
+        Knobs are of one kind if they have the same route, the same number of streams and about the same number of
+        units.
         """
         fastest = dict[Hashable, Knobs]()
         for knobs in sorted(self.step_s, key=lambda one: self.step_s[one]):
@@ -247,7 +257,9 @@ class PlanSearch:
             yield from ((planner.name, one.knobs) for one in planner.ask(len(self.routes)))
 
     def _model(self) -> PlanningModel:
-        """Return the input of planners: the first buffer, with the same costs of units as in a replay."""
+        """Return the input for planners: layout, ready times and unit costs of the first buffer, equal to those of a
+        replay.
+        """
         buffer, job = self.buffers[0], self.small
         end_s, backward_s = dict[int, float](), 0.0
         for program in job.iterations[0].programs.values():
@@ -256,7 +268,7 @@ class PlanSearch:
                 now_s += piece.seconds if piece.phase is Phase.BACKWARD else 0.0
                 end_s |= {i: max(now_s, end_s.get(i, 0.0)) for number, i in piece.ready if number == buffer.number}
             backward_s = max(backward_s, now_s)
-        last_s = max(end_s.values(), default=0.0)  # for control flags, which no backward pass produces
+        last_s = max(end_s.values(), default=0.0)  # Used for the control flags, which no backward pass produces.
         ready_s = tuple(end_s.get(index, last_s) for index in range(len(buffer.layout.sizes)))
         totals = (1.0,) if job.link is None else job.link.totals
         links = {
@@ -278,15 +290,15 @@ class PlanSearch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProposedPlan:
-    """A plan with its predicted step.
+    """A communication plan with its predicted step time.
 
     Attributes:
         knobs: knobs of the plan.
         plan: the plan in the form of a plan file.
-        by: name of the planner that proposed it; "" = none.
-        extras: changes that the user must make besides.
+        by: name of the planner that proposed the plan; "" = an even division or the recorded plan.
+        extras: changes of the script that the user must make in addition.
         answer: predicted step time, by a replay of the complete job.
-        parts: causes of the critical path's duration.
+        parts: causes of the predicted step time, with the part of each.
     """
 
     knobs: Knobs
@@ -299,21 +311,22 @@ class ProposedPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOutcome:
-    """Result of a search.
+    """Result of a search for a faster communication plan.
 
     Attributes:
-        recorded_knobs: knobs of the recorded job.
+        recorded_knobs: knobs of the plan that the recorded job used.
         before: replay of the recorded job.
-        parts: causes of the recorded job's critical path.
-        without_communication_s: lower bound on the step time of any plan.
+        parts: causes of the step time of the recorded job, with the part of each.
+        without_communication_s: step time without any communication, which no plan can beat.
         best: fastest plan; the recorded plan if no plan is faster.
-        rivals: plans that do not differ significantly from the best.
+        rivals: plans whose step time does not differ significantly from the best.
         replays: number of replayed proposals.
-        in_time: all proposals were replayed within the time limit.
-        refused: numbers of proposals that cannot be predicted, by reason.
-        n_ranks: number of ranks in each replay.
-        search_s: duration of the search.
-        plan_alone: predicted step with the best plan for an undivided model; None if `best` does not divide the model.
+        in_time: True if all proposals were replayed within the time limit.
+        refused: how many proposals cannot be predicted, by reason.
+        n_ranks: number of ranks in each replay of the search.
+        search_s: duration of the search in seconds.
+        plan_alone: predicted step time with the best plan if the model is not divided into parts; None if `best` does
+            not divide the model.
     """
 
     recorded_knobs: Knobs
@@ -341,16 +354,16 @@ class SearchOutcome:
 
 
 def optimize(before: Baseline, *, limit_s: float = SEARCH_LIMIT_S, **options: Any) -> SearchOutcome:
-    """Return the best plan, with the compiled model divided into parts if the gain justifies a change of the script.
+    """Search for the best plan. Divide a compiled model into parts if the gain justifies a change of the script.
 
-    Dividing corresponds to dPRO's operator fusion: a model compiled as a whole has all operators fused, so the search
-    tries fewer fused operators, as far as dPRO's theorem 1 allows. It runs once for the undivided model, and once for
-    each part size that is best under the recorded plan or under the plan found first.
+    The division corresponds to dPRO's operator fusion. A model compiled as a whole has all operators fused, so the
+    search tries less fusion, as far as dPRO's theorem 1 allows. One search runs for the undivided model. Up to two more
+    searches run for the part sizes that are best with the recorded plan and with the plan of the first search.
 
     Args:
         before: replay of the recorded job.
         limit_s: time limit for all searches together.
-        options: see `planned`.
+        options: further arguments of `planned`.
 
     Raises:
         ReplayError: no gradients were exchanged, or the times of ready gradients are missing.
@@ -372,7 +385,7 @@ def optimize(before: Baseline, *, limit_s: float = SEARCH_LIMIT_S, **options: An
 
 
 def _in_parts(outcome: SearchOutcome, part_bytes: int) -> SearchOutcome:
-    """Return the outcome with the part size entered into its plans."""
+    """Return a copy of the outcome whose plans contain the part size of the compiled model."""
 
     def with_part_bytes(one: ProposedPlan) -> ProposedPlan:
         return replace(one, plan=replace(one.plan, part_bytes=part_bytes))
@@ -389,15 +402,15 @@ def planned(
     least_bytes: int = SMALLEST_UNIT_BYTES,
     limit_s: float = SEARCH_LIMIT_S,
 ) -> SearchOutcome:
-    """Search for a plan, and replay the result with all ranks and iterations.
+    """Search for the best plan for one part size, and replay the best plan with all ranks and iterations.
 
     Args:
         before: replay of the recorded job.
-        part_bytes: bytes of gradients per part of a compiled model; None = the model is not divided.
-        settings: environment variables of the recorded job. Knobs that they fix are not varied.
-        allowed: names of changes to training results that the user allows (`CHANGES_NUMBERS`).
-        least_bytes: smallest size of even units.
-        limit_s: time limit of the search.
+        part_bytes: bytes of gradients in each part of a compiled model; None = the model is not divided.
+        settings: environment variables of the recorded job. A knob that an environment variable sets is not varied.
+        allowed: names of the changes in `CHANGES_NUMBERS`, which alter training results, that the user allows.
+        least_bytes: smallest unit (bucket) size that is tried for even divisions.
+        limit_s: time limit of the search in seconds.
 
     Raises:
         ReplayError: no gradients were exchanged, or the times of ready gradients are missing.

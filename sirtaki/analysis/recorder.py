@@ -77,15 +77,17 @@ from .recording import (
 logger = logging.getLogger(__name__)
 
 Reducer = tuple[int, int]
-"""(id of the process set, id of the reducer in that process set)."""
+"""Key of a reducer (the gradient pipeline of an optimizer): (id of the process set, id of the reducer in this set)."""
 
 PROBING_S, PROBED_STREAMS = 0.5, 8
-"""Time limit and largest number of streams when probing a route that the warm-up did not probe."""
+"""Time limit in seconds, and largest number of streams, for probing a route (transport and algorithm) that the warm-up
+did not probe."""
 
 WITH_OPERATORS = 3
-"""Largest number of iterations with torch.profiler.
+"""Maximum number of iterations that are recorded with torch.profiler.
 
-A few suffice, because their operators are mapped onto the later, unslowed iterations (`borrowed`).
+A few are enough, because the operators of these iterations are mapped onto the later iterations, which torch.profiler
+does not slow down.
 """
 
 NOTHING_RECORDED = "nothing was recorded: no gradients were reduced between ranks after the warm-up"
@@ -96,16 +98,16 @@ NOTHING_RECORDED = "nothing was recorded: no gradients were reduced between rank
 
 @dataclass(slots=True)
 class Draft:
-    """Events of one step, collected while the step runs.
+    """Events of one step of this rank, collected while the step runs.
 
     Attributes:
-        begin_s, end_s: first and last moment.
-        slowed: torch.profiler was on.
-        traced: synchroniser iterations that ended in this step, each with its reducer.
-        operations: collective operations other than units; the transport's thread appends to the list.
-        updates: intervals of optimizer steps.
-        number: `RecordedIteration.number`.
-        beside_s: `RecordedIteration.beside_s`.
+        begin_s, end_s: first and last moment of the step.
+        slowed: True if torch.profiler recorded the step, which slows it.
+        traced: (reducer, events) of each gradient reduction that ended in this step.
+        operations: collective operations other than units (buckets). The thread of the transport appends to the list.
+        updates: intervals in which an optimizer updated parameters.
+        number: count of optimizer iterations before this step; equal on all ranks.
+        beside_s: processor time of this process outside the training thread; None = not recorded.
     """
 
     begin_s: float
@@ -119,12 +121,12 @@ class Draft:
 
     @property
     def profiling(self) -> bool:
-        """Return whether ranks negotiated the gradient order in this step."""
+        """Return whether the ranks negotiated the order of gradients in this step."""
         return any(traced.profiling for _, traced in self.traced)
 
     @property
     def moments(self) -> Moments:
-        """Return the times of events that occur in every step, by key."""
+        """Return the times of the events that occur in every step, by a key that is equal in all steps."""
         found: dict[tuple[object, ...], float] = {("begin",): self.begin_s, ("end",): self.end_s}
         for number, update in enumerate(self.updates):
             found["update", number], found["updated", number] = update
@@ -141,7 +143,7 @@ class Draft:
 
     @property
     def step(self) -> StepWindow:
-        """Return the limits and cuts that assign operators to this step."""
+        """Return begin and end of this step, and the moments at which operators are split."""
         copies = [(copy.begin_s, copy.end_s) for _, traced in self.traced for copy in traced.copies]
         waits = [(traced.backward_ended_s, traced.end_s) for _, traced in self.traced]
         cuts = tuple(sorted(copies + waits))
@@ -151,13 +153,13 @@ class Draft:
 def operators_of_drafts(
     drafts: Sequence[Draft], seen: ProfilerTrace | None
 ) -> tuple[list[StepOperators | None], tuple[str, ...]]:
-    """Return the operators of each draft, and the names of lanes.
+    """Return the operators of each step, and the names of the lanes (threads and streams).
 
-    Drafts that torch.profiler did not watch get the operators of watched drafts, in turn, mapped onto their own times.
+    A step without torch.profiler gets the operators of one of the steps with torch.profiler, mapped onto its own times.
 
     Args:
-        drafts: drafts, those with torch.profiler first.
-        seen: events of torch.profiler; None = it was not used.
+        drafts: events of all steps. Steps with torch.profiler come first.
+        seen: events that torch.profiler recorded; None = torch.profiler was not used.
     """
     watched = [draft for draft in drafts if draft.slowed]
     if seen is None or not watched:
@@ -170,7 +172,7 @@ def operators_of_drafts(
 
 
 def recorded(draft: Draft, operators: StepOperators | None) -> RecordedIteration:
-    """Build the recording of one step. Without operators, its phases are only approximate."""
+    """Build the recording of one step. Without operators, the phases of the step are only approximate."""
     if operators is None:
         backward = [PhaseSpan(Phase.BACKWARD, one.first_ready_s, one.backward_ended_s) for _, one in draft.traced]
         updates = [PhaseSpan(Phase.UPDATE, begin_s, end_s) for begin_s, end_s in draft.updates]
@@ -215,14 +217,14 @@ def recorded(draft: Draft, operators: StepOperators | None) -> RecordedIteration
 def buffer_number(reducer: Reducer, layout: int) -> int:
     """Return the id of a flat buffer in the job.
 
-    All ranks compute equal ids, even ranks that lack some buffers, because the id depends only on the arguments.
+    All ranks compute equal ids, even ranks that lack some buffers, because the id is computed only from the arguments.
     """
     process_set, serial = reducer
     return process_set << 20 | serial << 8 | layout
 
 
 def model_digest(buffers: Iterable[Buffer]) -> str:
-    """Return a digest that is equal on ranks that train the same model."""
+    """Return a digest of the gradient layouts, which is equal on ranks that train the same model."""
     common = [(buffer.number, buffer.layout) for buffer in buffers if buffer.reducer[0] == 0]
     return hashlib.sha256(repr(sorted(common, key=lambda item: item[0])).encode()).hexdigest()[:16]
 
@@ -230,17 +232,17 @@ def model_digest(buffers: Iterable[Buffer]) -> str:
 def clock_identity() -> str:
     """Return a string that is equal for all processes that read the same `time.perf_counter`.
 
-    The clock belongs to a boot and a time namespace, so the string names both.
+    The string names the boot of the machine and the time namespace, because these determine the clock.
     """
     found = [socket.gethostname()]
-    with contextlib.suppress(OSError):  # without /proc the host name has to do
+    with contextlib.suppress(OSError):  # Without /proc, only the host name identifies the clock.
         found = [Path("/proc/sys/kernel/random/boot_id").read_text().strip()]
         found.append(os.readlink("/proc/self/ns/time"))
     return " ".join(found)
 
 
 def own_placement(control: ControlPlane) -> Placement:
-    """Return the location of this process."""
+    """Return where this process runs: host, node, clock and processors."""
     rank = control.rank
     return Placement(
         rank=rank,
@@ -256,7 +258,7 @@ def own_placement(control: ControlPlane) -> Placement:
 
 
 def _tuned(job: Job) -> Sequence[tuple[Reducer, PipelineTarget]]:
-    """Return the tuned pipelines of this rank, each with its reducer's key."""
+    """Return the gradient pipelines of this rank that are tuned, each with the key of its reducer."""
     return [
         (there.key, there.tuning)
         for there in job.participants
@@ -265,15 +267,17 @@ def _tuned(job: Job) -> Sequence[tuple[Reducer, PipelineTarget]]:
 
 
 def _of_all_ranks(job: Job) -> list[PipelineTarget]:
-    """Return the pipelines that reduce over all ranks.
+    """Return the gradient pipelines whose gradients all ranks reduce.
 
-    Recording counts the iterations of the first pipeline, because that count is equal on all ranks.
+    The recorder numbers iterations by the first of these pipelines, because its count is equal on all ranks.
     """
     return [tuned for (process_set, _), tuned in _tuned(job) if process_set == 0]
 
 
 def _links(job: Job, known: Mapping[Route, LinkModel]) -> dict[Route, LinkModel]:
-    """Return the link models, after probing routes in use that the warm-up did not probe. Collective."""
+    """Return the link models of all routes (transport and algorithm) in use. Probes routes that the warm-up did not
+    probe. Collective.
+    """
     links = dict(known)
     for tuned in _of_all_ranks(job):
         if tuned.knobs.route not in links:
@@ -284,7 +288,7 @@ def _links(job: Job, known: Mapping[Route, LinkModel]) -> dict[Route, LinkModel]
 
 
 def _buffers(job: Job) -> list[Buffer]:
-    """Return the flat buffers of this rank."""
+    """Return descriptions of the flat buffers of this rank, with their plans."""
     ranks = {there.key: tuple(there.ranks) for there in job.participants}
     return [
         Buffer(
@@ -304,26 +308,26 @@ def _buffers(job: Job) -> list[Buffer]:
 
 
 class Stage(Enum):
-    """Progress of a recording."""
+    """How far the recording of a job has got."""
 
-    WAITING = auto()  # the warm-up has not ended
-    STARTING = auto()  # the current iteration is discarded, because torch.profiler was started or stopped in it
+    WAITING = auto()  # The warm-up, in which the job is tuned, has not ended.
+    STARTING = auto()  # The current iteration is discarded, because torch.profiler was started or stopped during it.
     RECORDING = auto()
     ENDED = auto()
 
 
 class JobRecorder:
-    """Records this rank's steps. Implements `recorder.Recorder`.
+    """Recorder of the training steps of this rank. Implements `recorder.Recorder`.
 
-    Launchers stop remaining ranks with SIGTERM, so the recorder writes its file before SIGTERM ends the process. It
-    does not replace a SIGTERM handler of the user's script.
+    When a job ends early, launchers stop ranks with SIGTERM. The recorder then writes its file before the process ends,
+    unless the user's script has its own SIGTERM handler.
 
     Attributes:
         stage: progress of the recording.
     """
 
     def __init__(self, wanted: ProfileRequest) -> None:
-        """Register optimizer hooks. Recording begins later, when the warm-up has ended."""
+        """Register optimizer hooks, which count steps. Recording begins later, when the warm-up has ended."""
         self._wanted, self._folder, self.stage = wanted, Path(wanted.folder), Stage.WAITING
         self._update_begin_s: float | None = None
         self._finished = -1
@@ -333,7 +337,7 @@ class JobRecorder:
         self._seen: ProfilerTrace | None = None
         self._job: JobInfo | None = None
         self._rank, self._clock = 0, ClockOffset(0.0, 0.0)
-        # Reentrant, because a signal handler may need the lock while it is held.
+        # The lock is reentrant, because a signal handler may need it while the same thread holds it.
         self._ending = free_in_forked_children(threading.RLock())
         self._terminable = self._writing = self._terminated = False
         self._hooks = [
@@ -367,7 +371,8 @@ class JobRecorder:
         if self.stage is Stage.WAITING:
             job = current()
             tuning = any(tuned.tuning for tuned in _of_all_ranks(job))
-            if not (tuning or leader.synchroniser.profiling or job.joining.any_joined):  # as on all ranks
+            # All ranks decide equally here.
+            if not (tuning or leader.synchroniser.profiling or job.joining.any_joined):
                 self._begin(job)
         elif self.stage is Stage.STARTING:
             self.stage = Stage.RECORDING
@@ -385,7 +390,7 @@ class JobRecorder:
             self._next_draft()
 
     def _count(self, *, slowed: bool) -> int:
-        """Return the number of recorded iterations with, or without, torch.profiler."""
+        """Return how many iterations were recorded with torch.profiler (`slowed`), or without it."""
         return sum(draft.slowed is slowed for draft in self._drafts)
 
     def _enough(self, *, slowed: bool) -> int:
@@ -397,27 +402,30 @@ class JobRecorder:
         self._draft = Draft(time.perf_counter(), slowed=self._watch is not None, beside_s=-processor_time_beside_s())
 
     def iteration(self, traced: TracedIteration) -> None:
-        """Store a synchroniser's iteration in the current step."""
+        """Store the events of one gradient reduction in the current step."""
         reducer = next((key for key, tuned in _tuned(current()) if tuned.synchroniser is traced.source), None)
         if reducer is not None:
             self._draft.traced.append((reducer, traced))
 
     def operation(self, traced: TracedOperation) -> None:
-        """Store a collective operation in the current step. Called by the transport's thread."""
+        """Store a collective operation in the current step. Called by the thread of the transport."""
         self._draft.operations.append(traced)
 
     # ── begin and end ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _begin(self, job: Job) -> None:
-        """Exchange placements and buffers, compare clocks, and start recording. Collective."""
+        """Exchange the placements and flat buffers of all ranks, measure clock offsets, and start recording steps.
+        Collective.
+        """
         control = job.control
         self._rank, host_leads = control.rank, control.hosts[control.rank] == control.rank
         if host_leads:
-            with suppress(OSError):  # writing the file at the end reports the error
+            with suppress(OSError):  # Ignored, because writing the file at the end fails again and reports the error.
                 self._folder.mkdir(parents=True, exist_ok=True)
                 clear(self._folder)
         gathered: list[tuple[Placement, list[Buffer]]] = control.all_gather((own_placement(control), _buffers(job)))
-        known = {buffer.number: buffer for _, buffers in gathered for buffer in buffers}  # buffers of any rank
+        # Buffers that at least one rank has.
+        known = {buffer.number: buffer for _, buffers in gathered for buffer in buffers}
         self._clock = compare_clocks(control)
         model = next((tuned.model for _, tuned in _tuned(job) if tuned.model is not None), None)
         self._job = JobInfo(
@@ -434,7 +442,7 @@ class JobRecorder:
                 "python": platform.python_version(),
             },
         )
-        if host_leads:  # now, because this rank may be killed before the end
+        if host_leads:  # Written now, because this rank may be killed before the recording ends.
             with suppress(OSError):
                 write_job(self._folder, self._job)
         if self._wanted.operators:
@@ -468,20 +476,24 @@ class JobRecorder:
                 self._allow_termination()
 
     def handle_termination(self) -> None:
-        """Delay SIGTERM until the file is written, unless the user's script has its own handler."""
-        here = threading.current_thread() is threading.main_thread()  # only the main thread can set handlers
+        """Install a SIGTERM handler that writes the file before the process ends, unless the user's script has its own
+        handler.
+        """
+        here = threading.current_thread() is threading.main_thread()  # Only the main thread can set signal handlers.
         if here and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             handle_signal(signal.SIGTERM, self._on_terminate)
             self._terminable = True
 
-    def _on_terminate(self, *_: Any) -> None:  # Any: as `signal` has it
+    def _on_terminate(self, *_: Any) -> None:  # Any: types of a signal handler
         self._terminated = True
-        if not self._writing:  # otherwise end() raises the signal again after writing
+        if not self._writing:  # Otherwise `end` raises the signal again after the file was written.
             self.end()
             self._allow_termination()
 
     def _allow_termination(self) -> None:
-        """Restore SIGTERM's default action after writing. Raise the signal again if it arrived meanwhile."""
+        """Restore the default action of SIGTERM after the file was written. Raise SIGTERM again if it arrived during
+        writing.
+        """
         if self._terminable and threading.current_thread() is threading.main_thread():
             self._terminable = False
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -520,7 +532,7 @@ class JobRecorder:
             logger.info(words, len(self._drafts), self._folder, self._folder)
 
     def _stop_watching(self) -> None:
-        """Stop torch.profiler if it is on."""
+        """Stop torch.profiler if it is running."""
         watch, self._watch = self._watch, None
         if watch is not None:
             try:
@@ -535,7 +547,9 @@ _from_environment: JobRecorder | None = None
 
 
 def begin_as_set() -> None:
-    """Start recording if rank 0 has `SIRTAKI_PROFILE` set. Called after `init()` on all ranks; once per process."""
+    """Prepare to record training steps if `SIRTAKI_PROFILE` is set on rank 0. Called after `init()` on all ranks; once
+    per process.
+    """
     global _from_environment
     asked = current().settings.profile
     if asked is None or _from_environment is not None:
@@ -551,12 +565,13 @@ def profile(
     """Record training iterations inside the `with` block. Recording begins after the tuner has finished. Collective.
 
     Every rank must enter and leave the block between the same steps. Recording stops after `iterations` steps, or at
-    the end of the block if it has fewer. Each rank then writes its file, which delays the step briefly.
+    the end of a block with fewer steps. Then each rank writes its file, which delays the current step briefly.
 
     Args:
         folder: output folder; an existing recording there is overwritten.
         iterations: number of iterations to record.
-        operators: also record operators with torch.profiler, in a few earlier iterations that it slows down.
+        operators: also record operators with torch.profiler, in a few additional iterations before, which it slows
+            down.
         edges: also record the data dependencies of operators, for `sirtaki trace --chakra`.
 
     Raises:

@@ -1,4 +1,6 @@
-"""Data classes of a recording (operators, units, links, memory), and the folder of files that stores one."""
+"""Data classes of a recording (operators, units, links, memory), and functions that read and write a recording
+folder.
+"""
 
 from __future__ import annotations
 
@@ -26,31 +28,31 @@ from sirtaki.errors import RecordingError
 from sirtaki.measures import LinkModel
 
 ModuleKey = tuple[int, str]
-"""(index of the outermost module, name inside it)."""
+"""Key of a module: (index of its outermost module, qualified name inside the outermost module)."""
 
 
 class Holds(Enum):
-    """Purpose of an allocation."""
+    """Purpose of a block of memory."""
 
     PARAMETERS = "parameters"
     MODULE_BUFFERS = "buffers of modules"
     OPTIMIZER = "optimizer state"
-    FLAT_BUFFERS = "flat buffers"  # units are ranges of these
+    FLAT_BUFFERS = "flat buffers"  # buffers of contiguous gradients, of which ranges (units) are reduced
     GRADIENTS = "gradients"
-    ACTIVATIONS = "activations"  # saved by the forward pass for the backward pass, inputs included
-    OTHER = "other"  # temporaries, and other tensors of the user's script
+    ACTIVATIONS = "activations"  # tensors that the forward pass saves for the backward pass, including inputs
+    OTHER = "other"  # temporary tensors, and other tensors of the user's script
 
 
 class Allocation(NamedTuple):
-    """One block of memory.
+    """One block of memory that existed in the recorded step.
 
     Attributes:
         device: index in `StepMemory.devices`.
         n_bytes: size of the block.
         holds: purpose of the block.
         phase: phase of the step in which the block was allocated; OTHER if it existed before the step.
-        begin_s: time of allocation; None = before the step.
-        end_s: time of release; None = after the step.
+        begin_s: time at which the block was allocated; None = before the step.
+        end_s: time at which the block was released; None = after the step.
         added_s: for a gradient, the time at which autograd had added it to `.grad`.
         call: index in `StepMemory.calls` of the module call whose forward or backward pass allocated the block; -1 =
             none.
@@ -69,11 +71,11 @@ class Allocation(NamedTuple):
 
 
 class Module(NamedTuple):
-    """One module.
+    """One module of the trained model.
 
     Attributes:
         name: qualified name inside the outermost module, such as "layers.0"; "" = the outermost module itself.
-        kind: class name.
+        kind: name of the class of the module.
         root: index of the outermost module among all outermost modules.
     """
 
@@ -83,7 +85,7 @@ class Module(NamedTuple):
 
     @property
     def key(self) -> ModuleKey:
-        """Return a key that is equal on all ranks that train the same model."""
+        """Return the key of the module, which is equal on all ranks that train the same model."""
         return self.root, self.name
 
 
@@ -92,11 +94,11 @@ class ModuleCall(NamedTuple):
 
     Attributes:
         module: index in `RankRecording.modules`.
-        parent: index of the enclosing call; -1 = none.
+        parent: index of the enclosing module call; -1 = none.
         begin_s, end_s: first and last moment of the forward pass.
-        backward_begin_s, backward_end_s: the same for the backward pass of this call; None = there was no backward
-        pass.
-        inputs, outputs: indices in `StepMemory.allocations`.
+        backward_begin_s, backward_end_s: first and last moment of the backward pass of this call; None = there was no
+            backward pass.
+        inputs, outputs: indices in `StepMemory.allocations` of the blocks that hold inputs and outputs.
     """
 
     module: int
@@ -111,7 +113,7 @@ class ModuleCall(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemory:
-    """Memory use of one iteration.
+    """Memory use of one rank in one iteration.
 
     Attributes:
         iteration: number of the iteration.
@@ -132,28 +134,28 @@ class StepMemory:
 
 
 class Detail(Enum):
-    """Level of detail of a recording."""
+    """Level of detail at which a rank was recorded."""
 
-    UNITS = "units"  # gradients, copies and units
-    OPERATORS = "operators"  # and events of torch.profiler
+    UNITS = "units"  # ready times of gradients, copies, and units (buckets)
+    OPERATORS = "operators"  # all of `UNITS`, and the events of torch.profiler
 
 
 # ── one rank ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Operator(NamedTuple):
-    """One top-level operator. Operators of one lane never overlap.
+    """One top-level operator of a step. Operators of one lane (thread or device stream) never overlap.
 
-    The recorder splits an operator in two where gradients are copied or waited for inside it.
+    If gradients are copied or waited for during an operator, the recorder splits the operator in two at this interval.
 
     Attributes:
-        name: such as "aten::addmm" or, in the backward pass, "AddmmBackward0".
+        name: name of the operator, such as "aten::addmm" or, in the backward pass, "AddmmBackward0".
         lane: index of the thread or device stream that runs the operator; 0 is the training thread.
         begin_s, end_s: first and last moment of the operator.
-        phase: phase of the step.
+        phase: phase of the step, such as forward or backward.
         sequence: autograd's sequence number, shared by a forward operator and its backward operator; -1 = none.
-        after: indices in the iteration's `operators` of the producers of its inputs; empty if dependencies were not
-            recorded.
+        after: indices in `RecordedIteration.operators` of the operators that produced the inputs; empty if data
+            dependencies were not recorded.
         module: index in `RankRecording.modules` of the innermost module whose forward or backward pass contains the
             operator; -1 = none.
     """
@@ -169,9 +171,11 @@ class Operator(NamedTuple):
 
 
 class PhaseSpan(NamedTuple):
-    """One phase of one step. A phase may occur several times, because of gradient accumulation or several models.
+    """One phase, such as forward, of one step. A phase may occur several times per step, because of gradient
+    accumulation or several models.
 
-    Without recorded operators, BACKWARD begins with its first ready gradient, and undetectable phases are omitted.
+    If no operators were recorded, BACKWARD begins with the first ready gradient, and phases that cannot be detected are
+    omitted.
     """
 
     phase: Phase
@@ -180,12 +184,12 @@ class PhaseSpan(NamedTuple):
 
 
 def phase_at(spans: Iterable[PhaseSpan], moment_s: float) -> Phase:
-    """Return the first phase that includes this moment; OTHER if no phase does."""
+    """Return the first phase that includes the moment; OTHER if no phase includes it."""
     return next((span.phase for span in spans if span.begin_s <= moment_s <= span.end_s), Phase.OTHER)
 
 
 class ReadyGradient(NamedTuple):
-    """Time at which autograd produced the gradient with index `place` in a buffer's layout."""
+    """Time at which autograd produced one gradient: the one with index `place` in the layout of a flat buffer."""
 
     buffer: int
     place: int
@@ -193,7 +197,7 @@ class ReadyGradient(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """One copy of gradients into flat buffers, made by the training thread or, on a GPU, by its stream."""
+    """One copy of gradients into flat buffers. The training thread makes it or, on a GPU, the stream of this thread."""
 
     begin_s: float
     end_s: float
@@ -201,14 +205,15 @@ class Copy(NamedTuple):
 
 
 class UnitId(NamedTuple):
-    """Identity of a unit, equal on all participating ranks.
+    """Identity of a unit (bucket: a range of a flat buffer that one all-reduce reduces), equal on all participating
+    ranks.
 
     Attributes:
         iteration: iteration of the optimizer (`GradientPipeline.iteration`), not of the recording.
-        buffer: `Buffer.number`.
+        buffer: number of the flat buffer (`Buffer.number`).
         start, stop: range of elements in the flat buffer.
         route: transport and algorithm.
-        stream: index of the communicator.
+        stream: index of the communicator that reduces the unit.
     """
 
     iteration: int
@@ -220,14 +225,14 @@ class UnitId(NamedTuple):
 
 
 class RecordedUnit(NamedTuple):
-    """One unit on one rank.
+    """Times at which one rank reduced one unit (bucket).
 
     Attributes:
-        iteration, buffer, start, stop, route, stream: see `UnitId`.
-        issue_s: time at which the unit, with all its gradients copied, was passed to the transport. No rank completes
+        iteration, buffer, start, stop, route, stream: identity of the unit, as in `UnitId`.
+        issue_s: time at which this rank passed the unit, with all gradients copied, to the transport. No rank completes
             the unit before all ranks have issued it.
         begin_s: time at which the transport started the unit; None if the transport does not report it.
-        done_s: time at which the result was available.
+        done_s: time at which the reduced gradients were available on this rank.
     """
 
     iteration: int
@@ -242,20 +247,21 @@ class RecordedUnit(NamedTuple):
 
     @property
     def unit(self) -> UnitId:
-        """Return the identity shared by all ranks."""
+        """Return the identity of the unit, which is equal on all ranks."""
         return UnitId(*self[:6])
 
 
 class Collective(NamedTuple):
-    """One collective operation other than a unit: sparse rows, metrics, or a call by the user's script.
+    """One collective operation that does not reduce a unit (bucket): for sparse rows, for metrics, or called by the
+    user's script.
 
     Attributes:
         name: name of the operation, equal on all ranks.
-        kind: such as "allreduce".
-        begin_s: time of this rank's request.
+        kind: kind of the operation, such as "allreduce".
+        begin_s: time at which this rank requested the operation.
         agreed_s: time at which all ranks had requested the operation.
-        end_s: time at which the result was available.
-        n_bytes: size of this rank's input.
+        end_s: time at which the result was available on this rank.
+        n_bytes: size of this rank's input in bytes.
     """
 
     name: str
@@ -271,16 +277,17 @@ class RecordedIteration:
     """One training step of one rank.
 
     Attributes:
-        number: count of optimizer iterations before this one; equal on all ranks.
+        number: count of optimizer iterations before this iteration; equal on all ranks.
         begin_s: end of the previous step; for the first recorded iteration, begin of the recording.
         end_s: end of the optimizer step.
-        profiling: ranks negotiated the gradient order in this iteration, so its duration is not representative.
-        slowed: torch.profiler was on and added its own overhead. Operators of other iterations are taken from such an
-            iteration.
-        spans, operators, ready, copies, units, collectives: events of the iteration, each sorted by begin.
-        exposed_s: time that this rank waited for units after its last gradient was ready.
-        beside_s: processor time of this process outside the training thread. All of it is communication if operators
-            use a single thread. None = not recorded.
+        profiling: True if ranks negotiated the order of gradients in this iteration. Then its duration is not
+            representative.
+        slowed: True if torch.profiler was on and added its overhead. The operators of such an iteration are also used
+            for iterations without torch.profiler.
+        spans, operators, ready, copies, units, collectives: events of the iteration by kind, each list sorted by begin.
+        exposed_s: time for which this rank waited for units (buckets) after its last gradient was ready.
+        beside_s: processor time of all threads but the training thread. If operators use a single thread, all of this
+            time is communication. None = not recorded.
     """
 
     number: int
@@ -299,13 +306,17 @@ class RecordedIteration:
 
     @property
     def joined(self) -> bool:
-        """Return whether this rank had called `join()`, so that it also reduced gradients without steps of its own."""
+        """Return whether this rank had called `join()`. Then it took part in reductions of other ranks without its own
+        steps.
+        """
         iterations = {(one.buffer, one.iteration) for one in self.units}
         return len(iterations) > len({buffer for buffer, _ in iterations})
 
     @property
     def is_usual(self) -> bool:
-        """Return whether the duration represents an ordinary step. Profiler overhead is ignored here (`slowed`)."""
+        """Return whether the duration is that of an ordinary step. The overhead of torch.profiler (`slowed`) is ignored
+        here.
+        """
         return not (self.profiling or self.joined)
 
 
@@ -315,16 +326,17 @@ class RankRecording:
 
     Attributes:
         rank: global rank.
-        job: `JobInfo.job`; readers reject recordings of different jobs.
+        job: id of the job. Recordings of different jobs cannot be read together.
         model: digest of the gradient layouts, equal on ranks that train the same model.
-        detail: level of detail.
-        offset_s: offset from this rank's clock to rank 0's when the job began (Cristian's method).
-        round_trip_s: shortest round trip of the offset measurement. The offset is wrong by at most half of it. 0 on
-            rank 0.
-        clock_error_s: error bound of operator times, because torch.profiler uses another clock.
-        lanes: names of the operator lanes, by index.
-        complete: all requested iterations were recorded.
-        iterations: iterations, in order.
+        detail: level of detail at which the rank was recorded.
+        offset_s: seconds to add to this rank's clock to get rank 0's, measured when the recording began (Cristian's
+            method).
+        round_trip_s: shortest round trip of the offset measurement. The error of the offset is at most half of this. 0
+            on rank 0.
+        clock_error_s: largest error of operator times, which exists because torch.profiler uses another clock.
+        lanes: names of the lanes (threads and device streams) that run operators, by index.
+        complete: True if all requested iterations were recorded.
+        iterations: recorded iterations, in order.
         modules: modules that ran while torch.profiler was on; empty if the model is compiled.
         memory: memory use of one iteration; None = not recorded.
     """
@@ -348,18 +360,18 @@ class RankRecording:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Location of one rank.
+    """Where one rank runs: its host, node, clock and processors.
 
     Attributes:
         rank: global rank.
-        host: lowest rank on the same host, so that it identifies the host.
-        node: lowest rank on the same node, where `SIRTAKI_LOCAL_SIZE` splits a host into several nodes. Units between
-            nodes do not use shared memory.
+        host: id of the host, which is the lowest rank on the host.
+        node: id of the node, which is the lowest rank on the node. `SIRTAKI_LOCAL_SIZE` can split a host into several
+            nodes. Communication between nodes does not use shared memory.
         host_name: host name, for display.
         clock: identifier of the clock; equal for ranks that read the same clock.
         processors: ids of the processors that the rank may use.
         host_processors: number of processors of the host.
-        quota: number of processors that a cgroup limit allows the rank's container; None = all.
+        quota: number of processors to which a cgroup limits the container of the rank; None = no limit.
         threads: number of threads per operator (`torch.get_num_threads`).
     """
 
@@ -380,11 +392,11 @@ class Buffer:
 
     Attributes:
         number: id of the buffer in the job; equal on all ranks.
-        reducer: id of the process set, and id of the reducer in that process set.
+        reducer: (id of the process set, id of the reducer in this set) of the reducer that owns the buffer.
         ranks: ranks that reduce the buffer.
-        layout: gradients, in order; the control flags are the last entry of an optimizer's first buffer.
-        plan: units of the buffer.
-        knobs: knobs that the plan was built from.
+        layout: gradients in the buffer, in order. The last entry of an optimizer's first buffer holds control flags.
+        plan: division of the buffer into units (buckets), with their routes and streams.
+        knobs: knobs (tuned settings) from which the plan was built.
     """
 
     number: int
@@ -396,7 +408,7 @@ class Buffer:
 
     @property
     def is_cut_evenly(self) -> bool:
-        """Return whether all units have the size that the knobs request."""
+        """Return whether all units (buckets) of the buffer have the size that the knobs request."""
         size = max(1, self.knobs.unit_bytes // self.layout.itemsize_bytes)
         return self.knobs.cuts is None and self.plan.units[0].numel == min(size, self.layout.numel)
 
@@ -407,11 +419,11 @@ class JobInfo:
 
     Attributes:
         job: id of the job.
-        n_iterations: requested number of iterations.
-        placement: location of each rank, by rank.
-        buffers: flat buffers, by number.
-        links: link models that the warm-up's probes measured, by route; empty if nothing was probed.
-        contention: measured slowdown of communication and computation by each other.
+        n_iterations: number of iterations that the user wanted to record.
+        placement: host, node, clock and processors of each rank, in rank order.
+        buffers: flat buffers of all ranks.
+        links: link models that probes in the warm-up measured, by route; empty if no route was probed.
+        contention: measured slowdown of communication and computation while both run; None = not measured.
         settings: environment variables in force that differ from their defaults.
         versions: versions of Sirtaki, PyTorch and Python.
     """
@@ -437,7 +449,7 @@ class Recording:
 
     Attributes:
         job: properties that all ranks share.
-        ranks: recordings, by rank; ranks without a recording are omitted.
+        ranks: recording of each rank, by rank; ranks without a recording are omitted.
         problems: one sentence for each defect: missing ranks, iterations that only some ranks recorded, ranks that
             trained another model.
     """
@@ -448,15 +460,16 @@ class Recording:
 
     @property
     def common_iterations(self) -> tuple[int, ...]:
-        """Return the numbers of the iterations that every recorded rank has."""
+        """Return the numbers of the iterations that all ranks of the recording have recorded."""
         numbers = [{iteration.number for iteration in rank.iterations} for rank in self.ranks.values()]
         return tuple(sorted(set.intersection(*numbers))) if numbers else ()
 
     @property
     def usual_iterations(self) -> tuple[int, ...]:
-        """Return the longest run of consecutive common iterations whose duration is representative.
+        """Return the numbers of the iterations to analyse: the longest run of consecutive iterations that all ranks
+        recorded and whose duration is that of an ordinary step.
 
-        Iterations slowed by torch.profiler are used only if there are no others.
+        Iterations slowed by torch.profiler are used only if there are no other iterations.
         """
         iterations = [one for rank in self.ranks.values() for one in rank.iterations]
         slowed = {one.number for one in iterations if one.slowed}
@@ -466,7 +479,7 @@ class Recording:
 
 
 def _longest_run(numbers: Sequence[int]) -> tuple[int, ...]:
-    """Return the longest run of consecutive numbers; of equally long runs, the last."""
+    """Return the longest run of consecutive numbers. Of equally long runs, return the last."""
     runs: list[list[int]] = [[]]
     for number in numbers:
         if runs[-1] and number != runs[-1][-1] + 1:
@@ -480,7 +493,7 @@ def _longest_run(numbers: Sequence[int]) -> tuple[int, ...]:
 
 FORMAT_VERSION = 3
 READABLE_VERSIONS = (2, 3)
-"""Folder formats that can be read. Version 2 has neither modules nor memory."""
+"""Versions of the folder format that can be read. Folders of version 2 contain neither modules nor memory."""
 
 JOB_FILE, TRACE_FILE, REPORT_FILE = "job.json", "trace.json", "report.html"
 _RANK_FILE = re.compile(r"rank-(\d+)\.json\.gz")
@@ -489,11 +502,11 @@ Json = dict[str, Any]
 _T = TypeVar("_T")
 
 DIGITS = 9
-"""Decimal digits of stored seconds, because clocks resolve nanoseconds."""
+"""Number of decimal digits with which times in seconds are stored, because clocks resolve nanoseconds."""
 
 
 def job_to_json(job: JobInfo) -> Json:
-    """Return a JSON-ready dict. `job_from_json` is the inverse."""
+    """Convert the job to a dict for JSON. `job_from_json` is the inverse."""
     return {
         "format": FORMAT_VERSION,
         **asdict(job),
@@ -505,7 +518,7 @@ def job_to_json(job: JobInfo) -> Json:
 
 
 def job_from_json(data: Json) -> JobInfo:
-    """Build the job from the output of `job_to_json`.
+    """Convert a dict that `job_to_json` has returned to a `JobInfo`.
 
     Raises:
         KeyError, TypeError, ValueError: `data` has another structure.
@@ -516,9 +529,9 @@ def job_from_json(data: Json) -> JobInfo:
 
 
 def rank_to_json(rank: RankRecording) -> Json:
-    """Return a JSON-ready dict. `rank_from_json` is the inverse.
+    """Convert the recording of a rank to a dict for JSON. `rank_from_json` is the inverse.
 
-    Named tuples become rows, and operator names become indices into `operator_names`, because names repeat often.
+    Named tuples become lists. Operator names become indices into the list `operator_names`, because names repeat often.
     """
     found: Json = _rounded(msgspec.to_builtins(rank))
     names: dict[str, int] = {}
@@ -542,7 +555,8 @@ def _rounded(value: Any) -> Any:
 
 
 def rank_from_json(data: Json) -> RankRecording:
-    """Build the recording from the output of `rank_to_json`. Modifies `data`: indices become operator names.
+    """Convert a dict that `rank_to_json` has returned to a `RankRecording`. Modifies `data`: indices become operator
+    names.
 
     Raises:
         KeyError, IndexError, TypeError, ValueError: `data` has another structure.
@@ -557,7 +571,7 @@ def rank_from_json(data: Json) -> RankRecording:
 
 
 def rank_path(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's file."""
+    """Return the path of the file in which the recording of a rank is stored."""
     return folder / f"rank-{rank:04d}.json.gz"
 
 
@@ -578,7 +592,8 @@ def clear(folder: Path) -> None:
 
 
 def write_job(folder: Path, job: JobInfo) -> None:
-    """Write the properties that all ranks share. Several hosts may write the same file, because the content is equal.
+    """Write the file with the properties that all ranks share. Several hosts may write the same file, because its
+    content is equal.
 
     Raises:
         OSError: the file cannot be written.
@@ -597,7 +612,7 @@ def write_rank(folder: Path, rank: RankRecording) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file atomically, so that readers never see a part of it.
+    """Write a file atomically, so that readers never see an incomplete file.
 
     Raises:
         OSError: the file cannot be written.

@@ -14,7 +14,7 @@ from .alignment import align
 from .recording import RankRecording, Recording, read_folder
 
 Record = dict[str, Any]
-"""One row. Values are numbers, strings, booleans or None."""
+"""One row of a table, by column. Values are numbers, strings, booleans or None."""
 
 
 def read(path: str | Path) -> dict[str, list[Record]]:
@@ -30,8 +30,7 @@ def read(path: str | Path) -> dict[str, list[Record]]:
     Returns:
         The tables by name. A recording has "iterations", "phases", "operators", "gradients", "units", "collectives" and
         "memory". Their rows have a `rank`, and times in seconds on one clock, from the first recorded iteration on. A
-        trial
-        log has "trials", a timeline "events".
+        trial log has the table "trials", a timeline has the table "events".
 
     Raises:
         RecordingError: the folder contains no readable recording.
@@ -65,7 +64,7 @@ def _of_recording(recording: Recording) -> dict[str, list[Record]]:
 
 
 def _of_rank(recording: Recording, rank: RankRecording) -> Iterator[tuple[str, Record]]:
-    """Yield (table, row), with times on the rank's own clock."""
+    """Yield (name of the table, row) for all events of a rank. Times are those of the rank's own clock."""
     layouts = {buffer.number: buffer.layout for buffer in recording.job.buffers}
     usual = set(recording.usual_iterations)
     for one in rank.iterations:
@@ -104,7 +103,7 @@ def _of_rank(recording: Recording, rank: RankRecording) -> Iterator[tuple[str, R
 
 
 def _trials(path: Path) -> Iterator[Record]:
-    """Yield the measurements of the log's last job, from the warm-up and from later searches."""
+    """Yield a row for each measurement of the last job in a trial log, from the warm-up and from later searches."""
     log = read_log(path)
     searches = [("warm-up", log.measurements), *(("re-tune", retune.measurements) for retune in log.retunes)]
     for search, one in ((search, one) for search, measurements in searches for one in measurements):
@@ -125,7 +124,7 @@ def _trials(path: Path) -> Iterator[Record]:
 
 
 def _events(path: Path) -> Iterator[Record]:
-    """Yield the spans and instants of a timeline. Additional arguments of an event become columns."""
+    """Yield a row for each event of a timeline. Arguments of the event become columns."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         tracks: dict[tuple[int, int], str] = {}

@@ -1,4 +1,4 @@
-"""Divide a step into kinds of time, and find exposed communication and late units."""
+"""Divide the time of a step by kind, and find exposed communication (waits for gradients) and late units (buckets)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .job_model import Histories, OperationKey, Stretch, TimedBarrier, TimedStep
 
 
 class TimeKind(Enum):
-    """Kinds of time of a training thread, in the order in which bars are stacked."""
+    """Kind of time of a training thread. The bars of a plot are stacked in this order."""
 
     DATA = "data loading"
     FORWARD = "forward"
@@ -36,7 +36,7 @@ COLORS = {
     TimeKind.COLLECTIVE: "#d55e00",
     TimeKind.OTHER: "#8b9096",
 }
-"""Colours that are distinguishable on white and on black, and with the common forms of colour blindness."""
+"""Colour of each kind of time. The colours differ on white and on black, and with common forms of colour blindness."""
 
 UNDIVIDED = "forward, data loading, other (divided only if operators are recorded)"
 
@@ -50,7 +50,7 @@ OF_PHASE = {
 
 
 def kind_of(one: Stretch) -> TimeKind:
-    """Return the kind of time of a stretch."""
+    """Return the kind of time of one interval of a training thread."""
     if one.waits:
         return TimeKind.EXPOSED if waits_for_gradients(one) else TimeKind.COLLECTIVE
     if one.activity is Activity.COPY:
@@ -59,7 +59,7 @@ def kind_of(one: Stretch) -> TimeKind:
 
 
 def waits_for_gradients(one: Stretch) -> bool:
-    """Return whether the thread waits for at least one unit."""
+    """Return whether the training thread waits for at least one unit (bucket) in this interval."""
     return any(buffer >= 0 for buffer, _, _ in one.waits)
 
 
@@ -67,8 +67,8 @@ class StepParts(NamedTuple):
     """Time of one rank's step by kind, as a mean over iterations.
 
     Attributes:
-        rank: the rank.
-        seconds: seconds of each kind that occurs.
+        rank: rank whose step is divided.
+        seconds: seconds per step of each kind of time that occurs.
     """
 
     rank: int
@@ -76,12 +76,12 @@ class StepParts(NamedTuple):
 
     @property
     def step_s(self) -> float:
-        """Return the duration of the step."""
+        """Return the duration of the step in seconds."""
         return sum(self.seconds.values())
 
 
 def step_parts(histories: Histories) -> tuple[StepParts, ...]:
-    """Return the time by kind of every rank."""
+    """Return the step time of every rank, divided by kind of time."""
     found, count = [], len(histories.steps)
     for rank in histories.ranks:
         total_s: dict[TimeKind, float] = defaultdict(float)
@@ -93,16 +93,16 @@ def step_parts(histories: Histories) -> tuple[StepParts, ...]:
 
 
 MIN_LATE_S = 1e-6
-"""A unit that ends within this time after the backward pass does not count as late."""
+"""A unit (bucket) whose reduction ends within this time after the backward pass does not count as late."""
 
 
 class RankExposure(NamedTuple):
     """One rank's waits for gradients, as means per iteration.
 
     Attributes:
-        rank: the rank.
-        moving_s: waiting time while a unit of this rank was in flight.
-        held_s: waiting time without a unit in flight, because another rank had not issued the next unit yet.
+        rank: rank that waited.
+        moving_s: seconds of waiting while a unit (bucket) of this rank was being reduced.
+        held_s: seconds of waiting while no unit was being reduced, because another rank had not issued the next unit.
     """
 
     rank: int
@@ -111,21 +111,21 @@ class RankExposure(NamedTuple):
 
     @property
     def exposed_s(self) -> float:
-        """Return the whole waiting time."""
+        """Return all seconds of waiting for gradients per iteration."""
         return self.moving_s + self.held_s
 
 
 class LateUnit(NamedTuple):
-    """A unit that ends after a backward pass.
+    """A unit (bucket) whose reduction ends after the backward pass, so that the training thread waits for it.
 
     Times are relative to the end of the backward pass, as means over ranks and iterations.
 
     Attributes:
-        unit: the unit in one of the iterations.
+        unit: identity of the unit in one of the iterations.
         issue_s: time at which a rank issues the unit.
         begin_s: time at which all ranks have issued the unit and its stream is free.
-        done_s: time at which the result is available.
-        late_s: mean of the positive values of `done_s`, with 0 for negative ones.
+        done_s: time at which the reduced gradients are available.
+        late_s: seconds after the end of the backward pass; 0 in iterations in which the unit ends before it.
         times: number of iterations in which the unit was late on any rank.
     """
 
@@ -138,7 +138,7 @@ class LateUnit(NamedTuple):
 
 
 def backward_ends_s(histories: Histories, step: TimedStep, rank: int) -> dict[tuple[int, int], float]:
-    """Return the start of this rank's wait for the gradients of each reducer, on the job's clock."""
+    """Return when this rank begins to wait for the gradients of each reducer in a step, on the job's clock."""
     reducers = _reducers(histories)
     waits = [one for one in step.stretches[rank] if waits_for_gradients(one)]
     return {reducers[key[0]]: one.begin_s for one in waits for key in one.waits if key[0] in reducers}
@@ -149,7 +149,7 @@ def _reducers(histories: Histories) -> dict[int, tuple[int, int]]:
 
 
 def exposures(histories: Histories) -> tuple[RankExposure, ...]:
-    """Return the waits of every rank for gradients."""
+    """Return the waits of every rank for reduced gradients, as means per iteration."""
     found, count = [], len(histories.steps)
     for rank in histories.ranks:
         moving_s = total_s = 0.0
@@ -163,7 +163,9 @@ def exposures(histories: Histories) -> tuple[RankExposure, ...]:
 
 
 def _busy(barriers: Sequence[TimedBarrier], rank: int) -> list[tuple[float, float]]:
-    """Return the intervals in which units of this rank were in flight. They do not overlap."""
+    """Return the intervals in which at least one unit (bucket) of this rank was being reduced. The intervals do not
+    overlap.
+    """
     found: list[tuple[float, float]] = []
     own = [one for one in barriers if one.activity is Activity.UNIT and rank in one.issued_s]
     for begin_s, end_s in sorted((one.begin_s, one.done_s[rank]) for one in own):
@@ -175,7 +177,9 @@ def _busy(barriers: Sequence[TimedBarrier], rank: int) -> list[tuple[float, floa
 
 
 def late_units(histories: Histories) -> tuple[LateUnit, ...]:
-    """Return units that end after the backward pass on some rank, in the order in which they end."""
+    """Return the units (buckets) whose reduction ends after the backward pass on some rank, in the order in which they
+    end.
+    """
     units: dict[OperationKey, TimedBarrier] = {}
     moments: dict[OperationKey, list[tuple[float, float, float]]] = defaultdict(list)
     times = Counter[OperationKey]()

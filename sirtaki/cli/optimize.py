@@ -25,10 +25,11 @@ from .output import add_formats, add_recording, memory_bytes, positive, print_ta
 COMPILED_STAYS = f"The compiled model stays whole: in parts a step is not {100 * WORTH_A_LINE:.0f} % shorter."
 
 DOUBTFUL = 0.05
-"""Error of a replay, as a share of the step, up to which no warning is printed. Intervals include the error."""
+"""Error of a replay, as a fraction of the step time, above which a warning is printed. The printed intervals include
+this error."""
 
 MOST_PARTS = 3
-"""Number of parts of a critical path to print."""
+"""Maximum number of parts of the critical path that are printed."""
 
 UNPROVED = dict.fromkeys(
     (
@@ -46,11 +47,12 @@ UNPROVED = dict.fromkeys(
         "sure",
     )
 )
-"""Fields of `--json` that are null for a job with a memory remedy, because its time was not measured."""
+"""Fields of `--json` that are null if a memory remedy is applied, because the step time with the remedy was not
+measured."""
 
 
 def configure(parser: ArgumentParser) -> None:
-    """Add the command's options."""
+    """Add the options of `sirtaki optimize` to the parser."""
     add_recording(parser)
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=f"the plan (DIR/{PLAN_FILE})")
     parser.add_argument(
@@ -69,12 +71,13 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def main(options: Namespace) -> int:
-    """Search for a plan, print the results and their uncertainty, and write plans that are worth a trial.
+    """Search for a faster communication plan, print the predicted step times with their uncertainty, and write the plan
+    files.
 
     Raises:
-        RecordingError: nothing can be improved, or there is a budget but memory was not recorded.
-        ReplayError: the recording cannot be replayed, or the budget cannot be met.
-        ConfigError: a pass does not exist, or the plan cannot be written.
+        RecordingError: nothing can be improved, or a memory budget was given but memory was not recorded.
+        ReplayError: the recording cannot be replayed, or the memory budget cannot be met.
+        ConfigError: a change that the user allows does not exist, or the plan cannot be written.
     """
     if (options.folder / SHARDED_FILE).exists():
         return _sharded(options)
@@ -94,7 +97,8 @@ def main(options: Namespace) -> int:
     )
     memory = {} if fitting is None else {"memory": _memory_json(fitting)}
     timed = fitting is None or fitting.chosen is None
-    says_something = outcome.is_faster or outcome.best.plan.part_bytes is not None  # at least that a model stays whole
+    # A plan file is also useful if it only says that the model is not divided.
+    says_something = outcome.is_faster or outcome.best.plan.part_bytes is not None
     proposals, files = ([outcome.best, *outcome.rivals] if says_something else []), list[Path]()
     for number, one in enumerate(proposals, start=1):
         path = options.output or options.folder / PLAN_FILE
@@ -122,7 +126,7 @@ def main(options: Namespace) -> int:
 
 
 def _sharded(options: Namespace) -> int:
-    """Print predicted step times of sharded training with more or less memory, from a traced step.
+    """Print the predicted step times of sharded training (FSDP) with more or less memory, from the trace of one step.
 
     Raises:
         RecordingError: the file cannot be read.
@@ -162,7 +166,7 @@ def _sharded(options: Namespace) -> int:
 
 
 def _describe(outcome: SearchOutcome, *, timed: bool) -> Iterator[str]:
-    """Describe the best plan and the reasons. Omits times if they were not measured."""
+    """Describe the best plan, and why it is faster. Omits step times unless `timed`."""
     best, before_s = outcome.best, outcome.before.times.iteration_s
     yield (
         f"Searched {outcome.search_s:.1f} s: {outcome.replays} replays of {outcome.n_ranks} "
@@ -203,7 +207,7 @@ def _path(words: str, parts: Sequence[Part]) -> Iterator[str]:
 
 
 def _worth(outcome: SearchOutcome, files: Sequence[Path], *, timed: bool) -> Iterator[str]:
-    """Describe how certain the plan's advantage is, and what to do next."""
+    """Describe how certain the gain of the best plan is, and what the user should do next."""
     if not outcome.is_faster:
         yield f"Wrote {files[0]}, by which early_gradients() leaves it whole." if files else "No plan is written."
         return
@@ -250,7 +254,7 @@ def _json(outcome: SearchOutcome) -> dict[str, Any]:
 
 
 def _unproved(told: dict[str, Any]) -> dict[str, Any]:
-    """Replace times that were not measured by null."""
+    """Replace the step times in `told` by null, because they were not measured."""
     return {name: UNPROVED.get(name, one) for name, one in told.items()}
 
 
@@ -269,7 +273,9 @@ def _unmet(fitting: Fitting) -> str:
 
 
 def _print_memory(fitting: Fitting) -> None:
-    """Print whether the job fits the budget, what makes it fit, and the lines of code; then an empty line."""
+    """Print whether the job fits the memory budget, which remedy makes it fit, and the lines of code for this
+    remedy.
+    """
     holds = f"At its peak rank {fitting.rank} holds {format_bytes(fitting.peak_bytes)} ({fitting.device})"
     budget, chosen = format_bytes(fitting.budget_bytes), fitting.chosen
     if chosen is None:

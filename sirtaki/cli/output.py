@@ -1,4 +1,4 @@
-"""Shared functions of commands: tables, machine-readable output, files, and types of options."""
+"""Functions that several commands use: print tables and JSON, read and write files, parse option values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def add_formats(parser: ArgumentParser) -> None:
-    """Add `--json` and `--csv`, for `printed`."""
+    """Add the options `--json` and `--csv`, which `printed` reads."""
     formats = parser.add_mutually_exclusive_group()
     formats.add_argument("--json", action="store_true", help="print JSON")
     formats.add_argument("--csv", action="store_true", help="print the table as CSV")
@@ -36,11 +36,11 @@ def printed(options: Namespace, data: Any, rows: Sequence[Mapping[str, Any]] | N
 
     Args:
         options: result of a parser with `add_formats`.
-        data: data for JSON.
-        rows: rows for CSV. None for `data`. Nested values are converted to JSON.
+        data: data to print with `--json`.
+        rows: rows to print with `--csv`. None to print `data`. Nested values are converted to JSON.
 
     Returns:
-        Whether output was printed.
+        True if JSON or CSV was printed, so that the caller prints nothing else.
     """
     if options.json:
         print(json.dumps(data, indent=1))
@@ -56,7 +56,7 @@ def printed(options: Namespace, data: Any, rows: Sequence[Mapping[str, Any]] | N
 
 
 def rich_table(titles: Sequence[str], rows: Iterable[Iterable[str]], *, caption: str | None = None) -> Table:
-    """Return a plain table for a terminal. Cells are not parsed as markup, because names may contain brackets."""
+    """Return a table for a terminal. Cells are not parsed as markup of rich, because names may contain brackets."""
     from rich.table import Table
     from rich.text import Text
 
@@ -69,8 +69,8 @@ def rich_table(titles: Sequence[str], rows: Iterable[Iterable[str]], *, caption:
 
 
 def print_table(titles: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
-    """Print a table. Without a terminal, a width of 200 is used, because the default of 80 columns would cut the
-    table.
+    """Print a table. Without a terminal, the table may have 200 columns, because the default of 80 columns would cut
+    it.
     """
     from rich.console import Console
 
@@ -82,12 +82,12 @@ def print_table(titles: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
 
 
 def add_recording(parser: ArgumentParser) -> None:
-    """Add the folder of a recording, for `read_recording`."""
+    """Add the argument for the folder of a recording, which `read_recording` reads."""
     parser.add_argument("folder", type=Path, metavar="DIR", help="what `sirtaki profile` has written")
 
 
 def read_recording(options: Namespace) -> Recording:
-    """Return the recording in the folder. Prints its problems to standard error.
+    """Read the recording in the folder that the options name. Prints problems of the recording to standard error.
 
     Raises:
         RecordingError: the recording is empty.
@@ -101,10 +101,15 @@ def read_recording(options: Namespace) -> Recording:
 
 
 def write_file(path: Path, text: str, what: str) -> None:
-    """Write a file.
+    """Write text to a file.
+
+    Args:
+        path: path of the file.
+        text: content of the file.
+        what: name of the content for the error message.
 
     Raises:
-        ConfigError: writing failed. `what` names the file in the message.
+        ConfigError: the file cannot be written.
     """
     try:
         path.write_text(text, encoding="utf-8")
@@ -127,7 +132,7 @@ def positive(text: str) -> float:
 
 
 def whole(least: int) -> Callable[[str], int]:
-    """Return a parser of integers of at least `least`."""
+    """Return a function that parses an integer and rejects numbers below `least`."""
 
     def number(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
@@ -138,7 +143,9 @@ def whole(least: int) -> Callable[[str], int]:
 
 
 def memory_bytes(text: str) -> int:
-    """Parse an amount such as `6G`, `512M`, `1.5GiB`, or a number of bytes. K, M, G and T are powers of 1024."""
+    """Parse an amount of memory, such as `6G`, `512M`, `1.5GiB`, or a number of bytes. K, M, G and T are powers of
+    1024.
+    """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     n_bytes = int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0
     if not n_bytes:

@@ -1,8 +1,8 @@
 """`sirtaki plan`: predict how a job would scale on other clusters, from the profile in its log.
 
-The profile is a line of the log that a tuned job writes to SIRTAKI_TRIAL_LOG: when each gradient was ready, and the
-cost of all-reduces on each route. Links are fitted to the trials if these contradict the probes, because probes see an
-idle network.
+A tuned job writes its profile to the log SIRTAKI_TRIAL_LOG: when each gradient was ready, and the cost of all-reduces
+on each route (transport and algorithm). If measured trials contradict the probed cost, the cost is fitted to the
+trials, because probes run on an idle network.
 """
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
@@ -30,7 +30,7 @@ MAX_STREAMS = 24
 
 
 def configure(parser: ArgumentParser) -> None:
-    """Add the command's options."""
+    """Add the options of `sirtaki plan` to the parser."""
     parser.add_argument("log", type=Path, metavar="LOG", help="what a tuned job wrote to SIRTAKI_TRIAL_LOG")
     parser.add_argument("--ranks", type=_counts, default=(2, 8, 64, 256), metavar="N,N", help="default: 2,8,64,256")
     parser.add_argument("--link-gbit", type=float, metavar="G", help="rate of each rank's link")
@@ -52,7 +52,7 @@ def _counts(text: str) -> tuple[int, ...]:
 
 
 def main(options: Namespace) -> int:
-    """Print, and optionally plot, the expected iteration time of every plan on each number of ranks.
+    """Print the predicted iteration time of every plan on each number of ranks, and plot it if requested.
 
     Raises:
         ConfigError: the log contains no profile, the cluster is not described well enough, or the page cannot be
@@ -71,7 +71,7 @@ def main(options: Namespace) -> int:
         ranks=options.ranks,
         space=KnobSpace(routes=(route,), streams=tuple(range(1, MAX_STREAMS + 1))),
         default=untuned.but(transport=route[0], algorithm=route[1]),
-        # Contention was measured with the rates of the measured link.
+        # Contention is known only for the measured link, not for a link that options describe.
         contention=model.contention_on(route) if options.link_gbit is None else None,
         contention_ranks=options.measured_ranks,
     )
@@ -93,7 +93,7 @@ def main(options: Namespace) -> int:
 
 
 def _trials(log: TrialLog) -> Iterator[Trial]:
-    """Yield one trial for each setting, with the median of its measurements."""
+    """Yield one trial for each setting in the log, with the median of the measurements of this setting."""
     spans_s: dict[Knobs, list[float]] = {}
     for measured in log.measurements:
         if measured.succeeded:
@@ -103,8 +103,8 @@ def _trials(log: TrialLog) -> Iterator[Trial]:
 
 
 def _link(options: Namespace, model: PlanningModel) -> Callable[[int], LinkModel]:
-    """Return a function from number of ranks to the link of a ring: described by options, or scaled from the measured
-    one.
+    """Return a function that maps a number of ranks to the link model of a ring all-reduce. The link is described by
+    options, or scaled from the measured link.
     """
     if options.link_gbit is not None:
         rate = options.link_gbit * BYTES_PER_GBIT
@@ -122,7 +122,9 @@ def _link(options: Namespace, model: PlanningModel) -> Callable[[int], LinkModel
 
 
 def render(rows: Sequence[ScalingRow], model: PlanningModel) -> str:
-    """Return a page with iteration time and efficiency over the number of ranks, with a line for each planner."""
+    """Return an HTML page that plots iteration time and efficiency over the number of ranks, with a line per
+    planner.
+    """
     planners = sorted(dict.fromkeys(row.planner for row in rows), key=lambda planner: planner != DEFAULT)
     colors = dict(zip(planners, cycle((DEFAULT_COLOR, *COLORS)), strict=False))
     alone_ms = 1e3 * (model.profile.forward_s + model.profile.compute_s)

@@ -20,11 +20,11 @@ from sirtaki.errors import ConfigError, RecordingError
 from .output import add_formats, print_table, printed, whole
 
 MOST_RANKS = 16
-"""Maximum number of ranks to print separately."""
+"""Maximum number of ranks for which a separate line is printed."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
+    """Add the options of `sirtaki profile` to the parser."""
     parser.usage = "sirtaki profile [options] COMMAND ...\n       sirtaki profile --show DIR"
     parser.add_argument(
         "-o", "--output", metavar="DIR", default="sirtaki-profile", help="folder to record into (%(default)s)"
@@ -52,7 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run the command. Returns its exit code, or 1 if nothing was recorded."""
+    """Run and record the user's command. Returns the exit code of the command, or 1 if nothing was recorded."""
     if options.show is not None:
         if options.job:
             raise ConfigError(f"--show shows a recording and runs nothing: leave out {' '.join(options.job)}")
@@ -82,7 +82,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _show(folder: Path, options: argparse.Namespace) -> None:
-    """Print a summary of a recording, and write the trace of all ranks into its folder.
+    """Print a summary of the recording, and write a trace of all ranks into the folder of the recording.
 
     Raises:
         RecordingError: the recording is empty.
@@ -126,14 +126,16 @@ def _prepare(folder: Path, *, overwrite: bool) -> None:
 
 
 def _run(command: list[str], folder: Path, options: argparse.Namespace) -> int:
-    if command[0].endswith(".py") and shutil.which(command[0]) is None:  # a script may be named alone
+    if command[0].endswith(".py") and shutil.which(command[0]) is None:  # A script without `python` is run by Python.
         command = [sys.executable, *command]
     asked = ProfileRequest(
         folder=str(folder), iterations=options.iterations, operators=not options.units_only, edges=options.edges
     )
     environ = {**os.environ, "SIRTAKI_PROFILE": str(asked)}
-    environ.setdefault("KINETO_LOG_LEVEL", "99")  # because Kineto logs its start and stop to standard error
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the job, which is then shown as far as it got
+    # Otherwise Kineto, the library of torch.profiler, logs its start and stop to standard error.
+    environ.setdefault("KINETO_LOG_LEVEL", "99")
+    # Ctrl-C ends only the job. Then the summary shows what was recorded.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with subprocess.Popen(command, env=environ, preexec_fn=lambda: signal.signal(signal.SIGINT, before)) as job:
             return job.wait()

@@ -1,4 +1,4 @@
-"""`sirtaki registry …`: print, export, import and remove results of earlier jobs."""
+"""`sirtaki registry …`: print, export, import and remove the tuning results of earlier jobs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DAY_S = 24 * 3600.0
 
 
 def configure(parser: ArgumentParser) -> None:
-    """Add the sub-commands and their options."""
+    """Add the sub-commands of `sirtaki registry` and their options to the parser."""
     parser.add_argument(
         "--registry", metavar="URL", help="file or database (default: SIRTAKI_REGISTRY, else the user's)"
     )
@@ -66,7 +66,7 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def main(options: Namespace) -> int:
-    """Run one action.
+    """Run one sub-command.
 
     Raises:
         RegistryError: the registry or a file cannot be read or written, or has invalid content.
@@ -159,7 +159,7 @@ def _show(store: Store, options: Namespace) -> None:
     found = store.find(StoredSetting, options.id)
     data = found.to_json()
     if not printed(options, data, [data]):
-        key: Any = found.key  # of its own kind, all with versions
+        key: Any = found.key  # The type of the key depends on the record type. All types have versions.
         facts = {"id": found.id, **_FACTS[type(found)](found), "key versions": _versions(key.versions)}
         if isinstance(found, JobRecord):
             facts["versions"] = _versions(found.provenance.versions)
@@ -221,7 +221,7 @@ def _job_facts(entry: JobRecord) -> Mapping[str, str]:
     }
 
 
-_FACTS: Mapping[type, Callable[[Any], Mapping[str, str]]] = {  # Any: depends on the record type
+_FACTS: Mapping[type, Callable[[Any], Mapping[str, str]]] = {  # Any: type of the record
     JobRecord: _job_facts,
     RowsRecord: _rows_facts,
     ShardsRecord: _shards_facts,
@@ -236,7 +236,7 @@ def _similar(store: Store, options: Namespace) -> None:
         entry.topology,
         dtype=entry.key.dtype,
         device=entry.key.device,
-        k=options.k + 1,  # the entry itself is the nearest one
+        k=options.k + 1,  # One more, because the entry itself is its own nearest neighbour.
         max_distance=options.max_distance,
         budget_s=10.0,
     )
@@ -349,7 +349,7 @@ _ACTIONS = {
 
 
 def _unique_names(named: Set[tuple[str, str]]) -> dict[str, str]:
-    """Return a name for each graph, with its fingerprint if several graphs have the same name."""
+    """Return a name for each model graph. If several graphs have the same name, add the fingerprint of the graph."""
     count = Counter(name for name, _ in named)
     return {
         fingerprint: (name if count[name] == 1 else f"{name} {fingerprint[:4]}") if name else fingerprint[:8]
@@ -358,7 +358,7 @@ def _unique_names(named: Set[tuple[str, str]]) -> dict[str, str]:
 
 
 def _words(way: RowsRecord) -> str:
-    """Describe the path of a record without the number of rows."""
+    """Describe in words how a record says to reduce sparse rows, without the number of rows."""
     if way.path is SparsePath.HOT_COLD:
         return f"{way.path.value}, {way.cold.value}{', aggregator' if way.aggregated else ''}"
     return f"{way.path.value} of {way.block_rows}" if way.path is SparsePath.BLOCKS else way.path.value
@@ -381,7 +381,7 @@ def _link(link: LinkModel) -> str:
     return f"{text}, {most / alone:.2f} times that with {link.throughput.index(most) + 1}"
 
 
-def _trials(one: Any) -> str:  # Any: an entry, or its summary
+def _trials(one: Any) -> str:  # Any: a registry entry, or its summary
     return f"{one.n_trials}{'' if one.complete else ', cut short'}"
 
 

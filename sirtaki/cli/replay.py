@@ -48,7 +48,7 @@ BYTES_PER_GBIT = 1e9 / 8
 
 
 def configure(parser: ArgumentParser) -> None:
-    """Add the command's options."""
+    """Add the options of `sirtaki replay` to the parser."""
     add_recording(parser)
     parser.add_argument("--ranks", type=whole(1), metavar="N", help="as many ranks, like those that were recorded")
     parser.add_argument("--link-gbit", type=positive, metavar="G", help="another rate of the links between hosts")
@@ -71,11 +71,11 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def main(options: Namespace) -> int:
-    """Print recorded and replayed times, the parts of a step, and predictions.
+    """Print the recorded and the replayed step time, the parts of a step, and the step time under other conditions.
 
     Raises:
         RecordingError: the recording is empty.
-        ReplayError: the recording cannot be replayed, or not under these conditions.
+        ReplayError: the recording cannot be replayed, or the requested conditions cannot be predicted.
         ConfigError: the plan cannot be read.
     """
     found = histories(read_recording(options))
@@ -98,15 +98,20 @@ def main(options: Namespace) -> int:
     shown = {**told, "critical_path": parts, "what_if": what_if, "notes": list(notes)}
     if printed(options, shown, [one.row() for one in answers]):
         return 0
-    knobs = job.buffers[0].knobs.describe() if job.buffers else "no gradients exchanged"
+    knobs = job.buffers[0].knobs.describe() if job.buffers else "none, because no gradients were exchanged"
     hosts = counted(len(set(job.hosts.values())), "host")
-    print(f"{counted(len(job.ranks), 'rank')} on {hosts}, {counted(was.iterations, 'iteration')}; {knobs}\n")
+    iterations = counted(was.iterations, "iteration")
+    print(f"Recorded: {counted(len(job.ranks), 'rank')} on {hosts}, {iterations}; communication plan: {knobs}\n")
     print_table(("", "recorded", "replayed", "error", "bytes ÷ bandwidth", "its error"), _table(was, base.times, rule))
     print("\nThe critical path, over all ranks:")
     for part in path:
         print(f"  {part.describe()}")
     alone = [ms(part_s / was.iterations) for part_s in (computation_s(played.graph), communication_s(played.graph))]
-    print("\nWithout waiting for others a rank would take {} at most, all communication {}.".format(*alone))
+    print(
+        "\nWithout waits for other ranks, the slowest rank needs {} per step. All communication alone needs {}.".format(
+            *alone
+        )
+    )
     print("\nWhat if" if answers else "\nNo single remedy would shorten the step by more than 1 %.")
     for one in answers:
         print(f"  {one.words}: {one.describe()}")
@@ -116,13 +121,16 @@ def main(options: Namespace) -> int:
 
 
 def _changed(options: Namespace, base: Baseline) -> tuple[str, JobModel, bool]:
-    """Return the conditions in words, the changed job, and whether its units have changed."""
+    """Return the requested conditions in words, the job under these conditions, and whether its units (buckets)
+    differ.
+    """
     job, words, replanned = base.job, list[str](), False
     unit_bytes = round(options.unit_mib * MIB) if options.unit_mib else None
     if options.plan is not None:
         if len(job.buffers) != 1:
             raise ReplayError(
-                f"--plan is of one buffer, and the job has {len(job.buffers)}: use --unit-mib and --streams"
+                f"--plan needs a job with one flat buffer, but this job has {len(job.buffers)}: "
+                "use --unit-mib and --streams"
             )
         words, replanned = [f"the plan were {options.plan}"], True
         job = with_plans(job, {job.buffers[0].number: _plan(options.plan)})
@@ -157,7 +165,7 @@ def _for_nothing(one: JobOperation) -> JobOperation:
 
 
 def _show_batches(options: Namespace, base: Baseline, changed: JobModel, words: str, *, replanned: bool) -> int:
-    """Print the throughput with larger and smaller batches relative to the recorded one, and what limits it."""
+    """Print the throughput for larger and smaller batches, relative to the recorded batch, and what limits it."""
     rows = list[dict[str, Any]]()
     for factor in sorted({1.0, *options.batches}):
         job = with_batches(changed, factor)

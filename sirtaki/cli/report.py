@@ -1,4 +1,4 @@
-"""`sirtaki report`: write a page about a job's trials, its sparse gradients, or its recording."""
+"""`sirtaki report`: write an HTML page about the trials, the sparse gradients or the recording of a job."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ from sirtaki.measures import faster, in_ms
 
 from .output import add_formats, print_table, printed, write_file
 
-# the last three are in logs of older releases
+# Purposes of trials that compare the best settings at the end. Older releases wrote the last three.
 FINALS = (Purpose.FINALS.value, "verify", "guard_winner", "guard_default")
 
 
 def summary(log: TrialLog) -> Iterator[str]:
-    """Describe the kept setting, its gain, the lower bound, and why tuning ended."""
+    """Describe the kept setting, its gain over the default, the lower bound of the communication time, and why tuning
+    ended.
+    """
     kept = log.outcome
     yield f"{len(log.measurements)} measurements in {log.last_iteration} training iterations."
     if kept.arm == DEFAULT_ARM:
@@ -45,7 +47,7 @@ def summary(log: TrialLog) -> Iterator[str]:
 
 
 def _retune(retune: Retune) -> str:
-    """Describe the cause and the result of a re-tune, in one sentence."""
+    """Describe in one sentence why the job tuned again, and the result."""
     took = "was not what it had been" if retune.ratio is None else f"took {retune.ratio:.2g} times as long as before"
     begin = f"After iteration {retune.iteration} communication {took}:"
     found = retune.result
@@ -62,7 +64,7 @@ def _retune(retune: Retune) -> str:
 
 
 def _gain(kept: LoggedResult) -> Iterator[str]:
-    """Describe the gain from tuning."""
+    """Describe how much faster the kept setting is than the default."""
     before_s, after_s, usual = kept.default_span_s, kept.span_s, kept.usual
     if before_s is None or kept.arm == DEFAULT_ARM:
         yield f"Communication takes {in_ms(after_s)}."
@@ -100,7 +102,7 @@ def _bound(log: TrialLog) -> Iterator[str]:
 
 
 def in_words(knobs: Knobs) -> str:
-    """Describe the knobs without the terms units and streams."""
+    """Describe the knobs in plain words, without the terms units and streams."""
     if knobs.cuts is not None:
         sizes = (
             f"in {len(knobs.cuts)} units whose sizes a planner chose, {format_bytes(knobs.unit_bytes)} in the middle"
@@ -119,7 +121,7 @@ def in_words(knobs: Knobs) -> str:
 
 
 def why_not_the_fastest(log: TrialLog) -> Iterator[str]:
-    """Explain why the setting with the shortest measurement was not kept, if this is the case."""
+    """If the setting with the shortest measurement was not kept, explain why."""
     if log.result is None or fastest(log)[0].knobs == log.result.knobs:
         return
     compared: dict[Knobs, list[float]] = {}
@@ -142,7 +144,7 @@ def fastest(log: TrialLog) -> list[Measurement]:
 
 
 def in_order(log: TrialLog) -> Iterator[str]:
-    """Describe how well the planners' model predicted the measurements, if it made predictions."""
+    """Describe how often the planners' model predicted the right order of two settings, if it made predictions."""
     predicted = [trial for trial in log.measurements if trial.succeeded and trial.predicted_s is not None]
     if not predicted or predicted[-1].agreement is None or len({trial.knobs for trial in predicted}) < 2:
         return
@@ -162,12 +164,12 @@ def in_order(log: TrialLog) -> Iterator[str]:
 
 
 def _right(agreement: float) -> float:
-    """Return the percentage of pairs in the predicted order."""
+    """Return the percentage of pairs of settings whose measurements have the predicted order."""
     return 50.0 * (1.0 + agreement)
 
 
 def who_was_trusted(log: TrialLog) -> Iterator[str]:
-    """Describe how many settings each arm proposed, and how many became the best."""
+    """Describe how many settings each arm (search method) proposed, and how many of them became the best."""
     asked = Counter(trial.arm for trial in searching(log))
     found = Counter(trial.arm for trial in searching(log) if trial.was_best)
     each = ", ".join(f"{arm} {count} ({found[arm]})" for arm, count in asked.most_common() if arm != DEFAULT_ARM)
@@ -176,7 +178,9 @@ def who_was_trusted(log: TrialLog) -> Iterator[str]:
 
 
 def searching(log: TrialLog) -> list[Measurement]:
-    """Return the trials that arms proposed, each once. Without any, return all measurements."""
+    """Return the trials that arms (search methods) proposed, one per arm and setting. If there are none, return all
+    measurements.
+    """
     trials = [trial for trial in log.measurements if trial.purpose == Purpose.TRIAL.value] or log.measurements
     first: dict[tuple[str, Knobs], Measurement] = {}
     for trial in trials:
@@ -190,7 +194,9 @@ PLANNERS = {planner.name for planner in OUR_PLANNERS}
 
 
 def trust(log: TrialLog) -> Iterator[str]:
-    """Yield a plot with a row for each arm: its credit over time, and its trials."""
+    """Yield a plot with a row for each arm (search method): the credit of the arm over time, and the trials it
+    proposed.
+    """
     told = [trial for trial in log.measurements if trial.credits]
     if not told:
         return
@@ -239,12 +245,12 @@ def _measured(trial: Measurement) -> str:
 
 
 def _size(trial: Measurement) -> int:
-    """Return the diameter of a trial's dot: large where it was a new best."""
+    """Return the diameter of the dot of a trial, which is large if the trial was the best until then."""
     return 11 if trial.was_best else 7
 
 
 def predictions(log: TrialLog, colors: Mapping[str, str]) -> Iterator[str]:
-    """Yield a plot of predictions of the planners' model against measurements."""
+    """Yield a plot of predicted against measured communication times."""
     predicted = [
         (trial, trial.predicted_s) for trial in log.measurements if trial.succeeded and trial.predicted_s is not None
     ]
@@ -293,7 +299,7 @@ HOW_TO_READ = Markup(
 
 
 def rows_in_words(log: TrialLog) -> Iterator[str]:
-    """Describe the bytes saved by sparse gradients, with a line for each parameter."""
+    """Describe how many bytes sparse gradients save, with a line for each parameter."""
     told = list(log.sparse.values())
     if not told:
         return
@@ -308,7 +314,7 @@ def rows_in_words(log: TrialLog) -> Iterator[str]:
 
 
 def sparse(log: TrialLog) -> Iterator[str]:
-    """Return a table of parameters, with the access shares of their most frequent rows."""
+    """Yield a table of the sparse parameters, with the fraction of accesses that go to the most frequent rows."""
     told = list(log.sparse.values())
     if not told:
         return
@@ -372,7 +378,7 @@ BEST_COLOR, BOUND_COLOR, COMPUTE_COLOR = "#d62728", "#999999", "#c8ccd0"
 
 
 def configure(parser: ArgumentParser) -> None:
-    """Add the command's options."""
+    """Add the options of `sirtaki report` to the parser."""
     parser.add_argument(
         "log",
         type=Path,
@@ -386,7 +392,7 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def main(options: Namespace) -> int:
-    """Write the page, and print a summary and the path."""
+    """Write the HTML page, and print a summary and the path of the page."""
     if options.log.is_dir():
         from sirtaki.analysis.page import findings, heading, problems, sentences
         from sirtaki.analysis.page import render as render_recording
@@ -418,10 +424,10 @@ def main(options: Namespace) -> int:
 
 
 def write_report(log_path: Path, html_path: Path) -> TrialLog:
-    """Read a log, and write the page.
+    """Read a trial log, and write the HTML page about it.
 
     Returns:
-        The log.
+        The content of the log.
 
     Raises:
         ConfigError: the log cannot be read or is not a log of trials, or the page cannot be written.
@@ -432,10 +438,10 @@ def write_report(log_path: Path, html_path: Path) -> TrialLog:
 
 
 def render(log: TrialLog) -> str:
-    """Return the page.
+    """Return the HTML page about a trial log.
 
     Raises:
-        ConfigError: Plotly is missing.
+        ConfigError: the package Plotly is not installed.
     """
     if not log.measurements:
         return page("Tuning report", [paragraph(NOTHING_DENSE), *sparse(log)])
@@ -473,7 +479,8 @@ TIMES = Markup(
 def _trials_plot(log: TrialLog, colors: Mapping[str, str]) -> Markup:
     measured = [trial for trial in log.measurements if trial.succeeded]
     last = log.last_iteration
-    best = [measured[0], *(trial for trial in measured[1:] if trial.was_best)]  # by the session's word, not by luck
+    # trials that the tuner judged to be the best, not merely short measurements
+    best = [measured[0], *(trial for trial in measured[1:] if trial.was_best)]
     steps_ms = [1e3 * trial.span_s for trial in (*best, best[-1])]
     traces = [line("best so far", [*(trial.iteration for trial in best), last], steps_ms, BEST_COLOR, shape="hv")]
     default_s = None if log.default is None else log.default.span_s
@@ -511,7 +518,7 @@ def _shares_plot(log: TrialLog, colors: Mapping[str, str]) -> Markup:
 
 
 def _cells(log: TrialLog, most: int) -> list[tuple[str, str, str, str, str]]:
-    """Return the fastest settings, in the columns of `TITLES`."""
+    """Return a table row, with the columns of `TITLES`, for each of the `most` fastest settings."""
     shown = fastest(log)[:most]
     told = ["" if trial.predicted_s is None else in_ms(trial.predicted_s) for trial in shown]
     return [
@@ -521,7 +528,7 @@ def _cells(log: TrialLog, most: int) -> list[tuple[str, str, str, str, str]]:
 
 
 def _settings(log: TrialLog) -> list[dict[str, Any]]:
-    """Return all settings that ran, fastest first, for machine-readable output."""
+    """Return all settings that were measured, fastest first, as rows for `--json` and `--csv`."""
     return [
         {
             "setting": trial.knobs.describe(),
@@ -536,7 +543,9 @@ def _settings(log: TrialLog) -> list[dict[str, Any]]:
 
 
 def _timelines(log: TrialLog) -> Iterator[str]:
-    """Draw default and kept setting as simulated, if the log contains the job's model of their routes."""
+    """Draw simulated timelines of the default and the kept setting, if the log contains the cost model of their
+    routes.
+    """
     shown = {"kept": log.outcome.knobs}
     if log.default is not None:
         default = log.default.knobs

@@ -17,14 +17,14 @@ COLUMNS = ("job", "rank", "running\nfor", "iteration", "step", "commu-\nnication
 
 
 def configure(parser: ArgumentParser) -> None:
-    """Add the command's options."""
+    """Add the options of `sirtaki top` to the parser."""
     parser.add_argument("--once", action="store_true", help="show them once, and end")
     parser.add_argument("--every", type=positive, default=2.0, metavar="S", help="seconds between two looks (2)")
     add_formats(parser)
 
 
 def main(options: Namespace) -> int:
-    """Show the jobs until interrupted, or once."""
+    """Show the running jobs, updated until Ctrl-C, or only once with `--once`."""
     if options.json or options.csv:
         printed(options, list(running_jobs()))
     elif options.once:
@@ -41,12 +41,14 @@ def main(options: Namespace) -> int:
 
 
 def table(jobs: Sequence[Answer]) -> Table:
-    """Return a table with one row per job. Times are means since the last poll, so the first table has none."""
+    """Return a table with one row per job. Times are means since the last poll, so the first table contains no
+    times.
+    """
     return rich_table(COLUMNS, map(row, jobs), caption=None if jobs else "no job of yours runs on this machine")
 
 
 def row(job: Answer) -> list[str]:
-    """Return one row. Unknown cells are empty."""
+    """Return the table row of one job. Cells with unknown values are empty."""
     generation = f", generation {job['generation']}" if job["generation"] else ""
     step_s, exposed_s = job.get("step_s"), job.get("exposed_s")
     gain_text = faster(job.get("gain") or 1.0, 1.0)

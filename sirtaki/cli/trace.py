@@ -1,6 +1,4 @@
-"""`sirtaki trace`: convert a recording for other tools: a trace of all ranks for Perfetto, or Chakra execution
-traces.
-"""
+"""`sirtaki trace`: convert a recording into a trace of all ranks for Perfetto, or into Chakra execution traces."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from .output import add_recording, read_recording
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
+    """Add the options of `sirtaki trace` to the parser."""
     add_recording(parser)
     parser.add_argument(
         "--chakra",
@@ -29,7 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _critical_path(recording: Recording) -> tuple[PathSpan, ...]:
-    """Return the critical path of the replayed job; empty where the recording cannot be replayed."""
+    """Return the critical path of the replayed job; empty if the recording cannot be replayed."""
     try:
         found = histories(recording)
         return tuple(path_spans(found, play(job_model(found))))
@@ -39,10 +37,10 @@ def _critical_path(recording: Recording) -> tuple[PathSpan, ...]:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Write the files, and print their paths.
+    """Write the trace files, and print their paths.
 
     Raises:
-        ConfigError: protobuf is missing.
+        ConfigError: the package protobuf is not installed.
         RecordingError, ReplayError: the recording is empty, or a file cannot be written.
     """
     recording = read_recording(options)
@@ -52,7 +50,7 @@ def main(options: argparse.Namespace) -> int:
             print(f"all ranks on one clock: {path} (drop it on https://ui.perfetto.dev)")
             return 0
         try:
-            from sirtaki.analysis.chakra import write_traces  # imported late, because only this command needs protobuf
+            from sirtaki.analysis.chakra import write_traces  # Imported late, because only Chakra traces need protobuf.
         except ImportError as err:
             raise ConfigError("protobuf is missing, or older than 5.28: pip install 'sirtaki[chakra]'") from err
         written = write_traces(options.chakra, histories(recording))

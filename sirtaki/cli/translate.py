@@ -1,4 +1,4 @@
-"""`sirtaki translate`: convert a script for one process, for DDP or for Horovod into a script for Sirtaki."""
+"""`sirtaki translate`: convert a training script for one process, for DDP or for Horovod into a script for Sirtaki."""
 
 import sys
 from argparse import ArgumentParser, Namespace
@@ -10,7 +10,7 @@ REFUSED = 2
 
 
 def configure(parser: ArgumentParser) -> None:
-    """Add the command's options."""
+    """Add the options of `sirtaki translate` to the parser."""
     parser.add_argument("script", type=Path, metavar="SCRIPT", help="a training script for PyTorch")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--write", action="store_true", help="change the script; otherwise changes are only shown")
@@ -18,16 +18,17 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def main(options: Namespace) -> int:
-    """Print the changes, and write them if requested.
+    """Print the changes to the script, and write the changed script if requested.
 
     Returns:
-        0, or 2 if the script cannot be translated. Nothing is written in this case.
+        0, or 2 if the script cannot be translated; then nothing is written.
 
     Raises:
-        ConfigError: a file cannot be read or written, or libcst is missing.
+        ConfigError: a file cannot be read or written, or the package libcst is not installed.
     """
     try:
-        from sirtaki.integrations.translate import translate  # imported late, because only this command needs libcst
+        # Imported late, because only `sirtaki translate` needs libcst.
+        from sirtaki.integrations.translate import translate
     except ModuleNotFoundError as err:
         raise ConfigError("libcst is missing: pip install 'sirtaki[translate]'") from err
     try:

@@ -1,4 +1,4 @@
-"""`sirtakirun`: launch the ranks of a job. `run` launches from Python."""
+"""`sirtakirun`: launch the ranks of a job. The function `run` launches ranks from Python."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,9 @@ __all__ = ["run"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `run` lazily, because agents and janitors do not need it."""
+    """Import `run` lazily, because the agent and janitor processes, which also import this package, do not need
+    `run`.
+    """
     if name == "run":
         from .function import run
 

@@ -1,4 +1,4 @@
-"""`sirtakirun` and `python -m sirtaki.run`."""
+"""Entry point of `sirtakirun` and `python -m sirtaki.run`, which launch the ranks of a job."""
 
 import subprocess
 import sys
@@ -17,8 +17,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     Returns:
         0; the exit code of the failed rank; 2 for invalid options; 1 if ranks could not be started; 128 + the signal
-        that
-        ended the launcher.
+            that ended the launcher.
     """
     open_standard_streams()
     arguments = sys.argv[1:] if arguments is None else arguments

@@ -1,6 +1,6 @@
 """Import Sirtaki's modules under Horovod's names: `horovod.torch` is the same module object as `sirtaki.torch`.
 
-The shim package contains only the name. To use it without `sirtakirun`:
+The folder `shim` contains only an empty package named `horovod`. To use it without `sirtakirun`:
 
     PYTHONPATH=$(python -m sirtaki.run.as_horovod) python train.py
 """
@@ -15,12 +15,12 @@ from pathlib import Path
 from types import ModuleType
 
 SHIM = Path(__file__).parent / "shim"
-"""Folder that provides `import horovod` if it is first on PYTHONPATH."""
+"""Folder from which `import horovod` is imported if the folder is first on PYTHONPATH."""
 
-# Packages of the shim itself.
+# Packages that exist as files in the folder `shim`.
 _OWN = ("horovod.common", "horovod.runner")
 
-# Modules outside `horovod.torch`, and their counterparts.
+# Horovod's modules outside `horovod.torch`, and Sirtaki's modules that replace them.
 _ELSEWHERE = {
     "horovod.common.process_sets": "sirtaki.torch.process_sets",
     "horovod.common.exceptions": "sirtaki.torch.exceptions",
@@ -32,29 +32,31 @@ _ELSEWHERE = {
 
 
 class _Alias(Loader):
-    """Loader that puts an existing module under a second name."""
+    """Loader that registers an existing Sirtaki module under its Horovod name."""
 
     def __init__(self, target: str) -> None:
         self.target = target
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """Return None. The import system creates an empty module, which `exec_module` replaces."""
+        """Return None, so that the import system creates an empty module. `exec_module` replaces that module."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Replace the empty module before it is used. The target's own spec is unchanged."""
+        """Replace the empty module by Sirtaki's module in `sys.modules`. The spec of Sirtaki's module stays
+        unchanged.
+        """
         sys.modules[module.__name__] = importlib.import_module(self.target)
 
 
 class HorovodFinder(MetaPathFinder):
-    """Finds `horovod.…` modules in Sirtaki, and raises if there is no counterpart."""
+    """Finder that maps `horovod.…` modules to Sirtaki modules, and raises for modules that Sirtaki does not have."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return a spec for the alias `fullname`. None for other modules.
+        """Return a spec that makes `fullname` an alias of a Sirtaki module. None if `fullname` is not under `horovod`.
 
         Raises:
-            ModuleNotFoundError: Sirtaki has no counterpart.
+            ModuleNotFoundError: Sirtaki has no module for this Horovod module.
         """
         if not fullname.startswith("horovod.") or fullname in _OWN:
             return None
@@ -77,7 +79,8 @@ def is_installed() -> bool:
 def install() -> None:
     """Make `import horovod.…` import Sirtaki in this process. Idempotent."""
     if not is_installed():
-        # First, because later finders would load modules of `horovod.torch` a second time from `sirtaki.torch`'s path.
+        # Insert the finder first, because other finders would load modules of `horovod.torch` a second time from
+        # `sirtaki.torch`'s path.
         sys.meta_path.insert(0, HorovodFinder())
 
 

@@ -1,6 +1,6 @@
 """`run`: call a function on every rank of a new job, like `horovod.run`.
 
-Ranks receive the call as a pickle in a folder: `python -m sirtaki.run.function FOLDER` runs it.
+Each rank runs `python -m sirtaki.run.function FOLDER`, which reads the pickled call from FOLDER and executes it.
 """
 
 import importlib
@@ -52,17 +52,17 @@ def run(
     Function, arguments and results are pickled into a temporary folder, with cloudpickle if it is installed (which
     supports lambdas and functions of `__main__`). With ranks on other hosts, TMPDIR must be on a shared file system.
     Names, order and defaults of the arguments are those of `horovod.run`. `disable_cache`, `use_gloo` and `use_mpi`
-    have
-    no effect. Elastic arguments are rejected.
+    have no effect. Elastic arguments are rejected.
 
     Returns:
-        The results, in rank order.
+        The return value of each rank, in rank order.
 
     Raises:
         ConfigError: an argument is invalid.
-        LaunchError: the ranks could not be started, or one failed. Its traceback is in the output.
+        LaunchError: the ranks could not be started, or a rank failed. The traceback of the failed rank is in the
+            output.
     """
-    from .launch import launch  # imported here, because ranks do not need it
+    from .launch import launch  # Imported here, because ranks do not need the launcher.
     from .options import parse
 
     del disable_cache, use_gloo, use_mpi
@@ -102,14 +102,14 @@ def run(
 
 
 def answer_call(folder: Path, rank: int) -> None:
-    """Run the call on a rank, and write its result."""
+    """Read the pickled call from `folder`, execute it on this rank, and write the pickled result."""
     func, args, kwargs = pickle.loads((folder / _CALL).read_bytes())
     result = func(*args, **kwargs)
     (folder / f"result.{rank}").write_bytes(_pickler().dumps(result))
 
 
 def _pickler() -> ModuleType:
-    """Return cloudpickle if it is installed, otherwise pickle. pickle can read the output of both."""
+    """Return cloudpickle if it is installed, otherwise pickle. pickle can read what cloudpickle has written."""
     try:
         return importlib.import_module("cloudpickle")
     except ImportError:

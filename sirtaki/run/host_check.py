@@ -1,6 +1,6 @@
 """Check whether a host can run ranks: `python -m sirtaki.run.host_check`, with a `Need` as JSON on standard input.
 
-Prints a `HostReport` as a line of JSON. Imports nothing that is slow to load.
+The program prints a `HostReport` as a line of JSON. It imports nothing that is slow to load.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sirtaki
 from sirtaki.machine import host_identity, interface_addresses, interface_networks
 
 PROBLEM = "\x1ehost: "
-"""Prefix of a line of standard error that is addressed to the launcher."""
+"""Prefix of a line on standard error with which a host reports a problem to the launcher."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,10 +26,10 @@ class Need:
     """Requirements of ranks on remote hosts.
 
     Attributes:
-        folder: working directory.
-        script: script relative to the working directory. "" for a module or a program that is not Python.
-        interfaces: network interfaces, of which one must exist. Empty for any.
-        versions: versions that must be equal on all hosts, by name.
+        folder: working directory of the ranks.
+        script: path of the Python script, relative to `folder`. "" if the ranks run a module or another program.
+        interfaces: names of network interfaces, one of which must exist on the host. Empty if any interface will do.
+        versions: versions that the host must have, by name of the package.
     """
 
     folder: str
@@ -39,17 +39,20 @@ class Need:
 
 
 def versions_here() -> dict[str, str]:
-    """Return the versions that must be equal on all hosts."""
+    """Return the versions on this host of Python and of packages whose versions must be equal on all hosts."""
     found = {"Sirtaki": sirtaki.__version__, "Python": ".".join(platform.python_version_tuple()[:2])}
     try:
-        found["PyTorch"] = version("torch").partition("+")[0]  # builds for CPU and for CUDA are compatible
+        # Remove the build tag, because builds for CPU and for CUDA are compatible.
+        found["PyTorch"] = version("torch").partition("+")[0]
     except PackageNotFoundError:
         found["PyTorch"] = "none"
     return found
 
 
 def interface_problem(interfaces: Sequence[str]) -> str:
-    """Return why this host cannot connect through any of these interfaces. "" if it can, or if none are given."""
+    """Return why this host cannot connect through any of these interfaces. "" if this host can, or if `interfaces` is
+    empty.
+    """
     known = interface_addresses()
     if not interfaces or any(name in known for name in interfaces):
         return ""
@@ -58,7 +61,9 @@ def interface_problem(interfaces: Sequence[str]) -> str:
 
 
 def problem_here(need: Need) -> str:
-    """Return what this host lacks and how to fix it, as one sentence. "" if nothing."""
+    """Return which requirement this host does not meet and how to solve this, as one sentence. "" if the host meets
+    all.
+    """
     here = versions_here()
     for name, wanted in need.versions.items():
         if here.get(name) != wanted:
@@ -73,12 +78,12 @@ def problem_here(need: Need) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostReport:
-    """Answer of a host to a check.
+    """Result of the check of one host.
 
     Attributes:
-        problem: see `problem_here`.
+        problem: requirement that the host does not meet, and a remedy, as one sentence. "" if the host meets all.
         networks: IPv4 addresses of the host, with the prefix lengths of their networks.
-        identity: equal for different names of one host.
+        identity: id of the host, equal for different names of the same host.
     """
 
     problem: str
@@ -87,7 +92,7 @@ class HostReport:
 
 
 def finding_here(need: Need) -> HostReport:
-    """Check this host, and list its addresses without loopback."""
+    """Check this host, and return the result with all addresses of the host except loopback."""
     networks = tuple(str(each) for each in interface_networks().values() if not each.ip.is_loopback)
     return HostReport(problem=problem_here(need), networks=networks, identity=" ".join(host_identity()))
 

@@ -1,4 +1,4 @@
-"""Hosts as named by users, ssh arguments for them, and checks whether ranks can start there."""
+"""Parse host lists, build ssh arguments, and check by ssh whether ranks can start on the hosts."""
 
 from __future__ import annotations
 
@@ -23,27 +23,28 @@ from sirtaki.errors import ConfigError
 from .host_check import HostReport, Need
 
 MOST_SLOTS = 4096
-"""Maximum number of slots. A larger number is a mistake that would cost memory."""
+"""Maximum number of slots of a host. A larger number is rejected as a mistake, because it would take much memory."""
 
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """A machine and its number of rank slots."""
+    """A host name, and the number of ranks that the host may run (slots)."""
 
     name: str
     slots: int
 
     @property
     def is_local(self) -> bool:
-        """Return whether this is the launching machine."""
+        """Return whether this host is the machine on which the launcher runs."""
         own = socket.gethostname()
         return self.name in {"localhost", "127.0.0.1", own, own.partition(".")[0]}
 
 
 def given_hosts(listed: str | None, hostfile: str | None, environ: Mapping[str, str]) -> tuple[Host, ...]:
-    """Return the hosts named by the user, otherwise those of a Slurm allocation. Empty for this host.
+    """Return the hosts that the user has listed, otherwise the hosts of the Slurm allocation. Empty if the job runs
+    only on this host.
 
     Raises:
         ConfigError: the input names no hosts.
@@ -56,7 +57,7 @@ def given_hosts(listed: str | None, hostfile: str | None, environ: Mapping[str, 
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Parse `node1:4,node2:4`. A host without a number has one slot.
+    """Parse `node1:4,node2:4`. A host without a number of slots has one slot.
 
     Raises:
         ConfigError: a part is not a host, or a number is not positive.
@@ -85,7 +86,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
 
 
 def slurm_hosts(environ: Mapping[str, str]) -> tuple[Host, ...]:
-    """Return the hosts of the Slurm allocation of this process. Empty outside of an allocation.
+    """Return the hosts of the Slurm allocation in which this process runs. Empty outside an allocation.
 
     Raises:
         ConfigError: srun started this process as one of several, or on fewer nodes than the job has.
@@ -120,7 +121,7 @@ def _host(text: str, *, place: str) -> Host:
 
 
 def _merged(hosts: Iterable[Host]) -> tuple[Host, ...]:
-    """Add up the slots of hosts that are named several times, as mpiexec does."""
+    """Merge hosts that are listed several times, and add up their slots, as mpiexec does."""
     slots: dict[str, int] = {}
     for host in hosts:
         slots[host.name] = slots.get(host.name, 0) + host.slots
@@ -128,7 +129,7 @@ def _merged(hosts: Iterable[Host]) -> tuple[Host, ...]:
 
 
 CONNECT_S = 10
-"""Seconds of silence after which ssh gives up a host."""
+"""Seconds without an answer after which ssh gives up a host."""
 
 _ALIVE_S, _ALIVE_COUNT = 10, 3
 
@@ -138,9 +139,10 @@ OPTIONS = (
     *("-o", f"ServerAliveInterval={_ALIVE_S}"),
     *("-o", f"ServerAliveCountMax={_ALIVE_COUNT}"),
 )
-"""ssh must not ask questions, because no user can answer. It must detect a lost host."""
+"""Options for every ssh: never ask for a password, because no user can answer, and detect a lost host."""
 
-# Error patterns of ssh or a shell, and remedies with {host} and {python}. The first match is used.
+# Patterns of error messages of ssh or a shell, each with its remedy, in which {host} and {python} are replaced. The
+# first pattern that matches is used.
 _REMEDIES = tuple(
     (re.compile(pattern), remedy)
     for pattern, remedy in (
@@ -168,10 +170,10 @@ _NO_PROGRAM = re.compile(r"not found|No such file or directory|cannot execute", 
 
 
 def ssh_arguments(port: int | None, identity_file: str | None) -> tuple[str, ...]:
-    """Return ssh arguments for the user's options, to follow `OPTIONS`.
+    """Return ssh arguments for the user's port and identity file. They are used after `OPTIONS`.
 
     Raises:
-        ConfigError: the file does not exist.
+        ConfigError: the identity file does not exist.
     """
     words = ["-p", str(port)] if port else []
     if identity_file:
@@ -182,7 +184,7 @@ def ssh_arguments(port: int | None, identity_file: str | None) -> tuple[str, ...
 
 
 def remedy(line: str, *, host: str, python: str) -> str:
-    """Return a remedy for a line of a login's standard error. "" if the line reports no known failure."""
+    """Return a remedy for a line that ssh has written to standard error. "" if the line reports no known failure."""
     for pattern, text in _REMEDIES:
         if pattern.search(line.strip()):
             return text.format(host=host, python=python)
@@ -192,7 +194,9 @@ def remedy(line: str, *, host: str, python: str) -> str:
 
 
 def why_not(text: str, *, host: str, python: str) -> str:
-    """Return why a login failed and a remedy, from its standard error. "" if the cause is unknown."""
+    """Return why an ssh login failed, with a remedy. "" if `text`, the standard error of ssh, contains no known
+    cause.
+    """
     for line in reversed(text.splitlines()):
         if found := remedy(line, host=host, python=python):
             return f"{line.strip().rstrip('.')}: {found}"
@@ -200,7 +204,7 @@ def why_not(text: str, *, host: str, python: str) -> str:
 
 
 LIMIT_S = 30.0
-"""Seconds that a host may take to answer. Afterwards, mpiexec may try."""
+"""Seconds that a host may take to answer the check. Later, the check is skipped and mpiexec tries to reach the host."""
 
 _AT_ONCE = 32
 
@@ -209,7 +213,7 @@ _OTHER_AGENTS = ("plm_ssh_agent", "plm_rsh_agent", "HYDRA_LAUNCHER")
 
 
 def is_by_ssh(environ: Mapping[str, str], mpi_args: str) -> bool:
-    """Return whether mpiexec will probably start its daemons by plain ssh."""
+    """Return whether mpiexec will probably start its daemons on other hosts by plain ssh."""
     if any(name in environ for name in _BATCH_SYSTEMS) or shutil.which("ssh") is None:
         return False
     given = [mpi_args, *(name for name in environ if not name.startswith("HYDRA_LAUNCHER_EXTRA_ARGS"))]
@@ -219,7 +223,7 @@ def is_by_ssh(environ: Mapping[str, str], mpi_args: str) -> bool:
 def look_at(
     hosts: Sequence[Host], need: Need, *, python: str, ssh: Sequence[str], environ: Mapping[str, str]
 ) -> dict[str, HostReport]:
-    """Run `host_check` on all hosts in parallel, by ssh. An unreachable host gets a report with the problem.
+    """Run `host_check` on all hosts in parallel, by ssh. The report of an unreachable host contains the problem.
 
     Args:
         hosts: hosts other than this one.
@@ -235,9 +239,9 @@ def look_at(
 
 
 def shared_networks(found: Iterable[HostReport]) -> tuple[str, ...]:
-    """Return networks in which all hosts have the same address, such as those of container engines.
+    """Return networks that do not connect hosts, because all hosts have the same address in them.
 
-    They do not connect hosts.
+    Container engines create such networks.
     """
     hosts = {each.identity: {IPv4Interface(text) for text in each.networks} for each in found}
     counts = Counter(address for addresses in hosts.values() for address in addresses)
@@ -268,6 +272,6 @@ def _ask(host: str, *, need: Need, python: str, ssh: Sequence[str], environ: Map
     try:
         return msgspec.json.decode(
             asked.stdout.strip().splitlines()[-1], type=HostReport
-        )  # a login may print text before
+        )  # The login shell may print text before the report.
     except (ValueError, IndexError):
         return HostReport(problem="")

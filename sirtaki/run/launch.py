@@ -1,4 +1,4 @@
-"""Launch a job from parsed options: hosts, ranks, environment, command line, supervision."""
+"""Launch a job from parsed options: find hosts, build environment and command line, and supervise mpiexec."""
 
 from __future__ import annotations
 
@@ -39,24 +39,26 @@ _OUTER_JOB = (
     "TORCHELASTIC_",
 )
 OUTER_RANK = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME")
-"""Variables of a rank with prefix `HOROVOD_`, which the launcher may have inherited from an outer job."""
+"""Names, without the prefix `HOROVOD_`, of variables that the launcher may have inherited from an outer job. They are
+removed."""
 RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
-"""Rendezvous address of an unchanged DDP script's `init_process_group()`."""
+"""Variables with the rendezvous address that `init_process_group()` of an unchanged DDP script reads."""
 
 CROWD = 4
-"""Number of ranks per core above which the launcher prints expected start time and memory."""
+"""Number of ranks per core above which the launcher prints how much time and memory the start will need."""
 
-_RANK_START_S, _RANK_GB = 2.5, 0.25  # core seconds and GB of memory per rank to import PyTorch
+_RANK_START_S, _RANK_GB = 2.5, 0.25  # core seconds and GB of memory that each rank needs to import PyTorch
 
-# Keep freed memory in the process, as PyTorch's caching allocator does on GPUs. By default, glibc returns it to the
-# system and requests it again for the gradients of the next step, which on CPUs may cost more than reducing them.
+# Keep freed memory in the process, as PyTorch's caching allocator does on GPUs. By default, glibc returns freed
+# memory to the system and requests it again for the gradients of the next step. On CPUs, this may take longer than to
+# reduce the gradients.
 KEEP_FREED_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(8 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
 
 
 def rank_environ(environ: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
-    """Return the launcher's environment without variables of an outer job, and with `added`."""
+    """Return the launcher's environment, without the variables of an outer MPI job, and with the variables `added`."""
     outer = {f"HOROVOD_{name}" for name in OUTER_RANK} | {*TORCH_NAMES.values(), AGENT, "HOROVOD_ELASTIC"}
-    if "RANK" in environ:  # this process is a rank of torchrun or sirtakirun, so its rendezvous address is taken
+    if "RANK" in environ:  # This process is itself a rank, so its rendezvous address is in use.
         outer.update(RENDEZVOUS)
     kept = {name: value for name, value in environ.items() if not name.startswith(_OUTER_JOB) and name not in outer}
     return {**kept, **added}
@@ -66,7 +68,7 @@ def begin_environ(options: argparse.Namespace) -> tuple[dict[str, str], dict[str
     """Return the environment of the ranks as set by the user, and the variables that `-x` exports.
 
     `-x NAME=value` sets a variable, `-x NAME` takes the launcher's value. Prints which options and variables have no
-    effect. Removes variables of earlier releases.
+    effect. Removes variables that only earlier releases read.
 
     Raises:
         ConfigError: a variable to export is not set, or a variable has an invalid value.
@@ -92,10 +94,10 @@ def complete_environ(
     """Add defaults to the environment of the ranks, and print a note if there are many ranks per core.
 
     Args:
-        environ: environment, changed in place.
+        environ: environment of the ranks, changed in place.
         options: options of the command line.
         local_ranks: ranks on the host with most slots. Hosts are assumed to have as many cores as this one.
-        beside: version of an installed Horovod. "" if none.
+        beside: version of the installed Horovod. "" if Horovod is not installed.
     """
     cores = usable_cores()
     if options.as_horovod:
@@ -120,11 +122,11 @@ def complete_environ(
 RUN_RANK = "import sys; sys.flags.safe_path or sys.path.pop(0); from sirtaki.run.rank import main; main()"
 """Code that runs a rank from the installed package. `-m` would search the current folder first.
 
-`-P` would avoid this, too, but the script and its child processes would inherit the flag.
+The option `-P` would also skip the current folder, but the script and its child processes would inherit `-P`.
 """
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
-_COLON = re.compile(r"\\*:")  # a word `:` separates programs for any mpiexec
+_COLON = re.compile(r"\\*:")  # Every mpiexec treats a word `:` as a separator of programs.
 _OPTIONS_WITH_ARGUMENT = ("-W", "-X", "--check-hash-based-pycs")
 
 
@@ -133,9 +135,10 @@ class RankCommand:
     """Command line of a rank.
 
     Attributes:
-        python: interpreter whose MPI library is used: the script's, or the launcher's for other programs.
+        python: interpreter whose MPI library is used. For a Python script, the interpreter of the script; for other
+            programs, the interpreter of the launcher.
         words: complete command line.
-        script: file in the command line that is run. "" for a module, code, or a program that is not Python.
+        script: path of the Python script. "" if the rank runs a module, code, or another program.
     """
 
     python: str
@@ -147,12 +150,12 @@ def rank_command(command: Sequence[str], *, as_horovod: bool, check_files: bool)
     """Wrap the user's command: `python -u train.py --lr 1` becomes `python -u -c RUN_RANK -- train.py --lr 1`.
 
     Args:
-        command: command of the user.
-        as_horovod: `import horovod` imports Sirtaki.
-        check_files: all ranks run on this machine, so programs and scripts must exist here.
+        command: command line of the user, without the launcher and its options.
+        as_horovod: True if `import horovod` must import Sirtaki.
+        check_files: check that program and script exist on this machine, because all ranks run here.
 
     Raises:
-        ConfigError: there is no command, program or script.
+        ConfigError: the command is empty, or its program or script does not exist.
     """
     if not command:
         raise ConfigError("no command to run; write it last: sirtakirun -np 4 python train.py")
@@ -177,7 +180,7 @@ def rank_command(command: Sequence[str], *, as_horovod: bool, check_files: bool)
 
 
 def unescape(word: str) -> str:
-    """Undo `_escape` in the rank's process."""
+    """Restore a word that the launcher has escaped for mpiexec. Called in the rank's process."""
     return word[1:] if _COLON.fullmatch(word) and word != ":" else word
 
 
@@ -186,8 +189,8 @@ def _escape(word: str) -> str:
 
 
 def _with_interpreter(command: list[str]) -> list[str]:
-    """Prepend the interpreter of an executable Python script (`./train.py`, a console script), read from its first
-    line.
+    """If the command is an executable Python script (`./train.py`, a console script), prepend the interpreter that its
+    first line names.
     """
     program = shutil.which(command[0])
     if program is None:
@@ -203,7 +206,7 @@ def _with_interpreter(command: list[str]) -> list[str]:
 
 
 def _script_position(command: Sequence[str]) -> int | None:
-    """Return the position of the script, `-m` or `-c` in a Python command line. None if it is not one."""
+    """Return the index of the script, `-m` or `-c` in a Python command line. None if `command` does not run Python."""
     if not _PYTHON.fullmatch(Path(command[0]).name):
         return None
     index = 1
@@ -230,19 +233,19 @@ class LaunchSpec:
 
     Attributes:
         ranks: number of ranks.
-        hosts: hosts with slots. Empty for this host.
+        hosts: hosts with their slots. Empty if all ranks run on this host.
         command: command line of each rank.
-        exported: names of variables for ranks on other hosts. mpiexec passes the values, so that they do not appear in
-            process lists.
-        oversubscribed: a host has more ranks than cores, so that waiting ranks must yield.
-        as_root: the launching user is root.
-        binding: mpiexec arguments that place and bind ranks. Empty for no binding.
-        extra: further mpiexec arguments.
-        interfaces: network interfaces to use. Empty for any.
-        left_out: networks to exclude if no interfaces are given.
-        tcp: use only TCP between hosts.
-        ssh: arguments for ssh. May be empty.
-        silent_s: seconds of silence after which a host is lost. None for mpiexec's default.
+        exported: names of environment variables for ranks on other hosts. mpiexec transfers the values, so that the
+            values do not appear in process lists.
+        oversubscribed: True if a host has more ranks than cores, so that waiting ranks must yield their core.
+        as_root: True if the user who launches is root, which Open MPI must be told.
+        binding: mpiexec arguments that place ranks and bind them to cores. Empty if ranks are not bound.
+        extra: mpiexec arguments that the user has added.
+        interfaces: network interfaces for communication. Empty if any may be used.
+        left_out: networks that are not used if `interfaces` is empty, because they do not connect hosts.
+        tcp: True if ranks on different hosts may use only TCP.
+        ssh: ssh arguments for the user's port and identity file. May be empty.
+        silent_s: seconds without an answer after which mpiexec treats a host as lost. None for mpiexec's default.
     """
 
     ranks: int
@@ -261,22 +264,23 @@ class LaunchSpec:
 
 
 def mpiexec_command(job: LaunchSpec, mpiexec: Path, library: MpiLibrary) -> list[str]:
-    """Return the mpiexec command line. Its options make mpiexec tag each output line with the rank."""
+    """Return the mpiexec command line. Its options include those that tag each output line with the rank."""
     family = _open_mpi if library.launcher is Launcher.OPEN_MPI else _hydra
     return [str(mpiexec), *family(job, library), *job.extra, *job.command]
 
 
 def ssh_variables(job: LaunchSpec, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables of mpiexec that hold ssh arguments. Each MPI family reads its own variable.
+    """Return the environment variables in which mpiexec finds its ssh arguments. Each MPI family reads its own
+    variable.
 
-    Values of the user are appended, because ssh uses the first of two values.
+    Values that the user has set are appended, because ssh uses the first of two values of an option.
     """
     own = shlex.join(job.ssh)
     return {name: " ".join(filter(None, [own, environ.get(name)])) for name in _SSH_VARIABLES if job.ssh}
 
 
 def ssh_words(job: LaunchSpec, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the arguments with which mpiexec calls ssh."""
+    """Return the ssh arguments that mpiexec must use."""
     given = next(filter(None, map(environ.get, _SSH_VARIABLES)), "")
     return (*job.ssh, *shlex.split(given))
 
@@ -292,18 +296,18 @@ def _open_mpi(job: LaunchSpec, library: MpiLibrary) -> list[str]:
     words += ["-np", str(job.ranks)]
     if job.hosts:
         words += ["--host", _host_list(job.hosts)]
-    # OVERSUBSCRIBE is always needed, because mpiexec counts physical cores only.
+    # OVERSUBSCRIBE is always given, because mpiexec counts only physical cores as slots.
     words += job.binding or ("--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none")
     words += ["--output", "tag"] if has_prrte else ["--tag-output"]
     if job.oversubscribed:
         words += ["--mca", "mpi_yield_when_idle", "1"]
     if job.tcp:
         words += ["--mca", "pml", "ob1", "--mca", "btl", "self,sm,tcp" if has_prrte else "self,vader,tcp"]
-    # One-sided communication is used only within a host. The UCX component prints warnings about several windows.
+    # Disable the UCX component for one-sided communication, because it prints warnings about several windows.
     words += ["--mca", "osc", "^ucx"]
     runtime = "--prtemca" if has_prrte else "--mca"
     if job.hosts and job.silent_s is not None:
-        # The defaults detect a lost host only after eight minutes.
+        # Shorten the keep-alive times, because by default a lost host is detected only after eight minutes.
         pause_s = max(1, round(job.silent_s / 6))
         for name, value in (("time", 2 * pause_s), ("intvl", pause_s), ("probes", 4)):
             words += [runtime, f"oob_tcp_keepalive_{name}", str(value)]
@@ -319,8 +323,9 @@ def _open_mpi(job: LaunchSpec, library: MpiLibrary) -> list[str]:
 
 
 def _hydra(job: LaunchSpec, library: MpiLibrary) -> list[str]:
-    del library  # options of Hydra are the same in all versions
-    words = ["-np", str(job.ranks), "-prepend-rank"]  # Hydra exports the whole environment by default
+    del library  # not needed, because the options of Hydra are the same in all versions
+    # Nothing is exported explicitly, because Hydra exports the whole environment.
+    words = ["-np", str(job.ranks), "-prepend-rank"]
     if job.hosts:
         words += ["-hosts", _host_list(job.hosts)]
     words += job.binding
@@ -338,7 +343,7 @@ def _host_list(hosts: Sequence[Host]) -> str:
 # ── launch from parsed options ────────────────────────────────────────────────────────────────────────────────────────
 
 START_TIMEOUT_S = 60.0
-"""In addition to one second per rank on a core."""
+"""Default time limit in seconds for the start of all ranks. One second per rank on a core is added."""
 
 
 def launch(options: argparse.Namespace) -> int:
@@ -411,11 +416,11 @@ def _launch(options: argparse.Namespace, *, port: int) -> int:
 def _checked(
     job: LaunchSpec, command: RankCommand, environ: Mapping[str, str], options: argparse.Namespace
 ) -> LaunchSpec:
-    """Check the hosts of the job by ssh. Return the job with networks excluded that do not connect hosts.
+    """Check by ssh whether ranks can start on all hosts. Return the job, without networks that do not connect hosts.
 
     Raises:
-        ConfigError: this host lacks the network interface.
-        LaunchError: another host cannot be used.
+        ConfigError: this host does not have the requested network interface.
+        LaunchError: ranks cannot start on another host.
     """
     if problem := interface_problem(job.interfaces):
         raise ConfigError(f"--network-interfaces {options.interfaces}: on this host {problem}")
@@ -442,9 +447,7 @@ def _checked(
 
 
 def _rendezvous(environ: Mapping[str, str], hosts: tuple[Host, ...], port: int) -> dict[str, str]:
-    """Return the rendezvous address for `init_process_group()` of an unchanged DDP script, unless the user has set
-    one.
-    """
+    """Return `MASTER_ADDR` and `MASTER_PORT` for an unchanged DDP script. Values that the user has set are kept."""
     first = "127.0.0.1" if all(host.is_local for host in hosts) else hosts[0].name
     if len(hosts) > 1 and hosts[0].is_local:
         first = socket.gethostname()

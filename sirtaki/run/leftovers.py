@@ -1,11 +1,12 @@
 """Clean up after killed jobs on this machine.
 
-`python -m sirtaki.run.leftovers PID SECONDS` is a janitor: a process that outlives the launcher, or the agent of an
-elastic job, that started it. mpiexec ends when its launcher dies (`Supervisor`), but may die from the closed output
-before it has cleaned up, and may kill its ranks before they have. The starter writes to the janitor's standard input:
-the process ids of ranks on this host, one per line, with a minus sign once they have ended, and "done" if it has
-cleaned up itself. The janitor polls for the ranks' shared memory files meanwhile, because all ranks may be dead when it
-detects the end of the starter.
+`python -m sirtaki.run.leftovers PID SECONDS` is a janitor: a process that cleans up if its starter, the launcher or an
+agent, is killed. mpiexec cannot do this: when its launcher dies, mpiexec may die from the closed output before it has
+cleaned up, and may kill its ranks before they have cleaned up.
+
+The starter writes to the janitor's standard input, one line each: the process id of each started rank on this host, the
+id with a minus sign when the rank has ended, and "done" when the starter has cleaned up itself. Meanwhile the janitor
+records the shared memory files of the ranks, because all ranks may be dead when it detects the end of the starter.
 """
 
 import contextlib
@@ -24,11 +25,11 @@ from sirtaki.comm.control.waiting import Deadline, Poll, wait_for
 from sirtaki.machine import is_alive
 
 _SEGMENTS = Path("/dev/shm")
-_PREFIXES = ("sm_segment.", "vader_segment.", "mpich_shm_")  # Open MPI 5 and 4, MPICH
+_PREFIXES = ("sm_segment.", "vader_segment.", "mpich_shm_")  # file name prefixes of Open MPI 5, Open MPI 4 and MPICH
 
 
 def mapped_segments(pid: int | str) -> set[Path]:
-    """Return the MPI library's files in /dev/shm that process `pid` (or "self") has mapped."""
+    """Return the files in /dev/shm that the MPI library has created and that process `pid` (or "self") has mapped."""
     try:
         lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
     except OSError:
@@ -38,23 +39,26 @@ def mapped_segments(pid: int | str) -> set[Path]:
 
 
 def remove_segments(segments: set[Path]) -> None:
-    """Remove these files if they exist."""
+    """Remove these shared memory files if they exist."""
     for path in segments:
         with contextlib.suppress(OSError):
             path.unlink()
 
 
 def remove_session_folder(mpiexec_pid: int) -> None:
-    """Remove the session folder of a killed mpiexec. An mpiexec that exits normally removes it itself."""
+    """Remove the session folder of a killed mpiexec. An mpiexec that exits normally removes its session folder
+    itself.
+    """
     shutil.rmtree(_session_folder(mpiexec_pid), ignore_errors=True)
 
 
 def makes_way_for_mpiexec() -> Callable[[], None]:
-    """Return a function that a child calls before it becomes mpiexec, to remove stale files of an earlier mpiexec.
+    """Return a function that removes stale files of an earlier mpiexec. A child process calls it before it becomes
+    mpiexec.
 
     Open MPI names its session folder after its process id. It does not start ("The PMIx server's listener thread failed
-    to start") if a killed mpiexec with the same id left files. In a restarted container, ids repeat at once. Files of
-    other hosts in a shared folder contain their host names and do no harm.
+    to start") if a killed mpiexec with the same id left files. In a restarted container, process ids repeat soon. Files
+    of other hosts in a shared folder do no harm, because their names contain the host.
     """
     own = f"pmix.{socket.gethostname()}."
 
@@ -73,16 +77,17 @@ def _session_folder(mpiexec_pid: int) -> Path:
 
 
 def session_members(sessions: set[int]) -> list[int]:
-    """Return the processes of this machine in one of these sessions. Hydra starts each rank in its own session.
+    """Return the ids of all processes on this machine that belong to one of these sessions. Hydra starts each rank in
+    its own session.
 
-    Zombies are skipped, because they stay in a container whose init process does not reap them.
+    Zombies are skipped, because in a container without a reaping init process they never disappear.
     """
-    import psutil  # imported here as in `is_alive`
+    import psutil  # Imported late, because psutil takes time to load.
 
     found = list[int]()
     try:
         pids = psutil.pids()
-    except (OSError, IndexError):  # /proc is missing or empty
+    except (OSError, IndexError):  # Raised if /proc is missing or empty.
         return found
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -92,42 +97,45 @@ def session_members(sessions: set[int]) -> list[int]:
 
 
 def kill(pids: Iterable[int]) -> None:
-    """Kill these processes if they exist."""
+    """Send SIGKILL to these processes if they exist."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 END_S = 8.0
-"""Seconds that mpiexec and its ranks may take to end after the launcher has died. Then a janitor kills them."""
+"""Seconds that mpiexec and its ranks may take to end after the launcher has died. Later, the janitor kills them."""
 
 
 class Janitor:
-    """A process that cleans up if this process is killed. Inactive if no process can be started."""
+    """Handle of a janitor process, which cleans up if this process is killed. Does nothing if the janitor cannot be
+    started.
+    """
 
     def __init__(self, pid: int, *, end_s: float = END_S) -> None:
-        """Start the process.
+        """Start the janitor process.
 
         Args:
-            pid: first process of a session that must end completely. It may be an mpiexec.
+            pid: first process of a session whose processes must all end. It may be an mpiexec.
             end_s: seconds that remaining processes may take to end before they are killed.
         """
         self._process: subprocess.Popen[bytes] | None = None
-        with contextlib.suppress(OSError):  # the machine has no free process slot
+        # Ignored, because without a free process slot the job runs without a janitor.
+        with contextlib.suppress(OSError):
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "sirtaki.run.leftovers", str(pid), str(end_s)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # so that Ctrl-C and the end of a killed process group do not reach it
+                start_new_session=True,  # Ctrl-C and the kill of a process group must not reach the janitor.
             )
 
     def watch(self, pid: int) -> None:
-        """Add a started rank, whose session must end, too."""
+        """Tell the janitor that a rank was started, whose session must end, too."""
         self._send(str(pid))
 
     def forget(self, pid: int) -> None:
-        """Remove a rank that has ended with all its children."""
+        """Tell the janitor that a rank and all its children have ended."""
         self._send(f"-{pid}")
 
     def dismiss(self) -> None:
@@ -139,7 +147,7 @@ class Janitor:
 
     def _send(self, line: str) -> None:
         if self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(OSError, ValueError):  # the janitor was killed or dismissed
+            with contextlib.suppress(OSError, ValueError):  # Ignored, because the janitor was killed or dismissed.
                 self._process.stdin.write(f"{line}\n".encode())
                 self._process.stdin.flush()
 

@@ -29,7 +29,7 @@ def arguments_from_file(path: Path, options: Mapping[str, bool]) -> list[str]:
 
     Args:
         path: a `.json` or `.toml` file. Other files are read as YAML.
-        options: by option name, whether it takes an argument.
+        options: names of all options; the value is True if the option takes an argument.
 
     Raises:
         ConfigError: the file cannot be read, or names an unknown option.
@@ -67,7 +67,7 @@ def _words(place: tuple[str, str], value: Any, options: Mapping[str, bool], path
     whole = f"{section}-{key}"
     names = (section,) if key == "enabled" else (_RENAMED.get(whole, whole), key)
     if value is False:
-        # `false` selects the negative option if there is one, otherwise the option is omitted.
+        # The value `false` selects the option with prefix `no-` if it exists. Otherwise the option is omitted.
         negative = next((f"no-{name}" for name in names if f"no-{name}" in options), None)
         if negative is not None:
             return [f"--{negative}"]
@@ -102,8 +102,8 @@ class RankSetting(NamedTuple):
     Attributes:
         flag: option on the command line.
         variable: variable to set, or a variable of Horovod that has no effect.
-        help: one line. argparse.SUPPRESS if it has no effect.
-        constant: value of an option without argument. None if the option takes one.
+        help: one line for `--help`. argparse.SUPPRESS if the option has no effect.
+        constant: value of the variable if the option takes no argument. None if the option takes an argument.
     """
 
     flag: str
@@ -151,7 +151,7 @@ RANK_SETTINGS = (
 
 
 def _value(setting: RankSetting, given: str) -> str:
-    """Convert the argument of an option to the value of the variable.
+    """Convert the argument of an option to the value of the environment variable.
 
     Raises:
         ValueError: the argument is invalid.
@@ -160,11 +160,12 @@ def _value(setting: RankSetting, given: str) -> str:
         return given
     if (size := float(given)) < 0:
         raise ValueError(given)
-    return str(int(size * 2**20) or SMALLEST_UNIT_BYTES)  # Horovod's 0 disables fusion; the smallest unit is closest
+    # 0 disables fusion in Horovod. The smallest unit is closest to this.
+    return str(int(size * 2**20) or SMALLEST_UNIT_BYTES)
 
 
 class _SetForRanks(argparse.Action):
-    """Sets a variable of the ranks, or adds a note that the option has no effect."""
+    """Action that sets an environment variable of the ranks, or adds a note that the option has no effect."""
 
     def __init__(self, *args: Any, setting: RankSetting, **kwargs: Any) -> None:  # Any: argparse's own arguments
         kwargs["nargs"] = 0 if setting.constant is not None else None
@@ -186,7 +187,7 @@ class _SetForRanks(argparse.Action):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser that suggests the closest option after an error."""
+    """Parser whose error message for an unknown option suggests the closest known option."""
 
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ")
@@ -208,7 +209,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser. `parse` adds checks that argparse does not support."""
+    """Build the parser of `sirtakirun`. `parse` adds checks that argparse does not support."""
     without_effect = [setting.flag for setting in RANK_SETTINGS if setting.help == argparse.SUPPRESS]
     accepted = f"accepted from horovodrun, without effect: {', '.join([*without_effect, '--disable-cache', '--mpi'])}"
     parser = _Parser(
@@ -358,7 +359,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def option_names() -> Mapping[str, bool]:
-    """Return the long options without dashes, and whether they take an argument. Used for the configuration file."""
+    """Return the names of all long options, without dashes; the value is True if the option takes an argument. Used for
+    the configuration file.
+    """
     return {
         flag.removeprefix("--"): action.nargs != 0
         for action in build_parser()._actions

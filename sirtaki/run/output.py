@@ -1,6 +1,7 @@
-"""Output of ranks on the console and in files: prefixed with the rank, and with each error printed once.
+"""Print the output of ranks on the console and in files. Each line is prefixed with the rank, and equal errors of
+several ranks are printed once.
 
-Write errors (a full disk, a closed pipe) never stop the training. The output is dropped.
+Write errors (a full disk, a closed pipe) never stop the training. Output that cannot be written is dropped.
 """
 
 from __future__ import annotations
@@ -32,16 +33,22 @@ _CLEARED = drawn("").encode()
 
 @dataclass(slots=True)
 class ProgressBar:
-    """Progress bar below all output while tuning. "" for none."""
+    """Text of the progress bar that is drawn below all output while a rank tunes. "" if there is no bar."""
 
     text: str = ""
 
 
 class Console:
-    """Standard output or error of the launcher. Writes bytes immediately."""
+    """Standard output or standard error of the launcher, without a buffer."""
 
     def __init__(self, stream: TextIO | None, name: str = "output", bar: ProgressBar | None = None) -> None:
-        """`stream`: None for a closed descriptor, then nothing is written. `bar`: shared by both streams."""
+        """Create a console.
+
+        Args:
+            stream: output stream. None if its descriptor is closed; then nothing is written.
+            name: name of the stream, for messages.
+            bar: progress bar, shared by standard output and error.
+        """
         self._stream, self._name = stream, name
         self._bar = bar if is_terminal(stream) else None
         self._has_warned = False
@@ -49,7 +56,7 @@ class Console:
         self.at_line_start = True
 
     def write(self, data: bytes) -> None:
-        """Write `data` immediately. Report the first error."""
+        """Write `data` immediately. Report only the first write error."""
         with self._lock:
             self.at_line_start = data.endswith(b"\n") if data else self.at_line_start
             bar = self._bar.text if self._bar is not None else ""
@@ -57,20 +64,20 @@ class Console:
                 self._write(_CLEARED + data + drawn(bar).encode() if bar else data)
             except (OSError, ValueError) as err:
                 if isinstance(err, BrokenPipeError) or not isinstance(err, OSError):
-                    self._stream = None  # the reader has exited (`| head`)
+                    self._stream = None  # Stop writing, because the reader (`| head`) has exited.
                 first, self._has_warned = not self._has_warned, True
                 if first and not isinstance(err, BrokenPipeError) and self._name != "stderr":
                     say(f"cannot write {self._name} ({err}); the job continues")
 
     def show_bar(self, text: str) -> None:
-        """Draw the bar, or remove it. Does nothing if the stream is not a terminal."""
+        """Draw `text` as the progress bar; "" removes the bar. Does nothing if the stream is not a terminal."""
         with self._lock, contextlib.suppress(OSError, ValueError):
             if self._bar is not None and text != self._bar.text:
                 self._bar.text = text
                 self._write(drawn(text).encode())
 
     def say(self, line: str) -> None:
-        """Write a line of the launcher. Ends an unfinished line of a rank first."""
+        """Write a line of the launcher. If a rank's line is unfinished, end this line first."""
         with self._lock:
             begin = "" if self.at_line_start else "\n"
             self.write(f"{begin}sirtakirun: {line}\n".encode(errors="backslashreplace"))
@@ -80,7 +87,7 @@ class Console:
             return
         try:
             descriptor = self._stream.fileno()
-        except OSError:  # because the stream of a notebook or a test has no descriptor
+        except OSError:  # The stream of a notebook or a test has no descriptor.
             self._stream.write(data.decode(errors="replace"))
             self._stream.flush()
             return
@@ -89,23 +96,25 @@ class Console:
         while rest:
             try:
                 rest = rest[os.write(descriptor, rest) :]
-            except BlockingIOError:  # the terminal is shared with a program that set it to non-blocking
+            except BlockingIOError:  # Another program on the same terminal has set it to non-blocking.
                 select.select([], [descriptor], [])
 
 
 def standard_consoles() -> dict[str, Console]:
-    """Return standard output and error by name, with a common bar."""
+    """Return the consoles of standard output and error by name. Both share one progress bar."""
     bar = ProgressBar()
     return {name: Console(getattr(sys, name), name, bar) for name in ("stdout", "stderr")}
 
 
 def say(line: str) -> None:
-    """Write a line of the launcher to standard error, while no rank runs."""
+    """Write a line of the launcher to standard error. Called only while no rank runs."""
     Console(sys.stderr, "stderr").say(line)
 
 
 def open_standard_streams() -> None:
-    """Open /dev/null for closed descriptors 0 to 2, so that other files do not get these numbers."""
+    """Open /dev/null for closed descriptors 0 to 2, so that files that are opened later do not get these
+    descriptors.
+    """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
@@ -115,7 +124,7 @@ def open_standard_streams() -> None:
 
 
 _RULE = re.compile(r"(-{40,}|={40,})")
-_LONGEST_BOX = 60  # lines; longer blocks are not boxes
+_LONGEST_BOX = 60  # maximum number of lines in a box of mpiexec; a longer block is ordinary output
 
 _KILLED = re.compile(r"noticed that process rank (\d+) with PID \d+ on node (\S+) exited on signal (\d+)")
 _EXITED = re.compile(r"exited with non-zero status.*,(\d+)\] Exit code: (\d+)")
@@ -125,7 +134,7 @@ _SILENT = re.compile(r"lost communication with a remote daemon.*Remote daemon: \
 _STOPPED = re.compile(r"has exited due to process rank (\d+) with PID \d+ on node (\S+) (calling|exiting)")
 _HYDRA = re.compile(r"BAD TERMINATION OF ONE OF YOUR.* PID (\d+) RUNNING AT (\S+).* EXIT CODE: (\d+)")
 _REDUNDANT = re.compile(r"Primary job terminated normally, but")
-# Lines that Hydra prints below its box.
+# Lines that Hydra (MPICH) prints below its error box.
 _BELOW = (
     "YOUR APPLICATION TERMINATED WITH THE EXIT STRING", "This typically refers to a problem with your application",
     "Please see the FAQ page for debugging suggestions",
@@ -137,10 +146,10 @@ class Ending:
     """A failed rank, as reported by mpiexec.
 
     Attributes:
-        rank: rank. None if mpiexec reports only the process or the host.
-        host: host. "" if mpiexec does not report it.
-        reason: reason in words.
-        pid: process of the rank. 0 if unknown.
+        rank: the failed rank. None if mpiexec reports only the process or the host.
+        host: host of the failed rank. "" if mpiexec does not report the host.
+        reason: why the rank failed, in words.
+        pid: process id of the rank. 0 if unknown.
     """
 
     rank: int | None
@@ -151,15 +160,20 @@ class Ending:
 
 
 class NoticeFilter:
-    """Parses mpiexec's own messages, and removes those that the launcher prints in its own words."""
+    """Filter that parses mpiexec's own messages, and removes messages that the launcher prints in its own words."""
 
     def __init__(self, on_ending: Callable[[Ending], None], on_unreached: Callable[[str], None]) -> None:
-        """Report a failed rank to `on_ending`, and a host whose daemon did not start to `on_unreached`."""
+        """Create a filter.
+
+        Args:
+            on_ending: called with each failed rank that mpiexec reports.
+            on_unreached: called with each host on which mpiexec could not start its daemon.
+        """
         self._on_ending, self._on_unreached = on_ending, on_unreached
         self._box: list[bytes] = []
 
     def take(self, line: bytes) -> bytes:
-        """Process one line. Return the bytes to print now, empty while a box is incomplete."""
+        """Process one line of mpiexec. Return the bytes to print now; empty while an error box is incomplete."""
         text = line.decode(errors="replace").strip()
         is_rule = _RULE.fullmatch(text) is not None
         if not self._box and not is_rule:
@@ -170,7 +184,9 @@ class NoticeFilter:
         return b""
 
     def rest(self) -> bytes:
-        """Return the incomplete box, unless the launcher prints the same fact."""
+        """Return the lines of an incomplete error box at the end of the output, unless the launcher prints the same
+        fact.
+        """
         box, self._box = b"".join(self._box), []
         return b"" if self._understood(" ".join(box.decode(errors="replace").split())) else box
 
@@ -194,7 +210,8 @@ class NoticeFilter:
             self._on_ending(Ending(rank=None, host=host, exit_code=int(code), reason=f"exit code {code}", pid=int(pid)))
         elif found := _UNREACHED.search(text):
             self._on_unreached(found[1])
-        elif found := _SILENT.search(text):  # because mpiexec ends with exit code 0 in this case
+        # Reported as a failure, because mpiexec ends with exit code 0 in this case.
+        elif found := _SILENT.search(text):
             self._on_ending(Ending(rank=None, host=found[1], exit_code=1, reason="its host cannot be reached any more"))
         else:
             return _REDUNDANT.search(text) is not None
@@ -202,16 +219,17 @@ class NoticeFilter:
 
 
 def killed(rank: int, host: str, number: int) -> Ending:
-    """Return the end of a rank by signal `number`."""
+    """Return the report of a rank that was killed by signal `number`."""
     why = ", as the system does if memory runs out" if number == signal.SIGKILL else ""
     reason = f"killed by {signal_name(number)}{why}"
     return Ending(rank=rank, host=host, exit_code=128 + number, reason=reason)
 
 
-# Tags: `[1,0]<stdout>: ` and, in some versions, `[prterun-host-123@1,0]<stdout>: ` from Open MPI; `[0] ` from Hydra.
+# Tags of rank 0: Open MPI writes `[1,0]<stdout>: ` or, in some versions, `[prterun-host-123@1,0]<stdout>: `. Hydra
+# writes `[0] `.
 _OPEN_MPI_TAG = re.compile(rb"\[(?:[^\]@\s]*@)?\d+,(\d+)\]<std\w+>: ?")
 _HYDRA_TAG = re.compile(rb"^\[(\d+)\] ")
-_RETURN = re.compile(rb"\r(?!\n|\Z)")  # a carriage return within a line: the text after it overwrites the line
+_RETURN = re.compile(rb"\r(?!\n|\Z)")  # A carriage return within a line, after which the text overwrites the line.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,12 +237,12 @@ class OutputOptions:
     """Format of the ranks' output.
 
     Attributes:
-        hydra: lines have tags of Hydra, otherwise of Open MPI.
-        prefix: console lines begin with the rank.
-        timestamps: console lines begin with the time.
-        folder: also write `rank.N/stdout` and `rank.N/stderr` below this folder. None for console only.
-        label: returns the prefix for the number in a line's tag.
-        place: returns the folder below `folder` for this number.
+        hydra: True if lines have the tags of Hydra (MPICH), False for the tags of Open MPI.
+        prefix: True if console lines begin with the rank.
+        timestamps: True if console lines begin with the time.
+        folder: folder in which `rank.N/stdout` and `rank.N/stderr` are written, too. None to print only on the console.
+        label: returns the prefix of a console line for the number (rank or worker) in the line's tag.
+        place: returns the subfolder of `folder` for the number in a line's tag.
     """
 
     hydra: bool
@@ -236,7 +254,7 @@ class OutputOptions:
 
 
 class RankOutput:
-    """Receives one of two streams that contain the lines of all ranks, and prints them."""
+    """Printer of one stream, standard output or error, that contains the lines of all ranks."""
 
     def __init__(
         self,
@@ -247,14 +265,14 @@ class RankOutput:
         on_message: Callable[[ChannelLine], None] = lambda message: None,
         notices: NoticeFilter | None = None,
     ) -> None:
-        """Begin without output.
+        """Create a printer for one stream.
 
         Args:
             name: "stdout" or "stderr".
-            console: output stream.
-            options: format.
-            on_message: called with messages of ranks to the launcher.
-            notices: processes lines without a rank. None to print them unchanged.
+            console: console on which lines are printed.
+            options: format of the output.
+            on_message: called with each message from a rank to the launcher.
+            notices: filter for lines without a rank tag. None to print these lines unchanged.
         """
         self.name = name
         self.options = options
@@ -264,11 +282,12 @@ class RankOutput:
         self._tag = _HYDRA_TAG if options.hydra else _OPEN_MPI_TAG
         self._files: dict[int, IO[bytes] | None] = {}
         self._places: set[Path] = set()
-        self._errors: dict[int, tuple[bytes, str]] = {}  # by rank: text of its error, and the reason in short
-        self._shown: dict[bytes, int] = {}  # printed errors, and the first rank of each
+        # by rank: text of the error that the rank is printing, and its short reason
+        self._errors: dict[int, tuple[bytes, str]] = {}
+        self._shown: dict[bytes, int] = {}  # first rank that printed each error text
         self._lock = threading.Lock()
-        self._open: int | None = None  # the rank that wrote last
-        self._returned = False  # the last line ended with a carriage return
+        self._open: int | None = None  # rank that has written last to the console
+        self._returned = False  # True if the last line ended with a carriage return
 
     def pump(self, lines: Iterable[bytes]) -> None:
         """Process all lines of a stream as they arrive. Each stream may have its own thread."""
@@ -276,7 +295,7 @@ class RankOutput:
             self.write(line)
 
     def finish(self) -> None:
-        """Print what was held back, and close the files."""
+        """Print error texts that were held back, and close the output files."""
         with self._lock:
             self._finish()
 
@@ -291,7 +310,7 @@ class RankOutput:
             file.close()
 
     def write(self, line: bytes) -> None:
-        """Process one line of mpiexec. A part without a line end may be followed by another rank's text."""
+        """Process one output line of mpiexec. If the line has no line end, text of another rank may follow."""
         starts = [tag.start() for tag in self._tag.finditer(line)]
         with self._lock:
             for start, stop in pairwise([0, *starts, len(line)]):
@@ -317,15 +336,15 @@ class RankOutput:
             text = text.removesuffix(UNFINISHED)
             rank = int(tag[1])
             self._keep(rank, text)
-            if rank in self._errors:  # hold back until the error is complete
+            if rank in self._errors:  # Hold the line back until the error text is complete.
                 written, brief = self._errors[rank]
                 self._errors[rank] = written + text, brief
             else:
                 self._show(rank, text)
 
     def _show_error(self, rank: int) -> None:
-        """Print the error text of a rank. Prints one line instead if another rank printed the same error, or caused
-        this one.
+        """Print the error text of a rank. If another rank printed the same error, or caused this error, print
+        only one line.
         """
         text, brief = self._errors.pop(rank, (b"", ""))
         if brief and self._shown:
@@ -336,7 +355,9 @@ class RankOutput:
             self._show(rank, line)
 
     def _show(self, rank: int, text: bytes) -> None:
-        """Print text of a rank, possibly part of a line. Ends an unfinished line of another rank first."""
+        """Print text of a rank, which may be part of a line. If another rank's line is unfinished, end that line
+        first.
+        """
         if not text:
             return
         head = self._head(rank)
@@ -345,7 +366,7 @@ class RankOutput:
         if not continues and not overwrites and not self._returned:
             self._finish_line()
         begins = not overwrites and (not continues or self._returned)
-        # A progress bar rewrites its line, so the prefix must be repeated.
+        # A progress bar overwrites its line after each carriage return, so repeat the prefix there.
         self._console.write((head if begins else b"") + _RETURN.sub(b"\r" + head, text))
         self._open = rank
         self._returned = text.endswith(b"\r")
@@ -369,7 +390,7 @@ class RankOutput:
         return datetime.now().astimezone().isoformat(timespec="milliseconds").encode() + b" "
 
     def _keep(self, rank: int, text: bytes) -> None:
-        """Write to the file of a rank. After a write error, the file is closed and the training continues."""
+        """Write text to the output file of a rank. After a write error, close the file; the training continues."""
         if self.options.folder is None:
             return
         try:
@@ -385,14 +406,14 @@ class RankOutput:
     def _open_file(self, rank: int, folder: Path) -> IO[bytes]:
         place = folder / self.options.place(rank)
         place.mkdir(parents=True, exist_ok=True)
-        kept = place in self._places  # a replaced rank has written here
+        kept = place in self._places  # True if the rank that this rank replaces has written to the same file.
         self._places.add(place)
         file = self._files[rank] = (place / self.name).open("ab" if kept else "wb", buffering=0)
         return file
 
 
 def output_folder(path: str) -> Path:
-    """Return the folder for `--output-filename`. Creates it if needed.
+    """Return the folder that `--output-filename` names, and create it if needed.
 
     Raises:
         ConfigError: the folder cannot be created.

@@ -1,7 +1,8 @@
 """Run a user's script as one rank: `python -c RUN_RANK [--as-horovod] script.py …`, started by the launcher.
 
-A plain `mpiexec python script.py` hangs if one rank raises: its interpreter waits in MPI_Finalize for all ranks, which
-wait for a message from it. Here, a failed rank reports to the launcher and exits without MPI_Finalize.
+A plain `mpiexec python script.py` hangs if one rank raises: the failed rank waits in MPI_Finalize for all ranks, and
+the other ranks wait for a message of the failed rank. Here, a failed rank reports to the launcher and exits without
+MPI_Finalize.
 """
 
 import argparse
@@ -31,14 +32,15 @@ from .leftovers import mapped_segments, remove_segments, remove_session_folder
 from .rank_channel import ChannelLine, RankEvent, answer_termination, doing, end_with_parent, mark_unfinished_lines
 
 EXIT_GRACE_S = 3.0
-"""Maximum seconds of a failed rank's exit handlers, because they may wait for ranks that wait for this one."""
+"""Maximum seconds for the exit handlers of a failed rank. Without a limit, the handlers may wait forever for other
+ranks."""
 
 _ORPHAN_POLL_S = 2.0
-_FROZEN_RUNPY = "<frozen runpy>"  # file name in tracebacks if the interpreter has frozen runpy
+_FROZEN_RUNPY = "<frozen runpy>"  # file name of runpy in tracebacks, if runpy is built into the interpreter
 
 
 def main() -> None:
-    """Run the command. The exit code is the script's."""
+    """Run the user's command as a rank, and exit with the exit code of the script."""
     parser = argparse.ArgumentParser(
         prog="sirtaki.run.rank", description="Runs a script as one rank.", allow_abbrev=False
     )
@@ -66,7 +68,7 @@ def main() -> None:
     try:
         run_python(command)
     except BaseException as err:
-        if os.getpid() != pid:  # because a process forked by the script is not the rank
+        if os.getpid() != pid:  # A process that the script has forked is not the rank.
             raise
         _fail(err)
     if os.getpid() == pid:
@@ -74,46 +76,47 @@ def main() -> None:
 
 
 def _fail(err: BaseException) -> None:
-    """End this rank as `err` requires. Returns only if the script has ended without an error."""
+    """End this rank as `err` requires. Returns only if `err` is a normal exit of the script."""
     match err:
         case SystemExit():
             if (code := _exit_code(err)) == 0:
                 return
             reason = "; it ".join(filter(None, [f"exit code {code}", doing()]))
             with contextlib.suppress(SystemExit):
-                sys.exit(code)  # record the exit code in hooks of `sys.exit`
+                sys.exit(code)  # Called, because hooks of `sys.exit` record the exit code.
             _end(code, reason=reason)
         case KeyboardInterrupt():
             _end(130, reason="KeyboardInterrupt")
         case _:
             trace = err.__traceback__
             while trace is not None and trace.tb_frame.f_code.co_filename in {__file__, runpy.__file__, _FROZEN_RUNPY}:
-                trace = trace.tb_next  # a user's traceback begins in the user's script
+                # Skip the frames of the launcher, so that the traceback begins in the user's script.
+                trace = trace.tb_next
             by_another = isinstance(err, PeerLostError | StallError)
             _send(RankEvent.RAISES, reason=f"{type(err).__name__}: {err}" if by_another else "")
-            sys.last_value = err  # as the interpreter does, because mpi4py reads it
+            sys.last_value = err  # Set as the interpreter does, because mpi4py reads `sys.last_value`.
             sys.excepthook(type(err), err.with_traceback(trace), trace)
             _end(1, reason=f"{type(err).__name__}: {err}".splitlines()[0] + _hint(err))
 
 
 def _hint(err: BaseException) -> str:
-    """Return a remedy for the error. "" if there is none."""
+    """Return a remedy for the error `err`. "" if no remedy is known."""
     if isinstance(err, ModuleNotFoundError) and str(err.name).partition(".")[0] == "horovod":
         return "; with --as-horovod `import horovod` imports Sirtaki"
     return ""
 
 
 def _import_shim() -> None:
-    """Import the shim as `horovod`, even if the script's folder contains a folder with this name."""
+    """Import the shim as `horovod`, even if the folder of the script contains a folder named `horovod`."""
     sys.path.insert(0, str(SHIM))
     importlib.import_module("horovod")
-    sys.path.remove(str(SHIM))  # it stays on PYTHONPATH, after the script's folder, for child processes
+    sys.path.remove(str(SHIM))  # PYTHONPATH still contains the shim, for child processes.
 
 
 def run_python(command: Sequence[str]) -> None:
     """Run `script.py args`, `-m module args` or `-c code args` as the interpreter would.
 
-    `sys.path` begins with the installed packages. The folder that the interpreter would search first is prepended.
+    The folder that the interpreter would search first, such as the folder of the script, is put first in `sys.path`.
     """
     match command:
         case ["-m", module, *_]:
@@ -135,12 +138,14 @@ def run_python(command: Sequence[str]) -> None:
 
 
 def _search_first(folder: str) -> None:
-    if not sys.flags.safe_path:  # set by the user
+    if not sys.flags.safe_path:  # The user has not set `-P`.
         sys.path.insert(0, folder)
 
 
 def _execute(code: str | bytes, name: str, *, main_file: str | None) -> None:
-    """Run code in a persistent `__main__` module, because pickle and multiprocessing use it later."""
+    """Run code as the module `__main__`, which stays in `sys.modules`, because pickle and multiprocessing use it
+    later.
+    """
     module = types.ModuleType("__main__")
     module.__builtins__ = __builtins__  # type: ignore[attr-defined]  # as in the interpreter's own __main__
     if main_file is not None:
@@ -161,33 +166,34 @@ def _exit_code(stop: SystemExit) -> int:
 
 
 def _end(exit_code: int, *, reason: str) -> NoReturn:
-    """Report the failure to the launcher, which prints it and ends all ranks. Exit afterwards."""
+    """Report the failure of this rank to the launcher, which prints the reason and ends all ranks. Then exit."""
     _send(RankEvent.FAILED, exit_code, reason)
     _leave(exit_code)
 
 
 def _leave(exit_code: int) -> NoReturn:
-    """Exit with exit handlers, but without MPI_Finalize."""
+    """Run the exit handlers, then end this process without MPI_Finalize."""
     give_up = threading.Timer(EXIT_GRACE_S, os._exit, args=[exit_code])
     give_up.daemon = True
     give_up.start()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # the script may have replaced the stream
+        with contextlib.suppress(Exception):  # Ignore errors, because the script may have replaced the stream.
             stream.flush()
     os._exit(exit_code)
 
 
 def _end_with_parent(parent: int) -> None:
-    """End this process when its parent, mpiexec's local daemon, has exited. So a killed launcher leaves no
-    processes.
+    """End this process when its parent, the local daemon of mpiexec, has exited, so that a killed launcher leaves no
+    ranks behind.
     """
     while os.getppid() == parent:
         time.sleep(_ORPHAN_POLL_S)
-    if os.getpgrp() == os.getpid():  # the rank runs under mpiexec
+    if os.getpgrp() == os.getpid():  # The rank leads its process group, as under mpiexec.
         remove_segments(mapped_segments("self"))
         remove_session_folder(parent)
-        os.killpg(0, signal.SIGKILL)  # at once, with its children, because the events that they wait for will not occur
+        # Kill this process and its children at once, because the other ranks for which they wait end, too.
+        os.killpg(0, signal.SIGKILL)
 
 
 def _set_place_variables() -> None:
@@ -203,6 +209,6 @@ def _send(event: RankEvent, exit_code: int = 0, reason: str = "") -> None:
         event=event, rank=place("RANK") or 0, pid=os.getpid(), host=socket.gethostname(), exit_code=exit_code,
         reason=reason,
     )  # fmt: skip
-    with contextlib.suppress(Exception):  # the script may have replaced the stream
+    with contextlib.suppress(Exception):  # Ignore errors, because the script may have replaced the stream.
         sys.stderr.flush()
-    os.write(2, message.encode().encode())  # one write, so that output of concurrent threads is not mixed in
+    os.write(2, message.encode().encode())  # Use one write, so that the output of other threads is not mixed in.

@@ -1,4 +1,4 @@
-"""Messages of a rank to its launcher through its own output, writing of whole lines, and handling of SIGTERM."""
+"""Send messages from a rank to its launcher within the output of the rank, write whole lines, and handle SIGTERM."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ _MARK = "\x1e"  # ASCII "record separator", which programs do not print
 PATTERN = re.compile(rb"\x1esirtaki (\w+) (\d+) (\d+) (\d+) ([^\s\x1e]+) ([^\s\x1e]*)\x1e\n?")
 
 UNFINISHED = b"\x1f\x1e\n"
-"""Marks text that the rank has written without a line end."""
+"""Mark after text that the rank has written without a line end."""
 
 _LONGEST_REASON = 300
 
 
 class RankEvent(Enum):
-    """Kind of a message from a rank."""
+    """Kind of a message from a rank to its launcher."""
 
     STARTED = "started"
-    HANDED_OVER = "handed_over"  # a program that is not Python replaced the process; only mpiexec sees how it ends
+    HANDED_OVER = "handed_over"  # A program that is not Python replaced the process, so only mpiexec sees its end.
     FINISHED = "finished"
-    RAISES = "raises"  # the rank prints its error until `FAILED`; a reason is given if another rank's error caused it
+    RAISES = "raises"  # The rank now prints its error, until `FAILED`. `reason` is set if another rank caused it.
     FAILED = "failed"
-    PROGRESS = "progress"  # text of the tuning bar for the launcher, as the reason; "" = none
-    # mpiexec ends the rank, because another one has failed; the reason is what the rank was doing
+    PROGRESS = "progress"  # `reason` is the text of the progress bar for the launcher; "" = no bar.
+    # mpiexec ends this rank, because another rank has failed. `reason` says what this rank was doing.
     TERMINATED = "terminated"
 
 
@@ -50,7 +50,7 @@ class ChannelLine:
     """A message of a rank to its launcher, encoded as one line.
 
     Attributes:
-        pid: process of the rank on `host`.
+        pid: process id of the rank on `host`.
         exit_code: exit code; 0 unless the rank failed.
         reason: why the rank failed or raises, or what it was doing.
     """
@@ -63,14 +63,14 @@ class ChannelLine:
     reason: str = ""
 
     def encode(self) -> str:
-        """Return the line. Write it with one call."""
+        """Return the message as one line. The caller must write the line with a single call."""
         reason = quote(self.reason[:_LONGEST_REASON], errors="replace")
         fields = (self.event.value, self.rank, self.pid, self.exit_code, self.host, reason)
         return f"{_MARK}sirtaki {' '.join(map(str, fields))}{_MARK}\n"
 
     @classmethod
     def decode(cls, matched: re.Match[bytes]) -> ChannelLine:
-        """Decode a match of `PATTERN`."""
+        """Decode a message from a match of `PATTERN` in an output line."""
         event, rank, pid, exit_code, host, reason = (group.decode() for group in matched.groups())
         return cls(
             event=RankEvent(event), rank=int(rank), pid=int(pid), exit_code=int(exit_code), host=host,
@@ -79,10 +79,10 @@ class ChannelLine:
 
 
 class _MarkedFile(io.FileIO):
-    """A file that marks text written without a line end (a progress bar, a prompt) as unfinished."""
+    """Output file that appends `UNFINISHED` to text without a line end, such as a progress bar or a prompt."""
 
     def write(self, data: ReadableBuffer, /) -> int:
-        """Write all of `data` and its mark together, so that no other output is mixed in."""
+        """Write all of `data` and the mark in one call, so that no other output is mixed in."""
         text = bytes(data)
         rest = memoryview(text if text.endswith(b"\n") or not text else text + UNFINISHED)
         while rest:
@@ -91,7 +91,9 @@ class _MarkedFile(io.FileIO):
 
 
 def mark_unfinished_lines() -> None:
-    """Replace `sys.stdout` and `sys.stderr` by streams that write whole lines, so that lines of ranks are not mixed."""
+    """Replace `sys.stdout` and `sys.stderr` by streams that write whole lines, so that lines of different ranks are not
+    mixed.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if not isinstance(stream, io.TextIOWrapper):
@@ -103,7 +105,7 @@ def mark_unfinished_lines() -> None:
         marked = io.TextIOWrapper(
             io.BufferedWriter(raw),
             encoding=stream.encoding,
-            # Characters missing in the terminal's encoding are escaped, because an exception would end the training.
+            # Escape characters that the terminal's encoding lacks, because an exception would end the training.
             errors=stream.errors if utf8 and stream.errors != "strict" else "backslashreplace",
             line_buffering=True,
         )
@@ -114,8 +116,8 @@ def mark_unfinished_lines() -> None:
 def answer_termination(report: Callable[[str], None]) -> None:
     """Handle SIGTERM: call `report` with a description of what this rank does, then end the process.
 
-    Only Python code can be interrupted. A rank that hangs in C code is killed later without a message. Scripts may
-    install their own handler. Forked children have no handler.
+    Only Python code can be interrupted. A rank that hangs in C code is killed later without a message. A
+    script may replace the handler. Child processes that were forked do not have it.
     """
 
     def on_terminate(number: int, frame: FrameType | None) -> None:
@@ -129,15 +131,17 @@ def answer_termination(report: Callable[[str], None]) -> None:
 
 
 def doing() -> str:
-    """Describe what this rank does. "" if its script has no job."""
-    # missing while the module is being imported
+    """Describe what this rank is doing now. "" if the script has not called `init()`."""
+    # `describe` is missing while the module is being imported.
     describe = getattr(sys.modules.get("sirtaki.engine.job"), "describe", None)
     return "" if describe is None else str(describe())
 
 
 def end_with_parent(number: signal.Signals) -> Callable[[], None]:
-    """Return a function for a child process: the kernel will send it `number` when its parent dies. Linux only."""
-    libc = ctypes.CDLL(None)  # looked up before the fork, because no lock may be taken after it
+    """Return a function that a child process calls after the fork, so that the kernel sends the child signal `number`
+    when the parent dies. Linux only.
+    """
+    libc = ctypes.CDLL(None)  # Loaded before the fork, because no lock may be taken after the fork.
     pr_set_pdeathsig = 1
 
     def set_signal() -> None:

@@ -1,7 +1,7 @@
-"""Supervise a running mpiexec: start it, process messages of its ranks, and end all ranks at the end.
+"""Start mpiexec, process the messages of its ranks, and ensure that all ranks end.
 
-mpiexec alone does not guarantee that all ranks end: Open MPI 5.0 may hang if a rank dies while another one connects,
-and Hydra waits for ranks that wait for an exited rank.
+mpiexec alone does not ensure that all ranks end: Open MPI 5.0 may hang if a rank dies while another rank connects.
+Hydra (MPICH) waits forever if the remaining ranks wait for an exited rank.
 """
 
 import contextlib
@@ -32,33 +32,34 @@ from .output import Ending, NoticeFilter, OutputOptions, RankOutput, killed, sta
 from .rank_channel import ChannelLine, RankEvent, end_with_parent
 
 FAILURE_GRACE_S = 3.0
-"""Seconds after a rank's failure in which other ranks may report, and mpiexec may end them itself."""
+"""Seconds to wait after the failure of a rank, in which other ranks may report and mpiexec may end all ranks itself."""
 
 VANISHED_GRACE_S = 10.0
-"""Seconds after a rank's process has disappeared (killed) in which mpiexec may detect this and end the other ranks."""
+"""Seconds to wait after the process of a rank has disappeared (was killed), in which mpiexec may end the other
+ranks."""
 
 TERMINATE_GRACE_S = 3.0
-"""Seconds between SIGTERM and SIGKILL for ranks."""
+"""Seconds between SIGTERM and SIGKILL for ranks that must end."""
 
 START_REPORT_S = 10.0
-"""Interval of reports of how many ranks have started, until all have."""
+"""Interval in seconds at which the launcher prints how many ranks have started, until all ranks have started."""
 
-_NAMED = 8  # maximum number of ranks listed in an error
+_NAMED = 8  # maximum number of ranks or hosts listed in a message
 
 _OF_OTHERS = ("PeerLostError: ", "StallError: ")
-"""Prefixes of reasons of a failure that another rank caused."""
+"""Prefixes of the failure reason of a rank if another rank caused the failure."""
 
 _STOPPED = "it is stopped, by SIGSTOP or a debugger"
 
 STOPPED_S = 10.0
-"""Seconds after which a stopped rank is reported."""
+"""Seconds for which a rank must have been stopped (SIGSTOP) before the launcher reports it."""
 
 _POLL_S = 1.0
-"""Polling interval in seconds for changes without events: disappeared ranks, time limits, a killed mpiexec."""
+"""Interval in seconds at which disappeared ranks, time limits and a killed mpiexec are detected by polling."""
 
 
 class Supervisor:
-    """One job from start to end. Used once.
+    """Supervisor of one mpiexec job from start to end. Each instance runs one job.
 
     Attributes:
         ranks: number of ranks that must start.
@@ -66,7 +67,14 @@ class Supervisor:
     """
 
     def __init__(self, *, ranks: int, start_timeout_s: float, output: OutputOptions, hosts: Sequence[str] = ()) -> None:
-        """Start nothing. `hosts`: hosts other than this one."""
+        """Create the supervisor. mpiexec is started by `run`.
+
+        Args:
+            ranks: number of ranks that must start.
+            start_timeout_s: maximum time without progress during the start, in seconds.
+            output: format of the output.
+            hosts: hosts of the job other than this one.
+        """
         self.ranks = ranks
         self.start_timeout_s = start_timeout_s
         self._hosts = tuple(hosts)
@@ -75,17 +83,18 @@ class Supervisor:
         self._started: dict[int, ChannelLine] = {}
         self._ended: set[int] = set()
         self._failure: Ending | None = None
-        self._doing: dict[int, str] = {}  # what a rank was doing when mpiexec ended it
+        self._doing: dict[int, str] = {}  # by rank: what the rank was doing when mpiexec ended it
         self._unreached: list[str] = []
         self._verdict = ""
-        self._stopped_at: dict[int, float] = {}  # infinite after the report
+        # by rank: time at which the rank was found stopped; infinite after it was reported
+        self._stopped_at: dict[int, float] = {}
         self._signal: int | None = None
         self._changed = threading.Event()
         self._open_streams = 0
         self._consoles = standard_consoles()
 
     def run(self, command: Sequence[str], environ: Mapping[str, str]) -> int:
-        """Run `command` (an mpiexec) to its end. No process of the job is left.
+        """Run `command`, a command line of mpiexec, to its end. Afterwards, no process of the job is left.
 
         Returns:
             0, the exit code of the rank that failed first, or 128 + the signal that ended the launcher.
@@ -101,7 +110,8 @@ class Supervisor:
                     stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
-                    # so that Ctrl-C reaches only the launcher, and the launcher can end the session
+                    # With a session of its own, Ctrl-C reaches only the launcher, and the launcher can end the whole
+                    # session.
                     start_new_session=True,
                     preexec_fn=_before_mpiexec(),
                 )
@@ -112,12 +122,12 @@ class Supervisor:
             try:
                 self._wait(mpiexec)
             finally:
-                self._consoles["stderr"].show_bar("")  # of a job that ends during tuning
+                self._consoles["stderr"].show_bar("")  # Remove the bar of a job that ended during tuning.
                 self._end_all(mpiexec)
                 self._janitor.dismiss()
             for pump in pumps:
                 pump.join(timeout=TERMINATE_GRACE_S)
-            if self._verdict:  # last, where users look
+            if self._verdict:  # Print the cause last, where users look first.
                 self._consoles["stderr"].say(self._verdict)
         if self._signal is not None:
             return 128 + self._signal
@@ -130,7 +140,7 @@ class Supervisor:
     def _start_pumps(self, mpiexec: subprocess.Popen[bytes]) -> list[threading.Thread]:
         pumps = []
         for name, stream in (("stdout", mpiexec.stdout), ("stderr", mpiexec.stderr)):
-            assert stream is not None  # both are pipes
+            assert stream is not None  # Both streams are pipes.
             self._open_streams += 1
             output = RankOutput(
                 name,
@@ -157,7 +167,7 @@ class Supervisor:
         with self._lock:
             if message.event in (RankEvent.STARTED, RankEvent.HANDED_OVER):
                 self._started[message.rank] = message
-            if message.event not in (RankEvent.STARTED, RankEvent.RAISES):  # RAISES is followed by FAILED
+            if message.event not in (RankEvent.STARTED, RankEvent.RAISES):  # RAISES is no end, because FAILED follows.
                 self._ended.add(message.rank)
             if message.event is RankEvent.TERMINATED:
                 self._doing[message.rank] = message.reason
@@ -168,7 +178,7 @@ class Supervisor:
         self._changed.set()
 
     def _cause_of(self, ending: Ending) -> Ending:
-        """Return the end of the rank that caused another rank's failure, if it ran on this host. Otherwise return
+        """If another rank on this host caused this failure, return how that rank ended. Otherwise return
         `ending`.
         """
         if not ending.reason.startswith(_OF_OTHERS):
@@ -184,7 +194,9 @@ class Supervisor:
         return ending
 
     def _fail(self, ending: Ending) -> None:
-        """Keep the first failed rank for the last message. Later failures are consequences."""
+        """Store the first failed rank for the final message. Later failures are ignored, because the first one caused
+        them.
+        """
         ending = self._cause_of(ending)
         with self._lock:
             first, self._failure = self._failure is None and self._signal is None, self._failure or ending
@@ -198,7 +210,7 @@ class Supervisor:
         self._changed.set()
 
     def _others(self, failed: int | None) -> str:
-        """Describe one rank that waited, or did something else, when it was ended."""
+        """Describe what one other rank was doing, such as waiting, when mpiexec ended it."""
         doing = {rank: text for rank, text in sorted(self._doing.items()) if text and rank != failed}
         waiting = [rank for rank, text in doing.items() if text.startswith("waits")]
         return "".join(f"; rank {rank} {doing[rank]}" for rank in [*waiting, *doing][:1])
@@ -213,7 +225,7 @@ class Supervisor:
         return f"no rank has started: mpiexec ended with exit code {_exit_code(returncode)}"
 
     def _wait(self, mpiexec: subprocess.Popen[bytes]) -> None:
-        """Wait until mpiexec has ended or must be ended."""
+        """Wait until mpiexec has ended, or until a failure, a signal or a time limit requires to end it."""
         start = _Start(mpiexec.pid, self.start_timeout_s, self._hosts)
         report_at = time.monotonic() + START_REPORT_S
         give_up_at: float | None = None
@@ -234,7 +246,7 @@ class Supervisor:
                 report_at = now + START_REPORT_S
                 self._consoles["stderr"].say(f"{self.ranks - len(missing)} of {self.ranks} ranks have started")
             if not (failed or vanished):
-                give_up_at = None  # the disappeared rank had reported its end before
+                give_up_at = None  # Do not give up, because the disappeared rank had reported its end before.
             elif give_up_at is None:
                 give_up_at = now + (FAILURE_GRACE_S if failed else VANISHED_GRACE_S)
             elif now > give_up_at:
@@ -245,7 +257,7 @@ class Supervisor:
             self._changed.clear()
 
     def _name_stopped(self, now: float) -> None:
-        """Report each rank of this host that has been stopped for a while, once."""
+        """Report once each rank on this host that has been stopped (SIGSTOP) for `STOPPED_S`."""
         with self._lock:
             running = [message for rank, message in self._started.items() if rank not in self._ended]
         for message in running:
@@ -285,14 +297,16 @@ class Supervisor:
 
 
 START_PROGRESS = 0.05
-"""Minimum share of the start limit that processes on this host must compute, in total, to count as progress."""
+"""Minimum processor time that counts as progress during the start, for all processes on this host together, as a
+fraction of the start limit."""
 
 START_MOST = 10
-"""Maximum duration of a start with progress, as a multiple of its limit."""
+"""Maximum duration of the start if ranks make progress, as a multiple of the start limit."""
 
 
 class _Start:
-    """Start of a job. It continues while ranks report, or while their processes on this host compute.
+    """Start phase of a job. The time limit is extended while ranks report, or while their processes on this host
+    compute.
 
     Attributes:
         limit_s: maximum time without progress, in seconds.
@@ -304,7 +318,7 @@ class _Start:
         self._there, self._computed_s, self._looked_s = 0, 0.0, 0.0
 
     def is_over(self, there: int, now: float) -> bool:
-        """Return whether the start has failed: `there` ranks have started by `now`."""
+        """Return whether the start has failed, given that `there` ranks have started by `now`."""
         if there > self._there:
             self._there, self._moved_s = there, now
         if now - self._looked_s > self.limit_s / 20:
@@ -314,8 +328,8 @@ class _Start:
         return now > min(self._moved_s + self.limit_s, self._begun_s + START_MOST * self.limit_s)
 
     def _processes(self) -> tuple[float, int]:
-        """Return the processor time and the number of processes that mpiexec has started on this host."""
-        import psutil  # imported here as in `is_alive`
+        """Return (processor time, number) of the processes that mpiexec has started on this host."""
+        import psutil  # Imported late, because psutil takes time to load.
 
         computed_s, number = 0.0, 0
         with contextlib.suppress(psutil.Error):
@@ -326,7 +340,7 @@ class _Start:
         return computed_s, number
 
     def advice(self, now: float) -> str:
-        """Return advice, as the end of a sentence."""
+        """Return advice on what to do about a slow start, as the end of a sentence."""
         if self._hosts:
             return (
                 f"; check that {', '.join(self._hosts[:_NAMED])} can be reached by ssh without a password and have the "
@@ -342,8 +356,8 @@ class _Start:
 
 @contextlib.contextmanager
 def handling_signals(on_signal: Callable[[int], None]) -> Iterator[None]:
-    """Call `on_signal` for Ctrl-C, SIGTERM and SIGHUP. Does nothing outside the main thread, where Python allows no
-    handlers.
+    """Call `on_signal` for Ctrl-C, SIGTERM and SIGHUP. Does nothing outside the main thread, because Python allows
+    signal handlers only in the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,1 +1,1 @@
-"""Launching of elastic jobs: a driver, an agent on each host, host discovery, and the membership rules."""
+"""Launch elastic jobs: a driver (the launcher), an agent process on each host, host discovery, and membership rules."""

@@ -1,6 +1,8 @@
-"""Agent of an elastic job: parent of the ranks on one host. The driver starts `python -m sirtaki.run.elastic.agent`.
+"""The agent of an elastic job, which starts and ends the ranks on one host. The driver starts `python -m
+sirtaki.run.elastic.agent`.
 
-If the driver is lost, an agent starts a new one, to which the remaining agents connect.
+If the driver (the launcher process, `sirtakirun`) is lost, an agent starts a new driver. The other agents connect to
+the new driver.
 """
 
 from __future__ import annotations
@@ -63,17 +65,25 @@ BEAT_S = 2.0
 """Interval of heartbeats between agent and driver, in seconds."""
 
 DRIVER_SILENT_S = 60.0
-"""Seconds of silence after which a driver is given up. A terminal may stop the driver for a while."""
+"""Seconds without a message after which an agent gives up its driver. Long, because Ctrl-Z may stop the driver for a
+while."""
 
 DRIVER_WANTED_S = 30.0
-"""Same limit while ranks wait for a next generation: the driver's host may be lost together with some ranks."""
+"""Same limit as `DRIVER_SILENT_S`, but while ranks wait for the next generation (set of members). It is shorter,
+because the driver's host may be lost together with some ranks."""
 
 LEAVE_GRACE_S = 30.0
-"""Replaces `KILL_GRACE_S` if SIGTERM ends the job and its ranks write a checkpoint with their next commit."""
+"""Seconds between SIGTERM and SIGKILL if SIGTERM ends the job and ranks write a checkpoint with their next commit.
+Replaces `KILL_GRACE_S`."""
 
 
 def end_grace_s(number: int | None, environ: Mapping[str, str]) -> float:
-    """Return how many seconds ranks in `environ` may take to end because of signal `number`. None for no signal."""
+    """Return how many seconds ranks may take to end.
+
+    Args:
+        number: signal that ends the job. None if no signal does.
+        environ: environment of the ranks, which determines whether ranks write checkpoints.
+    """
     writes = number == signal.SIGTERM and environ.get("SIRTAKI_CHECKPOINT_DIR")
     return LEAVE_GRACE_S if writes else KILL_GRACE_S
 
@@ -82,10 +92,10 @@ def end_grace_s(number: int | None, environ: Mapping[str, str]) -> float:
 
 
 class AgentActions(Protocol):
-    """Carries out what the rules decide, with real or simulated processes and connections, or with Ray."""
+    """Actions that `AgentRules` requests. Implemented with real processes, with simulated processes, or with Ray."""
 
     def start_rank(self, worker: int, slot: int) -> None:
-        """Start a process. Raises OSError if this fails."""
+        """Start the process of a rank in a slot. Raises OSError if the process cannot be started."""
         ...
 
     def ask_to_end(self, worker: int) -> None:
@@ -93,7 +103,7 @@ class AgentActions(Protocol):
         ...
 
     def kill(self, worker: int) -> None:
-        """Kill a rank immediately. Its end is reported as usual."""
+        """Kill a rank immediately. `AgentRules.rank_ended` is called for the killed rank as for any other."""
         ...
 
     def send_to_rank(self, worker: int, message: ToRank) -> None:
@@ -106,12 +116,12 @@ class AgentActions(Protocol):
 
 
 class AgentRules:
-    """Decides how the agent of one host reacts to messages and to the ends of ranks.
+    """Rules by which the agent of one host reacts to messages and to exits of ranks.
 
     Attributes:
-        ranks: running ranks, by worker number.
-        agents: list of agents last received from the driver, including this one.
-        ends: all ranks and this agent must end.
+        ranks: running ranks, by worker number (id of the process in the job).
+        agents: newest list of all agents of the job, as received from the driver.
+        ends: True once all ranks and this agent must end.
     """
 
     def __init__(self, actions: AgentActions, *, host: str, proof: Proof, now_s: float) -> None:
@@ -128,14 +138,14 @@ class AgentRules:
         """Send the complete state of this agent to a new driver.
 
         Args:
-            places: addresses at which a driver started by this agent would listen.
+            places: addresses at which a driver would listen if this agent started one.
             now_s: current time.
         """
         self._heard_s = now_s
         up = RegisterAgent(
             host=self._host,
             places=places,
-            # copies, because the records may change before the message is processed
+            # Copied, because the records may change before the message is sent.
             ranks=[*map(replace, self.ranks.values())],
             patience_s=self._patience_s,
             generation=self._generation,
@@ -143,7 +153,7 @@ class AgentRules:
         self._actions.send_to_driver(up)
 
     def end(self, now_s: float, *, grace_s: float = KILL_GRACE_S) -> None:
-        """End all ranks. The agent must end afterwards.
+        """Ask all ranks to end, and kill ranks that do not. The agent process must exit afterwards.
 
         Args:
             now_s: current time.
@@ -156,16 +166,16 @@ class AgentRules:
                 self._actions.ask_to_end(worker)
 
     def tick(self, now_s: float) -> bool:
-        """Check time limits. Call at least twice a second.
+        """Check the time limits of ranks and of the driver. Call at least twice a second.
 
         Returns:
-            False if the driver must be given up.
+            False if the driver has been silent for too long, so that the agent must look for another driver.
         """
         for worker, at_s in list(self._kill_at_s.items()):
             if now_s >= at_s:
                 self._actions.kill(worker)
         if now_s - self._looked_s > DRIVER_SILENT_S / 2:
-            self._heard_s = now_s  # this process was stopped, or the machine was suspended
+            self._heard_s = now_s  # Restart the limit, because this process was stopped or the machine was suspended.
         self._looked_s = now_s
         if now_s - self._beat_s > BEAT_S:
             self._beat_s = now_s
@@ -219,7 +229,7 @@ class AgentRules:
         match message:
             case Join(member=member):
                 there.phase, there.has_state, there.member = ProcessPhase.WAITING, member.has_state, member
-                if self.ends:  # because there will be no rank to train with
+                if self.ends:  # The job ends, so no rank will train with this one.
                     self._actions.kill(worker)
             case Patience(seconds):
                 self._patience_s = max(self._patience_s, seconds)
@@ -228,7 +238,7 @@ class AgentRules:
         self._actions.send_to_driver(Relayed(worker, message))
 
     def rank_ended(self, worker: int, end: RankEnd) -> None:
-        """Report the end of a rank's process."""
+        """Report to the driver that a rank's process has exited."""
         del self.ranks[worker]
         self._kill_at_s.pop(worker, None)
         self._actions.send_to_driver(RankEnded(worker=worker, end=end))
@@ -237,36 +247,36 @@ class AgentRules:
 # ── how agents find a driver ──────────────────────────────────────────────────────────────────────────────────────────
 
 CONNECT_S = 20.0
-"""Seconds to try to reach a driver that runs or is about to."""
+"""Seconds for which an agent tries to connect to a driver that is running or starting."""
 
 CANDIDATE_S = 6.0
-"""Seconds to try to reach an agent that may start the next driver."""
+"""Seconds for which an agent tries to connect to another agent that may have started the next driver."""
 
 DRIVER = 0
-"""Number of the driver in the handshake. Agents count from 1."""
+"""Id of the driver in the handshake. Ids of agents start at 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticJob:
-    """Job of an elastic launch, as sent to its drivers and agents.
+    """Description of an elastic job, sent to every agent and to every new driver of the job.
 
     Attributes:
         command: command line of each rank.
-        script: file in the command that must exist. "" for none.
+        script: script file in `command`, which must exist on every host. "" if `command` runs no script.
         carried: environment variables for ranks on other hosts.
         interface: network interface that connects the hosts. None for any.
-        one_host: the job will never have another host.
+        one_host: True if the job will never use a second host.
         agent_command: command that starts an agent, with `{host}` and `{command}`. "" for ssh or srun.
         slurm_hosts: hosts of the allocation in which the launcher runs.
         ssh: arguments for ssh.
         agent_start_s: seconds that an agent may take to connect.
-        policy: membership policy.
-        discovery: script that prints the hosts. "" for fixed hosts.
+        policy: rules for starting, replacing and excluding ranks and hosts.
+        discovery: host discovery script. "" if the hosts are fixed.
         slots: slots of hosts for which the script prints no number.
         hosts: slots of fixed hosts.
-        prefix: console lines begin with the rank.
-        timestamps: console lines begin with the time.
-        folder: also write one file per process slot and stream below this folder. None for console only.
+        prefix: True if console lines begin with the rank.
+        timestamps: True if console lines begin with the time.
+        folder: folder for one output file per process slot and stream. None to print output only on the console.
     """
 
     command: tuple[str, ...]
@@ -297,13 +307,13 @@ class AgentConfig:
     """Configuration of an agent, sent to its standard input as a line of JSON.
 
     Attributes:
-        need: requirements for its host. Ranks run in the folder named there.
-        host: host name as used by the job.
+        need: requirements that the host must meet. `need.folder` is the working directory of ranks.
+        host: name of the agent's host, as the user or the discovery script wrote it.
         number: id of the agent, unique in the job.
         places: addresses at which the driver listens.
-        proof: credentials of the job.
-        environ: additions to this process's environment for ranks.
-        job: job of the agent.
+        proof: id and secret of the job, with which the agent authenticates.
+        environ: variables that the agent adds to its own environment for ranks.
+        job: description of the job.
     """
 
     need: Need
@@ -320,10 +330,10 @@ class DriverEndpoint:
     """Addresses and credentials with which agents reach a driver. Created by the first driver, passed on to the next.
 
     Attributes:
-        proof: id and secret of the job.
+        proof: id and secret of the job, with which peers authenticate.
         listeners: descriptors of listening sockets.
-        agents: numbers of agents that should connect.
-        numbers: highest number that was given to an agent.
+        agents: ids of agents that are expected to connect.
+        numbers: highest agent id that was assigned until now.
     """
 
     proof: Proof
@@ -334,12 +344,13 @@ class DriverEndpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inheritance:
-    """State for a driver that an agent starts after the loss of the last one, sent to its standard input as JSON.
+    """State that an agent passes to a new driver after the old driver was lost. Sent as JSON to the standard input of
+    the new driver.
 
     Attributes:
-        job: job of the lost driver.
-        environ: additions to the agent's environment for ranks.
-        endpoint: endpoint of the new driver.
+        job: description of the job that the lost driver ran.
+        environ: variables that are added to the agent's environment for ranks.
+        endpoint: sockets and credentials with which the new driver accepts agents.
     """
 
     job: ElasticJob
@@ -348,14 +359,14 @@ class Inheritance:
 
 
 def agents_key(proof: Proof) -> bytes:
-    """Return the key with which agents and driver authenticate. Ranks of a generation have different keys."""
+    """Return the key with which agents and driver authenticate. Ranks authenticate to each other with other keys."""
     return job_key(proof.secret, f"{proof.job}/agents")
 
 
 def reach_driver(
     places: Sequence[AgentAddress], *, proof: Proof, number: int, timeout_s: float = CONNECT_S
 ) -> socket.socket:
-    """Connect to the driver, at the first of its addresses that answers.
+    """Connect to the driver at the first address that answers, and return the socket.
 
     Raises:
         CommError: no address answers.
@@ -382,31 +393,32 @@ def reach_driver(
 
 
 def candidates(agents: Agents, own: int) -> Iterator[tuple[int, Sequence[AgentAddress], float]]:
-    """Yield agents that may start the next driver, in order: number, addresses, and seconds to try to connect.
+    """Yield (id, addresses, seconds to try to connect) of each agent that may start the next driver, in order of
+    priority.
 
     Args:
-        agents: list of agents last received from the lost driver.
-        own: number of this agent. When it is yielded, this agent must start the driver.
+        agents: newest list of agents, as received from the lost driver.
+        own: id of this agent. When `own` is yielded, this agent must start the driver itself.
     """
     for number, places in sorted(agents):
         yield number, places, CONNECT_S if number == own else CANDIDATE_S
 
 
 def expected_by_successor(agents: Agents, own: int) -> tuple[int, ...]:
-    """Return the numbers of agents that connect to a driver started by agent `own`: those that come after it in
-    order.
-    """
+    """Return the ids of agents that would connect to a driver started by agent `own`: `own` and all higher ids."""
     return tuple(number for number, _ in agents if number >= own)
 
 
 class Succession:
-    """Finds another driver when the current one is lost, and starts it when it is this agent's turn."""
+    """Finder of the next driver after the current driver is lost. Starts the next driver itself when it is this agent's
+    turn.
+    """
 
     def __init__(self, config: AgentConfig) -> None:
-        """Open the port.
+        """Open the port at which a driver started by this agent would listen.
 
         Raises:
-            OSError: opening failed.
+            OSError: the port cannot be opened.
         """
         self._config = config
         self._listeners = listen(config.job.addresses)
@@ -418,11 +430,12 @@ class Succession:
         return [listener.getsockname()[:2] for listener in self._listeners]
 
     def find_driver(self, agents: Agents) -> socket.socket | None:
-        """Connect to the next driver. Blocks for some seconds for each agent that has exited. None if there is no
-        driver.
+        """Connect to the next driver, and return the socket. Return None if no driver can be reached.
+
+        Blocks for some seconds per unreachable agent.
 
         Args:
-            agents: list of agents last received from the driver.
+            agents: newest list of agents, as received from the driver.
         """
         own = self._config.number
         for number, places, timeout_s in candidates(agents, own):
@@ -434,7 +447,7 @@ class Succession:
         return None
 
     def close(self) -> None:
-        """Close the port. Wait for a driver that this agent has started; it ends by itself."""
+        """Close the port. If this agent has started a driver, wait until that driver ends by itself."""
         for listener in self._listeners:
             listener.close()
         if self._driver is not None:
@@ -443,7 +456,7 @@ class Succession:
 
     def _start_driver(self, agents: Agents) -> None:
         if self._driver is not None and self._driver.poll() is None:
-            return  # the driver runs, and continued without this agent while the agent was stopped
+            return  # A driver runs, but gave this agent up while the agent was stopped.
         config = self._config
         descriptors = tuple(listener.fileno() for listener in self._listeners)
         endpoint = DriverEndpoint(
@@ -459,7 +472,7 @@ class Succession:
             start_new_session=True,
             pass_fds=descriptors,
         )
-        assert self._driver.stdin is not None  # it is a pipe
+        assert self._driver.stdin is not None  # Standard input is a pipe.
         with contextlib.suppress(OSError), self._driver.stdin as stdin:
             stdin.write(msgspec.json.encode(inheritance))
 
@@ -468,18 +481,18 @@ class Succession:
 
 _LONGEST_LINE = 65536
 _LAST_WORDS_S = 1.0
-"""Seconds to wait for the output of a failed rank."""
+"""Maximum seconds to wait for the remaining output of a failed rank."""
 
 _writing = threading.Lock()
 
 
 class RankProcess:
-    """Process of a rank.
+    """Process of a rank, as seen by its agent.
 
     Attributes:
         worker: id of the process in the job.
-        channel: connection to the rank.
-        pid: id of the process, of its session, and of its first process group.
+        channel: socket for messages between agent and rank.
+        pid: process id, which is also the id of the session and of its first process group.
     """
 
     def __init__(self, worker: int, command: Sequence[str], environ: Mapping[str, str], *, hosts: str) -> None:
@@ -488,11 +501,11 @@ class RankProcess:
         Args:
             worker: id of the process in the job.
             command: command line.
-            environ: complete environment.
-            hosts: "one" if the job will never have another host, otherwise "many".
+            environ: complete environment of the process.
+            hosts: "one" if the job will never use a second host, otherwise "many".
 
         Raises:
-            OSError: starting failed.
+            OSError: the process cannot be started.
         """
         self.worker = worker
         own, its = socket.socketpair()
@@ -513,7 +526,7 @@ class RankProcess:
         self.channel: JsonChannel[FromRank] = JsonChannel(own, FromRank)
         self.pid = self._process.pid
         self._reason = ""
-        assert self._process.stdout is not None  # both are pipes
+        assert self._process.stdout is not None  # Both streams are pipes.
         assert self._process.stderr is not None
         streams = ((self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr))
         self._pumps = [
@@ -524,20 +537,20 @@ class RankProcess:
             pump.start()
 
     def has_ended(self) -> bool:
-        """Return whether the process has ended. Its children may still run."""
+        """Return whether the process has exited. Children of the process may still run."""
         return self._process.poll() is not None
 
     def ask_to_end(self) -> None:
-        """Send SIGTERM to the process group."""
+        """Send SIGTERM to the process group of the rank."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send SIGKILL to all processes of the session."""
+        """Send SIGKILL to all processes of the rank's session."""
         kill(session_members({self.pid}))
 
     def reap(self) -> RankEnd:
-        """Kill the children of the ended process. Return how the process ended."""
+        """Kill the remaining children of the exited process, and return how the process ended."""
         returncode = self._process.wait()
         self.kill()
         if returncode > 0:
@@ -546,12 +559,12 @@ class RankProcess:
         return RankEnd(exit_code=returncode if returncode >= 0 else 128 - returncode, reason=self._reason)
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until the output has been forwarded."""
+        """Wait up to `timeout_s` until all output of the rank has been forwarded."""
         for pump in self._pumps:
             pump.join(timeout_s)
 
     def _pump(self, source: IO[bytes], sink: int) -> None:
-        """Forward lines, each prefixed with the worker number. Very long lines are split."""
+        """Forward output lines of the rank, each prefixed with the worker number. Very long lines are split."""
         head = b"[%d] " % self.worker
         with source:
             while line := source.readline(_LONGEST_LINE):
@@ -559,13 +572,13 @@ class RankProcess:
                 if line and not line.endswith(b"\n"):
                     line += UNFINISHED
                 rest = memoryview(head + line if line else b"")
-                # without buffering; a write error is ignored, because the reader has exited
+                # A write error is ignored, because it means that the reader has exited.
                 with _writing, contextlib.suppress(OSError):
                     while rest:
                         rest = rest[os.write(sink, rest) :]
 
     def _note(self, found: re.Match[bytes]) -> bytes:
-        """Keep the reason in a message of the rank, and insert the worker number."""
+        """Store the failure reason that a rank's message contains, and insert the worker number into the message."""
         message = ChannelLine.decode(found)
         if message.event is RankEvent.FAILED:
             self._reason = message.reason
@@ -573,7 +586,7 @@ class RankProcess:
 
 
 ALONE_S = 3.0
-"""Seconds for which an agent looks for its driver after its standard input has ended."""
+"""Seconds for which an agent may still search for a driver after its standard input was closed."""
 
 _POLL_S = 0.5
 _POLL_WITHOUT_PIDFD_S = 0.05
@@ -594,11 +607,13 @@ class Agent:
         self._meet(driver)
 
     def run(self) -> None:
-        """Run until the driver ends this agent or is lost. No rank is left."""
+        """Run until the driver ends this agent, or until no driver can be found. No rank is left running."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._end)
         if self._succession is not None:
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # sent when ssh loses its connection
+            signal.signal(
+                signal.SIGHUP, signal.SIG_IGN
+            )  # Ignored, because the loss of the ssh connection sends SIGHUP.
         while not self._rules.ends or self._ranks:
             self._poll()
         self._driver.close()
@@ -612,7 +627,7 @@ class Agent:
         self._rules.meet_driver([] if self._succession is None else self._succession.places, time.monotonic())
 
     def _lose_driver(self) -> None:
-        """Find another driver, or end."""
+        """Connect to another driver after the loss of the current driver. End all ranks if there is none."""
         self._driver.close()
         if not self._rules.ends and self._succession is not None:
             self._write_to_file()
@@ -622,7 +637,9 @@ class Agent:
         self._end()
 
     def _write_to_file(self) -> None:
-        """Redirect output of this process and its ranks to a file, because the driver does not read it any more."""
+        """Redirect output of this process and its ranks to a file, because the lost driver does not read the output any
+        more.
+        """
         with contextlib.suppress(OSError), open(f"sirtaki-{self._config.host}.log", "ab") as file:
             for descriptor in (1, 2):
                 os.dup2(file.fileno(), descriptor)
@@ -633,7 +650,7 @@ class Agent:
         self._rules.end(time.monotonic(), grace_s=end_grace_s(number, environ))
 
     def _poll(self) -> None:
-        """Wait for events, and process them."""
+        """Wait for messages, exits of ranks and time limits, and process them."""
         for chosen, _ in self._events.select(self._poll_s):
             if chosen.data is self._driver:
                 self._receive_from_driver()
@@ -657,7 +674,7 @@ class Agent:
     def _receive_from_rank(self, rank: RankProcess) -> None:
         try:
             messages = rank.channel.receive()
-        except ConnectionError:  # the rank has closed the socket, or has died
+        except ConnectionError:  # The rank has closed the socket or has died.
             rank.channel.close()
             return
         for message in messages:
@@ -666,7 +683,7 @@ class Agent:
     # ── actions of the rules ──────────────────────────────────────────────────────────────────────────────────────────
 
     def start_rank(self, worker: int, slot: int) -> None:
-        """Start the process of a worker in a slot. Raises OSError if this fails."""
+        """Start the process of a worker in a slot. Raises OSError if the process cannot be started."""
         config = self._config
         environ = {
             **os.environ,
@@ -682,15 +699,15 @@ class Agent:
         try:
             self._pidfds[worker] = os.pidfd_open(rank.pid)
             self._events.register(self._pidfds[worker], selectors.EVENT_READ, worker)
-        except (OSError, AttributeError):  # a sandbox may lack pidfd
+        except (OSError, AttributeError):  # Exits are polled instead, because a sandbox may lack pidfd.
             self._poll_s = _POLL_WITHOUT_PIDFD_S
 
     def ask_to_end(self, worker: int) -> None:
-        """Send SIGTERM to the worker's process group."""
+        """Send SIGTERM to the process group of a rank, given by its worker number."""
         self._ranks[worker].ask_to_end()
 
     def kill(self, worker: int) -> None:
-        """Kill all processes of the worker's session."""
+        """Kill all processes of the session of a rank, given by its worker number."""
         self._ranks[worker].kill()
 
     def send_to_rank(self, worker: int, message: ToRank) -> None:
@@ -703,7 +720,7 @@ class Agent:
         self._driver.send(message)
 
     def _reap(self, rank: RankProcess) -> None:
-        self._receive_from_rank(rank)  # process its last messages
+        self._receive_from_rank(rank)  # Process the rank's last messages first.
         if (pidfd := self._pidfds.pop(rank.worker, None)) is not None:
             self._events.unregister(pidfd)
             os.close(pidfd)
@@ -716,7 +733,7 @@ class Agent:
 
 
 def _leave_with_input(arrived: threading.Event) -> None:
-    """End this process if its starter ends before the process has found the driver."""
+    """End this process if standard input is closed before this process has connected to the driver."""
     with contextlib.suppress(OSError):
         while os.read(0, 4096):
             pass
@@ -726,15 +743,15 @@ def _leave_with_input(arrived: threading.Event) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _AgentRequirements:
-    """Part of `AgentConfig` that all versions can decode."""
+    """Part of `AgentConfig` that every Sirtaki version can decode, to compare versions first."""
 
     need: Need
 
 
 def main() -> int:
-    """Run the agent. Exit code 1 if the host cannot be used or the driver cannot be reached."""
+    """Run the agent. Returns exit code 1 if this host cannot be used or the driver cannot be reached."""
     line = sys.stdin.buffer.readline()
-    # check before the rest is decoded, because versions may differ
+    # Check versions before the rest is decoded, because another version may use other fields.
     if problem := problem_here(msgspec.json.decode(line, type=_AgentRequirements).need):
         print(f"{PROBLEM}{problem}", file=sys.stderr, flush=True)
         return 1

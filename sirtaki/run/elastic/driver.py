@@ -1,6 +1,6 @@
-"""The driver of an elastic job: its agents, host discovery, and the launch from parsed options.
+"""The driver (launcher process) of an elastic job: starts one agent per host, and runs the host discovery script.
 
-If the driver is lost, an agent starts another one with `python -m sirtaki.run.elastic.driver`.
+If the driver is lost, an agent starts a new driver with `python -m sirtaki.run.elastic.driver`.
 """
 
 from __future__ import annotations
@@ -72,22 +72,23 @@ from sirtaki.run.supervisor import handling_signals
 # ── agents, as seen by the driver ─────────────────────────────────────────────────────────────────────────────────────
 
 AGENT_SILENT_S = 10.0
-"""Seconds of silence after which the agent of a host, and its ranks, are given up."""
+"""Seconds without a message after which the driver gives up the agent of a host and all ranks on this host."""
 
 REMEMBERED_S = 120.0
-"""Seconds for which agents are informed of a lost agent. It may be alive behind a network split, and agents must find
-each other if this driver is on the side that has to end."""
+"""Seconds for which the driver keeps a lost agent in the list of agents. If the network has split and this driver must
+end, the other agents need this list to find the lost agent, which may have started a driver."""
 
 
 class AgentRecord:
-    """State of an agent. Agents of another driver are plain `AgentRecord`s, own ones are `StartedAgent`s.
+    """State of an agent, as known to the driver. Agents that this driver started are `StartedAgent`s. Agents that an
+    earlier driver started are plain `AgentRecord`s.
 
     Attributes:
-        host: host of the agent. "" if not known yet.
+        host: host of the agent. "" until the agent has reported its host.
         number: id of the agent in the job.
-        channel: connection to the agent. None until it has authenticated.
-        started_s: time at which it was started.
-        heard_s: time of its last message.
+        channel: connection to the agent. None until the agent has authenticated.
+        started_s: time at which the agent was started.
+        heard_s: time of the last message from the agent.
         places: addresses at which a driver started by this agent would listen.
     """
 
@@ -98,11 +99,13 @@ class AgentRecord:
         self.places: Sequence[AgentAddress] = ()
 
     def why_ended(self) -> str:
-        """Return why the agent's start command has ended before the agent connected. "" if it runs or if unknown."""
+        """Return why the agent's start command has ended before the agent connected. "" if the command still runs, or
+        if the reason is unknown.
+        """
         return self._problem
 
     def disconnect(self) -> None:
-        """Close the connection. The agent ends its ranks and itself when it detects this."""
+        """Close the connection. The agent ends its ranks and exits when it detects the closed connection."""
         if self.channel is not None:
             self.channel.close()
 
@@ -111,7 +114,7 @@ class AgentRecord:
 
         Args:
             timeout_s: maximum wait in seconds.
-            kills: kill a process that has not ended. Used by `StartedAgent`.
+            kills: kill the start command if it has not ended by then. Used only by `StartedAgent`.
         """
 
         def has_closed() -> bool:
@@ -129,19 +132,20 @@ class AgentList:
     """The agents of a driver, and the rules for giving one up.
 
     Attributes:
-        agents: by host, without agents that were given up.
-        expected: numbers of agents that another driver started and that have not connected yet.
-        adopts: accept any agent of the job, because the lost driver may have given it up.
+        agents: agents by host, without agents that were given up.
+        expected: ids of agents that an earlier driver started and that have not connected to this driver yet.
+        adopts: True if the driver accepts agents that are not in `expected`, because the lost driver may have given
+            such an agent up by mistake.
     """
 
     def __init__(self, *, expected: Iterable[int], numbers: int, start_s: float, shares: bool, now_s: float) -> None:
-        """Begin without agents.
+        """Create an empty list of agents.
 
         Args:
-            expected: numbers of agents that another driver started.
-            numbers: highest number that was given to an agent.
+            expected: ids of agents that an earlier driver started.
+            numbers: highest agent id that was assigned until now.
             start_s: seconds that an agent may take to connect.
-            shares: send agents the list of agents, because any agent may start the next driver.
+            shares: send the list of agents to every agent, because any agent may start the next driver.
             now_s: current time.
         """
         self.agents: dict[str, AgentRecord] = {}
@@ -157,25 +161,25 @@ class AgentList:
         return list(self.agents)
 
     def next_number(self) -> int:
-        """Return the number for the next agent."""
+        """Return a new agent id."""
         self._numbers += 1
         return self._numbers
 
     def expect_no_more(self) -> None:
-        """Accept only agents of this driver from now on."""
+        """Stop accepting agents that an earlier driver started."""
         self.expected.clear()
         self.adopts = False
 
     def wants(self, number: int) -> bool:
-        """Return whether agent `number` may connect. An agent that was given up looks for another driver."""
+        """Return whether the agent with id `number` may connect. A rejected agent searches for another driver."""
         return self.adopts or self.awaited(number) is not None
 
     def awaited(self, number: int) -> AgentRecord | None:
-        """Return the agent with this number that has not connected yet. None if there is none."""
+        """Return the started agent with id `number` that has not connected yet. None if there is no such agent."""
         return next((each for each in self.agents.values() if each.number == number and each.channel is None), None)
 
     def receive(self, agent: AgentRecord, message: FromAgent, now_s: float) -> AgentMessage | None:
-        """Process a message of an agent. Return an event for the membership rules, or None."""
+        """Process a message of an agent. Return an event for `JobMembers`, or None if the message needs no decision."""
         agent.heard_s = now_s
         match message:
             case Heartbeat():
@@ -204,8 +208,11 @@ class AgentList:
             self.send_to(self.agents, KnownAgents([(agent.number, agent.places) for agent in known if agent.places]))
 
     def tick(self, now_s: float) -> Iterator[Lost]:
-        """Give up agents that have not connected in time or are silent. Yield them."""
-        if now_s - self._looked_s > AGENT_SILENT_S / 2:  # this process was stopped, or the machine was suspended
+        """Give up agents that have not connected in time or have been silent for too long. Yield a `Lost` event for
+        each.
+        """
+        # Restart the limits, because this process was stopped or the machine was suspended.
+        if now_s - self._looked_s > AGENT_SILENT_S / 2:
             for agent in self.agents.values():
                 agent.heard_s = now_s
         self._looked_s = now_s
@@ -220,8 +227,8 @@ class AgentList:
                 yield from self.lose(agent, now_s, f"its agent has not answered within {self._start_s:g} s")
 
     def lose(self, agent: AgentRecord, now_s: float, why: str = "its agent has exited") -> Iterator[Lost]:
-        """Give up an agent whose connection has ended. Yields nothing if it was given up before or its host is
-        unknown.
+        """Give up an agent whose connection was closed, and yield a `Lost` event. Yields nothing if the agent was given
+        up before, or if the host of the agent is unknown.
         """
         is_known = self.agents.get(agent.host) is agent
         self._release(agent)
@@ -237,8 +244,8 @@ class AgentList:
             self._release(agent)
 
     def _release(self, agent: AgentRecord) -> None:
-        """Disconnect without a message, because this driver may be the one that has to end. The agent then finds a
-        driver or ends.
+        """Close the connection to an agent without the order to end, because after a network split this driver may have
+        to end instead. The agent then finds another driver or exits.
         """
         if self.agents.get(agent.host) is agent:
             del self.agents[agent.host]
@@ -246,7 +253,9 @@ class AgentList:
 
 
 def is_child(job: ElasticJob, host: str) -> bool:
-    """Return whether the agent runs on this machine and inherits its environment."""
+    """Return whether the agent of `host` is a child process on this machine, which inherits the driver's
+    environment.
+    """
     return not job.agent_command and Host(name=host, slots=1).is_local
 
 
@@ -254,7 +263,7 @@ def agent_words(job: ElasticJob, host: str, environ: Mapping[str, str] = os.envi
     """Return the command line that starts the agent of a host. The agent reads its configuration from standard input.
 
     Raises:
-        ConfigError: the user's command has no placeholder for the agent's command.
+        ConfigError: the user's `--agent-command` does not contain `{command}`.
     """
     agent = [sys.executable, "-P", "-m", "sirtaki.run.elastic.agent"]
     if is_child(job, host):
@@ -267,14 +276,15 @@ def agent_words(job: ElasticJob, host: str, environ: Mapping[str, str] = os.envi
                 f"--agent-command {job.agent_command!r} must contain {{command}}, for example "
                 "'kubectl exec -i {host} -- {command}'"
             )
-        # Replace `{command}` by the agent's words if it is a separate word. Otherwise insert them quoted.
+        # If `{command}` is a word by itself, replace it by the words of the agent's command. Otherwise insert the
+        # agent's command as quoted text.
         words = [
             agent if word == "{command}" else [word.replace("{host}", host).replace("{command}", shlex.join(agent))]
             for word in shlex.split(job.agent_command)
         ]
         return [*itertools.chain(*words)]
     if host in job.slurm_hosts:
-        # Allow all CPUs and variables of the allocation, even if the site or the batch script limits them for tasks.
+        # Request all CPUs and environment variables, even if the site or the batch script limits them for single tasks.
         place = ["--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--mpi=none", "--export=ALL"]
         unbound = ["--cpu-bind=none"] if "SLURM_CPU_BIND" in environ else []
         return ["srun", *place, *unbound, "--unbuffered", *agent]
@@ -282,10 +292,10 @@ def agent_words(job: ElasticJob, host: str, environ: Mapping[str, str] = os.envi
 
 
 def new_endpoint(addresses: Sequence[str]) -> DriverEndpoint:
-    """Open the ports of a job's first driver at these addresses, and create the id and secret of the job.
+    """Open the ports of a job's first driver at `addresses`, and create the id and the secret of the job.
 
     Raises:
-        LaunchError: listening failed.
+        LaunchError: the driver cannot listen at any of the addresses.
     """
     try:
         listeners = tuple(listener.detach() for listener in listen(addresses))
@@ -298,15 +308,19 @@ Speaker = TypeVar("Speaker")
 
 
 class Switchboard(Generic[Speaker]):
-    """Event loop of a driver: messages of peers, new connections at its ports, and wake-ups from other threads.
+    """Event loop of a driver. Waits for messages of agents or ranks, for new connections, and for `wake` from other
+    threads.
 
     Attributes:
-        events: selector for channels of peers, with the peer as data.
+        events: selector in which the channel of each connected peer is registered, with the peer as data.
     """
 
     def __init__(self, endpoint: DriverEndpoint, *, is_wanted: Callable[[int], bool]) -> None:
-        """Take ownership of the inherited sockets, and listen. `is_wanted` returns whether peer `number` may
-        connect.
+        """Listen at the sockets of `endpoint`, and take ownership of them.
+
+        Args:
+            endpoint: listening sockets and credentials of the driver.
+            is_wanted: returns whether the peer with this id may connect.
         """
         self.events = selectors.DefaultSelector()
         listeners = [socket.socket(fileno=descriptor) for descriptor in endpoint.listeners]
@@ -323,16 +337,16 @@ class Switchboard(Generic[Speaker]):
         return self._door.addresses
 
     def wake(self) -> None:
-        """Make `poll` return. Thread-safe."""
+        """Make a waiting `poll` return immediately. Thread-safe."""
         with contextlib.suppress(OSError):
             self._waker.send(b"x")
 
     def poll(self, timeout_s: float, welcome: Callable[[int, socket.socket], None]) -> Iterator[Speaker]:
-        """Wait for an event. Yield peers whose channels are readable or writable.
+        """Wait for an event, and yield each peer whose channel is readable or writable.
 
         Args:
             timeout_s: maximum wait in seconds.
-            welcome: called with the number and the connection of each peer that has authenticated.
+            welcome: called with the id and the socket of each new peer that has authenticated.
         """
         for chosen, _ in self.events.select(timeout_s):
             if chosen.fileobj is self._woken:
@@ -347,7 +361,7 @@ class Switchboard(Generic[Speaker]):
         self._door.drop_expired()
 
     def close(self) -> None:
-        """Stop listening. Connections of peers stay open."""
+        """Close the listening sockets. Connections to peers stay open."""
         self._door.close()
         self.events.close()
         for end in (self._woken, self._waker):
@@ -355,11 +369,11 @@ class Switchboard(Generic[Speaker]):
 
 
 Pump = Callable[[str, Iterable[bytes]], None]
-"""Prints all lines of "stdout" or "stderr" as they arrive."""
+"""Function (stream name, lines) that prints the lines of "stdout" or "stderr" as they arrive."""
 
 
 class StartedAgent(AgentRecord):
-    """An agent that this process has started. Used once."""
+    """An agent that this driver has started with a command (ssh, srun or a local process)."""
 
     def __init__(
         self,
@@ -370,15 +384,15 @@ class StartedAgent(AgentRecord):
         config: bytes,
         pump: Pump,
     ) -> None:
-        """Start the agent.
+        """Start the command that runs the agent.
 
         Args:
             host: host of the agent.
             number: id of the agent in the job.
-            words: command line that starts it.
+            words: command line that starts the agent.
             environ: environment of the command.
             config: configuration of the agent, as one line of JSON.
-            pump: prints the output. Called in a thread for each stream.
+            pump: prints the output of the command. Called in one thread per stream.
 
         Raises:
             OSError: the command cannot be run.
@@ -391,9 +405,9 @@ class StartedAgent(AgentRecord):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # so that Ctrl-C in a terminal reaches only the driver
+            start_new_session=True,  # Ctrl-C in a terminal must reach only the driver.
         )
-        assert self._process.stdout is not None  # they are pipes
+        assert self._process.stdout is not None  # Both streams are pipes.
         assert self._process.stderr is not None
         streams = {"stdout": self._process.stdout, "stderr": self._process.stderr}
         self._pumps = [
@@ -402,8 +416,8 @@ class StartedAgent(AgentRecord):
         ]
         for thread in self._pumps:
             thread.start()
-        assert self._process.stdin is not None  # it is a pipe
-        with contextlib.suppress(OSError):  # the command has ended, which `why_ended` reports
+        assert self._process.stdin is not None  # Standard input is a pipe.
+        with contextlib.suppress(OSError):  # Ignored, because `why_ended` reports that the command has ended.
             self._process.stdin.write(config)
             self._process.stdin.flush()
 
@@ -412,8 +426,9 @@ class StartedAgent(AgentRecord):
             pump(name, stream if name == "stdout" else filter(self._is_shown, stream))
 
     def _is_shown(self, line: bytes) -> bool:
-        """Return whether to print a line of standard error. A line that explains why the agent does not start is kept
-        instead.
+        """Return whether to print a line of standard error now.
+
+        Lines that may explain why the agent does not start are stored for `why_ended` instead.
         """
         text, problem = line.decode(errors="replace"), ""
         if self.channel is None and text.startswith(PROBLEM):
@@ -425,21 +440,23 @@ class StartedAgent(AgentRecord):
         return not problem
 
     def why_ended(self) -> str:
-        """Return why the command has ended: its last lines, or its exit code. "" while it runs."""
+        """Return why the start command has ended: its last error lines, or its exit code. "" while the command runs."""
         if (code := self._process.poll()) is None:
             return ""
-        self._pumps[1].join(1.0)  # wait for its last lines
+        self._pumps[1].join(1.0)  # Wait for the last lines of standard error.
         return self._problem or f"{self._program} ended with exit code {code}"
 
     def disconnect(self) -> None:
-        """Close the connection and the command's input, so that the agent ends its ranks and itself."""
+        """Close the connection and the command's standard input, so that the agent ends its ranks and exits."""
         super().disconnect()
         with contextlib.suppress(OSError, ValueError):
             if self._process.stdin is not None:
                 self._process.stdin.close()
 
     def wait(self, timeout_s: float, *, kills: bool = True) -> None:
-        """Wait for the end of the command and its output, up to `timeout_s`. Then kill the command if `kills`."""
+        """Wait up to `timeout_s` until the command has ended and its output was printed. Then kill the command if
+        `kills`.
+        """
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, timeout_s))
         self.disconnect()
@@ -456,7 +473,7 @@ class StartedAgent(AgentRecord):
 
 
 class AgentCrew(AgentList):
-    """All agents of a driver, one per host."""
+    """All agents of a driver, one per host, with their connections and processes."""
 
     def __init__(
         self,
@@ -465,11 +482,11 @@ class AgentCrew(AgentList):
         pump: Pump,
         environ: Mapping[str, str],
     ) -> None:
-        """Begin without agents.
+        """Listen for agents. No agent is started yet.
 
         Args:
-            job: job of the driver.
-            endpoint: addresses of the driver, and agents that may connect.
+            job: description of the elastic job.
+            endpoint: listening sockets of the driver, and ids of agents that are expected to connect.
             pump: prints the output of agents.
             environ: environment of ranks on this machine.
         """
@@ -485,11 +502,13 @@ class AgentCrew(AgentList):
         self._leaving: list[AgentRecord] = []
 
     def wake(self) -> None:
-        """Make `poll` return. Thread-safe."""
+        """Make a waiting `poll` return immediately. Thread-safe."""
         self._board.wake()
 
     def start(self, host: str) -> None:
-        """Start the agent of a host. The agent reports when it runs, or is reported as lost if its command fails."""
+        """Start the agent of a host. `poll` later yields a message of the agent, or `Lost` if its start command
+        fails.
+        """
         job, number, places = self._job, self.next_number(), self._board.places
         here = is_child(job, host)
         need = Need(
@@ -515,41 +534,42 @@ class AgentCrew(AgentList):
             self.agents[host] = AgentRecord(host, number, now_s=time.monotonic(), problem=problem)
 
     def poll(self, timeout_s: float) -> Iterator[AgentMessage | Lost]:
-        """Wait for events, up to `timeout_s`, and yield them."""
+        """Wait up to `timeout_s` for messages and losses of agents, and yield them."""
         for agent in self._board.poll(timeout_s, self._welcome):
             yield from self._receive(agent)
         yield from self.tick(time.monotonic())
 
     def close(self, number: int | None = None) -> None:
-        """End all agents and their ranks, and wait for them within time limits.
+        """End all agents and their ranks, and wait for their exit within time limits.
 
         Args:
-            number: number of the signal that is the reason. None if there is none.
+            number: signal that ended the driver. None if the job ended without a signal.
         """
         grace_s = end_grace_s(number, self._environ)
         self.send_to(self.agents, EndAll(grace_s))
         for each in self.agents.values():
             if each.channel is None:
-                each.disconnect()  # which the agent detects by its standard input
+                each.disconnect()  # The agent ends when its standard input is closed.
         deadline_s = time.monotonic() + grace_s + 2.0
         for agent in self.agents.values():
             agent.wait(deadline_s - time.monotonic())
         for agent in self._leaving:
-            # A lost agent may have another driver, because this one was stopped or disconnected.
+            # A lost agent may be connected to a new driver, because this driver was stopped or disconnected for a
+            # while.
             agent.wait(
                 deadline_s - time.monotonic(), kills=not self._job.policy.has_successors or agent.channel is None
             )
         self._board.close()
 
     def _welcome(self, number: int, sock: socket.socket) -> None:
-        """Add an agent that has authenticated."""
-        # The host of an adopted agent is unknown until its first message.
+        """Store the connection of an agent that has authenticated."""
+        # The host of an agent that an earlier driver started is unknown until its first message.
         agent = self.awaited(number) or AgentRecord("", number, now_s=time.monotonic())
         agent.channel, agent.heard_s = JsonChannel(sock, FromAgent), time.monotonic()
         agent.channel.watch(self._board.events, agent)
 
     def _receive(self, agent: AgentRecord) -> Iterator[AgentMessage | Lost]:
-        assert agent.channel is not None  # the channel was readable
+        assert agent.channel is not None  # `poll` yields only agents with a channel.
         try:
             messages = agent.channel.receive()
         except ConnectionError:
@@ -564,31 +584,34 @@ class AgentCrew(AgentList):
         super()._release(agent)
 
 
-# ── the driver: runs discovery, passes events to the membership rules, and carries out their orders ───────────────────
+# ── the driver: runs host discovery, passes events to `JobMembers`, and carries out its orders ────────────────────────
 
 INTERVAL_S = 1.0
-"""Seconds between an answer of discovery and the next query."""
+"""Seconds between the end of one run of the host discovery script and the start of the next run."""
 
 LIMIT_S, MOST_BYTES = 20.0, 1 << 20
-"""Limits of the discovery script: run time in seconds, and size of its output."""
+"""Maximum run time in seconds, and maximum size of the output in bytes, of the host discovery script."""
 
 MOST_HOSTS = 10_000
+
+_FORMAT = "it must print one host per line, as name or name:slots"
 
 Hosts = Mapping[str, int]
 
 
 def ask_script(script: str, slots: int, limit_s: float = LIMIT_S) -> Hosts:
-    """Run the discovery script once. It prints one host per line, `name` or `name:slots`, with `#` comments.
+    """Run the host discovery script once, and return its hosts. The script prints one host per line, `name` or
+    `name:slots`, with `#` comments.
 
     Args:
-        script: executable file, or a shell command.
+        script: path of an executable file, or a shell command.
         slots: slots of hosts for which the script prints no number.
-        limit_s: maximum run time in seconds. Then the script and its children are killed.
+        limit_s: maximum run time in seconds. At the limit, the script and its children are killed.
 
     Raises:
         LaunchError: the script cannot be run, fails, takes too long, or prints an invalid host.
     """
-    deadline = Deadline.after(limit_s)
+    deadline, which = Deadline.after(limit_s), f"the host discovery script {script!r}"
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
         try:
             process = subprocess.Popen(
@@ -600,19 +623,19 @@ def ask_script(script: str, slots: int, limit_s: float = LIMIT_S) -> Hosts:
             )
         except OSError as err:
             raise LaunchError(
-                f"it cannot be run ({err}); make it executable, with #!/bin/sh in its first line"
+                f"{which} cannot be run ({err}): make it executable, with #!/bin/sh in its first line"
             ) from err
 
         def has_ended() -> bool:
             if process.poll() is not None:
                 return True
             if sum(os.fstat(file.fileno()).st_size for file in (out, errors)) > MOST_BYTES:
-                raise LaunchError(f"it has printed more than {MOST_BYTES} bytes")
+                raise LaunchError(f"{which} has printed more than {MOST_BYTES} bytes: {_FORMAT}, and then exit")
             return False
 
         try:
             if not wait_for(has_ended, deadline, Poll.SLICES):
-                raise LaunchError(f"it has not ended within {limit_s:g} s")
+                raise LaunchError(f"{which} has not ended within {limit_s:g} s: {_FORMAT}, and then exit")
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -620,11 +643,11 @@ def ask_script(script: str, slots: int, limit_s: float = LIMIT_S) -> Hosts:
         printed, complaint = (os.pread(file.fileno(), MOST_BYTES, 0).decode(errors="replace") for file in (out, errors))
     if process.returncode != 0:
         last = (complaint.strip().splitlines() or [""])[-1]
-        raise LaunchError(f"it ended with exit code {process.returncode}{f': {last[:200]}' if last else ''}")
-    return _hosts(printed, slots)
+        raise LaunchError(f"{which} ended with exit code {process.returncode}{f': {last[:200]}' if last else ''}")
+    return _hosts(which, printed, slots)
 
 
-def _hosts(text: str, slots: int) -> Hosts:
+def _hosts(which: str, text: str, slots: int) -> Hosts:
     found: dict[str, int] = {}
     for line in text.splitlines():
         entry = line.partition("#")[0].strip()
@@ -634,26 +657,26 @@ def _hosts(text: str, slots: int) -> Hosts:
             (host,) = parse_hosts(entry if ":" in entry else f"{entry}:{slots}")
         except (ConfigError, ValueError) as err:
             raise LaunchError(
-                f"it printed {entry[:80]!r}; a line must be name or name:slots, with at most {MOST_SLOTS} slots"
+                f"{which} printed the line {entry[:80]!r}: {_FORMAT}, with at most {MOST_SLOTS} slots"
             ) from err
         found[host.name] = min(MOST_SLOTS, found.get(host.name, 0) + host.slots)
         if len(found) > MOST_HOSTS:
-            raise LaunchError(f"it printed more than {MOST_HOSTS} hosts")
+            raise LaunchError(f"{which} printed more than {MOST_HOSTS} hosts")
     return found
 
 
 class Discovery:
-    """Runs host discovery in a thread, because an answer may take long."""
+    """A thread that runs host discovery repeatedly, because one query may take long."""
 
     def __init__(
         self, ask: Callable[[], Hosts], *, on_answer: Callable[[], None], interval_s: float = INTERVAL_S
     ) -> None:
-        """Start the thread.
+        """Start the thread that queries for hosts.
 
         Args:
-            ask: returns all hosts, or raises LaunchError.
-            on_answer: called in the thread when `take` has a new answer.
-            interval_s: seconds between an answer and the next query.
+            ask: returns all available hosts, or raises LaunchError.
+            on_answer: called in the thread when the hosts have changed or a new error has occurred.
+            interval_s: seconds between the end of one query and the start of the next.
         """
         self._ask, self._on_answer, self._interval_s = ask, on_answer, interval_s
         self._answers: queue.SimpleQueue[Hosts | LaunchError] = queue.SimpleQueue()
@@ -662,12 +685,12 @@ class Discovery:
         self._thread.start()
 
     def take(self) -> Iterator[Hosts | LaunchError]:
-        """Yield new answers or errors since the last call."""
+        """Yield the host lists and errors that are new since the last call."""
         while not self._answers.empty():
             yield self._answers.get()
 
     def close(self) -> None:
-        """Stop. Does not wait for a running query."""
+        """Stop the thread. Does not wait for a running query."""
         self._closing.set()
 
     def _run(self) -> None:
@@ -678,28 +701,28 @@ class Discovery:
             except LaunchError as err:
                 answer = err
             found = str(answer) if isinstance(answer, LaunchError) else dict(answer)
-            if found != last:  # report a repeated error once
+            if found != last:  # Report unchanged hosts, or a repeated error, only once.
                 last = found
                 self._answers.put(answer)
                 self._on_answer()
 
 
 class RunningCrew(Crew, Protocol):
-    """Agents as run by a driver: real ones, or Ray actors."""
+    """The agents of a running driver: processes on hosts, or Ray actors."""
 
     def wake(self) -> None:
-        """Make `poll` return. Thread-safe."""
+        """Make a waiting `poll` return immediately. Thread-safe."""
         ...
 
     def poll(self, timeout_s: float) -> Iterator[AgentMessage | Lost]:
-        """Wait for events, up to `timeout_s`, and yield them."""
+        """Wait up to `timeout_s` for messages and losses of agents, and yield them."""
         ...
 
     def close(self, number: int | None = None) -> None:
-        """End all agents and their ranks, and wait for them within time limits.
+        """End all agents and their ranks, and wait for their exit within time limits.
 
         Args:
-            number: number of the signal that is the reason. None if there is none.
+            number: signal that ended the driver. None if the job ended without a signal.
         """
         ...
 
@@ -716,15 +739,15 @@ def run_job(
     *,
     finish_output: Callable[[], None] = lambda: None,
 ) -> int:
-    """Run a job to its end. No process of the job is left on hosts that can be reached.
+    """Run a job to its end. Afterwards, no process of the job is left on reachable hosts.
 
     Args:
-        crew: agents. Closed at the end.
-        members: membership rules.
+        crew: controls the agents. Closed at the end.
+        members: decides which ranks start, are members, and are given up.
         say: prints a line for the user.
-        hosts: initial hosts.
-        ask: host discovery. None for a fixed set of hosts.
-        finish_output: called before the last line, when no rank writes output any more.
+        hosts: initial hosts, with their slots.
+        ask: queries host discovery. None if the set of hosts is fixed.
+        finish_output: called after all ranks have ended, and before the final line is printed.
 
     Returns:
         0, the exit code of the rank that failed first, or 128 + the signal that ended this process.
@@ -743,7 +766,7 @@ def run_job(
                 members.answer(list(crew.poll(_TICK_S)), time.monotonic())
                 for answer in () if discovery is None else discovery.take():
                     if isinstance(answer, LaunchError):
-                        say(f"host discovery script: {answer}; keeping the known hosts and trying again")
+                        say(f"{answer}; keeping the known hosts and trying again")
                     else:
                         members.found(answer, time.monotonic())
         finally:
@@ -760,11 +783,11 @@ def run_job(
 
 
 def take_over(crew: AgentCrew, members: JobMembers, say: Callable[[str], None]) -> Hosts | None:
-    """Continue a job whose driver is lost, with the agents that connect.
+    """Continue a job whose driver was lost. Waits for the agents of the job to connect to this driver.
 
     Returns:
-        The hosts with which the job continues, as far as agents report them. None if too few agents connected, and all
-        have ended.
+        The hosts that the connected agents report, with their slots. None if too few agents have connected; then all
+        agents were ended.
     """
     reports: dict[str, RegisterAgent] = {}
     later: list[AgentMessage | Lost] = []
@@ -795,15 +818,16 @@ def take_over(crew: AgentCrew, members: JobMembers, say: Callable[[str], None]) 
 # ── a job from parsed options, and the successor of a lost driver ─────────────────────────────────────────────────────
 
 _LATER_S = 30.0
-"""Seconds that a rank waits longer than the launcher, because the launcher can name missing ranks."""
+"""Seconds that are added to the time limit of ranks, so that the launcher, which can name missing ranks, gives up
+first."""
 
 
 def drive(job: ElasticJob, endpoint: DriverEndpoint, environ: Mapping[str, str], hosts: Hosts | None) -> int:
-    """Run a job to its end.
+    """Run an elastic job to its end, as its driver.
 
     Args:
-        job: job of this driver.
-        endpoint: addresses at which agents reach this driver.
+        job: description of the job.
+        endpoint: sockets at which this driver listens for agents.
         environ: environment of agents and ranks on this machine.
         hosts: initial hosts. None to continue the job of a lost driver.
 
@@ -825,7 +849,8 @@ def drive(job: ElasticJob, endpoint: DriverEndpoint, environ: Mapping[str, str],
             consoles["stderr"].show_bar(message.reason)
 
     def say(line: str) -> None:
-        consoles["stderr"].show_bar("")  # the rank may have exited; a rank that tunes draws the bar again
+        # The rank that drew the bar may have exited. A rank that still tunes draws the bar again.
+        consoles["stderr"].show_bar("")
         consoles["stderr"].say(line)
 
     outputs = {
@@ -856,7 +881,7 @@ def launch_elastic(options: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: an option is invalid. Nothing was started.
-        LaunchError: the launcher cannot listen.
+        LaunchError: the launcher cannot open a port for agents.
     """
     environ, exported = begin_environ(options)
     for option, name in (("mpi_args", "--mpi-args"), ("binding_args", "--binding-args"), ("tcp", "--tcp")):
@@ -867,7 +892,7 @@ def launch_elastic(options: argparse.Namespace) -> int:
     try:
         hosts = ask_script(script, slots) if script else fixed
     except LaunchError as err:
-        raise ConfigError(f"host discovery script: {err}") from err
+        raise ConfigError(str(err)) from err
     policy = policy_of(
         options, hosts, timeout_s=options.elastic_timeout or Settings.from_environ(environ).elastic_timeout_s
     )
@@ -891,7 +916,7 @@ def launch_elastic(options: argparse.Namespace) -> int:
         folder=str(output_folder(options.output_filename).resolve()) if options.output_filename else None,
     )
     if job.agent_command:
-        agent_words(job, "host")  # rejects an invalid command
+        agent_words(job, "host")  # Called for its check of `--agent-command`.
     here = not script and all(is_child(job, host) for host in hosts)
     command = rank_command(options.command, as_horovod=options.as_horovod, check_files=here)
     environ["HOROVOD_ELASTIC_TIMEOUT"] = f"{policy.timeout_s + _LATER_S:g}"
@@ -913,10 +938,10 @@ def launch_elastic(options: argparse.Namespace) -> int:
 
 
 def policy_of(options: argparse.Namespace, hosts: Hosts, *, timeout_s: float) -> Policy:
-    """Return the membership policy of the options.
+    """Return the policy for ranks and hosts that the command-line options describe.
 
     Raises:
-        ConfigError: numbers contradict each other.
+        ConfigError: numbers of ranks or slots contradict each other.
     """
     start, least, most = options.ranks, options.min_ranks, options.max_ranks
     least = least or start or 1
@@ -964,7 +989,7 @@ def _fixed_hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> Hos
 
 
 def inherit() -> int:
-    """Run the job of a lost driver to its end. Reads an `Inheritance` from standard input.
+    """Run the job of a lost driver to its end. Reads the state of the job, an `Inheritance`, from standard input.
 
     Returns:
         The exit code of the job.

@@ -1,7 +1,7 @@
-"""Membership rules of an elastic job: which ranks start, are members, are given up, and when the job ends.
+"""Membership rules of an elastic job: decide which ranks start, become members or are given up, and when the job ends.
 
-The messages between a driver and its agents are the inputs and outputs of these rules. The driver passes messages of
-agents to the rules unchanged, and sends the rules' orders to agents unchanged. This module uses no sockets, processes
+A generation is a set of ranks that train together until a rank fails, leaves or joins. Messages of agents are the
+inputs of the rules, and orders to agents are the outputs. This module uses no sockets, processes
 or clocks.
 """
 
@@ -24,11 +24,11 @@ from sirtaki.machine import signal_name
 class ProcessPhase(Enum):
     """State of a rank's process, from its start to its end."""
 
-    STARTING = "starting"  # has not requested a generation yet
-    WAITING = "waiting"  # has requested a generation
-    MEMBER = "member"  # is a member of a generation
-    FINISHED = "finished"  # has completed its work
-    DISMISSED = "dismissed"  # was asked or forced to end
+    STARTING = "starting"  # The process has not requested a generation yet.
+    WAITING = "waiting"  # The process has requested the next generation.
+    MEMBER = "member"  # The process is a member of the current generation.
+    FINISHED = "finished"  # The process has completed its work.
+    DISMISSED = "dismissed"  # The process was asked or forced to end.
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,13 +37,13 @@ class RankRecord:
 
     Attributes:
         number: id of the process in this job.
-        rank: rank in its current or last generation. None before its first.
-        generation: number of this generation; 0 before the first.
-        has_state: the process holds the job's state.
-        is_leaving: the job does not need the process any more.
-        since_s: time at which its phase began, in seconds.
-        verdict: why it was killed, as a clause. "" if it was not killed.
-        member: its own description, with the addresses at which it listens while it waits for a generation.
+        rank: rank of the process in its newest generation (set of members). None before its first generation.
+        generation: number of the process's newest generation; 0 before the first.
+        has_state: True if the process holds the job's state.
+        is_leaving: True if the process must end, because it has no slot any more.
+        since_s: time at which the current phase of the process began, in seconds.
+        verdict: why the process was killed, as a clause. "" if it was not killed.
+        member: description that the process sent, with the addresses at which it listens for other members.
     """
 
     number: int
@@ -60,27 +60,29 @@ class RankRecord:
 
     @property
     def label(self) -> str:
-        """Return a name for messages to the user, with rank, host and slot."""
+        """Return the name of the process in messages to the user, with rank, host and slot."""
         who = "a new rank" if self.rank is None else f"rank {self.rank}"
         return f"{who} (host {self.host}, slot {self.slot})"
 
     def enter(self, phase: ProcessPhase, now_s: float) -> None:
-        """Begin a phase."""
+        """Set the phase of the process, and the time at which the phase began."""
         self.phase, self.since_s = phase, now_s
 
 
 def seniority(worker: RankRecord) -> tuple[bool, int, int, int]:
-    """Sort key: processes with the job's state first, by newest generation and rank; then new processes by age."""
+    """Return a sort key: processes that hold the job's state first, by newest generation and rank; then new processes
+    by age.
+    """
     return not worker.has_state, -worker.generation, 0 if worker.rank is None else worker.rank, worker.number
 
 
 def ranked(workers: Iterable[RankRecord], hosts: Sequence[str]) -> list[RankRecord]:
-    """Return workers in rank order: ranks of a host are adjacent, workers with the state come first in their former
-    order.
+    """Return workers in rank order. Ranks of a host are adjacent. Workers that hold the job's state come first, in the
+    order of their former ranks.
 
     Args:
-        workers: members of the next generation.
-        hosts: order of hosts where state and former ranks do not determine it.
+        workers: members of the next generation (set of ranks that train together).
+        hosts: order of hosts that have no worker with state or former rank.
     """
     place = {host: number for number, host in enumerate(hosts)}
 
@@ -91,16 +93,17 @@ def ranked(workers: Iterable[RankRecord], hosts: Sequence[str]) -> list[RankReco
     first: dict[str, int] = {}
     for number, worker in enumerate(ordered):
         first.setdefault(worker.host, number)
-    return sorted(ordered, key=lambda worker: first[worker.host])  # sorted() is stable
+    # `sorted` is stable, so the order within a host is kept.
+    return sorted(ordered, key=lambda worker: first[worker.host])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnd:
-    """Exit of a process.
+    """How the process of a rank ended.
 
     Attributes:
-        exit_code: exit code as in a shell: 128 + the signal's number if a signal killed it.
-        reason: reason reported by the process or its agent. "" if there is none.
+        exit_code: exit code as in a shell: 128 + the signal's number if a signal killed the process.
+        reason: why the process failed, as reported by the process or by its agent. "" if neither reported a reason.
     """
 
     exit_code: int
@@ -122,12 +125,12 @@ class RankEnd:
 
 
 COOLDOWN_S = (30.0, 600.0)
-"""Default of the shortest and longest time for which a failed host is excluded, if failed ranks are replaced in
-place."""
+"""Shortest and longest time in seconds for which a failed host is excluded, by default, if failed ranks are replaced on
+the same host."""
 
 
 class OnFailure(Enum):
-    """Action after the failure of a rank."""
+    """What the job does with the host after a rank on it has failed."""
 
     REPLACE_RANK = "replace-rank"
     DROP_HOST = "drop-host"
@@ -135,24 +138,26 @@ class OnFailure(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """Settings of the whole job.
+    """Settings of an elastic job that decide about its ranks and hosts.
 
     Attributes:
-        start_ranks: number of ranks that the first generation waits for.
+        start_ranks: number of ranks that the first generation (set of members) waits for.
         min_ranks: minimum size of later generations.
         max_ranks: maximum number of ranks. None for the number of slots.
-        timeout_s: maximum wait for enough ranks.
+        timeout_s: maximum seconds to wait for `min_ranks` ranks.
         reset_limit: maximum number of generations after the first. None for no limit.
         on_failure: action after the failure of a rank.
         cooldown_s: shortest and longest time for which a failed host is excluded. None to exclude it permanently.
-        leave_s: seconds after which a rank is killed that has not requested the next generation after another member
-            has, or that has not ended after its dismissal. The former limit is extended to twice the longest time that
+        leave_s: seconds after which a rank is killed if it has not requested the next generation although another
+            member has, or if it has not ended after its dismissal. The first limit grows to twice the longest time that
             any rank computed without polling, up to `timeout_s`.
-        start_grace_s: seconds that the first generation waits for starting ranks once enough ranks are ready.
-        strikes: number of consecutive failures of ranks with little training time after which a host is excluded.
-        has_successors: an agent starts another driver if the driver is lost. If the network splits, one side must end.
-        hosts_stay: the set of hosts is fixed.
-        settled_s: training time of a rank after which the failures of its host are cleared.
+        start_grace_s: seconds that the first generation still waits for starting ranks after enough ranks are ready.
+        strikes: number of consecutive early failures of ranks on a host after which the host is excluded. A failure is
+            early if the rank has trained for less than `settled_s`.
+        has_successors: True if an agent starts a new driver when the driver is lost. Then, after a network split, all
+            processes on one side must end.
+        hosts_stay: True if the set of hosts is fixed, without host discovery.
+        settled_s: training time of a rank, in seconds, after which the failures of its host are cleared.
     """
 
     start_ranks: int
@@ -171,12 +176,13 @@ class Policy:
 
 
 LeftOut = dict[str, tuple[int, float | None]]
-"""By host: how often it was excluded, and for how many more seconds it is. None for permanently."""
+"""By host: how often the host was excluded, and the remaining seconds of its exclusion. None if it is excluded
+permanently."""
 
 
 @dataclass(slots=True)
 class _Record:
-    """Failures of a host, and the time until which it is excluded."""
+    """Failures of a host, and the time until which the host is excluded."""
 
     strikes: int = 0
     drops: int = 0
@@ -185,7 +191,7 @@ class _Record:
 
 
 class HostPool:
-    """Hosts found by discovery, oldest first, with their failures and exclusions."""
+    """Hosts that the discovery script lists, longest known first, with their failures and exclusions."""
 
     def __init__(self, policy: Policy, rng: random.Random) -> None:
         self._policy, self._rng = policy, rng
@@ -193,7 +199,7 @@ class HostPool:
         self._records: dict[str, _Record] = {}
 
     def find(self, hosts: Mapping[str, int]) -> None:
-        """Set the hosts found by discovery, with their slots. Known hosts keep their order."""
+        """Set the hosts, with their slots, as listed by host discovery. Hosts listed before keep their order."""
         kept = {host: hosts[host] for host in self._found if host in hosts}
         self._found = kept | {host: slots for host, slots in hosts.items() if host not in kept}
 
@@ -204,24 +210,25 @@ class HostPool:
 
     @property
     def known(self) -> dict[str, int]:
-        """Return the slots of all hosts."""
+        """Return the slots of all hosts, including excluded hosts."""
         return dict(self._found)
 
     def strike(self, host: str) -> bool:
-        """Count a failure of a rank with little training time. Return whether the host must be excluded."""
+        """Count an early failure of a rank on a host. Return whether the host must be excluded."""
         record = self._record(host)
         record.strikes += 1
         return record.strikes >= self._policy.strikes
 
     def clear(self, host: str) -> None:
-        """Clear the failures of a host, after a rank has trained there."""
+        """Clear the failures of a host, after a rank on the host has trained long enough."""
         self._record(host).strikes = 0
 
     def drop(self, host: str, now_s: float) -> float | None:
         """Exclude a host.
 
         Returns:
-            Duration in seconds: doubled each time, with up to 10 % jitter. None for permanently.
+            Duration of the exclusion in seconds, doubled at each exclusion, with up to 10 % jitter. None if the host is
+            excluded permanently.
         """
         record = self._record(host)
         record.is_dropped, record.strikes = True, 0
@@ -236,7 +243,7 @@ class HostPool:
         return cooldown_s
 
     def take_back(self, now_s: float) -> list[str]:
-        """End the exclusion of hosts whose time has passed, and return them."""
+        """Readmit hosts whose exclusion time has passed, and return these hosts."""
         back = [host for host in self._found if self._record(host).is_dropped and now_s >= self._record(host).until_s]
         for host in back:
             self._record(host).is_dropped = False
@@ -251,7 +258,7 @@ class HostPool:
         }
 
     def remember(self, left_out: LeftOut, now_s: float) -> None:
-        """Set exclusions as returned by `left_out` of another driver."""
+        """Exclude the hosts that a lost driver had excluded, as returned by its `left_out`."""
         for host, (drops, left_s) in left_out.items():
             record = self._record(host)
             record.is_dropped, record.drops = True, drops
@@ -263,13 +270,13 @@ class HostPool:
 
 @dataclass(slots=True, kw_only=True)
 class _Ballot:
-    """A generation that some process may consider the newest.
+    """A generation (set of members) that some process may consider the newest.
 
     Attributes:
         members: members in rank order.
-        dead: members that have ended for certain.
-        unreachable: members that cannot be reached, dead or alive.
-        informed: members whose agents received a newer generation.
+        dead: members whose processes are known to have ended.
+        unreachable: members on lost hosts, which may be dead or alive.
+        informed: members whose agents have received a newer generation.
     """
 
     number: int
@@ -279,7 +286,7 @@ class _Ballot:
     informed: set[int] = field(default_factory=set)
 
     def is_decided_by(self, workers: Set[int]) -> bool:
-        """Return whether `workers` are a majority of the members, so that they would continue without the rest.
+        """Return whether `workers` are a majority of the members. A majority continues without the remaining members.
 
         With exactly half of the members, the half with rank 0 is the majority.
         """
@@ -292,35 +299,40 @@ class _Ballot:
 
 
 class Quorum:
-    """Decides whether a generation may begin without members that cannot be reached and may continue elsewhere."""
+    """Majority rule for network splits: a generation may begin only if unreachable members cannot continue on their
+    own.
+    """
 
     def __init__(self) -> None:
-        """Begin without generations."""
+        """Create a quorum without generations."""
         self._ballots: list[_Ballot] = []
 
     @property
     def older(self) -> tuple[tuple[int, ...], ...]:
-        """Return the members of generations before the newest that some process may still consider the newest."""
+        """Return the members of each older generation that some process may still consider the newest."""
         return tuple(tuple(ballot.members) for ballot in self._ballots[:-1])
 
     @property
     def is_lost(self) -> bool:
-        """Return whether members that cannot be reached may continue as a majority."""
+        """Return whether unreachable members may continue without this side, because they may be a majority."""
         return any(ballot.is_decided_by(ballot.unreachable - ballot.dead) for ballot in self._ballots)
 
     def permits(self, candidates: Collection[int]) -> bool:
-        """Return whether a generation of `candidates` may begin, because the remaining members could not continue."""
+        """Return whether a generation of `candidates` may begin, because the other members cannot continue on their
+        own.
+        """
         return not any(ballot.is_decided_without(candidates) for ballot in self._ballots)
 
     def begin(self, number: int, members: Sequence[int]) -> None:
-        """Add a new generation."""
+        """Add a new generation with these members."""
         self._ballots.append(_Ballot(number=number, members=members))
 
     def take_over(self, newest: FormGeneration, present: Collection[int]) -> None:
         """Continue with the newest generation of a lost driver.
 
         Args:
-            newest: newest generation, with members of older generations that may still count.
+            newest: newest generation, with the members of older generations that some process may still consider the
+                newest.
             present: workers that can be reached.
         """
         for members in [*(newest.older or ()), newest.workers]:
@@ -328,12 +340,12 @@ class Quorum:
             self._ballots.append(_Ballot(number=newest.number, members=members, unreachable=gone))
 
     def lose(self, workers: Collection[int]) -> None:
-        """Record that workers cannot be reached any more."""
+        """Record that `workers` are on lost hosts, and may be dead or alive."""
         for ballot in self._ballots:
             ballot.unreachable.update(set(workers).intersection(ballot.members))
 
     def died(self, worker: int) -> None:
-        """Record that a worker has ended for certain."""
+        """Record that the process of `worker` is known to have ended."""
         for ballot in self._ballots:
             if worker in ballot.members:
                 ballot.dead.add(worker)
@@ -342,7 +354,7 @@ class Quorum:
         """Record that the agent of a host has received generation `number`.
 
         Args:
-            number: number of the generation.
+            number: number of the received generation.
             is_there: returns whether a worker runs or ran on the agent's host.
         """
         for ballot in self._ballots:
@@ -350,7 +362,7 @@ class Quorum:
                 ballot.informed.update(filter(is_there, ballot.members))
 
     def drop_decided(self) -> bool:
-        """Remove older generations that cannot continue any more. Return whether there were any."""
+        """Remove older generations whose members cannot continue any more. Return whether any was removed."""
         older = [ballot for ballot in self._ballots[:-1] if ballot.is_decided_without(ballot.informed)]
         has_settled = len(older) < len(self._ballots) - 1
         if has_settled:
@@ -361,41 +373,42 @@ class Quorum:
 # ── messages between the driver and the agents ───────────────────────────────────────────────────────────────────────
 
 KILL_GRACE_S = 3.0
-"""Seconds between SIGTERM and SIGKILL for a rank."""
+"""Seconds between SIGTERM and SIGKILL for a rank that must end."""
 
 AgentAddress = tuple[str, int]
 Agents = Sequence[tuple[int, Sequence[AgentAddress]]]
-"""Number of each agent, and addresses at which a driver started by this agent would listen."""
+"""List of agents: id, and addresses at which a driver started by this agent would listen."""
 
 
 class StartRank(Struct, tag=True, frozen=True, kw_only=True):
-    """Order to an agent: start a process. Its number is unique in the job."""
+    """Order to an agent: start the process of a rank in a slot. `worker` is its id, unique in the job."""
 
     worker: int
     slot: int
 
 
 class KillRank(Struct, tag=True, frozen=True, kw_only=True):
-    """Order to an agent: end a process and its children. `at_once` skips SIGTERM."""
+    """Order to an agent: end the process of a rank and its children. `at_once`: kill it without SIGTERM."""
 
     worker: int
     at_once: bool
 
 
 class Relay(Struct, tag=True, frozen=True):
-    """Order to agents: forward `message` to those of `workers` that run on their host."""
+    """Order to agents: forward `message` to each of `workers` that runs on the agent's host."""
 
     workers: tuple[int, ...]
     message: Dismissal | Changed
 
 
 class FormGeneration(Struct, tag=True, frozen=True, kw_only=True):
-    """Order to agents: answer all waiting ranks with their generation. Its sequences are in rank order.
+    """Order to agents: tell waiting ranks that a generation (set of members) begins. All sequences are in rank order.
 
     Attributes:
-        older: see `Quorum`. None if no agent replaces a lost driver.
-        has_state: a member holds the job's state.
-        left_out: hosts that are excluded.
+        older: members of older generations that some process may still consider the newest (`Quorum.older`). None if no
+            agent replaces a lost driver.
+        has_state: True if a member holds the job's state.
+        left_out: excluded hosts, with the remaining time of their exclusion.
     """
 
     number: int
@@ -407,40 +420,42 @@ class FormGeneration(Struct, tag=True, frozen=True, kw_only=True):
 
 
 NO_GENERATION = FormGeneration(number=0, workers=())
-"""Newest generation before the first."""
+"""Placeholder for the newest generation before the first generation begins."""
 
 
 class KeepGenerations(Struct, tag=True, frozen=True, kw_only=True):
-    """Order to all agents: the older generations that may still count besides generation `number`. See `Quorum`."""
+    """Order to all agents: store which generations before `number` some process may still consider the newest
+    (`Quorum`).
+    """
 
     number: int
     older: tuple[tuple[int, ...], ...]
 
 
 class KnownAgents(Struct, tag=True, frozen=True):
-    """Order to an agent: the list of all agents, including the receiver."""
+    """Order to an agent: store the list of all agents of the job, including the receiver."""
 
     agents: Agents
 
 
 class EndAll(Struct, tag=True, frozen=True):
-    """Order to an agent: end all ranks, then exit. Training ranks may take `grace_s` seconds."""
+    """Order to an agent: end all ranks, then exit. Training ranks are killed after `grace_s` seconds."""
 
     grace_s: float = KILL_GRACE_S
 
 
 class Heartbeat(Struct, tag=True, frozen=True):
-    """The sender, driver or agent, is alive."""
+    """Message without content by which a driver or an agent shows that it is alive."""
 
 
 class RegisterAgent(Struct, tag=True, frozen=True, kw_only=True):
-    """Report of an agent to a driver that does not know it: the complete state of the agent.
+    """First report of an agent to a driver: the complete state of the agent and its ranks.
 
     Attributes:
         places: addresses at which a driver started by this agent would listen.
         ranks: ranks that run on the host.
-        patience_s: longest time that any rank computed without polling; 0 if none was long.
-        generation: newest generation.
+        patience_s: longest time in seconds that any rank computed without polling; 0 if no long time was reported.
+        generation: newest generation that the agent has received.
     """
 
     host: str
@@ -451,13 +466,13 @@ class RegisterAgent(Struct, tag=True, frozen=True, kw_only=True):
 
 
 class GenerationAck(Struct, tag=True, frozen=True):
-    """Report to a driver: the agent and its ranks have received generation `number`."""
+    """Report to a driver: the agent has received the generation with this number, and has forwarded it to its ranks."""
 
     number: int
 
 
 class Relayed(Struct, tag=True, frozen=True):
-    """Report to a driver that contains a message of a rank."""
+    """Report to a driver that forwards a message of a rank."""
 
     worker: int
     message: FromRank
@@ -476,7 +491,7 @@ FromAgent = RegisterAgent | GenerationAck | Relayed | RankEnded | Heartbeat
 
 @dataclass(frozen=True, slots=True)
 class AgentMessage:
-    """A message of a host's agent."""
+    """A message, and the host whose agent sent it."""
 
     host: str
     message: FromAgent
@@ -484,14 +499,16 @@ class AgentMessage:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The agent of a host is given up. If it is alive, it ends its ranks and itself when it detects this."""
+    """Event: the driver has given up the agent of a host. An agent that is still alive ends its ranks and exits when it
+    detects the closed connection.
+    """
 
     host: str
     why: str
 
 
 class Crew(Protocol):
-    """Controls the agents: real ones, simulated ones, or Ray actors."""
+    """Interface to the agents. Implemented for processes on hosts, for simulated agents, and for Ray actors."""
 
     @property
     def hosts(self) -> list[str]:
@@ -499,11 +516,11 @@ class Crew(Protocol):
         ...
 
     def start(self, host: str) -> None:
-        """Start the agent of a host. If this fails, the agent is reported as lost."""
+        """Start the agent of a host. A failed start is reported as `Lost`."""
         ...
 
     def stop(self, host: str) -> None:
-        """End the agent of a host that is unused and has no rank."""
+        """End the agent of a host on which no rank runs or will start."""
         ...
 
     def send_to(self, hosts: Iterable[str], message: ToAgent) -> None:
@@ -517,7 +534,7 @@ class Crew(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEnd:
-    """End of the job. `text`: why it ended. "" if it completed."""
+    """Result of an ended job: exit code, and `text`, which says why the job ended ("" if the job was completed)."""
 
     exit_code: int
     text: str = ""
@@ -532,7 +549,7 @@ def count(number: int, noun: str) -> str:
 
 
 def difference(before: Mapping[str, int], after: Mapping[str, int]) -> str:
-    """Describe changes found by discovery, given slots by host."""
+    """Describe in words which hosts and slots were added or removed."""
     parts = [f"host {host} with {count(slots, 'slot')} is new" for host, slots in after.items() if host not in before]
     parts += [f"host {host} was removed" for host in before if host not in after]
     parts += [
@@ -544,13 +561,13 @@ def difference(before: Mapping[str, int], after: Mapping[str, int]) -> str:
 
 
 def shortened(text: str, limit: int = 2000) -> str:
-    """Cut a message that lists very many hosts."""
+    """Cut a message to `limit` characters, because it may list very many hosts."""
     return text if len(text) <= limit else f"{text[:limit]} …"
 
 
 def announcement(form: FormGeneration) -> str:
-    """Describe a generation, with its members by host."""
-    hosts = Counter(member.node for member in form.members)  # in rank order
+    """Describe a new generation in words, with its number of ranks on each host."""
+    hosts = Counter(member.node for member in form.members)  # Counted in rank order.
     placed = ", ".join(f"{number} on {host}" for host, number in hosts.items())
     new = sum(not member.has_state for member in form.members)
     fresh = f", {new} of them new" if 0 < new < len(form.members) else ""
@@ -558,25 +575,25 @@ def announcement(form: FormGeneration) -> str:
 
 
 def with_ranks(lost: Collection[RankRecord]) -> str:
-    """Return a clause that lists the ranks lost with a host. "" if there are none."""
+    """Return a clause that lists the ranks that were lost with a host. "" if no rank was lost."""
     ranks = [
         str(worker.rank) for worker in lost if worker.rank is not None and worker.phase is not ProcessPhase.DISMISSED
     ]
     return f" with rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" if ranks else ""
 
 
-_NOBODY = 0  # invalid process number
+_NOBODY = 0  # No process has this number.
 
 
 class MemberList:
-    """Processes of a job, and members of its current generation.
+    """All processes of a job, and the members of its current generation.
 
     Attributes:
         workers: running processes, by number.
         generation: number of the current generation; 0 before the first.
         members: numbers of the current generation's members in rank order, including dead ones.
-        has_succeeded: a member of the current generation has completed its work.
-        has_state: some process has reported that it holds the job's state.
+        has_succeeded: True if a member of the current generation has completed its work.
+        has_state: True if some process has reported that it holds the job's state.
     """
 
     def __init__(self) -> None:
@@ -590,14 +607,14 @@ class MemberList:
         self._ranks: dict[int, int] = {}
 
     def add(self, host: str, slot: int, now_s: float) -> RankRecord:
-        """Add a new process."""
+        """Add a new process, and return its record."""
         self._numbers += 1
         self._places[self._numbers] = host, slot
         worker = self.workers[self._numbers] = RankRecord(number=self._numbers, host=host, slot=slot, since_s=now_s)
         return worker
 
     def take_over(self, workers: Sequence[RankRecord], generation: int, members: Sequence[int]) -> None:
-        """Continue with the processes of a lost driver. See `JobMembers.take_over`."""
+        """Take over the processes that a lost driver had started."""
         for worker in workers:
             self.workers[worker.number] = worker
             self._places[worker.number] = worker.host, worker.slot
@@ -615,7 +632,7 @@ class MemberList:
         self.has_succeeded = bool(self.of_generation(ProcessPhase.FINISHED))
 
     def begin(self, members: list[RankRecord], now_s: float) -> None:
-        """Begin the next generation, with members in rank order."""
+        """Begin the next generation with `members`, which are in rank order."""
         self.generation += 1
         self.members = tuple(worker.number for worker in members)
         self.has_succeeded = False
@@ -625,8 +642,8 @@ class MemberList:
             worker.enter(ProcessPhase.MEMBER, now_s)
 
     def label(self, number: int) -> str:
-        """Return the label of a process, which may have ended, in output lines: its rank, or host and slot if it has
-        none.
+        """Return the prefix of output lines of a process, which may have ended: its rank, or its host and slot if it
+        has no rank yet.
         """
         host, slot = self._places.get(number, ("?", 0))
         return str(self._ranks.get(number, f"{host}:{slot}"))
@@ -636,12 +653,12 @@ class MemberList:
         return self._places.get(number, ("", 0))[0] == host
 
     def place(self, number: int) -> str:
-        """Return a folder name from the process's host and slot."""
+        """Return the name of the output folder of a process, made of its host and slot."""
         host, slot = self._places.get(number, ("unknown", 0))
         return f"{host}.{slot}"
 
     def present(self, *phases: ProcessPhase) -> list[RankRecord]:
-        """Return the processes in one of these phases."""
+        """Return the running processes that are in one of these phases."""
         return [worker for worker in self.workers.values() if worker.phase in phases]
 
     def of_generation(self, *phases: ProcessPhase) -> list[RankRecord]:
@@ -651,23 +668,23 @@ class MemberList:
 
     @property
     def survivors(self) -> list[RankRecord]:
-        """Return the members that continue."""
+        """Return the members of the current generation that continue."""
         return [
             worker for worker in self.of_generation(ProcessPhase.MEMBER, ProcessPhase.WAITING) if not worker.is_leaving
         ]
 
     @property
     def wanted(self) -> list[RankRecord]:
-        """Return the processes that are or may become members."""
+        """Return the processes that are members or may become members."""
         active = self.present(ProcessPhase.STARTING, ProcessPhase.WAITING, ProcessPhase.MEMBER)
         return [worker for worker in active if not worker.is_leaving]
 
     def mark_leaving(self, usable: Mapping[str, int], most: int | None) -> None:
-        """Set for each process whether it must leave.
+        """Decide for each process whether it must leave the job, and set `is_leaving`.
 
         Args:
-            usable: slots by host.
-            most: maximum number of ranks, None for any. The youngest processes leave first.
+            usable: slots of each host that is not excluded.
+            most: maximum number of ranks; None for no limit. The youngest processes leave first.
         """
         for worker in self.present(ProcessPhase.STARTING, ProcessPhase.WAITING, ProcessPhase.MEMBER):
             worker.is_leaving = worker.slot >= usable.get(worker.host, 0)
@@ -676,7 +693,7 @@ class MemberList:
 
     @property
     def is_running(self) -> bool:
-        """Return whether some member of the current generation has not requested the next one."""
+        """Return whether some member of the current generation has not requested the next generation yet."""
         return bool(self.of_generation(ProcessPhase.MEMBER))
 
     @property
@@ -687,7 +704,9 @@ class MemberList:
 
     @property
     def is_diminished(self) -> bool:
-        """Return whether a member has died, or must leave while at least one member stays."""
+        """Return whether a member of the current generation has died, or must leave while at least one other member
+        stays.
+        """
         there = self.of_generation(*ProcessPhase)
         if len(there) < len(self.members):
             return True
@@ -697,10 +716,11 @@ class MemberList:
     def candidates(self, most: int | None) -> list[RankRecord]:
         """Return the members of the next generation, chosen from the waiting processes.
 
-        A process that must leave stays if it is the only one with the job's state, to pass the state on first.
+        A process that must leave stays for one more generation if only this process holds the job's state, so that it
+        can send the state to the others.
 
         Args:
-            most: maximum number of ranks. None for any.
+            most: maximum number of ranks; None for no limit.
         """
         waiting = self.present(ProcessPhase.WAITING)
         wanted = [worker for worker in waiting if not worker.is_leaving]
@@ -720,59 +740,60 @@ class MemberList:
                 yield worker
 
     def free_slots(self, host: str, slots: int) -> list[int]:
-        """Return the slots of a host without a process."""
+        """Return the slots of a host in which no process runs."""
         taken = {worker.slot for worker in self.workers.values() if worker.host == host}
         return [slot for slot in range(slots) if slot not in taken]
 
 
 class JobMembers:
-    """Decides which ranks start, belong to the next generation, and are given up, and when the job has ended.
+    """Membership rules: decide which ranks start, become members of the next generation or are given up, and when the
+    job ends.
 
-    Methods receive events in the order of their occurrence, and give the resulting orders to the crew immediately.
+    Methods receive events in the order in which they occur, and send the resulting orders to agents immediately.
 
     Attributes:
         policy: settings of the job.
-        pool: hosts found by discovery.
-        member_list: processes of the job.
-        agents: by host, whether the agent is running. False while it starts.
-        end: end of the job. None while it continues.
+        pool: hosts that host discovery lists, with their failures and exclusions.
+        member_list: processes of the job, and members of the current generation.
+        agents: for each host with an agent, True if the agent is running, False while it starts.
+        end: result of the job. None while the job continues.
     """
 
     def __init__(self, policy: Policy, crew: Crew, say: Callable[[str], None], rng: random.Random) -> None:
-        """Begin without hosts and processes.
+        """Create rules for a job without hosts and processes.
 
         Args:
             policy: settings of the job.
-            crew: carries out the orders.
+            crew: sends orders to agents.
             say: prints a line for the user.
-            rng: randomness of exclusion times.
+            rng: source of the random jitter of exclusion times.
         """
         self.policy, self.pool = policy, HostPool(policy, rng)
         self._crew, self._print = crew, say
         self.member_list = MemberList()
         self.end: JobEnd | None = None
         self.agents: dict[str, bool] = {}
-        self._notified = Change(0)  # changes that members of this generation were notified of
-        self._lost = self._notified_lost = ""  # how the first dead member ended
-        self._failure: tuple[str, RankEnd] | None = None  # the first failure in this generation
-        self._ended_well = self._ended_badly = False  # a process has, before the first generation
-        self._host_problem = ""  # the newest problem of a host, for the user
-        self._reasons: set[str] = set()  # reasons of failures that were printed
+        self._notified = Change(0)  # changes of which the members of the current generation were notified
+        self._lost = self._notified_lost = ""  # how the first dead member of the current generation ended
+        self._failure: tuple[str, RankEnd] | None = None  # the first failure in the current generation
+        self._ended_well = self._ended_badly = False  # True if a process ended in this way before the first generation
+        self._host_problem = ""  # newest problem of a host, for the message that ends the job
+        self._reasons: set[str] = set()  # reasons of failures that were printed already
         self._short_since_s: float | None = None
         self._quorum = Quorum()
         self._enough_since_s: float | None = None
         self._longest_s = 0.0
 
     def take_over(self, reports: Mapping[str, RegisterAgent], now_s: float) -> bool:
-        """Continue a job whose driver was lost. Call before any other method.
+        """Continue a job whose driver was lost. Called before all other methods.
 
         Args:
-            reports: reports of agents, by host. Agents of the crew's hosts can be reached.
+            reports: reports of agents, by host.
             now_s: current time.
 
         Returns:
-            Whether this driver may continue. If the network has split, only one side may. False before the first
-            generation.
+            Whether this driver may continue the job. After a network split, only one side may continue. False if no
+            generation has begun yet.
         """
         newest = newest_generation(reports)
         there = [report for report in reports.values() if report.host in self._crew.hosts]
@@ -783,13 +804,13 @@ class JobMembers:
         self.pool.remember(newest.left_out, now_s)
         workers = [replace(worker, since_s=now_s) for report in there for worker in report.ranks]
         self.member_list.take_over(workers, newest.number, newest.workers)
-        # If a member held the state when the generation began, the job cannot continue without it.
+        # If a member held the job's state when the generation began, the job cannot continue without the state.
         self.member_list.has_state = self.member_list.has_state or newest.has_state
         self._quorum.take_over(newest, self.member_list.workers)
         return bool(newest.number) and not self._quorum.is_lost
 
     def found(self, hosts: Mapping[str, int], now_s: float) -> None:
-        """Process an answer of discovery: hosts, with their slots."""
+        """Process the hosts, with their slots, that host discovery has listed."""
         before = self.pool.known
         self.pool.find(hosts)
         if before and before != self.pool.known:
@@ -799,8 +820,8 @@ class JobMembers:
     def answer(self, events: Iterable[AgentMessage | Lost], now_s: float) -> None:
         """Process messages and losses of agents that happened at the same time.
 
-        Decisions are made once, after all events: a decision examines all ranks, so one decision for each of a thousand
-        simultaneous requests would take many seconds.
+        The rules decide once, after all events, because a decision examines all ranks. One decision for each of a
+        thousand simultaneous requests would take many seconds.
         """
         for event in events:
             if self.end is not None:
@@ -812,7 +833,9 @@ class JobMembers:
         self.tick(now_s)
 
     def tick(self, now_s: float) -> None:
-        """Decide what follows from the current state. Call often, because time limits are checked here, too."""
+        """Start, dismiss or kill ranks as the current state requires. Called often, because time limits are checked
+        here, too.
+        """
         for step in (self._start_and_end, self._advance, self._notify_members, self._wait_for_others):
             if self.end is None:
                 step(now_s)
@@ -832,7 +855,7 @@ class JobMembers:
                 return
         worker = listed.workers.get(message.worker)
         if worker is None or worker.host != host:
-            return  # its process was given up
+            return  # The process was given up earlier, so ignore its message.
         match message:
             case Relayed(message=Join(member=member)):
                 if worker.phase in (ProcessPhase.DISMISSED, ProcessPhase.FINISHED):
@@ -842,9 +865,9 @@ class JobMembers:
                     worker.has_state = worker.has_state or member.has_state
                     listed.has_state = listed.has_state or member.has_state
                     worker.enter(ProcessPhase.WAITING, now_s)
-            case Relayed(message=Patience(seconds)):  # other ranks may take as long
+            case Relayed(message=Patience(seconds)):  # Other ranks may compute as long without polling.
                 self._longest_s = max(self._longest_s, seconds)
-            case Relayed(message=Finished()):  # the process may live for a while
+            case Relayed(message=Finished()):  # The process may still run for a while.
                 if worker.phase is ProcessPhase.MEMBER:
                     worker.enter(ProcessPhase.FINISHED, now_s)
                     listed.has_succeeded = True
@@ -861,7 +884,7 @@ class JobMembers:
                     self._lose(worker, end, now_s)
 
     def _lose_agent(self, host: str, why: str, now_s: float) -> None:
-        """Record that the agent of a host and its ranks have ended or cannot be reached."""
+        """Record that the agent and the ranks of a host have ended or are unreachable."""
         if self.agents.pop(host, None) is None:
             return
         lost = [worker for worker in self.member_list.workers.values() if worker.host == host]
@@ -879,11 +902,13 @@ class JobMembers:
 
     @property
     def _leave_s(self) -> float:
-        """Return how long a member may take to leave its generation."""
+        """Return how many seconds a member may take to leave its generation, before it is killed."""
         return max(self.policy.leave_s, min(2 * self._longest_s, self.policy.timeout_s))
 
     def _lose(self, worker: RankRecord, end: RankEnd, now_s: float) -> None:
-        """Record that a process has failed, or ended before it was a member. Exclude its host if needed."""
+        """Record that a process has failed, or has ended before it was a member. Exclude its host if the
+        policy requires it.
+        """
         if end.exit_code == 0:
             self._ended_well = True
             if self.member_list.generation == 0:
@@ -916,7 +941,7 @@ class JobMembers:
         self._print(f"{worker.label} {text}{what}{self._go_on()}")
 
     def _may_start(self) -> bool:
-        """Return whether a rank that starts now can join a generation."""
+        """Return whether a rank that is started now can still become a member."""
         if self.member_list.has_succeeded or (self._ended_well and not self.member_list.generation):
             return False
         if self.member_list.generation == 0:
@@ -932,8 +957,8 @@ class JobMembers:
             self._start_ranks(now_s)
 
     def _notify_members(self, now_s: float) -> None:
-        """Notify members of each change once, and of how the first member died, because they may wait for the dead
-        rank.
+        """Notify the members when new ranks wait, when a member leaves, and when the first member dies. The members
+        need to know, because they may wait for messages of the dead member.
         """
         del now_s
         listed = self.member_list
@@ -950,7 +975,7 @@ class JobMembers:
             self._crew.send_to(self._crew.hosts, KeepGenerations(number=listed.generation, older=self._quorum.older))
 
     def _dismiss_surplus(self, now_s: float) -> None:
-        """End processes that have no slot any more, and stop agents without ranks."""
+        """End processes whose slot was removed, and stop agents without ranks."""
         usable = self.pool.usable
         self.member_list.mark_leaving(usable, self.policy.max_ranks)
         for worker in self.member_list.present(ProcessPhase.STARTING):
@@ -970,11 +995,11 @@ class JobMembers:
                 self._crew.stop(host)
 
     def _start_ranks(self, now_s: float) -> None:
-        """Start agents and ranks in free slots."""
+        """Start ranks in free slots, and agents on hosts that have none."""
         usable, most = self.pool.usable, self.policy.max_ranks
         room = sum(usable.values()) if most is None else most - len(self.member_list.wanted)
         for host, slots in usable.items():
-            if room <= 0:  # because there may be thousands of hosts
+            if room <= 0:  # Stop early, because there may be thousands of hosts.
                 break
             free = self.member_list.free_slots(host, slots)[:room]
             if free and host not in self.agents:
@@ -986,7 +1011,9 @@ class JobMembers:
                 self._send(worker, StartRank(worker=worker.number, slot=slot))
 
     def _reached_end(self) -> JobEnd | None:
-        """Return the end of the job, if no rank is left or all have completed what they can."""
+        """Return the result of the job if no rank is left, or if no rank can do further work. None while the job
+        continues.
+        """
         member_list, slots = self.member_list, sum(self.pool.usable.values())
         if member_list.generation:
             if member_list.of_generation(ProcessPhase.MEMBER, ProcessPhase.FINISHED):
@@ -1011,7 +1038,7 @@ class JobMembers:
         return None
 
     def _wait_for_others(self, now_s: float) -> None:
-        """End the job if ranks have waited too long for the minimum number, or if no more can start."""
+        """End the job if ranks have waited too long for `min_ranks` ranks, or if no further rank can start."""
         if self.member_list.is_running or self.member_list.present(ProcessPhase.FINISHED):
             self._short_since_s = None
             return
@@ -1048,26 +1075,28 @@ class JobMembers:
         return slots + sum(worker.host in gone for worker in self.member_list.candidates(None))
 
     def _failed(self, text: str) -> JobEnd:
-        """Return an end for this reason, with the exit code of the first failure."""
+        """Return the result of a job that failed for the reason `text`, with the exit code of the first failed
+        process.
+        """
         if self._failure is None:
             return JobEnd(exit_code=1, text=text)
         label, end = self._failure
         return JobEnd(exit_code=end.exit_code or 1, text=f"{text}; the first failure: {label} {end.text}")
 
     def _left_out(self, host: str, now_s: float) -> str:
-        """Exclude a host, and return for how long, as a clause."""
+        """Exclude a host, and return a clause that says for how long."""
         cooldown_s = self.pool.drop(host, now_s)
         how_long = "permanently" if cooldown_s is None else f"for {cooldown_s:.0f} s"
         return f"; host {host} is excluded {how_long}"
 
     def _go_on(self) -> str:
-        """Return how many ranks continue, as a clause."""
+        """Return a clause that says how many ranks continue."""
         usable = self.pool.usable
         left = len([worker for worker in self.member_list.survivors if worker.host in usable])
         return f", {left} continue{'s' * (left == 1)}" if left else ""
 
     def _advance(self, now_s: float) -> None:
-        """Begin the next generation after all members have left the current one."""
+        """Begin the next generation if all members have left the current generation and enough ranks wait."""
         listed = self.member_list
         if listed.is_running:
             asked = [worker.since_s for worker in listed.of_generation(ProcessPhase.WAITING)]
@@ -1078,7 +1107,7 @@ class JobMembers:
                         self._send(worker, KillRank(worker=worker.number, at_once=True))
             return
         if listed.has_succeeded:
-            return  # wait for the end of processes that have completed their work
+            return  # Wait until the processes that have completed their work have ended.
         candidates = listed.candidates(self.policy.max_ranks)
         if listed.has_state and not any(worker.has_state for worker in candidates):
             if not any(worker.has_state for worker in listed.workers.values()):
@@ -1094,7 +1123,7 @@ class JobMembers:
         if not listed.generation and coming and now_s - self._enough_since_s < self.policy.start_grace_s:
             return
         if self.policy.has_successors and not self._quorum.permits([worker.number for worker in candidates]):
-            return  # wait for the end of dismissed processes
+            return  # Wait until the dismissed processes have ended.
         if self.policy.reset_limit is not None and listed.generation > self.policy.reset_limit:
             text = f"--reset-limit {self.policy.reset_limit}: the job would need one more reset"
             self._end(JobEnd(exit_code=1, text=text))
@@ -1117,7 +1146,8 @@ class JobMembers:
             has_state=any(each.has_state for each in members),
             left_out=self.pool.left_out(now_s),
         )
-        # If another driver may take over, all agents need the generation, otherwise only those of members.
+        # If a new driver may replace a lost one, all agents must know the generation. Otherwise only the agents of
+        # members need it.
         hosts = self._crew.hosts if self.policy.has_successors else [member.node for member in form.members]
         self._crew.send_to(dict.fromkeys(hosts), form)
         self._print(announcement(form))
@@ -1132,7 +1162,7 @@ class JobMembers:
                 self._dismiss(worker)
 
     def _dismiss(self, worker: RankRecord) -> None:
-        """Answer a waiting rank that the job does not need it any more."""
+        """Tell a waiting rank that it must exit, because the job does not need it any more."""
         self._send(worker, Relay((worker.number,), Dismissal()))
 
     def _send(self, worker: RankRecord, message: ToAgent) -> None:
@@ -1142,11 +1172,12 @@ class JobMembers:
 # ── how long a driver that takes over waits ──────────────────────────────────────────────────────────────────────────
 
 ADOPT_S = 30.0
-"""Seconds that a driver that takes over waits for more agents than it needs. Agents may have tried other drivers
-before."""
+"""Seconds for which a new driver, after the old driver was lost, waits for further agents although a majority has
+connected. Some agents may first have tried to reach other drivers."""
 
 GATHER_S = 120.0
-"""Seconds that it waits for the agents it needs. An agent may detect the loss only when its connection times out."""
+"""Seconds for which a new driver waits for a majority of the members. An agent may detect the loss of the old driver
+only when its connection times out."""
 
 
 def newest_generation(reports: Mapping[str, RegisterAgent]) -> FormGeneration:
@@ -1156,15 +1187,15 @@ def newest_generation(reports: Mapping[str, RegisterAgent]) -> FormGeneration:
 
 
 def has_waited(for_s: float, reports: Mapping[str, RegisterAgent], expected: Collection[int]) -> bool:
-    """Return whether a driver that takes over has waited long enough.
+    """Return whether a new driver, after the old driver was lost, has waited long enough for agents.
 
     Args:
-        for_s: seconds since the start of the wait.
+        for_s: seconds since the new driver began to wait.
         reports: reports of agents that have connected.
-        expected: numbers of agents that have not.
+        expected: ids of agents that have not connected yet.
     """
     newest, quorum = newest_generation(reports), Quorum()
     quorum.take_over(newest, [worker.number for report in reports.values() for worker in report.ranks])
-    if not newest.number or quorum.is_lost:  # it could not go on with these
+    if not newest.number or quorum.is_lost:  # The job cannot continue with only these agents.
         return for_s > GATHER_S
     return not expected or for_s > ADOPT_S

@@ -1,1 +1,3 @@
-"""Folder that `--as-horovod` prepends to PYTHONPATH, so that its `horovod` is imported instead of an installed one."""
+"""Folder that `--as-horovod` prepends to PYTHONPATH. It contains a package `horovod`, which hides an installed
+Horovod.
+"""

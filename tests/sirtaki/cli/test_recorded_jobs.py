@@ -189,7 +189,7 @@ def test_recorded_and_replayed_times_the_path_and_remedies_are_shown(
 ) -> None:
     status, out, err = asked(folder, capsys)
     assert (status, err) == (0, "")
-    assert "3 ranks on 3 hosts, 2 iterations; gloo flat, 1 B units, 2 streams" in out
+    assert "Recorded: 3 ranks on 3 hosts, 2 iterations; communication plan: gloo flat, 1 B units, 2 streams" in out
     lines = {line.split()[0]: line for line in out.splitlines() if line and line.split()[0] in ("iteration", "forward")}
     assert "0.0 %" in lines["iteration"]
     assert "of the step is the link between hosts" in out

@@ -38,17 +38,25 @@ def test_valid_answers_are_parsed(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("echo >&2 the cloud is closed; exit 4", "exit code 4: the cloud is closed"),
-        ("echo 'Error: no permission'", "'Error: no permission'; a line must be name or name:slots"),
-        ("echo node1:many", "'node1:many'; a line must be name or name:slots"),
-        ("echo node1,node2", "'node1,node2'; a line must be name or name:slots"),
-        ("echo node1:9999999999", "'node1:9999999999'; a line must be name or name:slots"),
-        ("yes node1", "printed more than"),
+        (
+            "echo 'Error: no permission'",
+            "'Error: no permission': it must print one host per line, as name or name:slots",
+        ),
+        ("echo node1:many", "'node1:many': it must print one host per line, as name or name:slots"),
+        ("echo node1,node2", "'node1,node2': it must print one host per line, as name or name:slots"),
+        ("echo node1:9999999999", "'node1:9999999999': it must print one host per line, as name or name:slots"),
+        (
+            "yes node1",
+            r"printed more than \d+ bytes: it must print one host per line, as name or name:slots, and then exit",
+        ),
         ("seq 1 20000", "printed more than 10000 hosts"),
     ],
 )
 def test_an_invalid_answer_is_reported_with_the_reason(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(LaunchError, match=message):
-        ask_script(script(tmp_path, text), 1)
+    path = script(tmp_path, text)
+    with pytest.raises(LaunchError, match=message) as error:
+        ask_script(path, 1)
+    assert str(error.value).startswith(f"the host discovery script {path!r} ")
 
 
 def test_a_file_that_is_not_executable_is_reported(tmp_path: Path) -> None:
@@ -59,7 +67,7 @@ def test_a_file_that_is_not_executable_is_reported(tmp_path: Path) -> None:
 @pytest.mark.lengthy
 def test_a_hanging_script_is_killed_with_its_children(tmp_path: Path) -> None:
     begin_s = time.monotonic()
-    with pytest.raises(LaunchError, match=r"has not ended within 0\.5 s"):
+    with pytest.raises(LaunchError, match=r"script '.*' has not ended within 0\.5 s: it must print"):
         ask_script(script(tmp_path, f"sleep 60 & echo $! > {tmp_path}/pid; sleep 60"), 1, limit_s=0.5)
     assert time.monotonic() - begin_s < 10.0
     pid = int((tmp_path / "pid").read_text())

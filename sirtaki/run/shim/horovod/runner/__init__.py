@@ -1,4 +1,4 @@
-"""`horovod.runner`: the launcher from Python."""
+"""`horovod.runner`: provides `horovod.run`, which launches ranks from Python."""
 
 from sirtaki.run import run
 
