@@ -9,7 +9,7 @@ training continues (Douillard et al., "Streaming DiLoCo with overlapping communi
     sent                   A                   B
     merged                           A                   B
 
-A *round* is `sync_every` optimizer steps. Each fragment is averaged once in a round.
+Each fragment is averaged once in `sync_every` optimizer steps.
 
 All ranks follow the same schedule without extra messages. Each rank counts its own steps, and appends some values
 (`_Tail`) to the parameters that it sends: whether the rank has trained, whether it has reached the end of the training
@@ -676,7 +676,7 @@ def _divided(
 
 
 def _wire(tensor: torch.Tensor) -> torch.Tensor:
-    """Convert a parameter or buffer to the real float32 or float64 tensor that is sent. May share memory with `tensor`."""
+    """Convert a parameter or buffer to the real float32 or float64 tensor that is sent. May return a view."""
     real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     return real.double() if real.dtype is torch.float64 else real.float()
 
