@@ -27,8 +27,8 @@ class DistributedSampler(TorchDistributedSampler[Any]):
     """Sampler that yields every `size()`-th index of another sampler, starting with the `rank()`-th index.
 
     When an iteration over the sampler begins, all ranks take rank 0's random state, so that the other sampler yields
-    the same order on all ranks. Therefore the begin of an iteration is collective. PyTorch's DistributedSampler shuffles by
-    `(seed, epoch)` instead, which gives another order than `DataLoader(shuffle=True)`.
+    the same order on all ranks. Therefore the begin of an iteration is collective. PyTorch's DistributedSampler
+    shuffles by `(seed, epoch)` instead, which gives another order than `DataLoader(shuffle=True)`.
     """
 
     def __init__(self, order: Sampler[Any], *, drop_last: bool = False) -> None:
@@ -101,7 +101,7 @@ def take_root_random_state(epoch: int, generator: torch.Generator | None) -> Non
 
     Args:
         epoch: epoch of this rank, to check that all ranks are in the same epoch.
-        generator: generator to set. None for PyTorch's default generator.
+        generator: further generator whose state is set, besides PyTorch's default generator. None if there is none.
 
     Raises:
         MismatchError: this rank is in another epoch than rank 0.
