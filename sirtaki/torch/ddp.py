@@ -305,7 +305,7 @@ class DdpGradients(GradientHooks):
             raise GradientError(problem)
 
     def watch(self, output: object) -> None:
-        """Register hooks on the outputs of the model, to detect where the due backward pass begins.
+        """Register hooks on the outputs of the model, to detect where a due (to be reduced) backward pass begins.
 
         The first gradient of a parameter does not show the beginning. It may be computed in a nested pass (reentrant
         checkpoints), which ends before the due pass ends, and some ranks may compute no gradient.
@@ -353,10 +353,10 @@ class DdpGradients(GradientHooks):
             param.grad = gradient
 
     def begin_backward(self) -> bool:
-        """Begin the due backward pass.
+        """Begin the due backward pass, whose gradients must be reduced.
 
         Returns:
-            Whether gradients may be reduced as they are computed. False if the pass is not due, or if it only counts
+            Whether gradients may be reduced as they are computed. False within `no_sync()`, or if this pass only counts
             the gradients of each parameter.
         """
         if not self._due:
@@ -370,7 +370,7 @@ class DdpGradients(GradientHooks):
             self._begun = super().begin_backward()
 
     def end_backward(self) -> None:
-        """Finish the due backward pass: wait for the reduction of its gradients. Collective."""
+        """Finish a backward pass whose gradients must be reduced (due): wait for the reduction. Collective."""
         self.log.now.computed_ns = time.time_ns()
         counts = []
         if self._counter is not None:
@@ -389,7 +389,7 @@ class DdpGradients(GradientHooks):
             torch._foreach_mul_([param.grad for _, param in self.named if param.grad is not None], share)
 
     def fail_backward(self) -> None:
-        """Give up the due backward pass, because it raised an exception."""
+        """Give up the reduction of this backward pass, because the pass raised an exception."""
         self._forget()
         super().fail_backward()
 
@@ -503,7 +503,7 @@ class IdleReducer:
                 self._reducer.prepare_for_backward([])
 
     def watch(self, output: object) -> None:
-        """Watch the outputs of the model for the start of the due backward pass."""
+        """Watch the outputs of the model for the start of a backward pass whose gradients must be reduced."""
         if self._finds_unused and distributed_autograd.current_context() is not None:
             if self._gradients.due:
                 self._gradients.leave()
@@ -552,7 +552,7 @@ class OutputHook:
         self._idle = idle
 
     def __call__(self, _module: object, _inputs: object, output: object) -> None:
-        """Watch `output` for the start of the due backward pass. Called by PyTorch."""
+        """Watch `output` for the start of a backward pass whose gradients must be reduced. Called by PyTorch."""
         if self._idle is not None and not torch.compiler.is_compiling():
             self._idle.watch(output)
 

@@ -523,17 +523,19 @@ class DiLoCo(LocalSGD):
         """Check the arguments and create the outer optimizer. Not collective.
 
         Args:
-            model: see `LocalSGD`.
-            optimizer: see `LocalSGD`. The paper's inner optimizer is AdamW.
-            sync_every: see `LocalSGD`.
+            model: a plain module, equal on all ranks.
+            optimizer: inner optimizer, which updates parameters of `model` in each step. AdamW in the paper.
+            sync_every: optimizer steps between two averages of a parameter. None to tune it, as in `LocalSGD`.
             outer: outer optimizer, created over the same parameters as `optimizer`. It is changed to update this
                 object's copies of the parameters instead. None for SGD with the paper's learning rate of 0.7 and a
                 Nesterov momentum of 0.7, because the paper's momentum of 0.9 needs hundreds of outer steps.
-            fragments: see `LocalSGD`.
-            delay: see `LocalSGD`.
+            fragments: number of parts into which the model is divided, or a list of modules, each of which is a part.
+                None for 1, or 4 if `sync_every` is None.
+            delay: steps for which a rank continues to train while a fragment is in flight. At most
+                `sync_every / fragments`. Tuned if `sync_every` is None.
             blend: weight of a rank's own parameters when a fragment is merged, from 0 to below 1. This is Streaming
                 DiLoCo's alpha, 0.5 in the paper. With 0, the rank loses the updates that it made during the delay.
-            process_set: see `LocalSGD`.
+            process_set: ranks whose models are averaged.
 
         Raises:
             ConfigError: an argument is invalid, or DDP or a DistributedOptimizer averages the gradients already.

@@ -167,7 +167,7 @@ class GroupLanes:
 
         Args:
             reduction: reduction of one tensor.
-            awaited: whether the caller calls `finish` at once. Then the lanes' thread need not wake up.
+            awaited: whether the caller calls `finish` at once. Then the thread that drives the lanes need not wake up.
 
         Raises:
             CommError: the group has failed.
@@ -187,7 +187,7 @@ class GroupLanes:
             self._business.set()
 
     def drive(self) -> None:
-        """Wake the lanes' thread, so that submitted operations progress while no caller waits for them."""
+        """Wake the thread that drives the lanes (connections), so that operations progress while no caller waits."""
         self._business.set()
 
     def finish(self, operation: TensorOperation, timeout_s: float | None = None) -> bool:
@@ -252,7 +252,7 @@ class GroupLanes:
 
     @contextmanager
     def _limited_opening(self) -> Iterator[None]:
-        """Fail the group unless the `with` block opens the lanes within the group's timeout."""
+        """Fail the group unless the `with` block opens the lanes (connections) within the group's timeout."""
         begin_s, opened = time.monotonic(), threading.Event()
 
         def watch() -> None:
@@ -333,7 +333,7 @@ LANE_DTYPES = frozenset(
         *(torch.int8, torch.uint8, torch.int32, torch.int64),
     )
 )
-"""Dtypes that lanes can reduce. Gloo reduces the same dtypes, and bool as a byte."""
+"""Dtypes that Sirtaki's lanes (connections) can reduce. Gloo reduces the same dtypes, and bool as a byte."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,7 +362,7 @@ class ReduceRecipe:
 
     @property
     def lane_op(self) -> ReduceOp | None:
-        """Return the reduction that lanes must do for `op`. None if lanes do not support `op`."""
+        """Return the reduction to run over the lanes (connections) for `op`. None if lanes do not support `op`."""
         return LANE_OPS.get(self.op)
 
     def prepare_(self, tensor: torch.Tensor) -> None:
@@ -411,7 +411,7 @@ class FillingWork(Work):
 
 
 class LaneWork(FillingWork):
-    """Work of a collective that uses the lanes."""
+    """Work of a collective that runs over Sirtaki's lanes (connections), not in the inner group."""
 
     def __init__(self, lanes: GroupLanes, operation: TensorOperation, outputs: Any) -> None:
         super().__init__(outputs)
@@ -421,7 +421,7 @@ class LaneWork(FillingWork):
         self._callback_thread = 0  # id of the thread that is running the callbacks, or 0
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Drive the lanes until the operation has ended. A timeout of 0 means no limit.
+        """Block until the operation has ended. Drive the lanes (connections) meanwhile. A timeout of 0 means no limit.
 
         Raises:
             CommError: the operation has failed.
@@ -436,7 +436,7 @@ class LaneWork(FillingWork):
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the operation has ended and its callbacks have run. Wake the lanes' thread. Non-blocking."""
+        """Return whether the operation has ended and its callbacks have run. Wake the thread that drives it."""
         if not self._operation.ended.done():
             self._lanes.drive()
         ended = self._operation.ended.done()
@@ -701,10 +701,10 @@ def meet(timeout: timedelta) -> tuple[Store, int, int]:
 
 
 LARGE_BYTES = 256 * 1024
-"""Minimum size in bytes of a tensor that lanes reduce. For smaller tensors Gloo is as fast, if each rank has a core."""
+"""Minimum bytes of a tensor that lanes (connections) reduce. For smaller ones Gloo is as fast, with a core per rank."""
 
 LARGE_GATHER_BYTES = 512 * 1024
-"""Minimum size in bytes of the output of an all-gather that lanes run.
+"""Minimum size in bytes of the output of an all-gather that runs over lanes (Sirtaki's connections).
 
 Measured between four emulated nodes on busy cores: lanes took 1.5 times as long as Gloo for 256 KiB, and half as long
 for 512 KiB. On one host, lanes were faster at any size with four ranks, and from 4 MiB on with two ranks.
@@ -737,7 +737,7 @@ def _first(tensors: Any) -> torch.Tensor | None:
 
 
 def _is_ours(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether lanes support all of these tensors: they must be dense, real and on the CPU."""
+    """Return whether lanes (connections) support all of these tensors: dense, real and on the CPU."""
     return all(
         tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_complex() for tensor in tensors
     )
@@ -1189,7 +1189,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def _gathers(self, outputs: Tensors, tensor: torch.Tensor) -> bool:
-        """Return whether lanes gather the tensors, and not Gloo. All ranks get the same answer.
+        """Return whether lanes (Sirtaki's connections) gather the tensors, and not Gloo. All ranks get the same answer.
 
         Invalid arguments are left to Gloo, which rejects them.
         """
@@ -1208,7 +1208,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
         outputs: Any,
     ) -> Work:
-        """Gather the tensors of all ranks with the lanes.
+        """Gather the tensors of all ranks over the lanes (Sirtaki's connections).
 
         Args:
             rows: tensors that receive the tensors of all ranks, in rank order.
@@ -1342,7 +1342,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def shutdown(self) -> None:
-        """Close the lanes, then shut down NCCL's communicators. PyTorch calls it from `destroy_process_group`."""
+        """Close the lanes (connections), then NCCL's communicators. PyTorch calls it from `destroy_process_group`."""
         try:
             if self._lanes is not None:
                 self._lanes.close()

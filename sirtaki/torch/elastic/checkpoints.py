@@ -166,7 +166,7 @@ class CheckpointFolder:
                 _sync(place)
             if problem := _problem(unfinished, throttle):
                 raise OSError(f"verification failed: {problem}")
-            shutil.rmtree(final, ignore_errors=True)  # may exist if this job has continued from an older one
+            shutil.rmtree(final, ignore_errors=True)  # written before, if this job continues from an older one
             unfinished.rename(final)
             _sync(self.path)
         except RuntimeError as err:  # raised by PyTorch if the disk is full

@@ -62,7 +62,8 @@ class ShardedModel:
         transfers: launcher of gathers and scatters.
         given: codecs that the user has chosen for gathers and scatters.
         node_ranks: number of ranks per node, if the ranks of a node can divide kept parameters among them. Otherwise 0.
-        near: lanes within a node, over which its ranks gather parameters that they keep together. None if they do not.
+        near: lanes (connections) within a node, over which its ranks gather parameters that they keep together. None
+            if they do not.
         knobs: the setting in use.
         trace: recorder of computation times in the current step. None if this step is not recorded.
         sets_prefetch: whether Sirtaki sets which modules FSDP prefetches, because the user has not. Set together with

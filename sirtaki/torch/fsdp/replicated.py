@@ -122,7 +122,7 @@ class ReplicatedGradients(DdpGradients):
         ]
 
     def before_forward(self, *_: object) -> None:
-        """Mark the next backward pass as due, if FSDP would all-reduce its gradients. Forward pre-hook."""
+        """Mark the next backward pass as due (to be reduced), if FSDP would all-reduce it. Forward pre-hook."""
         # Within a backward pass, activation checkpointing recomputes a forward pass that has been recorded before.
         if in_backward() or not torch.is_grad_enabled():
             return
@@ -133,12 +133,12 @@ class ReplicatedGradients(DdpGradients):
             self.prepare()
 
     def after_forward(self, _module: object, _inputs: object, output: object) -> None:
-        """Watch `output` for the start of the due backward pass. Forward hook."""
+        """Watch `output` for the start of a backward pass whose gradients must be all-reduced. Forward hook."""
         if not in_backward():
             self.watch(output)
 
     def _take_from(self, replica: ReplicatedParam) -> None:
-        """Remove the computed gradient of a parameter from FSDP, and mark it as ready if this backward pass is due."""
+        """Remove the computed gradient of a parameter from FSDP. Mark it as ready if this pass must be all-reduced."""
         if replica.group.all_reduces and self._due:
             self._begin()
             replica.take()
@@ -153,7 +153,7 @@ class ReplicatedGradients(DdpGradients):
         super()._begin()
 
     def end_backward(self) -> None:
-        """Finish the due backward pass: wait for the reduction, and store the results in `.grad`. Collective."""
+        """Finish a backward pass: wait for the reduction, and store the reduced gradients in `.grad`. Collective."""
         super().end_backward()
         for replica in self._replicas:
             replica.give()
