@@ -144,7 +144,7 @@ def _behind_composable(model: nn.Module) -> nn.Module:
     state = replicate.state(model)
     if not isinstance(state, _ReplicateState):
         return model
-    if not state.has_initialized:  # create the DDP model now, which the first forward pass would create
+    if not state.has_initialized:  # the first forward pass would create the DDP model, but it is needed now
         state.lazy_init()
     return state._ddp
 

@@ -840,7 +840,7 @@ def _leave_generation(*, together: bool = False, reason: str = "") -> None:
 
     Args:
         together: whether all ranks call this at the same point, because no rank is lost.
-        reason: reason for the log. Empty if there is no failure.
+        reason: reason that is reported to the other ranks if `together` is False.
     """
     job.leave(together=together, reason=reason)
     detach_all()

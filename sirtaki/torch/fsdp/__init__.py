@@ -79,8 +79,8 @@ def attach(
     if not modules:
         raise ConfigError("attach() requires a model after fully_shard() or replicate(), but this model is not sharded")
     groups = find_groups(modules)
-    # If Sirtaki does not send the shards, PyTorch still reduces parameters that are sharded over one rank. Parameters
-    # under `replicate()` are reduced by Sirtaki in any case.
+    # With `carries=False`, PyTorch reduces the gradients of parameters that are sharded over one rank. This is not
+    # possible for parameters under `replicate()`.
     replicas = [
         group for group in groups if group.replicated and (carries is not False or group.shard_process_group is None)
     ]

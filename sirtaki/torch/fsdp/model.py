@@ -217,7 +217,7 @@ class ShardedModel:
         self._kept.clear()
         self._in_forward = True
         self._with_gradients, self._used = torch.is_grad_enabled(), []
-        if self._scattered and self._with_gradients:  # not in an evaluation, which may run before the step ends
+        if self._scattered and self._with_gradients:  # an evaluation without gradients does not end the step
             self._scattered = False
             if self.order:
                 self.tuner.end_step()
