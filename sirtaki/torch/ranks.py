@@ -74,7 +74,7 @@ class _EndlessSampler(Sampler[None]):
 
 
 class _IterableShare(IterableDataset[Any]):
-    """This rank's items of another data set: every `ranks`-th one. Drops last items that not every rank would get."""
+    """Items of another data set for this rank: every `ranks`-th one. Drops last items that not every rank would get."""
 
     def __init__(self, dataset: IterableDataset[Any], *, rank: int, ranks: int) -> None:
         self._dataset, self._rank, self._ranks = dataset, rank, ranks
