@@ -41,15 +41,15 @@ logger = logging.getLogger(__name__)
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Record what this rank does in a Chrome trace. Ranks of one host write to the same file.
+    """Start to record this rank's communication in a Chrome trace. All ranks of one host write to the same file.
 
     Args:
         file_path: path of the trace. A trace of another job is overwritten.
-        mark_cycles: also record the rounds of eager operations.
+        mark_cycles: also record each cycle, in which the ranks agree on the collectives to run next.
 
     Raises:
-        ValueError: `init()` has not been called, HOROVOD_TIMELINE was not set at that time (`DYNAMIC` starts without a
-            trace), or the file cannot be written.
+        ValueError: `init()` has not been called, the environment variable HOROVOD_TIMELINE was not set when `init()`
+            was called (the value `DYNAMIC` starts without a trace), or the file cannot be written.
     """
     current = job.current()
     if current.clock_offset_s is None:
@@ -72,7 +72,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """End the trace. The file is complete when this returns.
+    """Stop recording the trace that `start_timeline` began. The file is complete when this function returns.
 
     Raises:
         ValueError: `init()` has not been called.
@@ -109,14 +109,14 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, process_sets: Sequence[Pr
     """Start Sirtaki on all ranks. Collective. Idempotent.
 
     Args:
-        comm: None for all ranks that the launcher started; an mpi4py communicator; or a list of ranks, which only
-            the listed ranks pass.
-        process_sets: process sets to open, equal on all ranks. "dynamic" is accepted for compatibility with Horovod:
-            sets can always be added and removed later.
+        comm: ranks that take part. None for all ranks that the launcher has started. Otherwise an mpi4py communicator
+            of the ranks, or a list of ranks, which only the listed ranks may pass.
+        process_sets: process sets to open, equal on all ranks. "dynamic" is accepted for compatibility with Horovod and
+            has no effect, because process sets can always be added and removed later.
 
     Raises:
         ValueError: an environment variable or argument is invalid.
-        HorovodInternalError: there is no usable MPI library but one is needed, or a rank cannot be reached.
+        HorovodInternalError: MPI is required but no usable MPI library is found, or a rank cannot be reached.
     """
     if is_initialized():
         return
@@ -125,7 +125,7 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, process_sets: Sequence[Pr
     job.init(comm)
     try:
         open_static(process_sets)
-    except SirtakiError:  # raised on all ranks
+    except SirtakiError:  # raised on all ranks, so that all ranks shut down
         shutdown()
         raise
     record_if_wanted()
@@ -137,22 +137,24 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, process_sets: Sequence[Pr
             logger.warning("%s; the job continues without it", err)
 
 
-_process_sets: Sequence[ProcessSet] | str | None = None  # last argument of `init`
+_process_sets: Sequence[ProcessSet] | str | None = None  # argument of the last `init`, for `init_again`
 
 
 def init_again() -> None:
-    """Join the next generation, with the arguments of the last `init`. Collective over its members.
+    """Initialise Sirtaki with a new set of ranks in an elastic job, with the arguments of the last `init`.
+
+    Collective over the ranks of the new generation, which is the time until the set of ranks changes again.
 
     Raises:
-        HorovodInternalError: a member was lost during opening.
-        LaunchError: there is no next generation.
+        HorovodInternalError: a rank of the new set was lost while it connected.
+        LaunchError: the launcher starts no further generation.
     """
     job.init()
     open_static(_process_sets)
 
 
 def shutdown() -> None:
-    """End Sirtaki on all ranks. Collective. `init()` may be called again. Does nothing without a job."""
+    """End Sirtaki on all ranks. Afterwards `init()` may be called again. Does nothing before `init()`. Collective."""
     elastic = is_initialized() and job.current().elastic is not None
     job.shutdown()
     if elastic:
@@ -160,7 +162,10 @@ def shutdown() -> None:
 
 
 def detach_all() -> None:
-    """Detach handles, optimizers and process sets from an ended generation, until the next one. Not collective."""
+    """Detach handles, optimizers and process sets from the job's current ranks, because the set of ranks changes.
+
+    Not collective. They are attached to the new ranks later.
+    """
     collectives.forget_all()
     lasting_optimizers.detach_all()
     process_sets_.end_generation()
@@ -202,7 +207,7 @@ def is_homogeneous() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Return whether several threads may call MPI. True if MPI is the control plane, because `init()` requires it.
+    """Return whether several threads may call MPI. True whenever Sirtaki uses MPI, because `init()` requires this.
 
     Raises:
         NotInitializedError: `init()` has not been called.
@@ -211,7 +216,7 @@ def mpi_threads_supported() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Return whether MPI is the control plane. Before `init()`: whether it would be."""
+    """Return whether ranks exchange control messages over MPI. Before `init()`, return whether they would."""
     if is_initialized():
         return job.current().backend is Backend.MPI
     return choose_backend(Settings.from_environ()) is Backend.MPI
@@ -242,12 +247,12 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """Return NCCL's version as a number such as 22803; 0 if PyTorch was built without NCCL."""
+    """Return NCCL's version as a number such as 22803. Return 0 if PyTorch was built without NCCL."""
     if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
         return 0
     from torch.cuda import nccl
 
-    major, minor, patch = nccl.version()[:3]  # type: ignore[no-untyped-call]  # torch's
+    major, minor, patch = nccl.version()[:3]  # type: ignore[no-untyped-call]  # untyped in PyTorch
     return int(major) * 10000 + int(minor) * 100 + int(patch)
 
 

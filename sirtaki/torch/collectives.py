@@ -1,8 +1,8 @@
 """Horovod's collectives on tensors, synchronous and asynchronous.
 
-Each function checks its arguments, submits this rank's part to the engine of the process set, and then waits for the
-result or returns a handle. A rank with invalid arguments notifies the other ranks before it raises, so that they raise,
-too, instead of waiting.
+Each function checks its arguments, submits this rank's tensors to the engine of the process set, and then waits for the
+result or returns a handle. A rank with invalid arguments notifies the other ranks before it raises an exception, so
+that the other ranks raise an exception, too, instead of waiting.
 """
 
 from __future__ import annotations
@@ -61,11 +61,19 @@ __all__ = [
 
 Tensors = Sequence[torch.Tensor]
 Deliver = Callable[[list[torch.Tensor]], Any]
-"""Converts the results of an operation to the return value (Any: a tensor, a list of tensors, a pair, or None)."""
+"""Function that converts the result tensors of an operation to the return value of the public function (Any: a tensor,
+a list of tensors, a pair, or None).
+"""
 
 
 class Started(NamedTuple):
-    """A submitted operation."""
+    """An operation that was submitted to the engine, and the conversion of its results.
+
+    Attributes:
+        engine: engine that runs the operation.
+        work: the operation in the engine.
+        deliver: function that converts the result tensors to the return value.
+    """
 
     engine: EagerEngine
     work: EagerWork
@@ -81,7 +89,7 @@ class Started(NamedTuple):
         return self.deliver(self.work.results)
 
     def handle(self) -> int:
-        """Register the operation, and return its handle."""
+        """Register the operation for `poll` and `synchronize`. Return its handle."""
         number = next(_numbers)
         _under_way[number] = self
         return number
@@ -92,7 +100,7 @@ _numbers = itertools.count(1)
 
 
 class Call:
-    """One operation as requested by the user."""
+    """One collective operation that the user has requested, before its tensors are submitted."""
 
     def __init__(
         self,
@@ -103,14 +111,14 @@ class Call:
         grouped: bool = False,
         wake: bool = True,
     ) -> None:
-        """Create an operation. Assigns a number if it has no name.
+        """Create an operation. Give it a name with a number if the user has not named it.
 
         Args:
-            kind: kind of operation.
-            name: name from the user. None for the next number of unnamed operations.
-            process_set: participating ranks.
-            grouped: several tensors that are sent together.
-            wake: False if the calling thread waits for the result next.
+            kind: kind of collective, for example an all-reduce.
+            name: name that the user has chosen, which must be equal on all ranks. None to match operations by order.
+            process_set: ranks that take part.
+            grouped: whether the operation consists of several tensors that are sent together.
+            wake: whether to wake the engine's thread. False if the calling thread will wait for the result at once.
 
         Raises:
             ConfigError: this rank is not in the process set.
@@ -121,20 +129,26 @@ class Call:
         self.name = self.engine.pending.next_name(prefix) if name is None else f"{prefix}.{name}"
 
     def start(self, tensors: Tensors, deliver: Deliver, **rest: Any) -> Started:
-        """Submit this rank's part. `rest` are further fields of `Signature` (hence Any)."""
+        """Submit this rank's tensors to the engine.
+
+        Args:
+            tensors: tensors that this rank contributes.
+            deliver: function that converts the result tensors to the return value.
+            rest: further fields of `Signature`, the description of an operation that ranks compare (Any: of any type).
+        """
         signature = Signature.of(tensors, name=self.name, kind=self.kind, once=self.once, **rest)
         return Started(self.engine, self.engine.submit(signature, tensors, wake=self.wake), deliver)
 
     def refuse(self, error: Exception) -> NoReturn:
-        """Notify the other ranks, so that they raise instead of waiting for this rank. Then raise `error`."""
+        """Raise `error`. First notify the other ranks, so that they raise an exception, too, instead of waiting."""
         self.engine.submit(Signature(name=self.name, once=self.once, kind=self.kind, problem=str(error)), [])
         raise error
 
     def require_strided(self, tensors: Tensors) -> None:
-        """Reject arguments that are not dense tensors.
+        """Reject tensors that are not dense.
 
         Raises:
-            ValueError: an argument is not a dense tensor.
+            ValueError: an item of `tensors` is not a dense tensor.
         """
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor):
@@ -148,7 +162,7 @@ class Call:
 
 
 def forget_all() -> None:
-    """Forget all handles, because their ranks have separated."""
+    """Forget all handles, because the set of ranks that their operations used has ended."""
     _under_way.clear()
 
 
@@ -159,14 +173,20 @@ def poll(handle: int) -> bool:
         return True
     if not started.work.is_done():
         return False
-    with suppress(CommError):  # `synchronize` will raise it
+    with suppress(CommError):  # suppressed here, because `synchronize` will raise the error
         result = started.result()
         _under_way[handle] = started._replace(deliver=lambda _: result)
     return True
 
 
 def synchronize(handle: int) -> Any:
-    """Wait for the operation, and return its result; for in-place operations, their tensor. None for an unknown handle.
+    """Wait for an asynchronous operation, and return its result.
+
+    Args:
+        handle: handle that an asynchronous function has returned.
+
+    Returns:
+        The result. An in-place operation returns its input tensor. None for an unknown handle.
 
     Raises:
         HorovodInternalError: the operation failed, or ranks disagreed about it.
@@ -176,8 +196,9 @@ def synchronize(handle: int) -> Any:
 
 
 def synchronize_all(handles: Sequence[int]) -> list[Any]:
-    """Wait for several operations, and return their results. All have ended when this returns or raises the first
-    error.
+    """Wait for several asynchronous operations, and return their results.
+
+    If operations fail, raise the first error after all operations have ended.
     """
     results, errors = [], []
     for handle in handles:
@@ -190,7 +211,7 @@ def synchronize_all(handles: Sequence[int]) -> list[Any]:
     return results
 
 
-# ── what to make of results ──────────────────────────────────────────────────────────────────────────────────────
+# ── conversion of results ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def _first(results: list[torch.Tensor]) -> torch.Tensor:
@@ -202,7 +223,7 @@ def _all(results: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _into(tensors: Tensors) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
-    """Return a function that copies results into `tensors`."""
+    """Return a function that copies result tensors into `tensors`, for an in-place operation."""
 
     def deliver(results: list[torch.Tensor]) -> list[torch.Tensor]:
         with torch.no_grad():
@@ -214,13 +235,13 @@ def _into(tensors: Tensors) -> Callable[[list[torch.Tensor]], list[torch.Tensor]
 
 
 def _into_one(tensor: torch.Tensor) -> Callable[[list[torch.Tensor]], torch.Tensor]:
-    """Return a function that copies a result into `tensor`."""
+    """Return a function that copies the result tensor into `tensor`, for an in-place operation."""
     deliver = _into([tensor])
     return lambda results: deliver(results)[0]
 
 
 class _Differentiable(torch.autograd.Function):
-    """A collective as an autograd function."""
+    """Autograd function that runs a collective in the forward pass and another one in the backward pass."""
 
     @staticmethod
     def forward(
@@ -237,9 +258,15 @@ class _Differentiable(torch.autograd.Function):
 def _differentiable(
     tensors: Tensors, run: Callable[[Tensors], Tensors], gradient: Callable[[Tensors], Tensors]
 ) -> list[torch.Tensor]:
-    """Return the results of `run`. If autograd is active, `gradient` computes their backward pass."""
+    """Call `run` with the tensors and return its results, differentiably.
+
+    Args:
+        tensors: input tensors.
+        run: function that runs a collective.
+        gradient: function that computes the gradients of the inputs from those of the results, by another collective.
+    """
     if torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in tensors):
-        return list(_Differentiable.apply(run, gradient, *tensors))  # type: ignore[no-untyped-call]  # torch's
+        return list(_Differentiable.apply(run, gradient, *tensors))  # type: ignore[no-untyped-call]  # untyped in PyTorch
     return list(run(tensors))
 
 
@@ -264,10 +291,10 @@ DTYPES = {
 
 
 def reduction(op: int | None, average: bool | None) -> int:
-    """Return the operation for `op=` and the deprecated `average=`.
+    """Return the reduction that the arguments `op=` and `average=` (deprecated) request.
 
     Raises:
-        ValueError: both are set.
+        ValueError: both arguments are set.
     """
     if op is not None and average is not None:
         raise ValueError("The op parameter supersedes average. Please provide only one of them.")
@@ -280,7 +307,7 @@ def reduction(op: int | None, average: bool | None) -> int:
 
 
 def unfit(op: int, tensors: Tensors, process_set: ProcessSet) -> Exception | None:
-    """Return the error to raise if these tensors cannot be reduced with `op`. None if they can."""
+    """Return the exception to raise if `tensors` cannot be reduced with `op`. None if they can be reduced."""
     if op not in OP_NAMES:
         return ValueError(f"op= must be Average, Sum, Adasum, Min, Max or Product, not {op!r}")
     for tensor in tensors:
@@ -297,11 +324,11 @@ def unfit(op: int, tensors: Tensors, process_set: ProcessSet) -> Exception | Non
 
 
 KNOWN_OPERATIONS = 4096
-"""Maximum number of cached signatures of valid reductions."""
+"""Maximum number of cached descriptions (`Signature`) of reductions whose arguments have been found valid."""
 
 
 class Scaling(NamedTuple):
-    """Operator of a reduction, and factors for its input and its result."""
+    """Operator of a reduction, and the factors by which its input and its result are multiplied."""
 
     op: int
     prescale: float = 1.0
@@ -313,7 +340,8 @@ def _start_reduction(call: Call, tensors: Tensors, how: Scaling, deliver: Delive
     how = Scaling(how.op, float(how.prescale), float(how.postscale))
     key = known = None
     if len(tensors) == 1 and type(tensor := tensors[0]) is torch.Tensor:
-        # Reuse the signature of a valid tensor with equal properties. Generated names are not part of the key.
+        # Reuse the description of an earlier valid reduction with equal properties. A generated name is not part of the
+        # key, because each operation gets another one.
         key = call.kind, None if call.once else call.name, how, tensor.shape, tensor.dtype, tensor.layout, tensor.device
         known = call.engine.known.get(key)
         if known is not None:
@@ -348,7 +376,17 @@ def _reduced(
     *,
     grouped: bool = False,
 ) -> list[torch.Tensor]:
-    """Reduce tensors, or reduce-scatter their rows, into new tensors. Collective. Differentiable."""
+    """All-reduce tensors, or reduce-scatter their rows, into new tensors. Collective. Differentiable.
+
+    Args:
+        kind: all-reduce or reduce-scatter.
+        tensors: tensors that this rank contributes.
+        name: name of the operation, or None.
+        how: reduction and factors.
+        process_set: ranks that take part.
+        compression: compression of the tensors for communication.
+        grouped: whether all tensors form one operation of the user.
+    """
 
     def run(inputs: Tensors) -> list[torch.Tensor]:
         call = Call(kind, name, process_set, grouped=grouped, wake=False)
@@ -382,13 +420,13 @@ def allreduce(
 
     Args:
         tensor: tensor with equal shape and dtype on all ranks.
-        average: deprecated; True = Average, False = Sum.
-        name: matches the operation across ranks. None to match by the order of unnamed operations.
+        average: deprecated, use `op`. True for Average, False for Sum.
+        name: name of the operation, equal on all ranks. None to match unnamed operations by their order.
         compression: compression of the tensor for communication.
         op: Average (default), Sum, Adasum, Min, Max or Product.
-        prescale_factor: factor before the reduction.
-        postscale_factor: factor after the reduction.
-        process_set: participating ranks.
+        prescale_factor: number by which the tensor is multiplied before the reduction.
+        postscale_factor: number by which the result is multiplied after the reduction.
+        process_set: ranks that take part.
 
     Raises:
         ValueError: an argument is invalid, or this rank is not in the process set.
@@ -407,7 +445,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start `allreduce` into a new tensor, without gradients. Collective. Returns a handle."""
+    """Start `allreduce` into a new tensor, which is not differentiable. Return a handle. Collective."""
     how = Scaling(reduction(op, average), prescale_factor, postscale_factor)
     return _start_reduction(Call(CollectiveKind.ALLREDUCE, name, process_set), [tensor], how, _first).handle()
 
@@ -437,9 +475,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start `allreduce_`. Collective. Returns a handle. The tensor is overwritten when the handle has been waited
-    for.
-    """
+    """Start `allreduce_`. Return a handle. `synchronize(handle)` overwrites `tensor` with the result. Collective."""
     how = Scaling(reduction(op, average), prescale_factor, postscale_factor)
     return _start_reduction(
         Call(CollectiveKind.ALLREDUCE, name, process_set), [tensor], how, _into_one(tensor)
@@ -456,7 +492,10 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Reduce several tensors in one operation: all are reduced, or none. Collective. See `allreduce`."""
+    """Reduce several tensors in one operation. If the operation fails, no tensor is reduced. Collective.
+
+    The arguments are those of `allreduce`.
+    """
     how = Scaling(reduction(op, average), prescale_factor, postscale_factor)
     return _reduced(CollectiveKind.ALLREDUCE, tensors, name, how, process_set, compression, grouped=True)
 
@@ -470,7 +509,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start `grouped_allreduce` into new tensors, without gradients. Collective. Returns one handle."""
+    """Start `grouped_allreduce` into new tensors, which are not differentiable. Return one handle. Collective."""
     how = Scaling(reduction(op, average), prescale_factor, postscale_factor)
     return _start_reduction(
         Call(CollectiveKind.ALLREDUCE, name, process_set, grouped=True), list(tensors), how, _all
@@ -502,7 +541,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start `grouped_allreduce_`. Collective. Returns one handle."""
+    """Start `grouped_allreduce_`. Return one handle. `synchronize(handle)` overwrites the tensors. Collective."""
     how = Scaling(reduction(op, average), prescale_factor, postscale_factor)
     call = Call(CollectiveKind.ALLREDUCE, name, process_set, grouped=True)
     return _start_reduction(call, list(tensors), how, _into(tensors)).handle()
@@ -517,8 +556,9 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Return this rank's rows of the reduction. Collective. Differentiable. The first `rows % size` ranks get one row
-    more.
+    """Reduce `tensor` over the ranks, and return this rank's rows of the result. Collective. Differentiable.
+
+    If the number of rows is not a multiple of the number of ranks, the first ranks get one row more.
 
     Raises:
         ValueError: the tensor has no dimension, the op is not Average or Sum, or this rank is not in the process set.
@@ -537,7 +577,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start `reducescatter`, without gradients. Collective. Returns a handle."""
+    """Start `reducescatter`. The result is not differentiable. Return a handle. Collective."""
     how = Scaling(op, prescale_factor, postscale_factor)
     return _start_reduction(Call(CollectiveKind.REDUCESCATTER, name, process_set), [tensor], how, _first).handle()
 
@@ -564,7 +604,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start `grouped_reducescatter`, without gradients. Collective. Returns one handle."""
+    """Start `grouped_reducescatter`. The results are not differentiable. Return one handle. Collective."""
     how = Scaling(op, prescale_factor, postscale_factor)
     call = Call(CollectiveKind.REDUCESCATTER, name, process_set, grouped=True)
     return _start_reduction(call, list(tensors), how, _all).handle()
@@ -583,8 +623,9 @@ def _start_all_gather(call: Call, tensors: Tensors, deliver: Deliver) -> Started
 def _gathered(
     tensors: Tensors, name: str | None, process_set: ProcessSet, *, grouped: bool = False
 ) -> list[torch.Tensor]:
-    """Gather the rows of all ranks. Collective. The gradient is this rank's rows of the average of all ranks'
-    gradients.
+    """All-gather the rows of tensors. Collective. Differentiable.
+
+    The gradient is this rank's rows of the average of the gradients of all ranks.
     """
     rows: list[int] = []
 
@@ -606,12 +647,12 @@ def _gathered(
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Gather the rows of all ranks. Collective. Differentiable.
+    """Concatenate the tensors of all ranks along dimension 0, in rank order. Collective. Differentiable.
 
     Args:
-        tensor: dimension 0 may differ between ranks, further dimensions must be equal.
-        name: matches the operation across ranks. None to match by the order of unnamed operations.
-        process_set: participating ranks.
+        tensor: tensor of this rank. Dimension 0 may differ between ranks, further dimensions must be equal.
+        name: name of the operation, equal on all ranks. None to match unnamed operations by their order.
+        process_set: ranks that take part.
 
     Raises:
         IndexError: the tensor has no dimension.
@@ -622,7 +663,7 @@ def allgather(
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """Start `allgather`, without gradients. Collective. Returns a handle."""
+    """Start `allgather`. The result is not differentiable. Return a handle. Collective."""
     return _start_all_gather(Call(CollectiveKind.ALLGATHER, name, process_set), [tensor], _first).handle()
 
 
@@ -636,7 +677,7 @@ def grouped_allgather(
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start `grouped_allgather`, without gradients. Collective. Returns one handle."""
+    """Start `grouped_allgather`. The results are not differentiable. Return one handle. Collective."""
     return _start_all_gather(
         Call(CollectiveKind.ALLGATHER, name, process_set, grouped=True), list(tensors), _all
     ).handle()
@@ -653,7 +694,10 @@ def _start_all_to_all(call: Call, tensor: torch.Tensor, splits: Splits | None, d
 
 
 def _with_splits(splits: Splits | None) -> Deliver:
-    """Return a function that returns the received rows, with the number from each rank if `splits` is set."""
+    """Return a function that converts results to the return value of `alltoall`.
+
+    It is the received rows. If `splits` is set, it also contains the number of rows from each rank.
+    """
 
     def deliver(results: list[torch.Tensor]) -> Any:
         received, received_splits = results
@@ -665,7 +709,7 @@ def _with_splits(splits: Splits | None) -> Deliver:
 
 
 def _rows_for_each(call: Call, tensor: torch.Tensor, splits: Splits | None) -> torch.Tensor:
-    """Return the number of rows for each rank, `(size,)` int32 on the CPU."""
+    """Check `splits`. Return the number of rows that this rank sends to each rank, `(size,)` int32 on the CPU."""
     size = call.engine.size
     if tensor.dim() == 0:
         call.refuse(ValueError("alltoall sends rows, but a tensor without dimensions has none"))
@@ -697,14 +741,14 @@ def alltoall(
     splits: Splits | None = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Any:  # Any: a tensor, or a pair, as Horovod
-    """Exchange rows: return the rows that all ranks send to this rank. Collective. Differentiable.
+) -> Any:  # Any: a tensor, or a pair of tensors if `splits` is set
+    """Send rows to each rank, and return the rows that all ranks send to this rank. Collective. Differentiable.
 
     Args:
-        tensor: dimension 0 may differ between ranks, further dimensions must be equal.
-        splits: number of rows for each rank, in rank order, `(size,)`. None for equal numbers.
-        name: matches the operation across ranks. None to match by the order of unnamed operations.
-        process_set: participating ranks.
+        tensor: rows to send. Dimension 0 may differ between ranks, further dimensions must be equal.
+        splits: number of rows to send to each rank, in rank order, `(size,)`. None for equal numbers.
+        name: name of the operation, equal on all ranks. None to match unnamed operations by their order.
+        process_set: ranks that take part.
 
     Returns:
         The received rows. With `splits`, a pair: the rows, and the number of rows from each rank, `(size,)` int32.
@@ -723,9 +767,9 @@ def alltoall(
         return [received]
 
     def gradient(grads: Tensors) -> Tensors:
-        """Send the gradient back to the ranks from which the rows came."""
+        """Send the gradient of the received rows back to the ranks that sent the rows."""
         back, _ = alltoall(grads[0], splits=received_splits.cpu(), process_set=process_set)
-        if back.shape[0] < rows:  # rows that were not sent
+        if back.shape[0] < rows:  # the last rows were not sent, so their gradient is zero
             back = torch.cat([back, back.new_zeros(rows - back.shape[0], *back.shape[1:])])
         return [back]
 
@@ -738,7 +782,7 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start `alltoall`, without gradients. Collective. Returns a handle."""
+    """Start `alltoall`. The result is not differentiable. Return a handle. Collective."""
     return _start_all_to_all(
         Call(CollectiveKind.ALLTOALL, name, process_set), tensor, splits, _with_splits(splits)
     ).handle()
@@ -758,13 +802,13 @@ def _start_broadcast(call: Call, tensor: torch.Tensor, root_rank: int, deliver: 
 def broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Return the root's tensor on every rank, as a new tensor. Collective. Differentiable.
+    """Return the tensor of the root rank on every rank, as a new tensor. Collective. Differentiable.
 
     Args:
         tensor: tensor with equal shape and dtype on all ranks.
-        root_rank: source rank in the job, also for a process set.
-        name: matches the operation across ranks. None to match by the order of unnamed operations.
-        process_set: participating ranks.
+        root_rank: rank whose tensor is sent. Its rank in the job, not in the process set.
+        name: name of the operation, equal on all ranks. None to match unnamed operations by their order.
+        process_set: ranks that take part.
 
     Raises:
         ValueError: the root or this rank is not in the process set.
@@ -777,7 +821,7 @@ def broadcast(
         return results
 
     def gradient(grads: Tensors) -> Tensors:
-        """Return the averaged gradient on the root, and zeros on other ranks."""
+        """Return the average of all ranks' gradients on the root rank, and zeros on other ranks."""
         averaged = allreduce(grads[0], process_set=process_set)
         is_root = require_opened(process_set).ranks[engine_of(process_set).rank] == root_rank
         return [averaged if is_root else torch.zeros_like(averaged)]
@@ -788,14 +832,14 @@ def broadcast(
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start `broadcast`, without gradients. Collective. Returns a handle."""
+    """Start `broadcast`. The result is not differentiable. Return a handle. Collective."""
     return _start_broadcast(Call(CollectiveKind.BROADCAST, name, process_set), tensor, root_rank, _first).handle()
 
 
 def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Overwrite `tensor` on every rank with the root's. Collective."""
+    """Overwrite `tensor` on every rank with the tensor of the root rank. Collective."""
     call = Call(CollectiveKind.BROADCAST, name, process_set, wake=False)
     result: torch.Tensor = _start_broadcast(call, tensor, root_rank, _into_one(tensor)).result()
     return result
@@ -804,15 +848,13 @@ def broadcast_(
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start `broadcast_`. Collective. Returns a handle. The tensor is overwritten when the handle has been waited
-    for.
-    """
+    """Start `broadcast_`. Return a handle. `synchronize(handle)` overwrites `tensor` with the result. Collective."""
     return _start_broadcast(
         Call(CollectiveKind.BROADCAST, name, process_set), tensor, root_rank, _into_one(tensor)
     ).handle()
 
 
-# ── the rest ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── further operations ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def sparse_allreduce_async(
@@ -821,10 +863,10 @@ def sparse_allreduce_async(
     """Start the reduction of a sparse COO tensor. Collective.
 
     Args:
-        tensor: tensor with equal dense shape and dtype on all ranks, and any number of entries.
-        name: matches the operation across ranks. None to match by the order of unnamed operations.
+        tensor: sparse tensor with equal dense shape and dtype on all ranks, and any number of nonzero entries.
+        name: name of the operation, equal on all ranks. None to match unnamed operations by their order.
         op: Average or Sum.
-        process_set: participating ranks.
+        process_set: ranks that take part.
 
     Returns:
         A function that waits for the result and returns it: a sparse tensor, not coalesced.
@@ -853,7 +895,7 @@ def sparse_allreduce_async(
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until all ranks of the set have called this. Collective.
+    """Wait until all ranks of the process set have called this function. Collective.
 
     Raises:
         ValueError: this rank is not in the process set.
@@ -863,18 +905,19 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def join(device: int = -1) -> int:
-    """Report that this rank has no more data. Contribute zeros to all-reduces until all ranks have joined. Collective.
+    """Report that this rank has no more data. Contribute zeros to all-reduces until all ranks have called this.
 
-    Other collectives raise an error meanwhile. Afterwards, training can continue on all ranks.
+    Collective. Until then, collectives other than all-reduces raise an error. Afterwards, training can continue on all
+    ranks.
 
     Args:
         device: ignored, for compatibility with Horovod.
 
     Returns:
-        The rank that joined last.
+        The rank that has called this function last.
 
     Raises:
         HorovodInternalError: the job has failed.
     """
-    engine_of(global_process_set)  # which says what is wrong
+    engine_of(global_process_set)  # called because it raises an error if Sirtaki is not initialised
     return job.current().joining.join()

@@ -3,7 +3,7 @@
 AOTAutograd compiles the backward pass of a graph to a single autograd node, and autograd accumulates the gradients of a
 node when the node ends. If a model is compiled as a whole, all gradients are therefore ready at once, and no
 computation is left to overlap with their reduction. This backend splits the forward graph with PyTorch's
-`DDPOptimizer`, which does so for DDP's buckets, and compiles each part separately.
+`DDPOptimizer`, which PyTorch uses to split graphs at DDP's buckets, and compiles each part separately.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ from sirtaki.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 PARTS = 4
-"""Default number of parts between hosts: enough to hide most of the communication, few enough to cost little."""
+"""Default number of parts of a graph if ranks are on several hosts. More parts hide more communication but cost more.
+"""
 
 LEAST_PART_BYTES = 1 << 20
-"""Smallest part, the size of DDP's first bucket. Sending a smaller part takes less time than splitting costs."""
+"""Minimum bytes of gradients in a part, the size of DDP's first bucket. For a smaller part, splitting costs more time
+than overlapping saves.
+"""
 
 Compiled = Callable[..., Any]
 Compiler = Callable[..., Compiled]
@@ -34,18 +37,26 @@ Compiler = Callable[..., Compiled]
 
 @dataclass(frozen=True, slots=True)
 class EarlyGradients:
-    """A Dynamo backend that splits graphs. Equal instances compile alike.
+    """A Dynamo backend that splits a graph and compiles each part separately.
+
+    Instances with equal attributes are equal, so that Dynamo need not compile again.
 
     Attributes:
-        backend: compiles each part.
-        part_bytes: see `early_gradients`.
+        backend: compiler of each part: a name or function, as for `torch.compile`.
+        part_bytes: bytes of gradients in a part. None for the default.
     """
 
     backend: str | Compiler
     part_bytes: int | None
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Compiled:
-        """Compile a graph of Dynamo in parts. `options` are the options of `torch.compile`. Called by Dynamo."""
+        """Split a graph of Dynamo and compile its parts. Called by Dynamo.
+
+        Args:
+            graph: the graph to compile.
+            inputs: example inputs of the graph.
+            options: the arguments `mode=` and `options=` of `torch.compile`.
+        """
         compiler = _compiler(self.backend, options)
         if not torch.is_grad_enabled():
             return compiler(graph, inputs)
@@ -58,7 +69,7 @@ class EarlyGradients:
         splitter = DDPOptimizer(part_bytes, compiler, first_bucket_cap=part_bytes)
         try:
             compiled: Compiled = splitter.compile_fn(graph, list(inputs))
-        except NotImplementedError as err:  # raised by older torch for a graph that calls another one (checkpointing)
+        except NotImplementedError as err:  # older PyTorch cannot split a graph that calls another graph
             logger.warning("a graph with %d bytes of gradients is compiled as a whole: %s", n_bytes, err)
             return compiler(graph, inputs)
         logger.info(
@@ -80,8 +91,8 @@ def early_gradients(backend: str | Compiler = "inductor", *, part_bytes: int | N
     Args:
         backend: compiler of each part: a name or function, as for `torch.compile`.
         part_bytes: bytes of gradients in a part. None for the value in the plan of `sirtaki optimize`
-            (`SIRTAKI_PLAN`), or without a plan a quarter of the graph's gradients. Without a plan the graph is not
-            split if all ranks are on one host, or if `hvd.init()` was not called before the model first runs.
+            (`SIRTAKI_PLAN`). Without a plan, None means a quarter of the graph's gradients. Then the graph is not split
+            if all ranks are on one host, or if `hvd.init()` was not called before the model first runs.
 
     Raises:
         ValueError: `part_bytes` is not positive.
@@ -97,7 +108,7 @@ def early_gradients(backend: str | Compiler = "inductor", *, part_bytes: int | N
 
 
 def usual_part_bytes(n_bytes: int) -> int:
-    """Return the default size of a part in bytes for a graph with `n_bytes` of gradients. 0 for an unsplit graph."""
+    """Return the default bytes of gradients in a part, for a graph with `n_bytes` of gradients. 0 to split no graph."""
     if not job.is_initialized() or job.current().size == 1:
         return 0
     current = job.current()
@@ -109,14 +120,14 @@ def usual_part_bytes(n_bytes: int) -> int:
 
 
 def gradient_bytes(graph: torch.fx.GraphModule) -> int:
-    """Return the bytes of all trainable parameters of a Dynamo graph: its inputs and its own parameters."""
+    """Return the bytes of the trainable parameters of a Dynamo graph, which are its inputs or its attributes."""
     inputs = [node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder"]
     parameters = [*graph.parameters(), *(one for one in inputs if isinstance(one, nn.Parameter))]
     return sum(one.untyped_storage().nbytes() for one in parameters if one.requires_grad)
 
 
 def _compiler(backend: str | Compiler, options: dict[str, Any]) -> Compiler:
-    """Return the compiler with the `mode=` and `options=` of `torch.compile` applied."""
+    """Return the function that compiles a part with `backend`, with the options of `torch.compile` applied."""
     found: Compiler = torch._dynamo.lookup_backend(backend)
     if backend == "inductor" and options:
         from torch._inductor import list_mode_options

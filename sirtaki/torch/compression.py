@@ -11,7 +11,7 @@ from sirtaki.errors import ConfigError
 
 
 class Compressor:
-    """Base class of compressors. Subclasses override both methods and keep the tensor's shape."""
+    """Base class of compressors. Subclasses override both methods. A compressed tensor must keep its shape."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -20,7 +20,12 @@ class Compressor:
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Return the original tensor, with its shape."""
+        """Return the decompressed tensor, with the original shape and dtype.
+
+        Args:
+            tensor: the received tensor.
+            ctx: the context that `compress` has returned (Any: private to the compressor).
+        """
         raise NotImplementedError
 
 
@@ -61,26 +66,25 @@ class FP16Compressor(_CastCompressor):
 
 
 class BF16Compressor(_CastCompressor):
-    """Compressor that sends floating-point tensors as bfloat16: range of float32, an eighth of float16's precision."""
+    """Compressor that sends floating-point tensors as bfloat16, with float32's range and 3 bits less than float16."""
 
     wire = torch.bfloat16
 
 
 class LossyCompressor(Compressor):
-    """Lossy compressor of gradients with error feedback: what is lost is added in the next step. See
-    `sirtaki.comm.compress`.
+    """Lossy compressor of gradients with error feedback: the compression error of a step is added to the next gradient.
 
-    For `DistributedOptimizer` and `ddp.attach`. `fsdp.attach` accepts those that quantise numbers separately, and uses
-    no error feedback.
+    For `DistributedOptimizer` and `ddp.attach`. `fsdp.attach` accepts only compressors that quantise each number
+    separately, and uses them without error feedback.
     """
 
     def __init__(self, scheme: Scheme) -> None:
-        """`scheme`: how compressed gradients are summed."""
+        """Store the scheme, by which gradients are compressed and summed."""
         self.scheme = scheme
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Reject the compression of a single tensor, which has no error feedback.
+        """Raise an exception, because a single tensor outside of an optimizer has no error feedback.
 
         Raises:
             ConfigError: always.
@@ -90,7 +94,7 @@ class LossyCompressor(Compressor):
             "ddp.attach; single operations support Compression.none, .fp16 and .bf16"
         )
 
-    decompress = compress  # type: ignore[assignment]  # rejected as well
+    decompress = compress  # type: ignore[assignment]  # raises the same exception
 
 
 Choice = type[Compressor] | LossyCompressor | Codec
@@ -98,7 +102,7 @@ Choice = type[Compressor] | LossyCompressor | Codec
 
 
 def reduction_options(compression: Choice) -> dict[str, Any]:
-    """Return the fields of a `Reduction` for a choice.
+    """Return the fields of a `Reduction` that a value of `compression=` sets.
 
     Raises:
         ConfigError: `compression` is invalid.
@@ -108,7 +112,7 @@ def reduction_options(compression: Choice) -> dict[str, Any]:
     if isinstance(compression, type) and issubclass(compression, NoneCompressor):
         return {}
     if isinstance(compression, type) and issubclass(compression, _CastCompressor):
-        # For all floating dtypes, so that optimizers with equal compression agree about shared parameters.
+        # Set all floating-point dtypes, so that two optimizers with equal compression agree about a shared parameter.
         floats = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
         return {"wire_dtype": tuple((dtype, compression.wire) for dtype in floats)}
     if isinstance(compression, Codec) and not isinstance(compression, type):
@@ -120,11 +124,11 @@ def reduction_options(compression: Choice) -> dict[str, Any]:
 
 
 class Compression:
-    """Choices for `compression=`.
+    """Compressors to choose from for the argument `compression=`.
 
-    The last four are lossy, with error feedback. They are for `DistributedOptimizer` and `ddp.attach`, and compress
-    communication between hosts. Between ranks that share memory, and on GPUs, gradients are sent uncompressed.
-    `fsdp.attach` accepts all but the last two, without error feedback.
+    `int8`, `fp8`, `topk` and `powersgd` are lossy, with error feedback. They are for `DistributedOptimizer` and
+    `ddp.attach`, and compress communication between hosts. Between ranks that share memory, and on GPUs, gradients are
+    sent uncompressed. `fsdp.attach` accepts all but `topk` and `powersgd`, and uses no error feedback.
     """
 
     none = NoneCompressor
@@ -135,12 +139,13 @@ class Compression:
 
     @staticmethod
     def topk(ratio: float = 0.01) -> LossyCompressor:
-        """Send the largest values of each rank's gradients: a share of `ratio`."""
+        """Send only the fraction `ratio` of each rank's gradients, the values that are largest in magnitude."""
         return LossyCompressor(TopK(ratio))
 
     @staticmethod
     def powersgd(rank: int = 4) -> LossyCompressor:
-        """Send matrices as products of two matrices with `rank` columns. Vectors and small matrices are sent
-        uncompressed.
+        """Approximate each gradient matrix by the product of two matrices of rank `rank`, and send these.
+
+        Vectors and small matrices are sent uncompressed.
         """
         return LossyCompressor(PowerSgd(rank))

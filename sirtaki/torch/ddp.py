@@ -3,15 +3,17 @@
     model = DistributedDataParallel(model)
     sirtaki.torch.ddp.attach(model)
 
-DDP calls `prepare_for_backward` of its reducer in each forward pass whose backward pass must be synchronised, and not
-within `no_sync()`. A reducer that is never prepared does nothing. `attach` replaces the reducer by an `IdleReducer`,
-which forwards this call to `DdpGradients`, whose hooks on the parameters reduce the gradients. The next backward pass
-is then *due*. A due backward pass is one iteration.
+DDP calls `prepare_for_backward` of its reducer in each forward pass whose backward pass must be synchronised, but not
+within `no_sync()`. A reducer that is never prepared does nothing. `attach` replaces DDP's reducer by an `IdleReducer`,
+which forwards the call to `DdpGradients`. The hooks of `DdpGradients` on the parameters reduce the gradients.
 
-A rank takes part in an iteration even if its pass uses no parameter. Therefore hooks on the outputs of the model detect
-where a backward pass begins. `torch.autograd.grad` calls these hooks too, but accumulates into no `.grad`: for a
-gradient penalty, forces from energies, or a logged norm. The due backward pass follows later. The hook distinguishes
-the two by a leaf of the graph, whose node autograd executes in a backward pass only.
+A backward pass is *due* if its gradients must be reduced: DDP has called `prepare_for_backward`, and the pass has not
+ended yet. A due backward pass is one iteration.
+
+A rank takes part in an iteration even if its backward pass uses no parameter. Therefore hooks on the outputs of the
+model detect where a backward pass begins. `torch.autograd.grad` calls these hooks too, for example for a gradient
+penalty, forces from energies or a logged norm, but it accumulates into no `.grad`. The due backward pass follows later.
+The hook distinguishes the two by an AccumulateGrad node of the graph, which autograd executes in a backward pass only.
 """
 
 from __future__ import annotations
@@ -59,15 +61,15 @@ def attach(model: nn.Module, *, arms: Sequence[Arm] | None = None, compression: 
     unused parameters, buffers.
 
     Args:
-        model: a DistributedDataParallel model, or a module after `torch.distributed._composable.replicate`. Its
-            process group must contain all ranks, and its parameters must be on one device.
-        arms: search techniques of the tuner that replace the default ones.
-        compression: compression of gradients, see `DistributedOptimizer`.
+        model: a DistributedDataParallel model, or a module to which `torch.distributed._composable.replicate` was
+            applied. Its process group must contain all ranks, and its parameters must be on one device.
+        arms: search techniques of the tuner. None for the default ones.
+        compression: compression of gradients during communication, see `DistributedOptimizer`.
 
     Raises:
         ConfigError: the model's process group lacks ranks, Sirtaki was initialised with other ranks or for an elastic
-            job, the model is attached already, or DDP reduces its gradients in a special way: by a communication hook,
-            mixed precision or delayed all-reduces.
+            job, the model is attached already, or DDP reduces the model's gradients by a communication hook, in mixed
+            precision or by delayed all-reduces.
         MismatchError: the models of ranks differ. Raised on all ranks.
     """
     model = _behind_composable(model)
@@ -84,21 +86,25 @@ def attach(model: nn.Module, *, arms: Sequence[Arm] | None = None, compression: 
 
 
 def install(model: DistributedDataParallel, gradients: DdpGradients) -> None:
-    """Replace DDP's reducer by `gradients`. Not collective."""
+    """Replace the reducer of a DDP model, so that `gradients` reduces the model's gradients. Not collective."""
     if model.static_graph:
         gradients.count_gradients()
     idle = IdleReducer(model.reducer, gradients, static=model.static_graph, finds_unused=model.find_unused_parameters)
-    model.find_unused_parameters = False  # because Sirtaki finds them at the end of the backward pass
+    model.find_unused_parameters = False  # because Sirtaki finds unused parameters at the end of the backward pass
     model.reducer = idle  # type: ignore[assignment]
     model.logger = AttachedLogger(model.logger, gradients.log)
-    if isinstance(model.module, nn.ParameterList):  # made by replicate(), whose hooks call methods of the model only
+    # `replicate()` makes a DDP model over a ParameterList and calls its methods, but never its forward hooks.
+    if isinstance(model.module, nn.ParameterList):
         model._post_forward = _Watched(model._post_forward, idle)  # type: ignore[method-assign]
     else:
         model.register_forward_hook(OutputHook(idle))
 
 
 def job_over(group: dist.ProcessGroup) -> job.Job | None:
-    """Return the job of the ranks of a process group, or None with one rank. Begin the job if needed. Collective.
+    """Return the job that connects the ranks of a process group. Initialise Sirtaki if necessary. Collective.
+
+    Returns:
+        The job, or None if there is only one rank.
 
     Raises:
         ConfigError: the group lacks ranks, or Sirtaki was initialised with other ranks or for an elastic job.
@@ -130,7 +136,7 @@ def job_over(group: dist.ProcessGroup) -> job.Job | None:
 
 @outside_modes
 def _behind_composable(model: nn.Module) -> nn.Module:
-    """Return the DDP model inside a module after `replicate()`. Return other modules unchanged."""
+    """Return the DDP model that `replicate()` has created for a module. Return other modules unchanged."""
     if isinstance(model, DistributedDataParallel) or not isinstance(model, nn.Module):
         return model
     from torch.distributed._composable.replicate import _ReplicateState, replicate  # imports FSDP2, which is slow
@@ -138,7 +144,7 @@ def _behind_composable(model: nn.Module) -> nn.Module:
     state = replicate.state(model)
     if not isinstance(state, _ReplicateState):
         return model
-    if not state.has_initialized:  # otherwise the first forward pass would create the DDP model
+    if not state.has_initialized:  # the first forward pass would create the DDP model, but it is needed now
         state.lazy_init()
     return state._ddp
 
@@ -146,10 +152,10 @@ def _behind_composable(model: nn.Module) -> nn.Module:
 class _Watched:
     """Wrapper of DDP's `_post_forward` that watches the outputs of the model for the start of a backward pass."""
 
-    def __init__(self, method: Callable[[Any], Any], idle: IdleReducer) -> None:  # Any: outputs of a model
+    def __init__(self, method: Callable[[Any], Any], idle: IdleReducer) -> None:  # Any: outputs of any model
         self._method, self._idle = method, idle
 
-    def __call__(self, output: Any) -> Any:  # Any: as above
+    def __call__(self, output: Any) -> Any:  # Any: outputs of any model
         output = self._method(output)
         if not torch.compiler.is_compiling():
             self._idle.watch(output)
@@ -157,11 +163,11 @@ class _Watched:
 
 
 def _require_reducer_alone(model: DistributedDataParallel) -> None:
-    """Reject models whose gradients are not reduced by DDP's plain reducer."""
+    """Reject a DDP model whose gradients are reduced by anything else than DDP's default reducer."""
     if isinstance(model.reducer, IdleReducer):
         raise ConfigError("this model has been attached already")
     known = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-    if getattr(model, "_comm_hooks", ()) or "comm_hook" in known:  # `_comm_hooks` lacks built-in hooks
+    if getattr(model, "_comm_hooks", ()) or "comm_hook" in known:  # `_comm_hooks` lacks PyTorch's C++ hooks
         raise ConfigError("the model has a communication hook, which attach() replaces: remove register_comm_hook")
     if getattr(model, "_use_python_reducer", False):
         raise ConfigError('attach() cannot be used with torch._dynamo.config.optimize_ddp = "python_reducer"')
@@ -194,22 +200,27 @@ CLOSED = (
 
 
 class DdpGradients(GradientHooks):
-    """Reduction of the gradients of one DDP model. An iteration is a backward pass that must be synchronised ("due").
+    """Reduction of the gradients of one DDP model.
+
+    A backward pass is *due* if its gradients must be reduced, so not within `no_sync()`. A due backward pass is one
+    iteration.
 
     Attributes:
-        _due: the next backward pass must be synchronised.
-        _begun: the due backward pass has begun.
-        _unwatched: number of forward passes whose backward pass is due and whose outputs have no hooks yet.
-        _graphs: tokens of other forward passes whose backward pass is due and whose graph still exists.
-        _counter: counts gradients per parameter in the first pass of a static graph.
-        _active_ranks: all-reduce of the number of ranks that have not joined, inside `join()`.
+        _due: whether the next or current backward pass is due.
+        _begun: whether the due backward pass has begun.
+        _unwatched: number of forward passes whose backward pass is due, and whose outputs have no hooks yet.
+        _graphs: tokens of the forward passes whose backward pass is due, whose outputs have hooks, and whose autograd
+            graph still exists.
+        _counter: counter of the gradients of each parameter in the first backward pass of a static graph. None later
+            and for other graphs.
+        _active_ranks: all-reduce of the number of ranks that have not called DDP's `join()`. None outside `join()`.
         _node_hooked: parameters whose AccumulateGrad nodes have hooks, for distributed autograd.
     """
 
-    undefined_are_zeros = True  # as in DDP
-    nodes_are_kept = True  # by DDP's reducer
-    # DDP's constructor has broadcast the parameters. A script may change them later on purpose, for example with SAM
-    # within no_sync().
+    undefined_are_zeros = True  # DDP treats undefined gradients as zeros, too
+    nodes_are_kept = True  # DDP's reducer holds the AccumulateGrad nodes
+    # The parameters need no comparison at the start: DDP's constructor has broadcast them, and a script may change them
+    # later on purpose, for example with SAM within no_sync().
     may_begin_apart = False
 
     _due = _begun = False
@@ -221,7 +232,7 @@ class DdpGradients(GradientHooks):
 
     @cached_property
     def log(self) -> PassLog:
-        """Return the times of the model's steps for DDP's logging data."""
+        """Return the recorder of the model's forward and backward times, for DDP's logging data."""
         return PassLog()
 
     @property
@@ -230,11 +241,13 @@ class DdpGradients(GradientHooks):
         return TOO_OFTEN
 
     def count_gradients(self) -> None:
-        """Count the gradients of each parameter in the next pass. With a static graph, the counts never change."""
+        """Count the gradients of each parameter in the next backward pass. Later passes of a static graph have the same
+        counts.
+        """
         self._counter = GradientCounter([param for _, param in self.named])
 
     def prepare(self) -> None:
-        """Make the next backward pass due. Called in a forward pass of DDP.
+        """Mark the next backward pass as due: its gradients must be reduced. Called in a forward pass of DDP.
 
         Raises:
             NotInitializedError: the reduction has been closed.
@@ -253,27 +266,34 @@ class DdpGradients(GradientHooks):
 
     @property
     def due(self) -> bool:
-        """Return whether the next backward pass must be synchronised."""
+        """Return whether the gradients of the next or current backward pass must be reduced."""
         return self._due
 
     def leave(self) -> None:
-        """Leave the next backward pass to DDP's own reducer."""
+        """Do not reduce the gradients of the next backward pass, because DDP's own reducer will."""
         self.drain()
         self._forget()
 
     def _watch_nodes(self) -> None:
-        """Register hooks on AccumulateGrad nodes, which reject a distributed pass that skips parameters' own hooks."""
+        """Register a hook on the AccumulateGrad node of each parameter.
+
+        The hook raises an exception if a distributed autograd pass computes a gradient without calling the parameter's
+        own hooks, because the gradient would not be reduced.
+        """
         self._node_hooked, this = self.hooked, weakref.ref(self)
         for number, (_, param) in enumerate(self.hooked):
             node = get_gradient_edge(param).node
             handle = node.register_hook(partial(_refuse_unnoticed, this, number))
-            self._hooks.callback(_remove, handle, node)  # keeps the node alive, which PyTorch would free
+            self._hooks.callback(_remove, handle, node)  # refers to the node, because PyTorch would free it otherwise
 
     def require_noticed(self, number: int) -> None:
-        """Check that the hook of a parameter has seen its gradient. Called after the gradient was computed.
+        """Check that the parameter's hook was called with its gradient. Called after the gradient was computed.
+
+        Args:
+            number: index of the parameter in `hooked`.
 
         Raises:
-            GradientError: the hook was not called, and the pass is due.
+            GradientError: the hook was not called, and the backward pass is due, so a gradient would not be reduced.
         """
         name, param = self.hooked[number]
         if not self._due or not param.requires_grad:
@@ -285,12 +305,13 @@ class DdpGradients(GradientHooks):
             raise GradientError(problem)
 
     def watch(self, output: object) -> None:
-        """Register hooks on the outputs of the model, to detect where the due backward pass begins.
+        """Register hooks on the outputs of the model, to detect where a due (to be reduced) backward pass begins.
 
-        The first gradient does not show this: it may be computed in a nested pass (reentrant checkpoints), whose end is
-        not the end of the due pass, and some ranks may compute no gradient.
+        The first gradient of a parameter does not show the beginning. It may be computed in a nested pass (reentrant
+        checkpoints), which ends before the due pass ends, and some ranks may compute no gradient.
 
-        A due pass is dropped if its graph has been freed and a forward pass within `no_sync()` follows.
+        A backward pass is no longer due if its autograd graph has been freed and a forward pass within `no_sync()`
+        follows.
         """
         outputs = [tensor for tensor in _tensors(output) if tensor.requires_grad]
         if not self._due or not outputs:
@@ -311,15 +332,18 @@ class DdpGradients(GradientHooks):
             self._begin()
 
     def divide_by(self, active_ranks: torch.distributed.Work | None) -> None:
-        """Divide the gradients of the next pass by the number of ranks that have not joined.
+        """Divide the gradients of the next backward pass by the number of ranks that have not called `join()`.
 
         Args:
-            active_ranks: all-reduce of this number. None to divide by the number of all ranks.
+            active_ranks: all-reduce that yields this number. None to divide by the number of all ranks.
         """
         self._active_ranks = active_ranks
 
     def take_part(self) -> None:
-        """Take part with zeros in a backward pass of the other ranks. Keep `.grad`. Collective, on a joined rank."""
+        """Contribute zeros to the gradients of the other ranks' backward pass. Leave `.grad` unchanged.
+
+        Collective. Called on a rank that has called DDP's `join()`.
+        """
         params = [param for _, param in self.named]
         own = [param.grad for param in params]
         for param in params:
@@ -329,7 +353,12 @@ class DdpGradients(GradientHooks):
             param.grad = gradient
 
     def begin_backward(self) -> bool:
-        """Begin the due pass. Return False if no gradient may be reduced yet: the pass is not due, or is counted."""
+        """Begin the due backward pass, whose gradients must be reduced.
+
+        Returns:
+            Whether gradients may be reduced as they are computed. False within `no_sync()`, or if this pass only counts
+            the gradients of each parameter.
+        """
         if not self._due:
             return False
         self._begin()
@@ -341,7 +370,7 @@ class DdpGradients(GradientHooks):
             self._begun = super().begin_backward()
 
     def end_backward(self) -> None:
-        """End the due pass and its iteration. Collective."""
+        """Finish a backward pass whose gradients must be reduced (due): wait for the reduction. Collective."""
         self.log.now.computed_ns = time.time_ns()
         counts = []
         if self._counter is not None:
@@ -360,7 +389,7 @@ class DdpGradients(GradientHooks):
             torch._foreach_mul_([param.grad for _, param in self.named if param.grad is not None], share)
 
     def fail_backward(self) -> None:
-        """Give up the due pass, because it raised an exception."""
+        """Give up the reduction of this backward pass, because the pass raised an exception."""
         self._forget()
         super().fail_backward()
 
@@ -372,7 +401,13 @@ class DdpGradients(GradientHooks):
 def _refuse_unnoticed(
     this: weakref.ref[DdpGradients], number: int, _outputs: object, computed: tuple[torch.Tensor | None, ...]
 ) -> None:
-    """Check the gradient of a parameter. Hook of an AccumulateGrad node."""
+    """Check that a parameter's own hook has seen the gradient. Hook that PyTorch calls after an AccumulateGrad node.
+
+    Args:
+        this: the reducer, weakly referenced because the node outlives it.
+        number: index of the parameter in the reducer's `hooked`.
+        computed: the gradient, alone in a tuple. None for an undefined gradient.
+    """
     if computed[0] is not None and (gradients := this()) is not None:
         gradients.require_noticed(number)
 
@@ -382,19 +417,19 @@ def _remove(handle: RemovableHandle, _node: Node) -> None:
 
 
 def _contains(tensors: Sequence[torch.Tensor], tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is in the list. Search from the end, because it is most likely the last item."""
+    """Return whether `tensor` is in `tensors`. Search from the end, because it is most likely the last item."""
     return any(each is tensor for each in reversed(tensors))
 
 
 class ForwardGraphToken:
-    """A token that lives as long as the autograd graph of a forward pass, whose hooks refer to it."""
+    """A token that exists as long as the autograd graph of a forward pass, because hooks of the graph refer to it."""
 
 
 class GradientCounter:
-    """Counter of the gradients of each parameter in a backward pass."""
+    """Counter of the gradients that each parameter receives in a backward pass."""
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
-        """Register hooks on the parameters and begin to count."""
+        """Register hooks on the parameters that count their gradients."""
         self._params = params
         self.begin()
         self._handles = [
@@ -403,17 +438,17 @@ class GradientCounter:
         ]
 
     def begin(self) -> None:
-        """Set all counts to 0."""
+        """Set the counts of all parameters to 0."""
         self._counts = [0] * len(self._params)
 
     def end(self) -> list[int]:
-        """Stop counting and return the number of gradients of each parameter."""
+        """Remove the hooks. Return the number of gradients of each parameter since `begin`."""
         for handle in self._handles:
             handle.remove()
         return self._counts
 
     def has(self, number: int) -> bool:
-        """Return whether parameter `number` has received a gradient in this pass."""
+        """Return whether parameter `number` has received a gradient since `begin`."""
         return self._counts[number] > 0
 
     def _count(self, number: int, _: torch.Tensor) -> None:
@@ -421,13 +456,13 @@ class GradientCounter:
 
 
 class IdleReducer:
-    """Replacement of an attached DDP model's reducer.
+    """Replacement of the reducer in an attached DDP model. It reduces nothing itself: `DdpGradients` does.
 
-    Defines the methods by which DDP's Python code launches reductions (torch/nn/parallel/distributed.py). DDP's own
-    reducer still answers all other calls.
+    Defines the methods by which DDP's Python code launches reductions (torch/nn/parallel/distributed.py). All other
+    calls are forwarded to DDP's own reducer.
 
-    torch.distributed.autograd accumulates gradients in a context instead of `.grad`. DDP's own reducer supports this,
-    so it reduces the gradients of every forward pass within such a context.
+    torch.distributed.autograd accumulates gradients in a context instead of `.grad`. DDP's own reducer supports such a
+    context, so it reduces the gradients if a forward pass runs within one.
     """
 
     def __init__(self, reducer: Any, gradients: DdpGradients, *, static: bool, finds_unused: bool) -> None:
@@ -435,14 +470,14 @@ class IdleReducer:
 
         Args:
             reducer: DDP's reducer (Any: a C++ class without types).
-            gradients: reduces the gradients instead.
+            gradients: object that reduces the model's gradients instead of `reducer`.
             static: DDP's option `static_graph`.
             finds_unused: DDP's option `find_unused_parameters`.
         """
         self._reducer, self._gradients, self._static, self._finds_unused = reducer, gradients, static, finds_unused
 
-    def __getattr__(self, name: str) -> Any:  # Any: as the reducer has it
-        if name.startswith("_pybind11_"):  # otherwise C++ would find DDP's reducer and register hooks on it
+    def __getattr__(self, name: str) -> Any:  # Any: any attribute of DDP's C++ reducer
+        if name.startswith("_pybind11_"):  # otherwise PyTorch's C++ code would register hooks on DDP's reducer
             raise AttributeError(name)
         return getattr(self._reducer, name)
 
@@ -454,7 +489,7 @@ class IdleReducer:
         )
 
     def prepare_for_backward(self, _: object) -> None:
-        """Make the next backward pass due. Called by DDP in a forward pass.
+        """Mark the next backward pass as due: its gradients must be reduced. Called by DDP in a forward pass.
 
         Raises:
             ConfigError: the forward pass is in distributed autograd, and the model has `static_graph=True`.
@@ -468,7 +503,7 @@ class IdleReducer:
                 self._reducer.prepare_for_backward([])
 
     def watch(self, output: object) -> None:
-        """Watch the outputs of the model for the start of the due backward pass."""
+        """Watch the outputs of the model for the start of a backward pass whose gradients must be reduced."""
         if self._finds_unused and distributed_autograd.current_context() is not None:
             if self._gradients.due:
                 self._gradients.leave()
@@ -486,13 +521,25 @@ class IdleReducer:
         pass
 
     def _set_forward_pass_work_handle(self, work: torch.distributed.Work, by_all: bool) -> None:
-        """Record `work`, which counts ranks that have not joined. Called by DDP in `join()` before a forward pass."""
+        """Divide the next gradients by the number of ranks that have not joined. Called by DDP within `join()`.
+
+        Args:
+            work: all-reduce that yields the number of ranks that have not joined.
+            by_all: whether to divide by the number of all ranks instead.
+
+        Raises:
+            ConfigError: the forward pass is in distributed autograd.
+        """
         if distributed_autograd.current_context() is not None:
             raise ConfigError(JOINED)
         self._gradients.divide_by(None if by_all else work)
 
     def _get_zeros_like_grad_buckets(self) -> list[object]:
-        """Take part in a backward pass of the other ranks. Called by DDP on a joined rank. Return an empty list."""
+        """Contribute zeros to the other ranks' backward pass. Called by DDP on a rank that has joined.
+
+        Returns:
+            An empty list, so that DDP reduces nothing itself.
+        """
         self._gradients.take_part()
         return []
 
@@ -501,11 +548,11 @@ class OutputHook:
     """Forward hook of an attached DDP model. Does nothing in a copy of the model, whose reducer is PyTorch's own."""
 
     def __init__(self, idle: IdleReducer | None = None) -> None:
-        """`idle`: reducer of the model. None in a copy of the model."""
+        """Store the replacement of the model's reducer. `idle` is None in a copy of the model."""
         self._idle = idle
 
     def __call__(self, _module: object, _inputs: object, output: object) -> None:
-        """Watch `output` for the start of the due backward pass. Called by PyTorch."""
+        """Watch `output` for the start of a backward pass whose gradients must be reduced. Called by PyTorch."""
         if self._idle is not None and not torch.compiler.is_compiling():
             self._idle.watch(output)
 
@@ -514,7 +561,7 @@ class OutputHook:
 
 
 def _tensors(found: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors nested in containers."""
+    """Yield the tensors in the output of a model, also those inside nested containers and dataclasses."""
     inside: Iterable[object] = ()
     if isinstance(found, torch.Tensor):
         yield found
@@ -531,7 +578,7 @@ def _tensors(found: object) -> Iterator[torch.Tensor]:
 def _nearest_leaf(tensor: torch.Tensor) -> Node | None:
     """Return the AccumulateGrad node of the nearest leaf that `tensor` was computed from, or None.
 
-    A hook of `tensor` may hold this node without a reference cycle, because the node refers to the leaf only.
+    A hook on `tensor` may refer to this node without a reference cycle, because the node refers only to the leaf.
     """
     found, seen = deque([] if tensor.grad_fn is None else [tensor.grad_fn]), set[Node]()
     while found:

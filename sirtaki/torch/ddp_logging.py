@@ -16,12 +16,12 @@ AVERAGED = (
     "backward_comm_time",
     "backward_compute_comm_overlap_time",
 )
-"""Times whose means are logged as well, such as `avg_forward_compute_time`."""
+"""Times of a step for which DDP's logging data also contains the mean, such as `avg_forward_compute_time`."""
 
 
 @dataclass(slots=True)
 class PassTimes:
-    """Begin and end of the parts of a training step, as values of `time.time_ns()`.
+    """Times at which the parts of a training step begin and end, as values of `time.time_ns()`.
 
     Attributes:
         forward_ns: begin of the forward pass.
@@ -49,7 +49,7 @@ class PassLog:
         self._sums = dict.fromkeys(AVERAGED, 0)
 
     def end(self) -> None:
-        """Log the step in progress. Call when its gradients are reduced."""
+        """Store the times of the current step as those of the last step. Call when its gradients are reduced."""
         now, end_ns = self.now, time.time_ns()
         self._steps += 1
         self._last = {
@@ -77,10 +77,10 @@ class PassLog:
 class AttachedLogger:
     """Replacement of an attached DDP model's logger."""
 
-    def __init__(self, logger: Any, log: PassLog) -> None:  # Any: a class of C++ without types
+    def __init__(self, logger: Any, log: PassLog) -> None:  # Any: DDP's C++ logger, which has no types
         self._logger, self._log = logger, log
 
-    def __getattr__(self, name: str) -> Any:  # Any: as the logger has it
+    def __getattr__(self, name: str) -> Any:  # Any: any attribute of DDP's C++ logger
         return getattr(self._logger, name)
 
     def set_runtime_stats_and_log(self) -> None:
@@ -88,7 +88,7 @@ class AttachedLogger:
         self._log.now.forward_ns = time.time_ns()
 
     def _get_ddp_logging_data(self) -> SimpleNamespace:
-        """Return DDP's data, with the times of steps whose gradients Sirtaki has reduced."""
+        """Return DDP's logging data, with the times of the steps whose gradients Sirtaki has reduced."""
         known = self._logger._get_ddp_logging_data()
         return SimpleNamespace(
             strs_map={**known.strs_map, "comm_hook": "sirtaki"}, ints_map={**known.ints_map, **self._log.numbers()}

@@ -5,11 +5,13 @@ from sirtaki.errors import CommError
 from .elastic.state import HostsUpdatedInterrupt as HostsUpdatedInterrupt
 
 HorovodInternalError = CommError
-"""Error of failed communication. `elastic.run` catches it and continues training. Elsewhere it ends the job."""
+"""Error that is raised if communication fails, for example because a rank is lost. `elastic.run` catches it and
+continues training. Elsewhere it ends the job.
+"""
 
 
 class HorovodVersionMismatchError(ImportError):
-    """Error of Horovod for parts with different versions. Sirtaki never raises it, because it builds no parts."""
+    """Error that Horovod raises if its compiled parts have different versions. Sirtaki never raises it."""
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:
         super().__init__(get_version_mismatch_message(name, version, installed_version))

@@ -20,14 +20,14 @@ NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
 
 
 def broadcast_parameters(params: NamedTensors, root_rank: int) -> None:
-    """Overwrite tensors on every rank with the root's. Collective.
+    """Overwrite tensors on every rank with those of the root rank. Collective.
 
     Args:
         params: a `state_dict()` or `named_parameters()`. Entries that are not tensors are ignored.
-        root_rank: rank whose values are copied.
+        root_rank: rank whose tensors are copied.
 
     Raises:
-        ValueError: `params` has another type.
+        ValueError: `params` is neither a dict nor a list of pairs.
     """
     if isinstance(params, Mapping):
         named = sorted(params.items())
@@ -48,7 +48,7 @@ def broadcast_parameters(params: NamedTensors, root_rank: int) -> None:
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:  # Any: any picklable object
-    """Return the root's picklable object on every rank. Collective."""
+    """Return the object of the root rank on every rank. It must be picklable. Collective."""
     is_root = rank() == root_rank
     data = _pickled(obj) if is_root else torch.empty(0, dtype=torch.uint8, device="cpu")
     length = _count(data)
@@ -60,7 +60,7 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:  # Any: any picklable object
-    """Return the picklable objects of all ranks, in rank order. Collective."""
+    """Return the objects of all ranks, in rank order. They must be picklable. Collective."""
     data = _pickled(obj)
     lengths = allgather(_count(data), None if name is None else f"{name}.length")
     gathered = allgather(data, None if name is None else f"{name}.data")
@@ -68,7 +68,7 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:  # Any: an
 
 
 def _count(data: torch.Tensor) -> torch.Tensor:
-    """Return the number of elements; `(1,)` int64."""
+    """Return the number of elements of a tensor, as a tensor `(1,)` int64."""
     return torch.tensor([data.numel()], dtype=torch.int64, device="cpu")
 
 
@@ -79,7 +79,7 @@ def _pickled(obj: Any) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TensorSlot:
-    """Placeholder of a tensor in a pickled state. The tensor is sent separately."""
+    """Placeholder for a tensor in a pickled state dict, because tensors are broadcast without pickling."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -88,43 +88,43 @@ class _TensorSlot:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _TensorSlot:
-        """Create the placeholder of a tensor."""
-        # A moment has its parameter's strides, on which fused optimizers rely.
+        """Create the placeholder for a tensor."""
+        # Keep the strides, because fused optimizers require that a moment has the strides of its parameter.
         strides = torch.empty_like(tensor, device="meta").stride()
         return cls(shape=tuple(tensor.shape), strides=strides, dtype=tensor.dtype, device_type=tensor.device.type)
 
     def empty_tensor(self) -> torch.Tensor:
-        """Create the tensor to receive into."""
+        """Create an empty tensor with the shape, dtype and strides of the original tensor, to receive its values."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device_type)
 
 
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:
-    """Copy the root's optimizer state and options to every rank. Collective.
+    """Copy the optimizer state and the options of the root rank to every rank. Collective.
 
-    Afterwards each state entry has the root's values and dtype on all ranks, see `load_optimizer_state`. Every
-    trainable parameter has a gradient: zeros if it had none, as in Horovod.
+    Afterwards each state entry has the values and the dtype of the root rank on all ranks. A trainable parameter
+    without a gradient gets a gradient of zeros, as in Horovod.
 
     Args:
-        optimizer: any optimizer whose `state_dict()` can be loaded again.
+        optimizer: any optimizer that can load its own `state_dict()`.
         root_rank: rank whose state is copied.
         model: ignored, for compatibility with Horovod.
 
     Raises:
-        ValueError: the optimizer is LBFGS, whose state holds the history of one rank's data.
+        ValueError: the optimizer is LBFGS, whose state contains the history of one rank's data.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
     state = optimizer.state_dict()
-    state.pop("sirtaki_compression", None)  # differs between ranks
+    state.pop("sirtaki_compression", None)  # error-feedback residual, which differs between ranks
     state = broadcast_state(state, root_rank, "optimizer_state")
     if rank() != root_rank:
         load_optimizer_state(optimizer, state)
     _fill_missing_gradients(optimizer)
 
 
-@outside_modes  # because a backward pass cannot add to a gradient that was made in inference mode
+@outside_modes  # because a backward pass cannot add to a gradient that was created in inference mode
 def _fill_missing_gradients(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -133,24 +133,26 @@ def _fill_missing_gradients(optimizer: torch.optim.Optimizer) -> None:
                 param.grad = zeros.to_sparse(1) if isinstance(optimizer, torch.optim.SparseAdam) else zeros
 
 
-@outside_modes  # because an update outside of inference mode cannot write tensors that were made in it
+@outside_modes  # because an update outside inference mode cannot write tensors that were created in inference mode
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Load a `state_dict()` into an optimizer without changing the dtype of any state entry.
 
-    `load_state_dict` casts every floating-point tensor but `step` to the dtype of its parameter. NAdam and ASGD keep
-    float32 scalars for parameters of any dtype: a rank that loads rounds them, and a rank that does not load keeps
-    them, so the replicas differ from the next step on. It also replaces a string in the state by a generator's text.
+    PyTorch's `load_state_dict` casts every floating-point tensor except `step` to the dtype of its parameter. NAdam and
+    ASGD have float32 scalars for parameters of any dtype. A rank that loads a state would round them, and a rank that
+    does not load would not, so the models of the ranks would differ from the next step on. `load_state_dict` also
+    replaces a string in the state by the text of a generator object.
 
     Args:
-        optimizer: an optimizer with the same parameter groups.
-        state: from `state_dict()`. The optimizer takes over its tensors; those made in inference mode are copied.
+        optimizer: an optimizer with the same parameter groups as the one that has saved the state.
+        state: result of `state_dict()`. The optimizer uses its tensors without a copy, except inference tensors.
     """
     own: dict[str, Any] = tree_map_only(
         torch.Tensor, lambda each: each.clone() if each.is_inference() else each, dict(state)
     )
     optimizer.load_state_dict(own)
     for group, saved_group in zip(optimizer.param_groups, own["param_groups"], strict=True):
-        # PyTorch keeps scalars on the host, unless the optimizer is capturable or fused; load_state_dict moves them.
+        # PyTorch keeps scalars on the host unless the optimizer is capturable or fused, but `load_state_dict` moves
+        # them to the parameter's device.
         scalars_on_host = group.get("capturable") is False and not group.get("fused")
         for index, param in zip(saved_group["params"], group["params"], strict=True):
             if index in own["state"] and param in optimizer.state:
@@ -159,9 +161,16 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, A
 
 
 def _without_cast(loaded: Any, saved: Any, scalars_on_host: bool) -> Any:  # Any: an entry of the optimizer state
-    """Return `loaded` with the entries of `saved` where `load_state_dict` changed their dtype or device only.
+    """Undo a change of dtype or device by PyTorch's `load_state_dict`.
 
-    Entries that a hook or a subclass of the optimizer has changed stay as loaded.
+    Args:
+        loaded: state entry after `load_state_dict`.
+        saved: the same entry in the saved state.
+        scalars_on_host: whether scalars must be on the CPU.
+
+    Returns:
+        `saved` where only dtype or device have changed. `loaded` where a hook or a subclass of the optimizer has
+        changed the values.
     """
     if isinstance(loaded, torch.Tensor) and isinstance(saved, torch.Tensor):
         on_host = scalars_on_host and saved.ndim == 0 and saved.device.type == "cpu"
@@ -180,12 +189,20 @@ def _without_cast(loaded: Any, saved: Any, scalars_on_host: bool) -> Any:  # Any
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors of one dtype are equal; NaN equals NaN."""
+    """Return whether two tensors with the same dtype are equal. NaN counts as equal to NaN."""
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def broadcast_state(state: dict[str, Any], root_rank: int, name: str) -> dict[str, Any]:
-    """Return the root's `state_dict()` on every rank, whatever their own state. Collective. Tensors are not pickled."""
+    """Return the `state_dict()` of the root rank on every rank. Collective.
+
+    Tensors are broadcast without pickling. Other ranks may have a state with other entries.
+
+    Args:
+        state: `state_dict()` of this rank.
+        root_rank: rank whose state is returned.
+        name: prefix of the operations' names.
+    """
     skeleton = broadcast_object(tree_map_only(torch.Tensor, _TensorSlot.of, state), root_rank, name)
     received: dict[str, Any] = (
         state if rank() == root_rank else tree_map_only(_TensorSlot, _TensorSlot.empty_tensor, skeleton)

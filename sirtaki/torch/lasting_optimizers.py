@@ -1,4 +1,9 @@
-"""Base class of distributed optimizers, and their attachment to the generations of an elastic job."""
+"""Base class of distributed optimizers, and their attachment to the ranks of an elastic job.
+
+In an elastic job, a *generation* is the time between two changes of the set of ranks. When it ends, all optimizers are
+*detached* from its ranks. When the next generation begins, they are *attached* to the new ranks: they build their
+reducers for these ranks.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +31,10 @@ class Distributed(torch.optim.Optimizer):
     """Base class of distributed optimizers.
 
     Attributes:
-        _wrapped: the user's optimizer, to which a scheduler may still refer.
-        _detached: reason why the optimizer is not attached to ranks. Empty if it is attached.
-        _of_training: True if the function that `elastic.run` repeats created the optimizer.
-        _closed: True after `close`.
+        _wrapped: the user's original optimizer, to which a learning rate scheduler may still refer.
+        _detached: reason why the optimizer is not attached to the ranks of a job. Empty if it is attached.
+        _of_training: whether the optimizer was created within the function that `elastic.run` repeats.
+        _closed: whether `close` was called.
     """
 
     _wrapped: torch.optim.Optimizer
@@ -39,11 +44,11 @@ class Distributed(torch.optim.Optimizer):
 
     @property
     def _signature(self) -> str:
-        """Return a key that is equal for corresponding optimizers of different ranks."""
+        """Return a string that identifies the optimizer by its parameters and options, to match optimizers of ranks."""
         raise NotImplementedError
 
     def _attach(self, current: Job) -> None:
-        """Attach the optimizer to the ranks of `current`. Collective over its process set.
+        """Attach the optimizer to the ranks of the job `current`. Collective over the optimizer's process set.
 
         Raises:
             ConfigError: the optimizer does not fit these ranks.
@@ -52,12 +57,12 @@ class Distributed(torch.optim.Optimizer):
         raise NotImplementedError
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state. The wrapped optimizer shares the new groups and state, because a scheduler may refer to it."""
+        """Load a state. Share it with the wrapped optimizer, because a learning rate scheduler may refer to that."""
         super().load_state_dict(state_dict)
         self._wrapped.param_groups, self._wrapped.state = self.param_groups, self.state
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Copies and pickles are plain optimizers of the wrapped class.
+        # A copied or unpickled optimizer is a plain optimizer of the wrapped class, which reduces no gradients.
         return _bare, (type(self._wrapped),), self.__getstate__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.optim.Optimizer:
@@ -68,7 +73,11 @@ class Distributed(torch.optim.Optimizer):
         return copied
 
     def _detach(self, why: str) -> None:
-        """Detach the optimizer from its ranks and discard the gradients of an unfinished iteration. Not collective."""
+        """Detach the optimizer from its ranks. Discard the gradients of an unfinished iteration. Not collective.
+
+        Args:
+            why: reason, for the error message if the optimizer is used before it is attached again.
+        """
         self._detached = why
         for group in self.param_groups:
             for param in group["params"]:
@@ -90,22 +99,22 @@ def require_plain(optimizer: torch.optim.Optimizer) -> None:
 
 
 def derive(mixin: type[Mixin], optimizer: torch.optim.Optimizer) -> Mixin:
-    """Return a copy of the optimizer whose class derives from `mixin` and from the optimizer's class."""
+    """Return an optimizer that shares the state of `optimizer`, and whose class derives from `mixin` and its class."""
     base = type(optimizer)
     derived: Mixin = object.__new__(type(base.__name__, (mixin, base), {}))
     derived._wrapped = optimizer
-    # Without `step`: a scheduler replaces `step` of the wrapped instance, which would hide the mixin's method.
+    # Do not copy `step`, which a scheduler sets on the wrapped instance, because it would hide the mixin's method.
     derived.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
     return derived
 
 
 def _bare(base: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    """Return an instance without state. The caller sets the state."""
+    """Create an optimizer without calling `__init__`, for unpickling, which sets its attributes afterwards."""
     return object.__new__(base)
 
 
 def _warn_of_copy(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Warn that a copy is a plain optimizer. Step pre-hook of copies."""
+    """Warn that a copied optimizer reduces no gradients. Step pre-hook of copies of a distributed optimizer."""
     if not isinstance(optimizer, Distributed):
         _warn_once(type(optimizer).__name__)
 
@@ -133,10 +142,10 @@ LEFT = (
 
 
 def keep(optimizer: Distributed, current: job.Job) -> None:
-    """Attach a new optimizer to the ranks of the job. Collective, except before `elastic.run` in an elastic job.
+    """Register a new optimizer and attach it to the ranks of the job. Collective.
 
-    An optimizer that is created before `elastic.run` is attached by `elastic.run` or by its first step. So the loss of
-    a rank before that does not raise an error on the other ranks.
+    Not collective before `elastic.run` in an elastic job. There, the optimizer is attached later, by `elastic.run` or
+    by its first step. So if a rank is lost before that, the creation raises no error on the other ranks.
     """
     if current.elastic is None:
         optimizer._attach(current)
@@ -150,10 +159,13 @@ def keep(optimizer: Distributed, current: job.Job) -> None:
 
 
 def require_attached(optimizer: Distributed) -> None:
-    """Attach an optimizer that was created before `elastic.run` and is stepped outside of it. Collective in this case.
+    """Check that an optimizer is attached to ranks. Called before it is used.
+
+    Attach an optimizer that was created before `elastic.run` and is now used outside of `elastic.run`. Collective in
+    this case only.
 
     Raises:
-        NotInitializedError: the optimizer is not attached to ranks.
+        NotInitializedError: the optimizer is not attached, and cannot be attached now.
     """
     if optimizer._detached == WAITING:
         current = job.current()
@@ -168,7 +180,7 @@ def _alive() -> list[Distributed]:
 
 
 def detach_all() -> None:
-    """Detach all optimizers, because the generation ends. Not collective."""
+    """Detach all optimizers from the job's ranks, because the set of ranks changes. Not collective."""
     for optimizer in _alive():
         optimizer._detach(LEFT)
 
@@ -176,10 +188,11 @@ def detach_all() -> None:
 def detached() -> dict[str, Distributed]:
     """Return the optimizers that are not attached, oldest first, by a name that is equal on all ranks.
 
-    Optimizers with equal signatures are numbered from the newest on, because older ones may be garbage on some ranks.
+    The name consists of the optimizer's parameters and options, and of a number if several optimizers have the same.
+    Numbers count from the newest optimizer, because older ones may be garbage that only some ranks have collected.
     """
     if any(optimizer._of_training for optimizer in _alive()):
-        gc.collect()  # because the function has ended, and its optimizer may be in reference cycles
+        gc.collect()  # because optimizers of the ended training function may exist in reference cycles only
     waiting = [optimizer for optimizer in _alive() if optimizer._detached and not optimizer._closed]
     seen: Counter[str] = Counter()
     named = {}
@@ -194,12 +207,12 @@ def attach(current: job.Job, optimizers: dict[str, Distributed], names: Sequence
     """Attach the optimizers that all ranks have. Collective.
 
     Args:
-        current: the job.
+        current: the job, whose ranks the optimizers are attached to.
         optimizers: result of `detached`.
         names: names of the optimizers to attach, in the same order on all ranks.
     """
     for name in names:
         try:
             optimizers[name]._attach(current)
-        except (ConfigError, NotImplementedError) as err:  # raised when the optimizer is used
+        except (ConfigError, NotImplementedError) as err:  # stored, because it is raised when the optimizer is used
             optimizers[name]._detached = str(err)

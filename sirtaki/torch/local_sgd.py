@@ -9,8 +9,11 @@ training continues (Douillard et al., "Streaming DiLoCo with overlapping communi
     sent                   A                   B
     merged                           A                   B
 
-All ranks follow the same schedule without extra messages: each counts its own steps, and sends further data behind the
-parameters (`_Tail`): whether it has trained, whether it has reached the end, and rank 0's tuning results.
+Each fragment is averaged once in `sync_every` optimizer steps.
+
+All ranks follow the same schedule without extra messages. Each rank counts its own steps, and appends some values
+(`_Tail`) to the parameters that it sends: whether the rank has trained, whether it has reached the end of the training
+loop, and rank 0's tuning results.
 """
 
 from __future__ import annotations
@@ -48,26 +51,30 @@ TUNED_FRAGMENTS = 4
 """Default number of fragments if `sync_every` is tuned."""
 
 FIRST_INTERVAL = 4
-"""Steps between two fragments before the communication time has been measured."""
+"""Steps between sending two fragments, before the communication time has been measured. Used if `sync_every` is tuned.
+"""
 
 SHORTEST, LONGEST = 8, 500
 """Limits of a tuned `sync_every` in steps. The papers' experiments end at 500."""
 
 MARGIN = 1.25
-"""Factor on the longest communication time of a fragment."""
+"""Safety factor: the tuned delay covers the longest communication time of a fragment, times this factor."""
 
 SHORTER = 0.6
-"""The interval is shortened only below this factor, so that it does not change with every measurement."""
+"""The tuned delay becomes shorter only if the new one is less than this fraction of the current one. Otherwise every
+measurement would change it.
+"""
 
 
 class _Tail(NamedTuple):
-    """Values sent behind each fragment, summed over ranks.
+    """Values that each rank appends to the fragment that it sends. The all-reduce sums them over ranks.
 
     Attributes:
-        weight: 1 from a rank that has trained since the fragment was last sent, 0 from other ranks.
-        leaving: 1 from a rank that waits in `synchronize`.
-        interval: new number of steps between two fragments, from rank 0. 0 for no change.
-        delay: new delay, from rank 0. 0 for no change.
+        weight: 1 from a rank that has trained since it last sent this fragment, 0 from other ranks.
+        leaving: 1 from a rank that waits in `synchronize`, 0 from other ranks.
+        interval: new number of steps between sending two fragments. Rank 0 sends it, other ranks send 0. The sum is 0
+            if the number does not change.
+        delay: new number of steps between sending and merging a fragment, sent like `interval`.
     """
 
     weight: float = 0.0
@@ -78,12 +85,15 @@ class _Tail(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Fragment:
-    """Parameters and buffers that are sent together.
+    """A part of the model: parameters and buffers that are averaged together.
 
     Attributes:
-        names: names of the parameters.
-        origins: DiLoCo only: parameters at the last synchronisation, which the outer optimizer updates.
-        steps: steps since the fragment was last sent.
+        names: names of the parameters in `params`, in the same order.
+        params: trained parameters of this fragment.
+        buffers: floating-point buffers of this fragment.
+        origins: copies of `params` as of the last synchronisation, which the outer optimizer updates. Empty without
+            DiLoCo.
+        steps: optimizer steps of this rank since it last sent the fragment.
     """
 
     names: list[str] = field(default_factory=list)
@@ -95,13 +105,15 @@ class _Fragment:
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """A fragment in flight.
+    """The all-reduce of a fragment that has been sent and not yet merged.
 
     Attributes:
-        sent: data sent by this rank, in float32 or float64.
-        steps: steps that the fragment had made.
-        sent_s: time of sending (`time.perf_counter`).
-        travel_s: communication time in seconds. None until known.
+        fragment: the fragment that was sent.
+        handle: handle of the all-reduce.
+        sent: flat tensors of the values that this rank sent, in float32 and float64.
+        steps: the fragment's `steps` when it was sent, to restore them if the fragment must be sent again.
+        sent_s: time at which the fragment was sent (`time.perf_counter`).
+        travel_s: communication time in seconds. None until the all-reduce has been seen to end.
     """
 
     fragment: _Fragment
@@ -113,7 +125,7 @@ class _Flight:
 
 
 class LocalSGD:
-    """Context manager around the training loop: ranks train separately, and average their models periodically.
+    """Context manager around the training loop, within which ranks train separately and average their models regularly.
 
         with hvd.LocalSGD(model, optimizer, sync_every=8):
             for batch in data:
@@ -121,19 +133,20 @@ class LocalSGD:
                 loss(model(batch)).backward()
                 optimizer.step()
 
-    Use a plain optimizer, not a DistributedOptimizer. Its `step()` calls are counted. Persistent floating-point
-    buffers, such as batch norm's statistics, are averaged too. Half-precision parameters are averaged in float32.
+    Use a plain optimizer, not a DistributedOptimizer. `LocalSGD` counts the optimizer's `step()` calls. Persistent
+    floating-point buffers, such as batch norm's statistics, are averaged too. Half-precision parameters are averaged in
+    float32.
 
-    Ranks may have different numbers of batches. A rank that has not trained since a fragment was last sent does not
-    count in the average of the fragment. A rank at the end of the block takes part in averages until all ranks have
-    reached the end. Afterwards the models are equal.
+    Ranks may have different numbers of batches. A rank that has not trained since it last sent a fragment does not
+    count in the average of the fragment. A rank at the end of the `with` block takes part in averages until all ranks
+    have reached the end. Afterwards the models of all ranks are equal.
 
-    `state_dict()` contains the position in a round. In an elastic job, pass the object to `hvd.elastic.TorchState` by
-    keyword.
+    `state_dict()` contains this rank's step counts since the last averages. In an elastic job, pass the `LocalSGD`
+    object to `hvd.elastic.TorchState` by keyword.
 
     Attributes:
-        sync_every: steps between two averages of a parameter, possibly tuned.
-        delay: steps between sending a fragment and merging it.
+        sync_every: optimizer steps between two averages of a parameter. May change if it is tuned.
+        delay: optimizer steps between sending a fragment and merging its average. May change if it is tuned.
     """
 
     def __init__(
@@ -146,21 +159,23 @@ class LocalSGD:
         delay: int | None = None,
         process_set: ProcessSet = global_process_set,
     ) -> None:
-        """Prepare. Not collective. Training is unchanged until the block begins.
+        """Check the arguments and divide the model into fragments. Training is unchanged until the `with` block begins.
+        Not collective.
 
         Args:
             model: a plain module, equal on all ranks.
-            optimizer: optimizer of parameters of `model`. Other parameters are not averaged.
-            sync_every: steps between two averages. None for the smallest number that hides communication behind
-                training, which rank 0 measures and adapts when the network changes.
-            fragments: number of parts of about equal size, or the modules that are the parts. They are sent in turn.
-                None for 1, or 4 if `sync_every` is None.
-            delay: steps to continue while a fragment is in flight. What a rank learns meanwhile is kept. At most
-                `sync_every / fragments`. With 0, `step()` waits. Tuned if `sync_every` is None.
-            process_set: ranks that train together.
+            optimizer: optimizer of parameters of `model`. Parameters that it does not update are not averaged.
+            sync_every: optimizer steps between two averages of a parameter. None for the smallest number that hides
+                communication behind training. Rank 0 measures this number, and adapts it when the network changes.
+            fragments: number of parts of about equal size into which the model is divided, or a list of modules, each
+                of which is a part. The parts are sent in turn. None for 1, or 4 if `sync_every` is None.
+            delay: steps for which a rank continues to train while a fragment is in flight. The merge keeps the updates
+                that the rank makes meanwhile. At most `sync_every / fragments`. With 0, `step()` waits for the average.
+                Tuned if `sync_every` is None.
+            process_set: ranks whose models are averaged.
 
         Raises:
-            ConfigError: an argument is invalid, or gradients are averaged already.
+            ConfigError: an argument is invalid, or DDP or a DistributedOptimizer averages the gradients already.
         """
         name = type(self).__name__
         if isinstance(model, DistributedDataParallel):
@@ -192,11 +207,12 @@ class LocalSGD:
                     "a fragment must be merged before the next one is sent"
                 )
         self._turn = self._steps = 0  # index of the next fragment; steps since the last one was sent
-        self._begun = False  # ranks have trained separately
+        self._begun = False  # whether ranks have trained separately, so that their parameters may differ
         self._flight: _Flight | None = None
         self._name = ""  # prefix of operation names inside the block
-        self._hook: Any = None  # torch's
-        # Measurements on rank 0: time of a step without this class, and of sending fragments.
+        self._hook: Any = None  # handle of the optimizer's post-step hook inside the block (Any: untyped in PyTorch)
+        # Measurements of rank 0, from which it tunes the interval: duration of each training step without the time
+        # spent in this class, end of the last step, and communication time of each fragment.
         self._step_s: deque[float] = deque(maxlen=16)
         self._left_s: float | None = None
         self._travel_s: deque[float] = deque(maxlen=len(self._fragments))
@@ -204,22 +220,23 @@ class LocalSGD:
 
     @property
     def sync_every(self) -> int:
-        """Return the steps between two averages of a parameter, possibly tuned."""
+        """Return the number of optimizer steps between two averages of a parameter. May change if it is tuned."""
         return self._interval * len(self._fragments)
 
     # ── the block ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def __enter__(self) -> Self:
-        """Begin to count steps. Collective.
+        """Check that the ranks' models are equal, and begin to count the optimizer's steps. Collective.
 
         Raises:
-            ConfigError: the ranks begin with different parameters, or a DistributedOptimizer averages gradients.
-            MismatchError: the models of ranks differ. Raised on all ranks.
+            ConfigError: the ranks begin with different parameter values, or a DistributedOptimizer averages the
+                gradients.
+            MismatchError: the models differ in their parameters' names, shapes or dtypes. Raised on all ranks.
         """
         if self._hook is not None:
             raise ConfigError(f"this {type(self).__name__} is in use: its block has not ended")
         self._drop()
-        engine_of(self._process_set)  # raises if this rank is not in the process set
+        engine_of(self._process_set)  # called because it raises if this rank is not in the process set
         current, number = job.current(), require_opened(self._process_set).number
         members = current.rank_sets.members(number)
         named = [each for fragment in self._fragments for each in zip(fragment.names, fragment.params, strict=True)]
@@ -246,7 +263,7 @@ class LocalSGD:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        """Call `synchronize` unless an exception was raised. Collective."""
+        """Call `synchronize` unless the block raised an exception. Stop counting steps. Collective."""
         try:
             if kind is None:
                 self.synchronize()
@@ -255,10 +272,10 @@ class LocalSGD:
             self._hook = None
 
     def synchronize(self) -> None:
-        """End the round early. The parameters of all ranks are equal afterwards. Collective, inside the block.
+        """Average all fragments now, without waiting for `sync_every` steps. Collective, inside the `with` block.
 
-        Ranks may call this after different numbers of steps: a waiting rank takes part in the averages of the other
-        ranks.
+        Afterwards the parameters of all ranks are equal. Ranks may call this after different numbers of steps. A rank
+        that waits here takes part in the averages of the ranks that still train.
 
         Raises:
             HorovodInternalError: a rank is lost.
@@ -284,8 +301,11 @@ class LocalSGD:
 
     @outside_changes
     @torch.no_grad()
-    def _after_step(self, *_: Any) -> None:  # torch's arguments of a hook
-        """Count a step of the optimizer. Merge a fragment that is due, and send the next one."""
+    def _after_step(self, *_: Any) -> None:  # Any: the optimizer and the arguments of `step()`, which are not used
+        """Count a step of the optimizer. Merge the fragment in flight and send the next one when their steps come.
+
+        Hook that PyTorch calls after `optimizer.step()`.
+        """
         if self._left_s is not None:
             self._step_s.append(time.perf_counter() - self._left_s)
         self._begun = True
@@ -308,7 +328,14 @@ class LocalSGD:
     @outside_changes
     @torch.no_grad()
     def _send(self, *, leaving: bool = False) -> None:
-        """Send the next fragment."""
+        """Launch the all-reduce of the next fragment. Non-blocking.
+
+        Args:
+            leaving: whether this rank waits in `synchronize`. The other ranks learn it from the sum.
+
+        Raises:
+            ConfigError: the parameters of the model or the optimizer have changed since `__init__`.
+        """
         if [id(param) for param in _params_of(self._optimizer)] != self._optimized or not (
             {id(param) for fragment in self._fragments for param in fragment.params}
             <= {id(param) for param in self._model.parameters()}
@@ -333,7 +360,11 @@ class LocalSGD:
     @outside_changes
     @torch.no_grad()
     def _merge(self) -> _Tail:
-        """Wait for the fragment in flight, and merge it into the model. Return the sum of all ranks' tails."""
+        """Wait for the all-reduce of the fragment in flight, and merge the average into the model.
+
+        Returns:
+            The sum over ranks of the values that were appended to the fragment.
+        """
         flight = self._flight
         assert flight is not None
         results: list[torch.Tensor] = synchronize(flight.handle)
@@ -351,31 +382,49 @@ class LocalSGD:
         return tail
 
     def _equal_on_all_ranks(self) -> list[torch.Tensor]:
-        """Return the parameters, which must be equal when a block begins, until ranks have trained separately."""
+        """Return the tensors that must be equal on all ranks when a `with` block begins.
+
+        These are the parameters before the first block, and no tensors after ranks have trained separately.
+        """
         return [] if self._begun else [param for fragment in self._fragments for param in fragment.params]
 
     def _outgoing(self, fragment: _Fragment) -> list[torch.Tensor]:
-        """Return the values of parameters and buffers to average."""
+        """Return the values of a fragment's parameters and buffers that the all-reduce must average."""
         return [_wire(tensor) for tensor in (*fragment.params, *fragment.buffers)]
 
     def _take(self, fragment: _Fragment, averages: list[torch.Tensor], sent: list[torch.Tensor]) -> None:
-        """Merge averages. Add the changes that this rank has made since it sent its values."""
+        """Write averages to a fragment's parameters and buffers. Add the changes that this rank made meanwhile.
+
+        Args:
+            fragment: the fragment whose tensors are written.
+            averages: averages over ranks, in the order of the fragment's parameters and buffers.
+            sent: values that this rank sent, in the same order. The changes are relative to these values.
+        """
         for tensor, average, before in zip((*fragment.params, *fragment.buffers), averages, sent, strict=True):
             _write(tensor, average.add_(_wire(tensor) - before))
 
     def _settle(self) -> None:
-        """Finish a round, after all fragments were merged on all ranks without further training."""
+        """Make the parameters of all ranks equal. Called by `synchronize` after it has merged all fragments.
+
+        Does nothing here, because the merged averages are equal already.
+        """
 
     # ── tuning of the interval ───────────────────────────────────────────────────────────────────────────────────
 
     def _tune(self, travel_s: float) -> None:
-        """Choose the interval from the communication time of a fragment, and send it with the next one. Rank 0 only."""
+        """Choose the interval between fragments from their communication time. Rank 0 only.
+
+        The next fragment carries the chosen interval to all ranks.
+
+        Args:
+            travel_s: communication time of the last fragment in seconds.
+        """
         if not self._step_s:
             return
         step_s, count = max(median(self._step_s), 1e-6), len(self._fragments)
         self._travel_s.append(travel_s)
         self._n_timed += 1
-        if self._n_timed <= 2 * count:  # skip the first ones, which open connections
+        if self._n_timed <= 2 * count:  # skip the first fragments, because their time includes opening connections
             return
         needed = max(self._travel_s) / step_s
         delay = min(max(1, math.ceil(MARGIN * needed)), LONGEST // count)
@@ -397,16 +446,22 @@ class LocalSGD:
     # ── state dict ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def _drop(self) -> None:
-        """Discard the fragment in flight, after an exception in the block or the end of the job."""
+        """Discard the fragment in flight without merging it. It is sent again after the next step.
+
+        Called when a block or a loaded state begins anew, because an exception may have ended the block before.
+        """
         flight, self._flight = self._flight, None
         if flight is not None:
             flight.fragment.steps += flight.steps
-            self._steps = self._interval  # send it again after the next step
+            self._steps = self._interval  # so that the next step sends the fragment again
             with suppress(CommError):
                 synchronize(flight.handle)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's position in a round. Not collective. A fragment in flight is sent again after loading."""
+        """Return this rank's step counts and the index of the next fragment. Not collective.
+
+        A fragment that is in flight now is sent again after the state has been loaded.
+        """
         flying = self._flight
         steps = [
             there.steps + (flying.steps if flying and flying.fragment is there else 0) for there in self._fragments
@@ -421,7 +476,7 @@ class LocalSGD:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state with the same fragments. Discards a fragment in flight.
+        """Load a state that `state_dict` returned for the same fragments. Discard the fragment in flight.
 
         Raises:
             ConfigError: the state belongs to another model or to other fragments.
@@ -440,7 +495,7 @@ class LocalSGD:
 
 
 class DiLoCo(LocalSGD):
-    """Like `LocalSGD`, but the ranks' changes of parameters are the gradient of an outer optimizer with momentum.
+    """Like `LocalSGD`, but averages the ranks' changes of parameters, and passes them to an outer optimizer.
 
         with hvd.DiLoCo(model, torch.optim.AdamW(model.parameters(), 1e-3), sync_every=32):
             …  # the training loop
@@ -449,7 +504,8 @@ class DiLoCo(LocalSGD):
     state. `state_dict()` contains both.
 
     Attributes:
-        outer: the outer optimizer. Schedulers may change its learning rate.
+        outer: the outer optimizer, which updates the parameters of the last synchronisation. Learning rate schedulers
+            may change it.
     """
 
     def __init__(
@@ -464,23 +520,25 @@ class DiLoCo(LocalSGD):
         blend: float = 0.0,
         process_set: ProcessSet = global_process_set,
     ) -> None:
-        """Prepare. Not collective. Arguments without description are those of `LocalSGD`.
+        """Check the arguments and create the outer optimizer. Not collective.
 
         Args:
-            model: see `LocalSGD`.
-            optimizer: see `LocalSGD`. The paper's inner optimizer is AdamW.
-            sync_every: see `LocalSGD`.
-            outer: optimizer of the same parameters as `optimizer`. It is changed to update the kept parameters instead.
-                None for SGD with the paper's learning rate of 0.7 and a Nesterov momentum of 0.7. The paper's momentum
-                of 0.9 needs hundreds of outer steps.
-            fragments: see `LocalSGD`.
-            delay: see `LocalSGD`.
-            blend: share of its own parameters that a rank keeps when a fragment is merged, from 0 to below 1. Streaming
-                DiLoCo's alpha, 0.5 in the paper. With 0, what the rank has learnt during the delay is lost.
-            process_set: see `LocalSGD`.
+            model: a plain module, equal on all ranks.
+            optimizer: inner optimizer, which updates parameters of `model` in each step. AdamW in the paper.
+            sync_every: optimizer steps between two averages of a parameter. None to tune it, as in `LocalSGD`.
+            outer: outer optimizer, created over the same parameters as `optimizer`. It is changed to update this
+                object's copies of the parameters instead. None for SGD with the paper's learning rate of 0.7 and a
+                Nesterov momentum of 0.7, because the paper's momentum of 0.9 needs hundreds of outer steps.
+            fragments: number of parts into which the model is divided, or a list of modules, each of which is a part.
+                None for 1, or 4 if `sync_every` is None.
+            delay: steps for which a rank continues to train while a fragment is in flight. At most
+                `sync_every / fragments`. Tuned if `sync_every` is None.
+            blend: weight of a rank's own parameters when a fragment is merged, from 0 to below 1. This is Streaming
+                DiLoCo's alpha, 0.5 in the paper. With 0, the rank loses the updates that it made during the delay.
+            process_set: ranks whose models are averaged.
 
         Raises:
-            ConfigError: an argument is invalid, or gradients are averaged already.
+            ConfigError: an argument is invalid, or DDP or a DistributedOptimizer averages the gradients already.
         """
         super().__init__(model, optimizer, sync_every, fragments=fragments, delay=delay, process_set=process_set)
         if not 0.0 <= blend < 1.0:
@@ -496,7 +554,11 @@ class DiLoCo(LocalSGD):
             self._hand_over(outer)
 
     def _hand_over(self, outer: torch.optim.Optimizer) -> None:
-        """Change an optimizer of the model's parameters to update the kept parameters."""
+        """Replace the model's parameters in an optimizer by the copies of the last synchronisation.
+
+        Args:
+            outer: the user's outer optimizer, changed in place.
+        """
         if not isinstance(outer, torch.optim.Optimizer):
             raise ConfigError(f"outer= must be an optimizer of the model's parameters, not {outer!r:.200}")
         params = [param for fragment in self._fragments for param in fragment.params]
@@ -510,7 +572,7 @@ class DiLoCo(LocalSGD):
 
     def _equal_on_all_ranks(self) -> list[torch.Tensor]:
         if not self._begun:
-            for fragment in self._fragments:  # the model may have been broadcast since `__init__`
+            for fragment in self._fragments:  # copy again, because the model may have been broadcast since `__init__`
                 for param, origin in zip(fragment.params, fragment.origins, strict=True):
                     origin.copy_(_wire(param))
         return self._origins
@@ -532,18 +594,23 @@ class DiLoCo(LocalSGD):
     @outside_changes
     @torch.no_grad()
     def _settle(self) -> None:
-        for fragment in self._fragments:  # because ranks may have kept a part of their own parameters
+        for fragment in self._fragments:  # with `blend`, each rank has kept a part of its own parameters
             for param, origin in zip(fragment.params, fragment.origins, strict=True):
                 _write(param, origin)
 
     def state_dict(self) -> dict[str, Any]:
-        """Like `LocalSGD.state_dict`, with the parameters of the last synchronisation and the outer optimizer's
-        state.
+        """Return the state of `LocalSGD.state_dict`, the parameters of the last synchronisation and the outer
+        optimizer's state.
         """
         return {**super().state_dict(), "origins": self._origins, "outer": self.outer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Like `LocalSGD.load_state_dict`."""
+        """Load the state of `LocalSGD.load_state_dict`, the parameters of the last synchronisation and the outer
+        optimizer's state.
+
+        Raises:
+            ConfigError: the state belongs to another model or to other fragments.
+        """
         shapes = [origin.shape for origin in self._origins]
         if [origin.shape for origin in state["origins"]] != shapes:
             raise ConfigError("the state does not fit this DiLoCo: the model or the fragments have changed")
@@ -611,18 +678,18 @@ def _divided(
 
 
 def _wire(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values to average, as a real float32 or float64 tensor. May share memory with `tensor`."""
+    """Convert a parameter or buffer to the real float32 or float64 tensor that is sent. May return a view."""
     real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     return real.double() if real.dtype is torch.float64 else real.float()
 
 
 def _write(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Write a result in the format of `_wire` to `tensor`."""
+    """Copy a real float32 or float64 result, in the format that `_wire` returns, to a parameter or buffer."""
     (torch.view_as_real(tensor) if tensor.is_complex() else tensor).copy_(value)
 
 
 def _flat(values: Sequence[torch.Tensor], tail: _Tail) -> list[torch.Tensor]:
-    """Concatenate the float32 values and the tail, and the float64 values if there are any, to 1-d tensors."""
+    """Concatenate values to one or two 1-d tensors: float32 values and the tail, then float64 values if any."""
     device = values[0].device if values else "cpu"
     singles = [value.reshape(-1).to(device) for value in values if value.dtype is torch.float32]
     doubles = [value.reshape(-1).to(device) for value in values if value.dtype is torch.float64]
@@ -631,7 +698,7 @@ def _flat(values: Sequence[torch.Tensor], tail: _Tail) -> list[torch.Tensor]:
 
 
 def _parts(flats: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Split the result of `_flat` into tensors with the shapes and devices of `like`."""
+    """Split the 1-d tensors of `_flat` into tensors with the shapes and devices of `like`, the original tensors."""
     parts, starts = list[torch.Tensor](), [0, 0]
     for tensor in like:
         shape = torch.view_as_real(tensor).shape if tensor.is_complex() else tensor.shape

@@ -10,4 +10,4 @@ from .collectives import *
 from .process_sets import *
 
 HorovodInternalError = _errors.CommError
-"""Horovod's name for failed communication."""
+"""Error for failed communication, under Horovod's name."""

@@ -22,7 +22,7 @@ class AdamSGD(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Any,  # as torch's optimizers
+        params: Any,  # Any: parameters or parameter groups, as for PyTorch's optimizers
         lr: float = 1e-3,
         *,
         decay_steps: int = 10_000,
@@ -43,9 +43,9 @@ class AdamSGD(torch.optim.Optimizer):
             betas: betas of Adam.
             eps: epsilon of Adam.
             momentum: momentum of SGD.
-            weight_decay: decoupled weight decay, as in AdamW: each step reduces parameters by the share
-                `lr · weight_decay`.
-            foreach: update all parameters of a device and dtype at once. False takes less memory.
+            weight_decay: decoupled weight decay, as in AdamW: each step multiplies the parameters by
+                `1 - lr · weight_decay`.
+            foreach: update all parameters with the same device and dtype at once. False takes less memory.
 
         Raises:
             ValueError: a value is out of range.
@@ -76,8 +76,8 @@ class AdamSGD(torch.optim.Optimizer):
         )
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: as torch
-        """Update the parameters that have a gradient. Return the result of the closure."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: untyped in PyTorch
+        """Update the parameters that have a gradient. Return the result of the closure, or None without a closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -101,7 +101,12 @@ class AdamSGD(torch.optim.Optimizer):
         return loss
 
     def _update(self, params: list[torch.Tensor], group: dict[str, Any]) -> None:
-        """Update parameters with equal device, dtype and number of steps."""
+        """Update parameters that have the same device, dtype and number of steps.
+
+        Args:
+            params: parameters with a gradient.
+            group: parameter group with the options.
+        """
         step, lr = self.state[params[0]]["step"], group["lr"]
         adams = max(0.0, 1.0 - (step - 1) / group["decay_steps"])  # λ
         values, gradients = _real(params), _real([param.grad for param in params if param.grad is not None])
@@ -124,5 +129,5 @@ class AdamSGD(torch.optim.Optimizer):
 
 
 def _real(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """View complex tensors as real ones, to update real and imaginary parts separately, as in PyTorch's Adam."""
+    """Return views of complex tensors as real ones, because PyTorch's Adam updates both parts separately, too."""
     return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]

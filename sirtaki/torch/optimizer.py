@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`: a user's optimizer whose gradients are reduced over all ranks."""
+"""`DistributedOptimizer`: a wrapper of the user's optimizer that reduces gradients over all ranks."""
 
 from __future__ import annotations
 
@@ -58,15 +58,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class GradientRecipe:
-    """Arguments of one `DistributedOptimizer` call. Each generation of a job builds its reducers from them.
+    """Arguments of one `DistributedOptimizer` call, from which the optimizer's reducers are built.
+
+    An elastic job builds new reducers in each generation, which is the time between two changes of the set of ranks.
 
     Attributes:
         named: names and parameters of the optimizer, including frozen parameters.
-        passes: backward passes that are accumulated before a reduction.
+        passes: number of backward passes whose gradients are accumulated before a reduction.
         op: Average or Sum.
-        process_set: the ranks that train together.
-        options: options of the reduction, without the division by the number of ranks that an average needs. The
-            error-feedback residual of compression is kept in all generations.
+        process_set: ranks whose gradients are reduced together.
+        options: options of the reduction. The factor 1 / number of ranks for an average is not included, because that
+            number can change. The error-feedback residual of compression stays when the set of ranks changes.
     """
 
     named: list[tuple[str, torch.Tensor]]
@@ -77,19 +79,21 @@ class GradientRecipe:
 
     @property
     def signature(self) -> str:
-        """Return a key of parameters and options. Optimizers of two ranks can be matched if their keys are equal."""
+        """Return a string that identifies this optimizer by its parameters and options. It is equal on all ranks, so
+        that an optimizer of one rank can be matched with the same optimizer of another rank.
+        """
         key = key_of([name for name, _ in self.named], [param for _, param in self.named])
         return f"{key}/{self.op}/{self.process_set.ranks if self.process_set is not global_process_set else 'all'}"
 
     def make(self, current: job.Job) -> OptimizerGradients | None:
-        """Build the reducers for the ranks of `current`. Collective over the process set.
+        """Build the reducers of the gradients for the ranks of the job `current`. Collective over the process set.
 
         Returns:
-            None if this rank is not in the process set, or is its only rank.
+            The reducers, or None if this rank is not in the process set or is its only rank.
 
         Raises:
             ConfigError: the process set is not open.
-            MismatchError: on all ranks, if their models differ.
+            MismatchError: the models of ranks differ. Raised on all ranks.
         """
         members = self._members(current)
         if members is None:
@@ -106,7 +110,7 @@ class GradientRecipe:
         return OptimizerGradients(current, members, named, passes=self.passes, options=options)
 
     def _members(self, current: job.Job) -> RankSet | None:
-        """Return the members of the process set and their control plane, or None on other ranks. Collective."""
+        """Return the ranks of the process set and their control plane. None if this rank is outside. Collective."""
         if self.process_set is global_process_set:
             return current.rank_sets[GLOBAL]
         there = require_opened(self.process_set)
@@ -114,7 +118,7 @@ class GradientRecipe:
 
 
 RESIDUAL_KEY = "sirtaki_compression"
-"""Key of an optimizer's state dict for the error-feedback residual of this rank, see `Feedback`."""
+"""Key in an optimizer's state dict under which the error-feedback residual of this rank's compression is stored."""
 
 UNSKIPPED = (
     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
@@ -133,9 +137,11 @@ class AveragingOptimizer(Distributed):
     `derive` combines this class with the class of the wrapped optimizer.
 
     Attributes:
-        _recipe: arguments of `DistributedOptimizer`.
-        _gradients: reducers of the gradients. None on a rank that trains alone or is outside of the process set.
-        _parameter_names: the name of each parameter in messages. Scripts written for Horovod read this attribute.
+        _recipe: arguments of the `DistributedOptimizer` call.
+        _gradients: reducers of the gradients. None on a rank that trains alone or is outside the process set.
+        _parameter_names: name of each parameter, for messages. Scripts written for Horovod read this attribute.
+        _synchronized: whether `synchronize` was called since the last step.
+        _should_synchronize: whether `step()` reduces the gradients. False within `skip_synchronize`.
     """
 
     _recipe: GradientRecipe
@@ -174,7 +180,7 @@ class AveragingOptimizer(Distributed):
             self._gradients.set_passes(passes)
 
     def synchronize(self) -> None:
-        """Wait until all gradients are reduced. Afterwards `.grad` holds the result. Collective."""
+        """Wait until all gradients are reduced. Afterwards each `.grad` contains the reduced gradient. Collective."""
         self._require_open()
         if self._gradients is not None:
             self._gradients.finish()
@@ -191,18 +197,19 @@ class AveragingOptimizer(Distributed):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Make `step()` inside the block skip the reduction, because the caller has called `synchronize()`."""
+        """Make `step()` inside the `with` block skip the reduction. Use it after a call of `synchronize()`."""
         self._should_synchronize = False
         try:
             yield
         finally:
             self._should_synchronize = True
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: as torch
-        """Reduce the gradients, unless skipped, and update the parameters. Collective.
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: untyped in PyTorch's Optimizer
+        """Reduce the gradients, unless within `skip_synchronize`, and update the parameters. Collective.
 
         Args:
-            closure: called by the wrapped optimizer. Gradients are reduced after each of its calls.
+            closure: function that computes loss and gradients, called by the wrapped optimizer. The gradients are
+                reduced after each call of `closure`.
 
         Returns:
             The result of the wrapped optimizer's `step`.
@@ -218,8 +225,8 @@ class AveragingOptimizer(Distributed):
                 warnings.warn(UNSKIPPED, stacklevel=2)
             self.synchronize()
         self._synchronized = False
-        # Set because a scheduler of the wrapped optimizer warns without this attribute.
-        self._wrapped._opt_called = True  # type: ignore[attr-defined]  # torch's, set by its schedulers
+        # A learning rate scheduler that was created with the wrapped optimizer warns unless this attribute is True.
+        self._wrapped._opt_called = True  # type: ignore[attr-defined]  # attribute of PyTorch's schedulers
         return super().step(closure)
 
     def _synchronised(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -231,7 +238,7 @@ class AveragingOptimizer(Distributed):
             self.synchronize()
             if not decides_by_loss:
                 return loss
-            # The line search must decide alike on all ranks, so it gets the average loss.
+            # LBFGS's line search must make the same decision on all ranks, so it gets the average loss.
             if not isinstance(loss, torch.Tensor):
                 loss = torch.tensor(loss, dtype=torch.float64, device="cpu")
             return allreduce(loss.detach(), process_set=self._recipe.process_set)
@@ -239,7 +246,7 @@ class AveragingOptimizer(Distributed):
         return synchronised
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradients. Collective if the last backward pass raised or its `step()` was omitted.
+        """Zero the gradients. Collective if the last backward pass raised an exception or its `step()` was omitted.
 
         Args:
             set_to_none: set `.grad` to None instead of zeros.
@@ -252,7 +259,7 @@ class AveragingOptimizer(Distributed):
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group to the wrapped optimizer, and reduce its gradients too. Collective."""
+        """Add a parameter group to the wrapped optimizer, and reduce the group's gradients from now on. Collective."""
         self._require_open()
         super().add_param_group(param_group)
         number = len(self.param_groups) - 1
@@ -263,23 +270,23 @@ class AveragingOptimizer(Distributed):
             self._gradients.extend([(name, local_shard(param)) for name, param in added])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state. Lossy compression adds the error-feedback residual of this rank."""
+        """Return the wrapped optimizer's state. With lossy compression, include this rank's error-feedback residual."""
         state: dict[str, Any] = super().state_dict()
         reduction = self._recipe.options.reduction
         loses = reduction.compression is not None or reduction.feedback.residuals
         return state | {RESIDUAL_KEY: reduction.feedback.state_dict()} if loses else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the wrapped optimizer's state, and the error-feedback residual if `state_dict` has one."""
+        """Load the wrapped optimizer's state, and the error-feedback residual if `state_dict` contains one."""
         super().load_state_dict(state_dict)
         if RESIDUAL_KEY in state_dict:
             self._recipe.options.reduction.feedback.load_state_dict(state_dict[RESIDUAL_KEY])
 
     def close(self) -> None:
-        """Stop reducing gradients for this optimizer and release its hooks and buffers. Idempotent, not collective.
+        """Stop reducing gradients for this optimizer, remove its hooks, free its buffers. Idempotent, not collective.
 
-        Python calls this when the last reference to the optimizer is dropped. Parameters that belong to another
-        DistributedOptimizer as well are still reduced for the other one.
+        Runs automatically when the last reference to the optimizer is dropped. If a parameter also belongs to another
+        DistributedOptimizer, its gradient is still reduced for that optimizer.
         """
         self._closed = True
         if self._gradients is not None:
@@ -294,18 +301,19 @@ class AveragingOptimizer(Distributed):
     def finish(self) -> None:
         """Wait until the updates of the last `step()` are applied to all parameters. Not collective.
 
-        Without `overlap_forward`, `step()` has applied the updates before it returns. With `overlap_forward=True`, call
-        `finish()` before code reads parameters without passing through Python or PyTorch's dispatcher.
+        Without `overlap_forward`, `step()` applies the updates before it returns. With `overlap_forward=True`, call
+        `finish()` before code outside Python and PyTorch's dispatcher reads parameters, for example a C++ extension.
         """
 
 
 class _AdasumDistributed(Distributed):
-    """Mixin that makes a wrapped optimizer combine the updates of all ranks with Adasum.
+    """Mixin that makes a wrapped optimizer combine the parameter updates of all ranks with Adasum.
 
     Attributes:
         _named: names and parameters of the optimizer.
-        _compression: compresses updates before they are sent.
-        _serial: number of this optimizer, for names of operations that are equal on all ranks.
+        _parameter_names: name of each parameter. Scripts written for Horovod read this attribute.
+        _compression: compression of the updates before they are sent.
+        _serial: id of this optimizer, equal on all ranks, from which the names of its operations are made.
     """
 
     _named: Sequence[tuple[str, torch.Tensor]]
@@ -324,7 +332,7 @@ class _AdasumDistributed(Distributed):
         self._serial, self._detached = next(current.serials[GLOBAL]), ""
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Validate `passes` and ignore it, because Adasum combines updates: gradients accumulate until `step()`.
+        """Validate `passes` and otherwise ignore it, because with Adasum gradients accumulate locally until `step()`.
 
         Raises:
             ValueError: `passes` is not positive.
@@ -345,8 +353,8 @@ class _AdasumDistributed(Distributed):
         raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
         yield
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: as torch
-        """Compute the update of this rank and move the parameters by the Adasum of all ranks' updates. Collective."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: untyped in PyTorch's Optimizer
+        """Compute this rank's updates, and add the Adasum of all ranks' updates to the parameters. Collective."""
         require_attached(self)
         params = [param for _, param in self._named if param.requires_grad]
         starts = [param.detach().clone() for param in params]
@@ -359,19 +367,21 @@ class _AdasumDistributed(Distributed):
                 handles.append((allreduce_async_(update, name=name, op=Adasum), context))
             for param, start, (handle, context) in zip(params, starts, handles, strict=True):
                 param.copy_(start.add_(self._compression.decompress(synchronize(handle), context)))
-        self._wrapped._opt_called = True  # type: ignore[attr-defined]  # torch's, set by its schedulers
+        self._wrapped._opt_called = True  # type: ignore[attr-defined]  # attribute of PyTorch's schedulers
         return loss
 
 
 def wrap_adasum(
     optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, torch.Tensor]], *, compression: type[Compressor]
 ) -> Distributed:
-    """Return an optimizer that combines updates with Adasum. Its class derives from the class of `optimizer`.
+    """Return an optimizer that combines parameter updates over ranks with Adasum.
+
+    The class of the result derives from the class of `optimizer`.
 
     Args:
         optimizer: the optimizer to wrap.
         named: names and parameters of `optimizer`.
-        compression: compresses updates before they are sent.
+        compression: compression of the updates before they are sent.
     """
     distributed = derive(_AdasumDistributed, optimizer)
     distributed._named, distributed._compression = named, compression
@@ -389,7 +399,9 @@ SYNCHRONIZED = (
     "next forward pass"
 )
 TRIALS = 2
-"""Steps in which copies of an unknown optimizer are tried: the first creates its state, the second uses the state."""
+"""Number of steps in which an optimizer of an unknown class is tried on copies: its first step creates its state, and
+its second step uses the state.
+"""
 
 COMPILED = "torch.compile is in use, and its graphs read parameters without Python: step() waits for all gradients"
 
@@ -403,17 +415,20 @@ class OverlappedOptimizer(AveragingOptimizer):
     """Mixin that defers updates: each parameter is updated in the next forward pass, right before its first read.
 
     Attributes:
-        _updates: deferred updates. None on a rank that trains alone.
-        _refuses: True if an unsuitable optimizer raises an error, False if it trains without forward overlap.
-        _refusal: the reason why no update is deferred. Empty if updates may be deferred, None until the first steps
-            have shown it.
-        _n_tried: number of steps that were tried on copies of the optimizer.
-        _partial: applies the update of some parameters.
-        _learning: records the order in which parameters are read, during one iteration. None in other iterations.
-        _knows_reads: True once the order of reads is recorded.
-        _modules_wait: True if modules that are not PyTorch's own hold parameters. A forward pre-hook waits for them.
-        _hooks: hooks that the next step removes.
-        _logged: messages that were logged.
+        _updates: holder of the deferred updates. None on a rank that trains alone.
+        _refuses: whether an optimizer that does not support forward overlap raises an error. Otherwise it trains
+            without forward overlap.
+        _refusal: reason why this optimizer does not support forward overlap. Empty if it does. None until the first
+            steps have tested it.
+        _n_tried: number of steps that were tested on copies of the optimizer.
+        _partial: step of the optimizer that can be applied to some parameters at a time.
+        _learning: recorder of the order in which the forward pass reads parameters, during one iteration. None in other
+            iterations.
+        _knows_reads: whether the order of reads has been recorded.
+        _modules_wait: whether modules whose class is not PyTorch's contain parameters. A forward pre-hook then waits
+            for the updates of these parameters.
+        _hooks: hooks of modules and dispatch modes that the next step removes.
+        _logged: messages that have been logged, to log each message once.
     """
 
     _updates: PutOffUpdates | None = None
@@ -484,7 +499,7 @@ class OverlappedOptimizer(AveragingOptimizer):
 
     def _may_defer(self) -> bool:
         if not self._knows_reads or self._refusal != "" or isinstance(self, torch.optim.SparseAdam):
-            return False  # because SparseAdam needs sparse gradients, and only `synchronize` converts reduced ones
+            return False  # SparseAdam needs sparse gradients, and only `synchronize` converts reduced gradients
         if something_is_compiled():
             self._log_once(COMPILED)
             return False
@@ -499,15 +514,16 @@ class OverlappedOptimizer(AveragingOptimizer):
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: as torch
-        """Reduce the gradients and update the parameters. Return at once if the updates can be deferred. Collective.
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: untyped in PyTorch's Optimizer
+        """Update the parameters with the reduced gradients. Return at once if the updates may be deferred. Collective.
 
         Raises:
             NotInitializedError: `close` or `shutdown` was called.
             ConfigError: `overlap_forward=True` with a closure, or with an optimizer whose update of one parameter
                 depends on other parameters.
         """
-        if torch.is_inference_mode_enabled():  # or deferred updates could not write to the states of this step
+        # Optimizer states that are created in inference mode could not be written by a later deferred update.
+        if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return self.step(closure)
         self._stop_watching()
@@ -517,11 +533,11 @@ class OverlappedOptimizer(AveragingOptimizer):
         updates = self._updates
         if updates is None or self._refusal:
             return super().step(closure)
-        if updates.state is IterationState.DEFERRED:  # no backward pass since the last step
+        if updates.state is IterationState.DEFERRED:  # there was no backward pass since the last step
             updates.drain()
         plain = closure is None and self._should_synchronize and not self._synchronized
         if plain and updates.step():
-            self._wrapped._opt_called = True  # type: ignore[attr-defined]  # torch's, set by its schedulers
+            self._wrapped._opt_called = True  # type: ignore[attr-defined]  # attribute of PyTorch's schedulers
             self._watch_deferred()
             return None
         updates.withdraw()
@@ -531,8 +547,8 @@ class OverlappedOptimizer(AveragingOptimizer):
         self._learn_reads()
         return result
 
-    def _first_step(self) -> Any:  # Any: as torch
-        """Reduce, try on copies whether the optimizer supports deferred updates, and update the parameters."""
+    def _first_step(self) -> Any:  # Any: the loss that a closure returns
+        """Reduce the gradients and update the parameters. Test on copies if the optimizer supports deferred updates."""
         self.synchronize()
         if why := refusal_by_trial(self, self._kind):
             self._refuse(why)
@@ -552,11 +568,11 @@ class OverlappedOptimizer(AveragingOptimizer):
         super().synchronize()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradients. A gradient whose update is deferred is zeroed after the update. Non-blocking."""
+        """Zero the gradients. If an update is deferred, zero its gradient after the update. Non-blocking."""
         updates = self._updates
         if updates is None or updates.state not in (IterationState.LAUNCHED, IterationState.DEFERRED):
             with nullcontext() if self._learning is None else without_subclasses():
-                super().zero_grad(set_to_none)  # which reads no parameter
+                super().zero_grad(set_to_none)  # without subclasses, because this reads no parameter
         elif updates.state is IterationState.LAUNCHED:  # `step()` was omitted
             updates.withdraw()
             super().zero_grad(set_to_none)
@@ -572,7 +588,7 @@ class OverlappedOptimizer(AveragingOptimizer):
         overlap = self._overlap
         if overlap is None or self._learning is not None or something_is_compiled():
             return
-        # `ready` without recorded reads: the intended iteration could not be recorded, so a later one is.
+        # If the tuner is ready and no reads are recorded, its iteration could not be recorded. Record this one instead.
         if overlap.learning or (overlap.ready and not self._knows_reads):
             learning = LearnedReads(self._reduced_params())
             if learning.begin():
@@ -580,13 +596,15 @@ class OverlappedOptimizer(AveragingOptimizer):
                 self._hooks.callback(learning.end)
 
     def _reduced_params(self) -> list[torch.Tensor]:
-        """Return the reduced parameters, or an empty list if one of them has sparse gradients."""
+        """Return the parameters whose gradients are reduced. Return an empty list if a gradient is sparse."""
         assert self._gradients is not None
         reducer = self._gradients.reducers[0]
         return [param for _, param in reducer.hooked] if reducer.all_dense else []
 
     def _watch_deferred(self) -> None:
-        """Register hooks of modules that wait for parameters, and check reads if `SIRTAKI_OVERLAP_FORWARD=check`."""
+        """Register the forward pre-hook that waits for updates if a module needs it. Start the check of early reads if
+        `SIRTAKI_OVERLAP_FORWARD=check`.
+        """
         if self._modules_wait:
             self._hooks.callback(register_module_forward_pre_hook(wait_for_own).remove)
         if job.current().settings.overlap_forward is Overlap.CHECK:
@@ -624,8 +642,8 @@ class OverlappedOptimizer(AveragingOptimizer):
             self._stop_watching()
 
     @property
-    def state(self) -> Any:  # Any: as torch
-        """Return the wrapped optimizer's state, after all deferred updates are applied."""
+    def state(self) -> Any:  # Any: untyped in PyTorch's Optimizer
+        """Apply all deferred updates, then return the wrapped optimizer's state."""
         if self._partial is None or not self._partial.running:
             self.finish()
         return self.__dict__["state"]
@@ -653,7 +671,7 @@ class OverlappedOptimizer(AveragingOptimizer):
         super().load_state_dict(state_dict)
 
     def close(self) -> None:
-        """Apply all deferred updates, or drop them if another rank is lost, then close the optimizer. Idempotent."""
+        """Apply all deferred updates, or discard them if a rank is lost. Then close the optimizer. Idempotent."""
         self._stop_watching()
         try:
             if self._updates is not None:
@@ -701,14 +719,15 @@ def DistributedOptimizer(
             of `sirtaki.comm.compress.Codec`.
         backward_passes_per_step: backward passes whose gradients are accumulated before they are reduced.
         op: Average or Sum of the gradients, or Adasum of the updates.
-        gradient_predivide_factor: divisor before the sum and factor after the sum. Allowed with Average only.
+        gradient_predivide_factor: gradients are divided by this number before the sum, and multiplied by it after the
+            sum. Allowed with Average only.
         num_groups: deprecated, use `groups`.
         groups: lists of parameters that are reduced together, or the number of equal groups to divide all parameters
             into. None lets the tuner decide.
         sparse_as_dense: reduce sparse gradients as dense tensors. The results stay dense, except for an optimizer that
             accepts sparse gradients only.
-        process_set: the ranks that train together. Other ranks reduce nothing.
-        arms: search techniques of the tuner that replace the default ones.
+        process_set: ranks whose gradients are reduced together. Other ranks reduce nothing.
+        arms: search techniques of the tuner. None for the default ones.
         overlap_forward: let `step()` return at once, and update each parameter in the next forward pass before its
             first read. None uses the value of `SIRTAKI_OVERLAP_FORWARD`.
 
@@ -720,7 +739,7 @@ def DistributedOptimizer(
             a parameter belongs to another distributed optimizer with other options. Raised with
             `overlap_forward=True` if the update of one parameter depends on other parameters.
         NotImplementedError: Adasum with a process set, or with a number of ranks that is not a power of two.
-        MismatchError: on all ranks, if their models differ.
+        MismatchError: the models of ranks differ. Raised on all ranks.
     """
     require_plain(optimizer)
     if backward_passes_per_step <= 0:
@@ -824,16 +843,17 @@ def _named_parameters(
 
 
 def sparse_gradients() -> list[SparseSummary]:
-    """Return the sparse algorithm of each parameter for which one is chosen. Not collective.
+    """Return the algorithm that reduces each sparse gradient, for parameters whose algorithm is chosen. Not collective.
 
-    The algorithm is chosen after about 30 iterations, or after 8 if `SIRTAKI_SPARSE` fixes it. With one rank none is
-    chosen.
+    The algorithm is chosen after about 30 iterations, or after 8 if `SIRTAKI_SPARSE` sets it. With one rank, no
+    algorithm is chosen.
 
     Returns:
         One summary for each parameter, equal on all ranks that train the parameter. Fields among others: `name`,
-        `density` (share of the rows that at least one rank accesses in an iteration), `plan` (the algorithm),
-        `n_bytes` (bytes that a rank receives in an iteration), `dense_bytes` and `horovod_bytes` (the same for a dense
-        reduction and for Horovod's all-gather). `describe()` returns one line of text.
+        `density` (fraction of the rows that at least one rank accesses in an iteration), `plan` (the algorithm),
+        `n_bytes` (bytes that a rank receives in an iteration), `dense_bytes` and `horovod_bytes` (bytes that a rank
+        would receive with a dense reduction and with Horovod's all-gather). The method `describe()` returns one line of
+        text.
 
     Raises:
         NotInitializedError: there is no job.
@@ -853,19 +873,20 @@ class LocalShard(torch.Tensor):
     """
 
     __torch_function__ = no_torch_function  # type: ignore[assignment]
-    _whole: weakref.ref[Any]  # a DTensor, whose class need not be imported
-    _seen = (0, 0)  # the DTensor's gradient, and its version, when it was last read or set
+    _whole: weakref.ref[Any]  # the DTensor parameter (Any: its class is not imported here, which takes time)
+    _seen = (0, 0)  # id and version of the DTensor's gradient, when `grad` was last read or set
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """Return the local shard of the DTensor's gradient, or None without a gradient."""
+        """Return the local shard of the DTensor's gradient, or None if the DTensor has no gradient."""
         whole = self._whole()
         if whole is None or (gradient := whole.grad) is None:
             return None
         local: torch.Tensor = gradient._local_tensor
         before, self._seen = self._seen, (id(gradient), gradient._version)
         if before != self._seen and before[0] == id(gradient):
-            torch.autograd.graph.increment_version(local)  # because a write to a DTensor counts in the DTensor only
+            # A write to the gradient increments the version of the DTensor, but not of the local shard.
+            torch.autograd.graph.increment_version(local)
         return local
 
     @grad.setter
@@ -881,15 +902,15 @@ class LocalShard(torch.Tensor):
         return whole is not None and bool(whole.requires_grad)
 
     def on_leaf(self, hook: Callable[[torch.Tensor], None]) -> tuple[Any, Callable[[Any], None]]:
-        """Return the DTensor, and a hook for the DTensor that calls `hook` with this shard."""
+        """Return the DTensor, and a gradient hook to register on the DTensor that calls `hook` with this shard."""
 
         @torch.no_grad()
-        def on_gradient(whole: Any) -> None:  # Any: see `_whole`
+        def on_gradient(whole: Any) -> None:  # Any: a DTensor, whose class is not imported here
             if (gradient := whole.grad) is not None:
                 if gradient.placements != whole.placements:
                     gradient = gradient.redistribute(placements=whole.placements)
                 local = gradient._local_tensor
-                if hasattr(local, "trigger_wait"):  # an AsyncCollectiveTensor
+                if hasattr(local, "trigger_wait"):  # the shard is an AsyncCollectiveTensor, still in communication
                     local = local.trigger_wait()
                 if local is not self.grad:
                     self.grad = local
@@ -901,8 +922,8 @@ class LocalShard(torch.Tensor):
 _shards = WeakTensorKeyDictionary()
 
 
-def local_shard(param: Any) -> torch.Tensor:  # Any: a parameter, which may be a DTensor
-    """Return `param`, or its only `LocalShard` if `param` is a DTensor."""
+def local_shard(param: Any) -> torch.Tensor:  # Any: a parameter or a DTensor, whose class is not imported here
+    """Return `param` itself. If `param` is a DTensor, return its `LocalShard`, of which there is one per DTensor."""
     if not is_dtensor(param):
         return param  # type: ignore[no-any-return]
     if param not in _shards:

@@ -1,8 +1,8 @@
 """Deferred updates: apply the update of each parameter right before the parameter is read.
 
-A parameter is *held* from the backward pass until its update is applied: its class becomes a subclass that intercepts
-`__torch_function__`. The first operation on a held parameter waits for the reduced gradient, applies the update, and
-restores the class.
+A parameter is *held* from the backward pass until its update is applied. Holding it replaces its class by a subclass
+that intercepts `__torch_function__`. The first operation on a held parameter waits for the reduced gradient, applies
+the update, and restores the class.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from sirtaki.machine import free_in_forked_children
 
 
 def bare_step(kind: type[torch.optim.Optimizer]) -> Callable[[Any], object]:
-    """Return `kind.step` without PyTorch's hooks, because several partial calls make one step."""
+    """Return an optimizer class's `step` without PyTorch's hooks, because several partial calls make one step."""
     step = kind.step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]  # functools'
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]  # set by functools.wraps
 
 
 @contextlib.contextmanager
 def step_context(device: torch.device) -> Iterator[None]:
-    """Disable autocast, inference mode, dispatch modes and functorch transforms for an optimizer step in the block."""
+    """Disable autocast, inference mode, dispatch modes and functorch transforms while the `with` block updates."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
@@ -58,16 +58,20 @@ def step_context(device: torch.device) -> Iterator[None]:
             stack.enter_context(_disable_current_modes())
         if torch.is_autocast_enabled(device.type):
             stack.enter_context(torch.autocast(device.type, enabled=False))
-        if torch._C._functorch.peek_interpreter_stack() is not None:  # within torch.func's transforms
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # the code runs within torch.func's transforms
             stack.enter_context(temporarily_clear_interpreter_stack())
         yield
 
 
 class PartialStep:
-    """Applies one step of an optimizer to a few parameters at a time. Refers to the optimizer weakly."""
+    """One step of an optimizer, applied to a few parameters at a time. Holds a weak reference to the optimizer.
+
+    Attributes:
+        running: whether an update is being applied now.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> None:
-        """`kind`: the class whose `step` updates parameters."""
+        """Prepare partial steps of `optimizer` with the `step` method of the class `kind`."""
         self._reference, self._step = weakref.ref(optimizer), bare_step(kind)
         self._options: list[dict[str, Any]] = []
         self._group_of: dict[int, int] = {}
@@ -75,13 +79,13 @@ class PartialStep:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Return the optimizer. It must be alive."""
+        """Return the optimizer, which must still exist."""
         optimizer = self._reference()
         assert optimizer is not None
         return optimizer
 
     def begin(self) -> None:
-        """Begin a step. Its updates use a copy of the options in `param_groups` that is made now."""
+        """Begin a step. Copy the options in `param_groups` now, so that later changes do not affect its updates."""
         self._options, self._group_of = [], {}
         for number, group in enumerate(self.optimizer.param_groups):
             self._group_of |= {id(param): number for param in group["params"]}
@@ -94,7 +98,7 @@ class PartialStep:
         return [param for param in every if id(param) not in without]
 
     def update(self, params: Iterable[torch.Tensor]) -> None:
-        """Apply the step to `params`. Skips a parameter without `.grad`. Called once per parameter and step."""
+        """Apply the current step to `params`, except those without `.grad`. Called once per parameter and step."""
         members: dict[int, list[torch.Tensor]] = {}
         for param in params:
             if param.grad is not None and (number := self._group_of.get(id(param))) is not None:
@@ -127,14 +131,18 @@ KNOWN = frozenset(
     )
     if hasattr(torch.optim, name)
 )
-"""Optimizers of PyTorch that update each parameter independently. Optimizers of other classes are tried on copies."""
+"""Optimizer classes of PyTorch that update each parameter independently of the others. An optimizer of another class is
+tried on copies of its parameters.
+"""
 
 SCALES = (1.0, 1e4, 1e-4)
-"""Factors for gradients in a trial. Clipping by a norm, for example, takes effect for large gradients only."""
+"""Factors by which gradients are multiplied when an optimizer is tried on copies. Clipping by a norm, for example,
+takes effect for large gradients only.
+"""
 
 
 def refusal(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> str:
-    """Return why the class and options of an optimizer rule out `overlap_forward`, or an empty string.
+    """Return why the class or the options of an optimizer rule out `overlap_forward`. Empty string if they do not.
 
     Args:
         optimizer: the distributed optimizer.
@@ -150,13 +158,14 @@ def refusal(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer])
 
 
 def refusal_by_trial(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> str:
-    """Try on copies whether an optimizer updates each parameter independently. All gradients must be reduced.
+    """Test on two copies whether an optimizer updates each parameter independently of the others.
 
-    Steps one copy as a whole, and one copy parameter by parameter in reverse order. Parameters, states, options and
-    attributes of both copies must be equal to the bit.
+    Updates all parameters of one copy at once, and those of the other copy one by one in reverse order. Parameters,
+    states, options and attributes of both copies must be bitwise equal afterwards. Called after all gradients were
+    reduced.
 
     Returns:
-        Why the optimizer rules out `overlap_forward`, or an empty string.
+        The reason why the optimizer rules out `overlap_forward`. Empty string if it does not.
     """
     if kind in KNOWN:
         return ""
@@ -186,7 +195,7 @@ def refusal_by_trial(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Op
 def _copy_of(
     optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer], scale: float
 ) -> torch.optim.Optimizer:
-    """Clone the optimizer, without its wrapper, over cloned parameters. Scale their gradients by `scale`."""
+    """Clone an optimizer, without its wrapper, over cloned parameters. Multiply the cloned gradients by `scale`."""
     copies: dict[int, Any] = {}  # memo of `deepcopy`: replaces each reference to a parameter by its copy
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -199,7 +208,7 @@ def _copy_of(
         elif name not in ("state", "param_groups", "step"):  # a scheduler may have replaced `step` of the instance
             try:
                 copied.__dict__[name] = copy.deepcopy(value, copies)
-            except Exception:  # an update does not depend on an attribute that cannot be copied
+            except Exception:  # share an attribute that cannot be copied, because updates do not depend on it
                 copied.__dict__[name] = value
     copied.param_groups = copy.deepcopy(optimizer.param_groups, copies)
     copied.state = defaultdict(dict, copy.deepcopy(dict(optimizer.state), copies))
@@ -207,13 +216,16 @@ def _copy_of(
 
 
 def _results(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the value and the state of each parameter."""
+    """Return the value and the optimizer state of each parameter, by the parameter's index."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return {str(number): (param.detach(), optimizer.state.get(param, {})) for number, param in enumerate(params)}
 
 
 def _shared_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state that parameters share: attributes, options, and state under keys other than parameters."""
+    """Return the optimizer's state that belongs to no single parameter, by a description.
+
+    It consists of attributes, options of parameter groups, and entries of `state` whose key is no parameter.
+    """
     own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
     shared = {f"its attribute {name}": value for name, value in own.items()}
     shared |= {f"its state {key}": value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
@@ -224,7 +236,7 @@ def _shared_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _difference(one: dict[str, Any], other: dict[str, Any]) -> str:
-    """Return the first key whose values differ or that one dict lacks, or an empty string."""
+    """Return the first key whose values differ or that one dict lacks. Empty string if the dicts are equal."""
     return next(
         (
             name
@@ -250,14 +262,14 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 class Awaiter(Protocol):
-    """Owner of held tensors: waits until a tensor may be used."""
+    """Owner of held tensors: waits until a tensor's update has been applied."""
 
     def on_read(self, tensor: torch.Tensor) -> None:
-        """Wait until the tensor may be used, then release it."""
+        """Wait until the held tensor has its final value, then release it. Called before an operation reads it."""
         ...
 
     def drain(self) -> None:
-        """Wait until all tensors of this owner may be used, then release them."""
+        """Wait until all held tensors of this owner have their final values, then release them."""
         ...
 
 
@@ -267,16 +279,16 @@ _FREE = frozenset(
     getattr(torch.Tensor, name).__get__
     for name in ("shape", "dtype", "device", "layout", "ndim", "is_leaf", "requires_grad", "is_cuda", "is_cpu")
 ) | {torch.Tensor.size, torch.Tensor.numel, torch.Tensor.dim}
-"""Functions that read no values of a tensor, so that they need not wait."""
+"""Functions that read no elements of a tensor, so that they need not wait for its update."""
 
 
 class _Awaited:
-    """Mixin for the classes of held tensors. Every operation on such a tensor waits first."""
+    """Mixin for the classes of held tensors. Every operation on a held tensor first waits for the tensor's update."""
 
     @classmethod
     def __torch_function__(
         cls,
-        func: Any,  # Any: as torch
+        func: Any,  # Any: PyTorch's signature of `__torch_function__`
         types: Any,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
@@ -287,7 +299,7 @@ class _Awaited:
         found = list(_tensors((args, kwargs)))
         for tensor in found:
             wait_for(tensor)
-        if not found:  # the tensor is in a container of unknown class
+        if not found:  # the held tensor is inside a container whose class `_tensors` does not search
             wait_for_all()
         return func(*args, **(kwargs or {}))
 
@@ -299,7 +311,7 @@ class _Awaited:
     def __reduce_ex__(self, protocol: Any) -> Any:
         tensor = cast(torch.Tensor, self)
         wait_for(tensor)
-        return tensor.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch's
+        return tensor.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # untyped in PyTorch
 
 
 class _AwaitedParameter(_Awaited, nn.Parameter):
@@ -320,12 +332,12 @@ def can_be_held(tensor: torch.Tensor) -> bool:
 
 
 def is_held(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is held, so that operations on it wait."""
+    """Return whether the tensor is held: operations on it wait for its update."""
     return type(tensor) in _PLAIN
 
 
 def hold(tensors: Iterable[torch.Tensor], awaiter: Awaiter) -> None:
-    """Make operations on the tensors wait with `awaiter`. Keeps `awaiter` alive until all tensors are released."""
+    """Hold tensors: make operations on them call `awaiter`, which waits. Refer to `awaiter` until all are released."""
     for tensor in tensors:
         _awaiters[id(tensor)] = awaiter
         tensor.__class__ = _HELD[type(tensor)]
@@ -339,14 +351,14 @@ def release(tensor: torch.Tensor) -> None:
 
 
 def wait_for(tensor: torch.Tensor) -> None:
-    """Wait until the tensor may be used."""
+    """Wait for the update of a tensor if it is held. Otherwise return at once."""
     awaiter = _awaiters.get(id(tensor))
     if awaiter is not None:
         awaiter.on_read(tensor)
 
 
 def wait_for_all() -> None:
-    """Wait until all held tensors of this process may be used. Not collective."""
+    """Wait for the updates of all held tensors of this process. Not collective."""
     for awaiter in dict.fromkeys(_awaiters.values()):
         awaiter.drain()
 
@@ -362,11 +374,11 @@ def _tensors(found: object) -> Iterator[torch.Tensor]:
 
 
 class HeldReads(TorchDispatchMode):
-    """Dispatch mode that reports operations on the memory of held tensors. Views and aliases count too."""
+    """Dispatch mode that reports each operation on the memory of a held tensor, also through a view or an alias."""
 
     def __init__(self, params: Sequence[torch.Tensor], found: Callable[[torch.Tensor, Any], None]) -> None:
-        """`found` is called with the held tensor and the operation."""
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        """Prepare to report operations on `params`: call `found` with the held tensor and the operation."""
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in PyTorch
         self._found = found
         self._waiting: torch.utils.hooks.RemovableHandle | None = None
         with torch._C.DisableTorchFunctionSubclass():
@@ -375,7 +387,7 @@ class HeldReads(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Report held tensors among the arguments, then run the operation. Called by PyTorch."""
+        """Report the held tensors among the arguments of an operation, then run it. Called by PyTorch."""
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, torch.Tensor):
                 param = self._by_memory.get(_memory(tensor))
@@ -387,23 +399,23 @@ class HeldReads(TorchDispatchMode):
         return result
 
     def begin(self) -> bool:
-        """Report the operations of this thread from now on.
+        """Enter the dispatch mode, so that it reports the operations of this thread on held tensors.
 
         Returns:
-            False, with nothing reported, if the script is in inference mode or in another `TorchDispatchMode`.
+            Whether the mode was entered. False if the script is in inference mode or in another `TorchDispatchMode`.
         """
         if script_is_in_inference_mode():
             return False
         if any(not isinstance(mode, HeldReads) for mode in _get_current_dispatch_mode_stack()):
             return False
-        self.__enter__()  # type: ignore[no-untyped-call]  # torch's
+        self.__enter__()  # type: ignore[no-untyped-call]  # untyped in PyTorch
         return True
 
     def end(self) -> None:
-        """Report nothing more. May be called inside modes that the script has entered since, and several times.
+        """Stop reporting operations, and leave the dispatch mode. Idempotent.
 
-        While the script is in inference mode, the ended mode stays on PyTorch's stack. A module that is called later
-        removes it.
+        May be called inside other modes that the script has entered meanwhile. While the script is in inference mode,
+        this mode stays on PyTorch's stack. A forward pre-hook removes it when a module is called later.
         """
         self._by_memory.clear()
         if not script_is_in_inference_mode():
@@ -423,15 +435,15 @@ class HeldReads(TorchDispatchMode):
         above = list[Any]()
         while _get_current_dispatch_mode_stack()[-1] is not self:
             above.append(_pop_mode())
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # untyped in PyTorch
         for mode in reversed(above):
             _push_mode(mode)
 
 
 def _count_writes(func: Any, args: tuple[Any, ...]) -> None:
-    """Increment the versions of tensors in written lists, because PyTorch does not do so below a dispatch mode.
+    """Increment the version counters of tensors in the lists to which an operation writes.
 
-    For example, `clip_grad_norm_` writes to lists of tensors.
+    PyTorch does not increment them below a dispatch mode. `clip_grad_norm_`, for example, writes to lists of tensors.
     """
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, list | tuple):
@@ -449,16 +461,17 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 class LearnedReads:
-    """Recorder of all reads of an optimizer's parameters in one iteration.
+    """Recorder of the first reads of an optimizer's parameters in one iteration.
 
     Attributes:
         order: parameters in the order of their first reads.
-        uncovered: ids of parameters that were read without a call of `__torch_function__`.
-        modules: modules that were called.
+        uncovered: ids of parameters that an operation read without a call of `__torch_function__`, so that a held
+            parameter would not have waited.
+        modules: modules whose forward was called during the recording.
     """
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
-        """`params`: parameters that are not held and whose gradients are not in flight."""
+        """Prepare to record reads of `params`. They must not be held, and none of their gradients be in flight."""
         self._params = params
         self._mode = HeldReads(params, self._on_uncovered_read)
         self.order: list[torch.Tensor] = []
@@ -467,7 +480,11 @@ class LearnedReads:
         self._handle: torch.utils.hooks.RemovableHandle | None = None
 
     def begin(self) -> bool:
-        """Start recording. Return False if a parameter cannot be held or another dispatch mode is active."""
+        """Start to record reads of the parameters.
+
+        Returns:
+            Whether the recording has started. False if a parameter cannot be held or another dispatch mode is active.
+        """
         if not all(map(can_be_held, self._params)) or not self._mode.begin():
             return False
         hold(self._params, self)
@@ -475,14 +492,14 @@ class LearnedReads:
         return True
 
     def end(self) -> None:
-        """Stop recording and release all parameters."""
+        """Stop recording reads, and release all parameters."""
         self._mode.end()
         self.drain()
         if self._handle is not None:
             self._handle.remove()
 
     def on_read(self, tensor: torch.Tensor) -> None:
-        """Record the first read of the tensor and release it."""
+        """Record the first read of a parameter, and release the parameter."""
         release(tensor)
         self.order.append(tensor)
 
@@ -501,17 +518,20 @@ class LearnedReads:
 
 
 class CheckedReads:
-    """Check that raises if a parameter is read before its update is applied (`SIRTAKI_OVERLAP_FORWARD=check`)."""
+    """Detector of reads of parameters before their updates are applied (`SIRTAKI_OVERLAP_FORWARD=check`).
+
+    Raises `StaleReadError` in the operation that reads a parameter too early.
+    """
 
     def __init__(self, params: Sequence[torch.Tensor], names: dict[int, str]) -> None:
-        """`names`: names of the parameters, by id of the parameter."""
+        """Prepare to check reads of `params`. `names` maps the id of each parameter to its name in the error."""
         self._names = names
         self._mode = HeldReads(params, self._raise)
         self._inside: list[str] = []
         self._handles = contextlib.ExitStack()
 
     def begin(self) -> None:
-        """Start checking, unless another dispatch mode is active."""
+        """Start to check reads of parameters, unless inference mode or another dispatch mode is active."""
         if self._mode.begin():
             for handle in (
                 register_module_forward_pre_hook(lambda module, _: self._inside.append(type(module).__name__)),
@@ -520,7 +540,7 @@ class CheckedReads:
                 self._handles.callback(handle.remove)
 
     def end(self) -> None:
-        """Stop checking."""
+        """Stop checking reads of parameters."""
         self._mode.end()
         self._handles.close()
         self._inside.clear()
@@ -538,10 +558,10 @@ class CheckedReads:
 
 
 def wait_for_own(module: nn.Module, _: object) -> None:
-    """Wait for the parameters of a module whose class is not PyTorch's. Global forward pre-hook.
+    """Wait for the updates of a module's parameters, if the module's class is not PyTorch's. Global forward pre-hook.
 
-    PyTorch's modules read parameters with functions that wait. Other modules may pass them to a C++ extension, which
-    does not wait.
+    PyTorch's modules read parameters through functions that wait for the update. Other modules may pass a parameter to
+    a C++ extension, which does not wait.
     """
     if not type(module).__module__.startswith("torch."):
         for param in _own(module):
@@ -549,7 +569,7 @@ def wait_for_own(module: nn.Module, _: object) -> None:
 
 
 def custom_modules_hold(modules: Sequence[nn.Module], params: Sequence[torch.Tensor]) -> bool:
-    """Return whether a module or submodule of a class outside PyTorch directly holds one of the parameters."""
+    """Return whether a module or submodule whose class is not PyTorch's directly contains one of the parameters."""
     wanted = {id(param) for param in params}
     every = dict.fromkeys(part for module in modules for part in module.modules())
     others = [part for part in every if not type(part).__module__.startswith("torch.")]
@@ -557,15 +577,15 @@ def custom_modules_hold(modules: Sequence[nn.Module], params: Sequence[torch.Ten
 
 
 def _own(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that the module holds directly or in a ParameterList or ParameterDict."""
+    """Return the parameters that a module contains directly or in a ParameterList or ParameterDict."""
     lists = [part for part in module._modules.values() if isinstance(part, nn.ParameterList | nn.ParameterDict)]
     return [param for part in (module, *lists) for param in part._parameters.values() if param is not None]
 
 
 def _n_references(tensor: torch.Tensor) -> int:
-    """Return the number of users of the tensor's storage.
+    """Return the number of references to a tensor's storage.
 
-    Without a count from PyTorch, return 1 if the storage is larger than the tensor, else 0.
+    If this PyTorch cannot count references, return 1 if the storage is larger than the tensor, else 0.
     """
     with torch._C.DisableTorchFunctionSubclass():
         storage = tensor.untyped_storage()
@@ -576,9 +596,10 @@ _ALONE = _n_references(torch.empty(1, dtype=torch.float32, device="cpu"))
 
 
 def _has_alias(param: torch.Tensor) -> bool:
-    """Return whether another tensor shares the parameter's storage, so that a read of that tensor would not wait.
+    """Return whether another tensor shares a parameter's storage. A read of that tensor would not wait for the update.
 
-    Examples: parameters in one flat buffer, a kept `p.data` or `state_dict()`, a retained graph that saved the value.
+    Examples: parameters in one flat buffer, a reference to `p.data` or to a `state_dict()`, or a retained autograd
+    graph that has saved the parameter.
     """
     return _n_references(param) > _ALONE
 
@@ -589,17 +610,20 @@ def _pipeline(hooks: GradientHooks) -> GradientPipeline:
 
 
 class Zeroing(Enum):
-    """Effect of a `zero_grad` call on a gradient whose update is deferred. Applied after the update."""
+    """Effect of a `zero_grad` call on a gradient whose update is deferred. Takes place after the update."""
 
     NONE = "set to None"
     ZEROS = "zeros"
 
 
 class PutOffUpdates:
-    """Deferred updates of one optimizer. Implements `ForwardGate`. Needs an optimizer with exactly one `GradientHooks`.
+    """Deferred updates of one optimizer: holds its parameters, and applies each update when the parameter is read.
+
+    Implements `ForwardGate`. Updates are deferred only while the optimizer has exactly one reducer (`GradientHooks`).
 
     Attributes:
-        uncovered: ids of parameters that are read without a call of `__torch_function__`. `step()` waits for them.
+        uncovered: ids of parameters that the script reads without a call of `__torch_function__`. `step()` applies
+            their updates at once.
     """
 
     def __init__(
@@ -611,14 +635,15 @@ class PutOffUpdates:
         seen: Callable[[], None],
         closed: Callable[[], None],
     ) -> None:
-        """Prepare. No update is deferred before `use` is called.
+        """Store the arguments. No update is deferred before `use` is called.
 
         Args:
-            gradients: reducers of the optimizer.
-            partial: applies the update of some parameters.
+            gradients: reducers of the optimizer's gradients.
+            partial: step of the optimizer that can be applied to some parameters at a time.
             allowed: returns whether the optimizer and the script permit deferred updates in this iteration.
-            seen: called when the script reads a gradient between backward and `step()`, which waits for the gradient.
-            closed: called when no further update will be deferred on these ranks.
+            seen: called when the script reads a parameter or gradient between backward and `step()`. The read waits
+                for the gradient.
+            closed: called when the reducer will defer no further update.
         """
         self._gradients, self._partial, self._allowed, self._seen = gradients, partial, allowed, seen
         self._closed = closed
@@ -630,11 +655,11 @@ class PutOffUpdates:
         self._waiting: set[int] = set()
         self._gradient_of: dict[int, torch.Tensor | None] = {}
         self._zeroing: dict[int, Zeroing] = {}
-        # Set while updates are deferred, because the script may drop its last reference to the optimizer.
+        # Strong reference to the optimizer while updates are deferred, because the script may drop its last reference.
         self._keeps: torch.optim.Optimizer | None = None
 
     def use(self) -> None:
-        """Register with the optimizer's reducer. Called again when the reducers change."""
+        """Let the optimizer's reducer call this object. Called again when the reducers change."""
         if (reducer := self._reducer) is not None:
             reducer.gate = weakref.ref(self)
 
@@ -645,13 +670,13 @@ class PutOffUpdates:
 
     @property
     def state(self) -> IterationState:
-        """State of the iteration; COLLECTING while the optimizer uses several `GradientHooks`."""
+        """Return the state of the reducer's iteration. COLLECTING if the optimizer has not exactly one reducer."""
         return IterationState.COLLECTING if (reducer := self._reducer) is None else reducer.state
 
     # ── the backward pass ────────────────────────────────────────────────────────────────────────────────────────
 
     def _can_defer(self, reducer: GradientHooks) -> bool:
-        """Return whether updates of this iteration may be deferred. Refreshes the list of parameters."""
+        """Return whether updates of this iteration may be deferred. Refresh the list of reduced parameters."""
         if not (reducer.can_defer and self._allowed()):
             return False
         if reducer.hooked is not self._hooked:
@@ -660,7 +685,11 @@ class PutOffUpdates:
         return reducer.state is IterationState.LAUNCHED or all(map(can_be_held, self._params))
 
     def keep(self) -> bool:
-        """Hold all parameters, and return whether that is possible. See `ForwardGate`."""
+        """Hold all parameters if their updates may be deferred. Called when the backward pass ends.
+
+        Returns:
+            Whether the parameters are held. If not, the caller must wait for all gradients.
+        """
         with self._lock:
             if (reducer := self._reducer) is None or not self._can_defer(reducer):
                 return False
@@ -672,7 +701,7 @@ class PutOffUpdates:
         hold(self._params, self)
 
     def withdraw(self) -> None:
-        """Release all parameters and wait for all gradients. Does nothing after `step()`."""
+        """Release all parameters and wait for all gradients, to defer no update. Does nothing after `step()`."""
         with self._lock:
             if (reducer := self._reducer) is not None and reducer.state is IterationState.LAUNCHED:
                 self._release_all()
@@ -687,17 +716,21 @@ class PutOffUpdates:
     # ── the step ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def step(self) -> bool:
-        """Defer the updates of this step. Return False if that is not possible, so that the caller steps as usual."""
+        """Defer the updates of this optimizer step.
+
+        Returns:
+            Whether the updates are deferred. If not, the caller must reduce the gradients and update all parameters.
+        """
         with self._lock:
             reducer = self._reducer
             if reducer is None or not self._can_defer(reducer):
                 self.withdraw()
                 return False
             if reducer.state is not IterationState.LAUNCHED and _pipeline(reducer).written:
-                return False  # so that `step()` reports the gradient that was modified in place
+                return False  # so that the caller's `step()` reports the gradient that was modified in place
             kept = reducer.state is IterationState.LAUNCHED
             reducer.defer()
-            if not kept:  # some gradients were not ready when the backward pass ended
+            if not kept:  # not held yet, because some gradients were not ready when the backward pass ended
                 self._hold()
             waiting = [self._params[number] for number in self._waiting]
             with torch._C.DisableTorchFunctionSubclass():
@@ -714,7 +747,11 @@ class PutOffUpdates:
             return True
 
     def zero(self, param: torch.Tensor, zeroing: Zeroing) -> bool:
-        """Zero a gradient after its deferred update. Return False, without an effect, if the update is not deferred."""
+        """Zero the gradient of `param` after the parameter's deferred update.
+
+        Returns:
+            Whether the update is deferred. If not, this call has no effect.
+        """
         with self._lock:
             number = self._number_of.get(id(param), -1)
             if number not in self._waiting:
@@ -734,7 +771,8 @@ class PutOffUpdates:
             if reducer.state is IterationState.LAUNCHED:
                 self._seen()
             arrived = [other for other in reducer.wait_for(number) if other in self._waiting]
-            if not arrived:  # the wait stopped because another operation needs this rank; COLLECTING again
+            # The wait stopped, because another operation needs this rank. The iteration is COLLECTING again.
+            if not arrived:
                 self._release_all()
                 self._keeps = None
                 return
@@ -748,7 +786,7 @@ class PutOffUpdates:
                 self._update(reducer, arrived, params)
 
     def _update(self, reducer: GradientHooks, arrived: Sequence[int], params: Sequence[torch.Tensor]) -> None:
-        # Gradients of a newer backward pass through an old graph. They are added to `.grad` after the update.
+        # Gradients of a newer backward pass through an old graph. They must be added to `.grad` after the update.
         newer = {number: param.grad for number, param in zip(arrived, params, strict=True) if param.grad is not None}
         for number, param in zip(arrived, params, strict=True):
             param.grad = self._gradient_of.pop(number)
@@ -764,7 +802,7 @@ class PutOffUpdates:
                 param.grad = gradient if param.grad is None else param.grad + gradient
 
     def drain(self) -> None:
-        """Apply all deferred updates and end the iteration. Before `step()`, call `withdraw` instead."""
+        """Apply all deferred updates and end the iteration. Before `step()`, only wait for all gradients."""
         with self._lock:
             self.withdraw()
             if self.state is not IterationState.DEFERRED:
@@ -776,11 +814,11 @@ class PutOffUpdates:
             self._keeps = None
 
     def close(self) -> None:
-        """Report that no further update will be deferred. See `ForwardGate`."""
+        """Tell the optimizer that no further update will be deferred. Called by the reducer."""
         self._closed()
 
     def drop(self) -> None:
-        """Discard all deferred updates, because another rank is lost. Parameters keep their values."""
+        """Discard all deferred updates, because another rank is lost. The parameters keep their current values."""
         with self._lock:
             self._release_all()
             self._gradient_of.clear()

@@ -17,12 +17,16 @@ __all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_proces
 
 
 class ProcessSet:
-    """A group of ranks. Usable after `init(process_sets=…)` or `add_process_set` has opened it.
+    """A group of ranks that run collectives among themselves.
+
+    It can be used once `init(process_sets=…)` or `add_process_set` has opened it, which connects its ranks.
 
     Attributes:
-        process_set_id: 0 for all ranks, positive for other sets, None until the set is opened.
-        ranks: members by their rank in the job, ascending. None until opened if created from a communicator.
-        mpi_comm: mpi4py communicator that the set was created from, or None.
+        process_set_id: id of the set: 0 for the set of all ranks, positive for other sets, None until the set is
+            opened.
+        ranks: ranks of the members in the job, in ascending order. None if the set was created from a communicator and
+            is not opened yet.
+        mpi_comm: mpi4py communicator from which the set was created. None if it was created from ranks.
     """
 
     process_set_id: int | None = None
@@ -30,7 +34,7 @@ class ProcessSet:
     mpi_comm: MPI.Comm | None = None
 
     def __init__(self, ranks_or_comm: Sequence[int] | MPI.Comm) -> None:
-        """Describe the set. `add_process_set` opens it.
+        """Store the members of the set. Not collective. `add_process_set` opens the set later.
 
         Args:
             ranks_or_comm: ranks of the members, or an mpi4py communicator of the members.
@@ -41,7 +45,7 @@ class ProcessSet:
             self.mpi_comm = ranks_or_comm
 
     def _opened(self) -> RankSet | None:
-        """Return the open rank set. None if the set is not open."""
+        """Return the engine's data of this process set. None if the set is not open."""
         if self.process_set_id is None or not job.is_initialized():
             return None
         sets = job.current().rank_sets
@@ -56,7 +60,7 @@ class ProcessSet:
         return None if there is None else len(there.ranks)
 
     def rank(self) -> int | None:
-        """Return this process's rank in the set. None if it is not a member, or if the set is not open."""
+        """Return the rank of this process within the set. None if it is not a member, or if the set is not open."""
         there = self._opened()
         return None if there is None or there.engine is None else there.engine.rank
 
@@ -70,12 +74,12 @@ class ProcessSet:
 
 
 class _GlobalProcessSet(ProcessSet):
-    """All ranks of the current job."""
+    """Process set of all ranks of the current job."""
 
     process_set_id = GLOBAL
 
     def __init__(self) -> None:
-        """Create the set. It is open whenever Sirtaki is initialised."""
+        """Create the set of all ranks. It is open whenever Sirtaki is initialised."""
 
     def _opened(self) -> RankSet | None:
         if not job.is_initialized():
@@ -91,15 +95,15 @@ UNSETTLED = (
 )
 
 global_process_set: ProcessSet = _GlobalProcessSet()
-"""All ranks. Default of every operation."""
+"""Process set of all ranks, the default of every operation."""
 
 
 def engine_of(process_set: ProcessSet) -> EagerEngine:
-    """Return the engine of a set's operations.
+    """Return the engine that runs the operations of a process set.
 
     Raises:
         NotInitializedError: `init()` has not been called.
-        ConfigError: the set is not open, or this rank is not a member.
+        ConfigError: the set is not open, or this rank is not one of its members.
     """
     current = job.current()
     if not current.settled:
@@ -114,7 +118,7 @@ def engine_of(process_set: ProcessSet) -> EagerEngine:
 
 
 def require_opened(process_set: ProcessSet) -> RankSet:
-    """Return the open rank set.
+    """Return the engine's data of an open process set.
 
     Raises:
         NotInitializedError: `init()` has not been called.
@@ -129,10 +133,12 @@ def require_opened(process_set: ProcessSet) -> RankSet:
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Open a process set. Collective over all ranks, members or not, which must pass equal sets.
+    """Open a process set: connect its ranks. Return the set.
+
+    Collective over all ranks of the job, including ranks outside of the set. All must pass equal sets.
 
     Raises:
-        ValueError: the set contains ranks that do not exist, or is open already. Raised on all ranks.
+        ValueError: the set contains ranks that the job does not have, or is open already. Raised on all ranks.
         HorovodInternalError: ranks pass different sets. Raised on all ranks.
     """
     current = job.current()
@@ -151,7 +157,7 @@ def _wanted(process_set: ProcessSet) -> list[int]:
     if process_set.mpi_comm is None:
         assert process_set.ranks is not None
         return process_set.ranks
-    # Only members of a communicator know its members.
+    # The members send their ranks to the other ranks, because only the members know who is in the communicator.
     control = job.current().control
     MPI = load_mpi()
     own: list[int] = []
@@ -169,15 +175,15 @@ def _wanted(process_set: ProcessSet) -> list[int]:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Close a process set. Collective over all ranks.
+    """Close a process set. Collective over all ranks of the job.
 
-    Optimizers of the set are closed: their next `step()` raises.
+    Optimizers that use the set are closed: their next `step()` raises an exception.
 
     Returns:
-        False if the set is not open, or is the global set.
+        Whether the set was closed. False if it was not open, or is the set of all ranks.
 
     Raises:
-        HorovodInternalError: ranks pass different sets, or a member has pending operations. Raised on all ranks.
+        HorovodInternalError: ranks pass different sets, or a member has operations in flight. Raised on all ranks.
     """
     current = job.current()
     if process_set is global_process_set:
@@ -197,7 +203,7 @@ def open_static(process_sets: Sequence[ProcessSet] | str | None) -> None:
     Raises:
         ValueError: a set is passed twice, or the argument has an invalid type.
     """
-    if process_sets is None or process_sets == "dynamic":  # sets can be added at any time, also without "dynamic"
+    if process_sets is None or process_sets == "dynamic":  # "dynamic" has no effect
         return
     if isinstance(process_sets, str) or not all(isinstance(there, ProcessSet) for there in process_sets):
         raise ConfigError(f"process_sets= must be a list of ProcessSet or 'dynamic', not {process_sets!r}")
@@ -207,9 +213,10 @@ def open_static(process_sets: Sequence[ProcessSet] | str | None) -> None:
 
 
 def _open_static(process_set: ProcessSet) -> None:
-    """Open a set passed to `init`. Collective. In an elastic job, a set that is too large raises when it is used.
+    """Open a process set that was passed to `init`. Collective over all ranks.
 
-    All ranks of a generation call `init()`, so that the set can be opened immediately.
+    In an elastic job, a set can contain ranks that the job does not have now. Such a set is not opened, and raises an
+    exception when it is used.
     """
     current = job.current()
     if current.elastic is None:
@@ -225,23 +232,26 @@ def _open_static(process_set: ProcessSet) -> None:
 
 
 _lasting: list[ProcessSet] = []
-"""Sets passed to `init()`, and sets added outside of the function that `elastic.run` repeats."""
+"""Process sets to open again whenever the ranks of an elastic job change: those passed to `init()`, and those added
+outside of the function that `elastic.run` repeats.
+"""
 
 
 def end_generation() -> None:
-    """Mark all sets as closed. Not collective."""
+    """Mark all process sets as closed, because the ranks of an elastic job change. Not collective."""
     for process_set in _lasting:
         process_set.process_set_id = None
 
 
 def lasting() -> dict[tuple[int, ...], ProcessSet]:
-    """Return the sets that must be opened again, by their ranks."""
+    """Return the process sets to open again after the ranks of an elastic job have changed, by their ranks."""
     return {tuple(there.ranks): there for there in _lasting if there.ranks is not None and there._opened() is None}
 
 
 def open_again(process_sets: Sequence[ProcessSet]) -> None:
-    """Open the sets that fit into the job. Collective over all ranks, in the same order. A set may contain all
-    ranks.
+    """Open process sets again after the ranks of an elastic job have changed. Skip sets with ranks that do not exist.
+
+    Collective over all ranks, which must pass the sets in the same order.
     """
     current = job.current()
     all_ranks = list(range(current.control.size))

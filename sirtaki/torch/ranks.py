@@ -1,4 +1,4 @@
-"""Helpers for scripts with several ranks: shares of data, calls on rank 0 only, averages and sums over ranks."""
+"""Helpers for scripts with several ranks: dividing data among ranks, calls on rank 0 only, averages over ranks."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ T = TypeVar("T")
 
 
 class DistributedSampler(TorchDistributedSampler[Any]):
-    """Sampler that yields every `size()`-th index of another sampler, from the `rank()`-th on.
+    """Sampler that yields every `size()`-th index of another sampler, starting with the `rank()`-th index.
 
-    At the begin of a pass, all ranks take rank 0's random state, so that the other sampler shuffles alike on all ranks.
-    Therefore a pass is collective. PyTorch's DistributedSampler shuffles by `(seed, epoch)` instead, in another order
-    than `DataLoader(shuffle=True)`.
+    When an iteration over the sampler begins, all ranks take rank 0's random state, so that the other sampler yields
+    the same order on all ranks. Therefore the begin of an iteration is collective. PyTorch's DistributedSampler
+    shuffles by `(seed, epoch)` instead, which gives another order than `DataLoader(shuffle=True)`.
     """
 
     def __init__(self, order: Sampler[Any], *, drop_last: bool = False) -> None:
-        """Create the sampler.
+        """Create the sampler of this rank's indices.
 
         Args:
             order: finite sampler that yields the indices for all ranks.
-            drop_last: drop the last indices that do not fill a multiple of `size()`.
+            drop_last: drop the last indices if their number is not a multiple of `size()`. Otherwise repeat indices.
         """
         assert isinstance(order, Sized)
-        super().__init__(order, num_replicas=size(), rank=rank(), shuffle=False, drop_last=drop_last)  # type: ignore[arg-type]  # only its length is asked for
+        super().__init__(order, num_replicas=size(), rank=rank(), shuffle=False, drop_last=drop_last)  # type: ignore[arg-type]  # PyTorch uses only its length
         self._order = order
 
     def __iter__(self) -> Iterator[Any]:
@@ -52,7 +52,10 @@ class DistributedSampler(TorchDistributedSampler[Any]):
 
 
 class _EndlessSampler(Sampler[None]):
-    """Sampler for a loader of an IterableDataset. Yields no indices, and sets the random state when a pass begins."""
+    """Sampler for a DataLoader over an IterableDataset, which needs no indices.
+
+    It sets the random state when an iteration over the DataLoader begins.
+    """
 
     def __init__(self, dataset: IterableDataset[Any]) -> None:
         self._dataset, self.epoch = dataset, 0
@@ -71,7 +74,7 @@ class _EndlessSampler(Sampler[None]):
 
 
 class _IterableShare(IterableDataset[Any]):
-    """Every `ranks`-th item of another data set. Last items that do not fill a multiple of `ranks` are dropped."""
+    """Items of another data set for this rank: every `ranks`-th one. Drops last items that not every rank would get."""
 
     def __init__(self, dataset: IterableDataset[Any], *, rank: int, ranks: int) -> None:
         self._dataset, self._rank, self._ranks = dataset, rank, ranks
@@ -90,11 +93,15 @@ class _IterableShare(IterableDataset[Any]):
                 turn.clear()
 
     def __len__(self) -> int:
-        return len(self._dataset) // self._ranks  # type: ignore[arg-type]  # TypeError for a data set without length
+        return len(self._dataset) // self._ranks  # type: ignore[arg-type]  # raises TypeError if the data set has no length
 
 
 def take_root_random_state(epoch: int, generator: torch.Generator | None) -> None:
-    """Set the random state of all ranks to rank 0's. Collective.
+    """Set the random state of all ranks to that of rank 0. Collective.
+
+    Args:
+        epoch: epoch of this rank, to check that all ranks are in the same epoch.
+        generator: further generator whose state is set, besides PyTorch's default generator. None if there is none.
 
     Raises:
         MismatchError: this rank is in another epoch than rank 0.
@@ -114,22 +121,27 @@ def take_root_random_state(epoch: int, generator: torch.Generator | None) -> Non
 
 
 def take_own_random_state() -> None:
-    """Set different random states on ranks that have equal ones, so that noise, dropout and augmentation differ.
+    """Set a different random state on each rank, so that noise, dropout and augmentation differ between ranks.
 
-    Rank 0 keeps its state.
+    Rank 0 keeps its state. Call this on ranks whose random states are equal.
     """
     if rank() != 0:
         torch.manual_seed(zlib.crc32(torch.get_rng_state().numpy().tobytes()) + rank())
 
 
 def shares(samples: list[T], ranks: int) -> list[T]:
-    """Return the samples, with the first ones repeated at the end to fill a multiple of `ranks`."""
+    """Return the samples, and at the end repeat the first ones until the number is a multiple of `ranks`."""
     missing = -len(samples) % ranks
     return samples + [samples[number % len(samples)] for number in range(missing)] if samples else samples
 
 
 def share(batch: Any, axis: int = 0) -> Any:
-    """Return this rank's rows of a batch that is equal on all ranks: every `size()`-th one. Tensor, array or list."""
+    """Return this rank's rows of a batch that is equal on all ranks: every `size()`-th row.
+
+    Args:
+        batch: tensor, array or list (hence Any).
+        axis: dimension of the rows.
+    """
     if size() == 1:
         return batch
     rows = shares(list(range(batch.shape[axis] if hasattr(batch, "shape") else len(batch))), size())[rank() :: size()]
@@ -139,10 +151,10 @@ def share(batch: Any, axis: int = 0) -> Any:
 
 
 def divided(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return a copy of a loader that yields this rank's share of each batch.
+    """Return a copy of a DataLoader that yields only this rank's part of each batch.
 
     Raises:
-        ConfigError: the batches cannot be divided by the number of ranks.
+        ConfigError: the batch size is not a multiple of the number of ranks, or the loader's batches cannot be divided.
     """
     batch_size, ranks = loader.batch_size, size()
     if batch_size is None or type(loader.batch_sampler) is not BatchSampler:
@@ -159,7 +171,7 @@ def divided(loader: DataLoader[Any]) -> DataLoader[Any]:
         sampler = _EndlessSampler(loader.dataset)
         dataset: Any = _IterableShare(loader.dataset, rank=rank(), ranks=ranks) if ranks > 1 else loader.dataset
     else:
-        order: Any = loader.sampler  # Any: torch declares an Iterable, but requires a length
+        order: Any = loader.sampler  # Any: PyTorch declares an Iterable, but requires a length
         sampler, dataset = DistributedSampler(order, drop_last=loader.drop_last), loader.dataset
     # A DataLoader rejects assignments to these attributes, because its iterators may use the old ones. The copy has no
     # iterator yet.
@@ -174,7 +186,10 @@ def divided(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def whole(loader: Iterable[T]) -> Iterable[T]:
-    """Return the original of a loader made by `divided`, with the data of all ranks. Return other loaders unchanged."""
+    """Return the original DataLoader, with the data of all ranks, of a copy made by `divided`.
+
+    Return other loaders unchanged.
+    """
     undivided: Iterable[T] = getattr(loader, "_whole", loader)
     return undivided
 
@@ -183,7 +198,10 @@ P = ParamSpec("P")
 
 
 class _Nobody:
-    """Placeholder on other ranks for an object that only rank 0 has, such as a writer. All its methods do nothing."""
+    """Placeholder on ranks other than 0 for an object that only rank 0 has, such as a log writer.
+
+    All its methods do nothing.
+    """
 
     def __getattr__(self, name: str) -> _Nobody:
         return self
@@ -203,15 +221,15 @@ class _Nobody:
 
 
 def on_root(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function that only rank 0 calls. On other ranks it returns an object whose methods do nothing.
+    """Decorate a function so that only rank 0 runs it. On other ranks, the call returns a placeholder without effect.
 
-    All ranks evaluate the arguments, so the arguments may contain collective operations.
+    All ranks evaluate the arguments of the call, so the arguments may contain collective operations.
     """
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if is_initialized() and rank() != 0:
-            return _Nobody()  # type: ignore[return-value]  # the placeholder
+            return _Nobody()  # type: ignore[return-value]  # stands for a T
         return function(*args, **kwargs)
 
     return call
@@ -220,7 +238,7 @@ def on_root(function: Callable[P, T]) -> Callable[P, T]:
 def average(value: Any) -> Any:
     """Return the mean over ranks of a number, a tensor, or each number in a container. Collective, differentiable.
 
-    Use it for a mean over the samples of a rank.
+    Use it if `value` is a mean over the samples of this rank.
     """
     return _reduced(value, Average)
 
@@ -228,13 +246,13 @@ def average(value: Any) -> Any:
 def total(value: Any) -> Any:
     """Return the sum over ranks of a number, a tensor, or each number in a container. Collective, differentiable.
 
-    Use it for a sum over the samples of a rank, or for their number.
+    Use it if `value` is a sum over the samples of this rank, or their number.
     """
     return _reduced(value, Sum)
 
 
 def mean(elements: torch.Tensor) -> torch.Tensor:
-    """Return a value whose average over ranks is the mean over the elements of all ranks. Collective.
+    """Return this rank's weighted mean, so that the average over ranks is the mean over all elements. Collective.
 
     Use it for a loss if ranks have different numbers of elements, for example after a mask.
     """
@@ -245,11 +263,11 @@ def mean(elements: torch.Tensor) -> torch.Tensor:
 
 
 def weighted(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return a loss function whose average over ranks is the loss of the whole batch. A call is collective.
+    """Return a loss function whose average over ranks is the loss of the whole batch. Each call of it is collective.
 
-    `loss` divides by the weight of the targets of one rank. The new function divides by the weight of the targets of
-    all ranks. This makes a difference if classes have weights, targets are ignored (`ignore_index`), or ranks have
-    different numbers of elements.
+    `loss` divides by the sum of the weights of this rank's targets. The new function divides by the sum over all ranks.
+    The results differ if classes have weights, targets are ignored (`ignore_index`), or ranks have different numbers of
+    elements.
 
     Args:
         loss: a loss of `torch.nn` or `torch.nn.functional` whose reduction is a mean.
@@ -272,7 +290,7 @@ def weighted(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
             return mean(each)
         bound = inspect.signature(torch.nn.functional.cross_entropy).bind_partial(*args, **options).arguments | given
         logits, target = bound["input"], bound["target"]
-        if target.is_floating_point():  # probabilities: each counts as one
+        if target.is_floating_point():  # the targets are probabilities, which all have the weight 1
             return mean(each)
         chosen = {name: bound[name] for name in ("weight", "ignore_index") if name in bound}
         weights: torch.Tensor = torch.nn.functional.nll_loss(
@@ -285,16 +303,16 @@ def weighted(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def distributed(optimizer: torch.optim.Optimizer, *models: torch.nn.Module, **options: Any) -> torch.optim.Optimizer:
-    """Return a `DistributedOptimizer` for models that are equal on all ranks from now on. Collective.
+    """Broadcast rank 0's models, and return a `DistributedOptimizer` for them. Collective.
 
-    Broadcasts rank 0's parameters and buffers first. Can be used in an expression:
+    Useful within an expression:
 
         optimizers = [ranks.distributed(torch.optim.SGD(net.parameters(), 0.1), net) for net in nets]
 
     Args:
         optimizer: optimizer of parameters of `models`.
-        models: models, in the same order on all ranks.
-        options: arguments of `DistributedOptimizer`.
+        models: models whose parameters and buffers are broadcast, in the same order on all ranks.
+        options: further arguments of `DistributedOptimizer`.
     """
     for model in models:
         broadcast_parameters(model.state_dict(), root_rank=0)
@@ -318,7 +336,7 @@ def _reduced(value: Any, op: int) -> Any:
 
 
 def agreed(value: T) -> T:
-    """Return rank 0's value on all ranks, for values that differ between ranks in the last bits. Collective."""
+    """Return rank 0's value on all ranks. Use it if the values of ranks may differ by rounding errors. Collective."""
     if size() == 1:
         return value
     shared: T = broadcast_object(value, root_rank=0)

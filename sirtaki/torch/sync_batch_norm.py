@@ -1,8 +1,8 @@
 """Batch normalisation over the batches of all ranks, also on the CPU.
 
-Each rank contributes count, mean and sum of squared deviations per channel. They are combined by the parallel algorithm
-of Chan, Golub and LeVeque (1979), which is more accurate than a difference of squares. Batches may have different
-sizes, and may be empty.
+Each rank computes the count, the mean and the sum of squared deviations of each channel. These statistics of all ranks
+are combined by the parallel algorithm of Chan, Golub and LeVeque (1979), which is more accurate than a difference of
+squares. The batches of ranks may have different sizes, and may be empty.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalise the input. Collective during training with more than one rank.
+        """Normalise the input with the statistics of all ranks. Collective during training with more than one rank.
 
         Args:
             input: `(n, channels, …)`. `n` may differ between ranks.
@@ -38,19 +38,19 @@ class SyncBatchNorm(_BatchNorm):
             self.num_batches_tracked.add_(1)
             running_mean, running_var = self.running_mean, self.running_var
             momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        result: torch.Tensor = _SyncBatchNormFunction.apply(  # type: ignore[no-untyped-call]  # torch's decorator
+        result: torch.Tensor = _SyncBatchNormFunction.apply(  # type: ignore[no-untyped-call]  # untyped in PyTorch
             input, self.weight, self.bias, running_mean, running_var, self.eps, momentum
         )
         return result
 
 
 def _per_channel(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Reshape `(channels,)` to `(1, channels, 1, …)`."""
+    """Reshape one value per channel, `(channels,)`, to `(1, channels, 1, …)`, which broadcasts over `like`."""
     return values.view(1, -1, *(1 for _ in range(like.dim() - 2)))
 
 
 class _SyncBatchNormFunction(torch.autograd.Function):
-    """Forward and backward with statistics in float32 or float64."""
+    """Autograd function of batch normalisation over all ranks. Computes statistics in float32 or float64."""
 
     @staticmethod
     def forward(

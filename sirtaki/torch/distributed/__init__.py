@@ -1,8 +1,8 @@
-"""The torch.distributed backend `init_process_group("sirtaki")`, for scripts without calls of Sirtaki.
+"""The torch.distributed backend `init_process_group("sirtaki")`, for scripts that do not call Sirtaki's functions.
 
-Importing this package registers the backend. From PyTorch 2.5 on, `import torch` registers it, because the installed
-package declares an entry point for backends. `init_method="sirtaki://"` connects the ranks under every launcher that
-`hvd.init()` supports, including mpiexec.
+Importing this package registers the backend. From PyTorch 2.5 on, `import torch` already registers it, because the
+installed Sirtaki package declares an entry point for backends. `init_method="sirtaki://"` connects the ranks under
+every launcher that `hvd.init()` supports, including mpiexec.
 """
 
 from sirtaki.torch_backend import NAME, register

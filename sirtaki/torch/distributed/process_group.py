@@ -1,10 +1,10 @@
 """The process group behind `init_process_group("sirtaki")`.
 
-Lanes carry large all-reduces, reduce-scatters and all-gathers of CPU tensors. An inner group carries everything else:
-a Gloo group, or an NCCL group for CUDA tensors. PyTorch calls the inner group itself for methods that are not defined
-here.
+Large all-reduces, reduce-scatters and all-gathers of CPU tensors use Sirtaki's own connections between the ranks,
+called *lanes*. Every other collective is passed to an *inner group*: a Gloo group, or an NCCL group for CUDA tensors.
+PyTorch itself calls the inner group for methods that are not defined here.
 
-Every collective that a Python class can define must be defined here. For a missing one, PyTorch's C++ calls the inner
+Every collective that a Python class can define must be defined here. If one is missing, PyTorch's C++ calls the inner
 group while it holds the GIL. That call hangs if a thread of Gloo needs the GIL to free a tensor.
 """
 
@@ -60,26 +60,29 @@ from .shown import RELEASES_INTERPRETER, FlightEntries, shown
 # ── lanes: connections for the large tensors of one process group ────────────────────────────────────────────────────
 #
 # A thread opens the lanes when the first large tensor is submitted, because many groups send only small tensors. The
-# same thread drives operations that no caller waits for. So `submit` never waits for other ranks. Gathers have streams
-# and a thread of their own, opened in the same way.
+# same thread drives operations while no caller waits for them. So `submit` never waits for other ranks. All-gathers use
+# a second set of connections and a second thread, opened when the first large all-gather is submitted.
 
 LEAVE_S = 5.0
-"""Limit in seconds for a rank that destroys a group and waits for the other ranks to do so."""
+"""Maximum time in seconds for which a rank that destroys a group waits for the other ranks to destroy it too."""
 
 
 PIECE_BYTES = 2 << 20
-"""Largest piece of a shard in a gather: each rank of a host has two shared-memory slots of this size."""
+"""Maximum bytes of a tensor that one gather sends; larger tensors are divided. Each rank has two shared-memory slots of
+this size.
+"""
 
 AT_ONCE = 4
-"""Number of gathers in flight before the gather thread waits for the oldest."""
+"""Maximum number of gathers in flight. The thread that launches gathers then waits for the oldest one."""
 
 
 class TensorGather(TensorOperation):
     """An all-gather of one tensor per rank.
 
     Attributes:
-        rows: receive the tensors of all ranks, in rank order. 1-d and contiguous.
-        shard: tensor of this rank, 1-d and contiguous. Unchanged until the gather ends. May be this rank's row.
+        rows: tensors that receive the tensors of all ranks, in rank order. 1-d and contiguous.
+        shard: tensor that this rank sends, 1-d and contiguous. It must not change until the gather ends. May be this
+            rank's item of `rows`.
     """
 
     def __init__(
@@ -90,34 +93,37 @@ class TensorGather(TensorOperation):
         self._works: list[ShardWork] = []
 
     def start(self, lanes: ShardLanes) -> None:
-        """Launch the gather in pieces. Collective. May wait for earlier pieces."""
+        """Launch the gather, divided into pieces of at most `PIECE_BYTES`. Collective. May wait for earlier pieces."""
         step = PIECE_BYTES // self.shard.itemsize
         for low in range(0, self.shard.numel(), step):
             piece = slice(low, low + step)
             self._works.append(lanes.gather([row[piece] for row in self.rows], self.shard[piece]))
 
     def complete(self) -> None:
-        """Wait for all pieces, then mark the operation as finished."""
+        """Wait for all pieces of the gather, then mark the operation as finished."""
         for work in self._works:
             work.wait()
         self.finish()
 
 
 class GroupLanes:
-    """Lanes of one process group. Every rank submits the same tensors in the same order."""
+    """Lanes: Sirtaki's connections between the ranks of one process group, and the threads that drive them.
+
+    Every rank must submit operations with equal sizes and dtypes in the same order.
+    """
 
     def __init__(self, ranks: Communicator, *, settings: Settings, timeout: Timeout) -> None:
-        """Prepare. Opens no connection.
+        """Store the arguments. No connection is opened before the first operation is submitted.
 
         Args:
-            ranks: communicator of the group. `close` frees it.
-            settings: settings of this process.
-            timeout: returns the limit in seconds for waits for other ranks.
+            ranks: communicator between the ranks of the group. `close` frees it.
+            settings: values of Sirtaki's environment variables.
+            timeout: returns the maximum time in seconds to wait for other ranks.
         """
         self._ranks, self._settings, self._timeout = ranks, settings, timeout
         self._pipeline: UnitPipeline | None = None
         self._error: CommError | None = None
-        self._backlog: deque[TensorReduction] = deque()  # submitted before the lanes were open
+        self._backlog: deque[TensorReduction] = deque()  # reductions submitted before the lanes are open
         self._lock = free_in_forked_children(threading.Lock())
         self._business = threading.Event()
         self._closing = False
@@ -134,9 +140,9 @@ class GroupLanes:
 
     @property
     def fault(self) -> CommError | None:
-        """Return the communication error that ended the group, or None.
+        """Return the communication error that ended the group. None if there is no error.
 
-        The exit of a rank is no such error, because the other ranks may continue without it.
+        The exit of a rank is not an error, because the other ranks may continue without it.
         """
         error = self._ranks.failures.error
         return None if isinstance(error, PeerLostError) and not isinstance(error, PeerFaultError) else error
@@ -161,7 +167,7 @@ class GroupLanes:
 
         Args:
             reduction: reduction of one tensor.
-            awaited: the caller calls `finish` at once, so that the lanes' thread need not wake up.
+            awaited: whether the caller calls `finish` at once. Then the thread that drives the lanes need not wake up.
 
         Raises:
             CommError: the group has failed.
@@ -181,11 +187,14 @@ class GroupLanes:
             self._business.set()
 
     def drive(self) -> None:
-        """Wake the lanes' thread, so that submitted operations progress while no caller waits for them."""
+        """Wake the thread that drives the lanes (connections), so that operations progress while no caller waits."""
         self._business.set()
 
     def finish(self, operation: TensorOperation, timeout_s: float | None = None) -> bool:
-        """Wait until the operation has ended. Return False after `timeout_s` seconds.
+        """Wait until the operation has ended.
+
+        Returns:
+            Whether the operation has ended. False if it has not ended after `timeout_s` seconds.
 
         Raises:
             CommError: the operation has failed.
@@ -204,7 +213,7 @@ class GroupLanes:
         try:
             with self._limited_opening():
                 pipeline = open_lanes(self._ranks, settings=self._settings, timeout_s=NEVER_S)
-        except Exception as err:  # any error, because callers that wait must get it
+        except Exception as err:  # catch any error, because callers that wait for operations must get it
             self._fail(err if isinstance(err, CommError) else CommError(f"cannot open streams of a group: {err}"))
             return
         with self._lock:
@@ -234,7 +243,7 @@ class GroupLanes:
                     gather.start(lanes)
                 else:
                     return
-        except Exception as err:  # any error, because callers that wait must get it
+        except Exception as err:  # catch any error, because callers that wait for operations must get it
             error = err if isinstance(err, CommError) else CommError(f"this process group cannot gather: {err!r}")
             error = self._ranks.failures.error or error  # prefer the error that broke the connections
             self._fail(error)
@@ -243,7 +252,7 @@ class GroupLanes:
 
     @contextmanager
     def _limited_opening(self) -> Iterator[None]:
-        """Fail the group if the block does not open the lanes within the timeout of the group."""
+        """Fail the group unless the `with` block opens the lanes (connections) within the group's timeout."""
         begin_s, opened = time.monotonic(), threading.Event()
 
         def watch() -> None:
@@ -260,7 +269,7 @@ class GroupLanes:
             opened.set()
 
     def _report(self, ended: Future[None]) -> None:
-        """Report the error of an operation as the error of the group. Errors while the group closes are ignored."""
+        """Make an operation's error the error of the group. Ignore the error if the group is being closed."""
         if isinstance(error := ended.exception(), CommError) and not self._closing:
             self._ranks.failures.report(error)
 
@@ -307,7 +316,7 @@ class GroupLanes:
             self._shards.close()
 
     def _take_leave(self) -> None:
-        with suppress(CommError):  # the group has failed, and all ranks have got that error
+        with suppress(CommError):  # the group has failed before, and all ranks have received that error
             if not leave_together(self._ranks.duplicate(), LEAVE_S):
                 self._ranks.abort(f"rank {self._ranks.rank} has destroyed the process group while other ranks use it")
 
@@ -324,17 +333,17 @@ LANE_DTYPES = frozenset(
         *(torch.int8, torch.uint8, torch.int32, torch.int64),
     )
 )
-"""Dtypes that lanes reduce. Gloo reduces the same ones, and bool as a byte."""
+"""Dtypes that Sirtaki's lanes (connections) can reduce. Gloo reduces the same dtypes, and bool as a byte."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReduceRecipe:
-    """A reduction, as an operation with a factor before it and a divisor after it.
+    """A reduction of PyTorch as three steps: multiply by a factor, reduce with a basic operation, divide by a divisor.
 
     Attributes:
-        op: reduction of PyTorch, neither AVG nor PREMUL_SUM.
-        factor: factor of this rank's tensor before the reduction. None for no factor.
-        divisor: divisor of the result. Integers are rounded towards zero, as in NCCL.
+        op: PyTorch's reduction, neither AVG nor PREMUL_SUM, which are expressed by `divisor` and `factor`.
+        factor: number by which this rank's tensor is multiplied before the reduction. None for no multiplication.
+        divisor: number by which the result is divided. Integers are rounded towards zero, as in NCCL.
     """
 
     op: TorchOp.RedOpType
@@ -343,8 +352,9 @@ class ReduceRecipe:
 
     @classmethod
     def of(cls, op: TorchOp | TorchOp.RedOpType, size: int) -> ReduceRecipe:
-        """Convert a reduction of PyTorch over `size` ranks."""
-        whole: Any = TorchOp(op) if isinstance(op, TorchOp.RedOpType) else op  # Any: the stub lacks what pickles it
+        """Convert a reduction of PyTorch over `size` ranks into its three steps."""
+        # Any: PyTorch's stub lacks `__getstate__`.
+        whole: Any = TorchOp(op) if isinstance(op, TorchOp.RedOpType) else op
         kind, factor = whole.__getstate__()
         if kind == TorchOp.AVG:
             return cls(op=TorchOp.SUM, divisor=size)
@@ -352,7 +362,7 @@ class ReduceRecipe:
 
     @property
     def lane_op(self) -> ReduceOp | None:
-        """Return the reduction for lanes, or None if lanes do not support it."""
+        """Return the reduction to run over the lanes (connections) for `op`. None if lanes do not support `op`."""
         return LANE_OPS.get(self.op)
 
     def prepare_(self, tensor: torch.Tensor) -> None:
@@ -361,7 +371,7 @@ class ReduceRecipe:
             tensor.mul_(self.factor)
 
     def divide_(self, tensor: torch.Tensor) -> None:
-        """Divide the result by `divisor` in place."""
+        """Divide a reduced tensor by `divisor` in place."""
         if self.divisor == 1:
             return
         if tensor.is_floating_point() or tensor.is_complex():
@@ -371,22 +381,24 @@ class ReduceRecipe:
 
 
 NO_TIMEOUT = timedelta(0)
-"""PyTorch's value for a wait without a limit."""
+"""Timeout with which PyTorch waits without a limit."""
 
 
 KEEPS_WORKS = TorchVersion(torch.__version__) >= "2.7"
-"""True if PyTorch's C++ keeps a Python work alive. PyTorch before 2.7 does not, and would wait forever."""
+"""Whether PyTorch's C++ keeps a work (`Work` object) of Python alive. PyTorch before 2.7 does not, and would wait
+forever for a work that Python has freed.
+"""
 
 
 class FillingWork(Work):
-    """A work that writes its results to given tensors."""
+    """Base class of works (`Work` objects of PyTorch) that write their results to the caller's tensors."""
 
-    def __init__(self, outputs: Any) -> None:  # Any: tensors, or lists of them where PyTorch has lists
+    def __init__(self, outputs: Any) -> None:  # Any: a list of tensors, or a list of lists for an all-gather
         super().__init__()
         self._outputs = outputs
 
     def synchronize(self) -> None:
-        """Wait for the work. CPU tensors have no streams, so a wait of the host is needed."""
+        """Block until the work has ended, because CPU tensors have no stream that could wait instead."""
         self.wait()
 
     def is_success(self) -> bool:
@@ -394,22 +406,22 @@ class FillingWork(Work):
         return self.is_completed() and self.exception() is None
 
     def result(self) -> Any:
-        """Return the tensors that the work writes."""
+        """Return the tensors to which the work writes its results."""
         return self._outputs
 
 
 class LaneWork(FillingWork):
-    """Work of an operation in the lanes."""
+    """Work of a collective that runs over Sirtaki's lanes (connections), not in the inner group."""
 
     def __init__(self, lanes: GroupLanes, operation: TensorOperation, outputs: Any) -> None:
         super().__init__(outputs)
         self._lanes, self._operation = lanes, operation
         self._future: torch.futures.Future[Tensors] | None = None
-        self._callbacks_done = threading.Event()  # all callbacks of the future have run
-        self._callback_thread = 0  # thread that runs the callbacks now, or 0
+        self._callbacks_done = threading.Event()  # set once all callbacks of the future have run
+        self._callback_thread = 0  # id of the thread that is running the callbacks, or 0
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Drive the lanes until the operation has ended. A timeout of 0 means no limit.
+        """Block until the operation has ended. Drive the lanes (connections) meanwhile. A timeout of 0 means no limit.
 
         Raises:
             CommError: the operation has failed.
@@ -419,26 +431,27 @@ class LaneWork(FillingWork):
         if not self._lanes.finish(self._operation, limit_s if limit_s > 0 else None):
             raise RuntimeError(f"an operation of this process group did not end within {limit_s:g} s")
         if self._future is not None and not self._is_in_callback():
-            self._callbacks_done.wait()  # because the thread that ends the operation wakes waiting threads first
+            # The thread that ends the operation first wakes waiting threads, and then runs the callbacks.
+            self._callbacks_done.wait()
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the operation has ended and all callbacks have run. Wakes the lanes' thread. Non-blocking."""
+        """Return whether the operation has ended and its callbacks have run. Wake the thread that drives it."""
         if not self._operation.ended.done():
             self._lanes.drive()
         ended = self._operation.ended.done()
         return ended and (self._future is None or self._callbacks_done.is_set() or self._is_in_callback())
 
     def _is_in_callback(self) -> bool:
-        """Return whether the caller is a callback of the future."""
+        """Return whether the calling code is a callback of the work's future."""
         return self._callback_thread == threading.get_ident()
 
     def exception(self) -> BaseException | None:
-        """Return the error of the operation, or None."""
+        """Return the error of the operation. None if it has not failed."""
         return self._operation.ended.exception() if self._operation.ended.done() else None
 
     def get_future(self) -> torch.futures.Future[Tensors]:
-        """Return a future that gets the outputs or the error when the operation ends."""
+        """Return a future that receives the output tensors or the error when the operation ends."""
         if self._future is not None:
             return self._future
         future = self._future = torch.futures.Future()
@@ -449,7 +462,7 @@ class LaneWork(FillingWork):
                 if (error := ended.exception()) is None:
                     future.set_result(self._outputs)
                 else:
-                    future.set_exception(error)  # type: ignore[arg-type]  # so torch's stub has it
+                    future.set_exception(error)  # type: ignore[arg-type]  # PyTorch's stub is wrong
             finally:
                 self._callback_thread = 0
                 self._callbacks_done.set()
@@ -460,14 +473,15 @@ class LaneWork(FillingWork):
 
 
 class LastingWork(FillingWork):
-    """A work that keeps itself alive, because C++ may wait for it and PyTorch before 2.7 keeps no Python work alive.
+    """Wrapper of a work that keeps itself alive until the work ends, for PyTorch before 2.7.
 
-    PyTorch's alternative, `_create_work_from_future`, makes works whose `wait` does not raise the error of the future.
+    There, C++ may wait for a Python work without keeping it alive. PyTorch's alternative, `_create_work_from_future`,
+    returns works whose `wait` does not raise the error of the future.
     """
 
-    _in_flight: ClassVar[set[LastingWork]] = set()  # works without a Python reference
+    _in_flight: ClassVar[set[LastingWork]] = set()  # works that only C++ may refer to
     _ended: ClassVar[deque[LastingWork]] = deque(maxlen=10_000)
-    _with_tensors: ClassVar[deque[LastingWork]] = deque()  # latest ended works: C++ may still ask for the future
+    _with_tensors: ClassVar[deque[LastingWork]] = deque()  # ended last; C++ may still ask for the future
 
     def __init__(self, work: FillingWork) -> None:
         super().__init__(None)
@@ -477,14 +491,14 @@ class LastingWork(FillingWork):
         self._process = os.getpid()
 
     def __del__(self) -> None:
-        """Keep the work if C++ may hold a pointer to it: no caller has waited for it or asked for its future."""
+        """Keep the work alive if C++ may refer to it, because no caller has waited for it or asked for its future."""
         if self._is_asked or self._work is None or sys.is_finalizing() or self._process != os.getpid():
             return
         self._is_kept = True
-        self._in_flight.add(self)  # a new reference stops the destruction
+        self._in_flight.add(self)  # a new reference, so that Python does not destroy the object
         try:
             self._work.get_future().add_done_callback(self._end)
-        except RuntimeError:  # a reduce-scatter of Gloo, which has no future
+        except RuntimeError:  # raised for a reduce-scatter of Gloo, whose work has no future
             self._in_flight.discard(self)
             self._ended.append(self)
 
@@ -498,17 +512,17 @@ class LastingWork(FillingWork):
         self._in_flight.discard(self)
         self._with_tensors.append(self)
         if len(self._with_tensors) > 16:
-            with suppress(IndexError):  # another thread has removed it
+            with suppress(IndexError):  # raised if another thread has removed the last item
                 self._with_tensors.popleft()._work = None
 
     def _drop(self) -> None:
-        """Free the tensors if C++ holds this work, because C++ does not read its results."""
+        """Free the output tensors if C++ refers to this work, because C++ does not read the results of a work."""
         self._is_asked = True
         if self._is_kept:
             self._work = None
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Wait for the wrapped work, and raise its error."""
+        """Wait for the wrapped work. Raise its error if it has failed."""
         self._is_asked = True
         if (work := self._work) is not None:
             work.wait(timeout)
@@ -522,11 +536,11 @@ class LastingWork(FillingWork):
         return self._work is None or self._work.is_completed()
 
     def exception(self) -> BaseException | None:
-        """Return the error of the wrapped work, or None."""
+        """Return the error of the wrapped work. None if it has not failed."""
         return self._error if self._work is None else self._work.exception()
 
     def result(self) -> Any:
-        """Return the tensors that the wrapped work writes. None after `wait` if C++ holds this work."""
+        """Return the tensors to which the wrapped work writes. None after `wait` if C++ refers to this work."""
         return None if self._work is None else self._work.result()
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -543,23 +557,26 @@ class LastingWork(FillingWork):
 
 
 def lasting(work: FillingWork) -> FillingWork:
-    """Return a work that C++ may hold."""
+    """Return a work that exists as long as C++ may wait for it. Wrap `work` if PyTorch requires it."""
     return work if KEEPS_WORKS else LastingWork(work)
 
 
 FAULT_POLL_S = 0.1
-"""Interval in seconds at which a wait for Gloo polls whether the group has failed."""
+"""Interval in seconds at which a thread that waits for Gloo polls whether the group has failed."""
 
 
 class InnerGroupWork(FillingWork):
-    """A collective of the inner group whose wait ends when the group fails. The inner group itself would wait on."""
+    """Work of a collective of the inner group (Gloo or NCCL). Its `wait` raises an error when the whole group fails.
+
+    The inner group's own work would continue to wait.
+    """
 
     def __init__(self, lanes: GroupLanes, work: Work) -> None:
         super().__init__(None)
         self._lanes, self._work = lanes, work
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Wait for the collective until the group fails.
+        """Wait until the collective has ended or the group has failed.
 
         Raises:
             CommError: the group has failed.
@@ -578,7 +595,8 @@ class InnerGroupWork(FillingWork):
                 if self._work.is_completed():
                     break
                 now_s = time.monotonic()
-                # Some failed works of PyTorch do not report completion. They raise before the slice has passed.
+                # An error before the slice of time has passed is no timeout but the work's own error. This check is
+                # needed because some failed works of PyTorch do not report completion.
                 if now_s > deadline_s or now_s - begin_s < slice_s / 2:
                     raise
         return self._work.wait()
@@ -588,17 +606,17 @@ class InnerGroupWork(FillingWork):
         return self._work.is_completed() or self._lanes.fault is not None
 
     def exception(self) -> BaseException | None:
-        """Return the error of the collective or of the group, or None."""
+        """Return the error of the collective or of the group. None if there is no error."""
         if not self._work.is_completed():
             return self._lanes.fault
-        try:  # PyTorch before 2.7 does not pass the exception to Python
+        try:  # call `wait`, because PyTorch before 2.7 does not pass the work's exception to Python
             self._work.wait()
         except RuntimeError as err:
             return err
         return None
 
     def result(self) -> Any:
-        """Return the tensors that the collective writes."""
+        """Return the tensors to which the collective writes its results."""
         return self._work.result()
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -607,7 +625,10 @@ class InnerGroupWork(FillingWork):
 
 
 class FollowedWork(FillingWork):
-    """Works followed by a function `then`. The first thread that finds all works ended calls `then`, once."""
+    """Work that consists of other works and of a function `then`, which runs once after all of them have ended.
+
+    The first thread that finds that all works have ended calls `then`.
+    """
 
     def __init__(self, works: Sequence[Work], then: Callable[[], None], outputs: Tensors) -> None:
         super().__init__(outputs)
@@ -617,7 +638,7 @@ class FollowedWork(FillingWork):
         self._following = threading.Lock()
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Wait for all works, then call `then`."""
+        """Wait for all works, then call `then` unless another thread has called it."""
         for work in self._works:
             work.wait(timeout)
         self._follow()
@@ -630,7 +651,7 @@ class FollowedWork(FillingWork):
                 self._followed = True
 
     def is_completed(self) -> bool:
-        """Return whether all works have ended. Call `then` if they have."""
+        """Return whether all works have ended. If they have, call `then` first."""
         if not all(work.is_completed() for work in self._works):
             return False
         try:
@@ -640,7 +661,7 @@ class FollowedWork(FillingWork):
         return True
 
     def exception(self) -> BaseException | None:
-        """Return the error of a work, or None. None until all works have ended."""
+        """Return the error of a failed work. None if no work has failed, or until all works have ended."""
         return self._error if self.is_completed() else None
 
     def get_future(self) -> torch.futures.Future[Tensors]:
@@ -648,7 +669,8 @@ class FollowedWork(FillingWork):
 
         def follow(ended: torch.futures.Future[Any]) -> Any:
             for future in ended.value():
-                if isinstance(error := future.value(), Exception):  # `set_exception` of a LaneWork makes it the value
+                # If a LaneWork fails, the value of its future is the exception.
+                if isinstance(error := future.value(), Exception):
                     raise error
             self._follow()
             return self._outputs
@@ -679,10 +701,10 @@ def meet(timeout: timedelta) -> tuple[Store, int, int]:
 
 
 LARGE_BYTES = 256 * 1024
-"""Smallest tensor in bytes that lanes reduce. For smaller ones Gloo is as fast, with a core for each rank."""
+"""Minimum bytes of a tensor that lanes (connections) reduce. For smaller ones Gloo is as fast, with a core per rank."""
 
 LARGE_GATHER_BYTES = 512 * 1024
-"""Smallest output in bytes, over all ranks, that lanes gather.
+"""Minimum size in bytes of the output of an all-gather that runs over lanes (Sirtaki's connections).
 
 Measured between four emulated nodes on busy cores: lanes took 1.5 times as long as Gloo for 256 KiB, and half as long
 for 512 KiB. On one host, lanes were faster at any size with four ranks, and from 4 MiB on with two ranks.
@@ -692,13 +714,14 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 Tensors = list[torch.Tensor]
 
-_ProcessGroup: Any = dist.ProcessGroup  # Any: what it declares differs between versions of torch
+_ProcessGroup: Any = dist.ProcessGroup  # Any: its methods differ between versions of PyTorch
 
 
 def _left_to_inner(name: str) -> Callable[..., Work | None]:
-    """Return a method that calls the method `name` of the inner group. Its first argument contains tensors."""
+    """Return a method that calls the method `name` of the inner group. Its first argument must contain tensors."""
 
-    def method(self: SirtakiProcessGroup, tensors: Any, *args: Any, **options: Any) -> Work | None:  # Any: as there
+    # Any: the arguments of the inner group's method, which differ between versions of PyTorch.
+    def method(self: SirtakiProcessGroup, tensors: Any, *args: Any, **options: Any) -> Work | None:
         return self._ask(name, tensors, *args, **options)
 
     method.__name__ = name
@@ -706,7 +729,7 @@ def _left_to_inner(name: str) -> Callable[..., Work | None]:
 
 
 def _first(tensors: Any) -> torch.Tensor | None:
-    """Return the first tensor in nested lists or tuples, or None."""
+    """Return the first tensor in nested lists or tuples. None if there is no tensor."""
     if isinstance(tensors, torch.Tensor):
         return tensors
     found = map(_first, tensors) if isinstance(tensors, list | tuple) else ()
@@ -714,16 +737,16 @@ def _first(tensors: Any) -> torch.Tensor | None:
 
 
 def _is_ours(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether lanes support these tensors: dense, real and on the CPU."""
+    """Return whether lanes (connections) support all of these tensors: dense, real and on the CPU."""
     return all(
         tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_complex() for tensor in tensors
     )
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor over the same memory that any thread may write: detached, and no inference tensor.
+    """Return a detached tensor over the same memory that is not an inference tensor, so that any thread may write it.
 
-    An inference tensor can be written within `torch.inference_mode()` only, which threads of the group do not enter.
+    Only code within `torch.inference_mode()` may write an inference tensor, and the group's threads run outside of it.
     """
     if not tensor.is_inference():
         return tensor.detach()
@@ -733,7 +756,10 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _as_real(tensors: Tensors, opts: Any) -> Tensors:  # Any: options with an operation
-    """View complex tensors as real ones if the reduction is a sum. torch.distributed does so for all-reduces only."""
+    """Return views of complex tensors as real ones if the reduction is a sum.
+
+    torch.distributed does this for all-reduces itself, but not for other reductions.
+    """
     if ReduceRecipe.of(opts.reduceOp, 1).op != TorchOp.SUM:
         return tensors
     return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
@@ -741,21 +767,23 @@ def _as_real(tensors: Tensors, opts: Any) -> Tensors:  # Any: options with an op
 
 @dataclass(slots=True)
 class _Unreduced:
-    """State of a DDP model over this backend until DDP has reduced its gradients once.
+    """State of a DDP model over this backend before Sirtaki reduces its gradients (before it is attached).
 
-    The model is attached at the end of the backward pass in which DDP reduced its gradients, because all ranks reach
-    this point, in the same order. A single rank may run a forward pass or a backward pass within `no_sync()` alone.
+    The model is attached at the end of the first backward pass in which DDP reduces its gradients, because all ranks
+    reach this point in the same order. Other passes are not suitable: one rank alone may run a forward pass, or a
+    backward pass within `no_sync()`.
 
     Attributes:
-        wanted: names of the parameters that DDP reduces: they required gradients when DDP wrapped the model.
-        begun: True once DDP has begun to reduce gradients.
+        wanted: names of the parameters whose gradients DDP reduces, because they required gradients when DDP wrapped
+            the model.
+        begun: whether DDP has begun to reduce the model's gradients.
     """
 
     wanted: frozenset[str]
     begun: bool = False
 
     def attach(self, model: DistributedDataParallel) -> None:
-        """Let Sirtaki reduce the gradients of `model` that DDP has reduced until now. Collective.
+        """Let Sirtaki reduce the gradients of `model` instead of DDP. Collective.
 
         Raises:
             ConfigError: the model cannot be attached. Raised on all ranks.
@@ -777,7 +805,7 @@ _unreduced: weakref.WeakKeyDictionary[DistributedDataParallel, _Unreduced] = wea
 
 
 def _see_ddp(module: torch.nn.Module, name: str, inside: torch.nn.Module | None, *, attach: bool) -> None:
-    """Record a new DDP model. Global hook that PyTorch calls when a module registers a submodule."""
+    """Add a new DDP model to the models to attach. Global hook that PyTorch calls when a module gets a submodule."""
     if name == "module" and inside is not None and isinstance(module, DistributedDataParallel):
         exclude_from_compilation()
         group = module.process_group
@@ -788,22 +816,24 @@ def _see_ddp(module: torch.nn.Module, name: str, inside: torch.nn.Module | None,
 
 
 def _see_reduction() -> None:
-    """Check at the end of this backward pass which models DDP reduces. Called while DDP launches an all-reduce."""
+    """Let the end of this backward pass check which models' gradients DDP reduces. Called when DDP launches an
+    all-reduce.
+    """
     if _unreduced:
         when_backward_ends(_see_models)
 
 
 def _see_models() -> None:
-    """Record the models whose gradients DDP has begun to reduce. Called at the end of the pass, before DDP waits."""
+    """Find the models whose gradients DDP has begun to reduce. Called as a backward pass ends, before DDP waits."""
     for model, known in list(_unreduced.items()):
-        # With a static graph, DDP has already waited at the end of the first pass.
+        # With a static graph, DDP has already waited for its all-reduces at the end of the first backward pass.
         done = model.static_graph and model._static_graph_delay_allreduce_enqueued
         known.begun |= done or not _is_idle(model)
     when_backward_ends(_attach_reduced)
 
 
 def _is_idle(model: DistributedDataParallel) -> bool:
-    """Return whether no reduction of DDP is in flight for the model."""
+    """Return whether DDP has no all-reduce of the model's gradients in flight."""
     try:
         model.reducer._check_reducer_finalized()
     except RuntimeError:
@@ -812,7 +842,7 @@ def _is_idle(model: DistributedDataParallel) -> bool:
 
 
 def _attach_reduced() -> None:
-    """Attach the models whose gradients DDP has reduced, or leave them to DDP forever. Collective."""
+    """Attach the models whose gradients DDP has reduced once. DDP keeps the others. Collective."""
     reduced = [(model, known) for model, known in _unreduced.items() if known.begun and _is_idle(model)]
     for model, known in reduced:
         del _unreduced[model]
@@ -820,23 +850,25 @@ def _attach_reduced() -> None:
             continue
         try:
             known.attach(model)
-        except ConfigError as err:  # on all ranks: DDP goes on as before
+        except ConfigError as err:  # raised on all ranks, where DDP continues to reduce the gradients
             logger.info("a model under DDP is not attached: %s", err)
 
 
 _ended: list[Any] = []  # Any: Gloo groups
-"""Ended groups, kept until the next group is created, because destroying them here could hang before PyTorch 2.9."""
+"""Gloo groups that have been shut down. They are freed when the next group is created, because freeing them at once
+could hang before PyTorch 2.9.
+"""
 
 _logged = False
 
 
 def _log_once(settings: Settings, rank: int, size: int) -> None:
-    """Set up logging and hooks for the first group of this process, and log what it does."""
+    """For the first group of this process, set up logging and the hook that finds DDP models, and log the settings."""
     global _logged
     if _logged:
         return
     _logged = True
-    if not job.is_initialized():  # else `hvd.init()` has started logging
+    if not job.is_initialized():  # otherwise `hvd.init()` has started logging
         start_logging(settings, rank)
     exclude_from_compilation()
     register_module_module_registration_hook(partial(_see_ddp, attach=settings.attach and size > 1))
@@ -856,7 +888,7 @@ def _log_once(settings: Settings, rank: int, size: int) -> None:
 
 
 class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
-    """The process group of `init_process_group("sirtaki")`. All ranks call the same collectives in the same order."""
+    """The process group of `init_process_group("sirtaki")`. All ranks must call the same collectives in one order."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         """Connect the ranks of the group. Collective.
@@ -865,7 +897,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
             store: store that only this group uses.
             rank: rank of this process in the group.
             size: number of ranks in the group.
-            timeout: limit for waits for other ranks.
+            timeout: maximum time to wait for other ranks.
 
         Raises:
             ConfigError: an environment variable is invalid.
@@ -892,13 +924,13 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 settings, PrefixStore("mesh/", store), rank=rank, size=size, timeout_s=timeout.total_seconds()
             )
             self._lanes = GroupLanes(ranks, settings=settings, timeout=self._timeout)
-            # Not at interpreter exit, so that the other ranks see a rank that exits without `shutdown` as lost.
+            # Do not close the lanes at interpreter exit, so that a rank that exits without `shutdown` counts as lost.
             finalize(self, self._lanes.close)
 
     @cached_property
     def plain(self) -> dist.ProcessGroup:
-        """Return a `dist.ProcessGroup` over the same inner groups, for the operators of dispatch modes (`shown`)."""
-        plain = dist.ProcessGroup(self.rank(), self.size())  # type: ignore[call-arg]  # the stub lacks this one
+        """Return a `dist.ProcessGroup` over the same inner groups, whose collectives are visible to dispatch modes."""
+        plain = dist.ProcessGroup(self.rank(), self.size())  # type: ignore[call-arg]  # missing in PyTorch's stub
         types = dist.ProcessGroup.BackendType
         plain._register_backend(CPU, types.GLOO, self._inner)
         if self._on_cuda is not self._inner:
@@ -911,8 +943,9 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def _entries(self) -> FlightEntries:
         return FlightEntries(self)
 
-    def _open_cuda(self, store: Store, rank: int, size: int, timeout: timedelta) -> Any:  # Any: as `_inner`
-        """Open and register the inner group for CUDA tensors: NCCL's, or Gloo's if there is no NCCL. Collective."""
+    # Any: PyTorch's stubs lack methods of process groups.
+    def _open_cuda(self, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+        """Create the inner group for CUDA tensors with NCCL. Return the Gloo group if there is no NCCL. Collective."""
         types = dist.ProcessGroup.BackendType
         if not torch.cuda.is_available():
             return self._inner
@@ -935,9 +968,9 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     @outside_modes
     def allreduce(
         self, tensors: Any, opts: Any = None
-    ) -> Work | None:  # Any: one tensor or several, two classes of options
+    ) -> Work | None:  # Any: PyTorch passes one tensor or several, and two classes of options
         """See `torch.distributed.all_reduce`. Collective."""
-        if in_backward():  # DDP reduces gradients
+        if in_backward():  # probably DDP, which reduces gradients during the backward pass
             _see_reduction()
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         opts = dist.AllreduceOptions() if opts is None else opts
@@ -951,7 +984,9 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     @shown
     @outside_modes
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work | None:  # Any: as above
+    def allreduce_coalesced(
+        self, tensors: Tensors, opts: Any = None
+    ) -> Work | None:  # Any: the inner group's arguments
         """See `torch.distributed.all_reduce_coalesced`. Collective."""
         opts = dist.AllreduceCoalescedOptions() if opts is None else opts
         if not tensors or not _is_ours(tensors) or len({tensor.dtype for tensor in tensors}) > 1:
@@ -959,8 +994,8 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._all_reduce(tensors, opts.reduceOp, opts)
 
     def _all_reduce(self, tensors: Tensors, op: dist.ReduceOp, opts: Any) -> Work:
-        """Reduce the tensors as one flat tensor: a single contiguous one in place, others in a copy."""
-        plain = [_plain(tensor) for tensor in tensors]  # because the writing thread may record gradients
+        """Reduce tensors as one flat tensor. Reduce a single contiguous tensor in place, and others in a flat copy."""
+        plain = [_plain(tensor) for tensor in tensors]  # detached, because the thread that writes may record gradients
         whole = len(tensors) == 1 and tensors[0].is_contiguous()
         flat = plain[0].view(-1) if whole else torch.cat([tensor.reshape(-1) for tensor in plain])
 
@@ -977,8 +1012,10 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     @shown
     @outside_modes
-    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Work | None:  # Any: as above
-        """See `torch.distributed.reduce_scatter`. Collective. The sizes of the inputs of one rank may differ."""
+    def reduce_scatter(
+        self, outputs: Tensors, inputs: list[Tensors], opts: Any = None
+    ) -> Work | None:  # Any: the inner group's arguments
+        """See `torch.distributed.reduce_scatter`. Collective. The inputs of one rank may have different sizes."""
         opts = dist.ReduceScatterOptions() if opts is None else opts
         outputs, inputs = _as_real(outputs, opts), [_as_real(each, opts) for each in inputs]
         if not _is_ours([*outputs, *(tensor for each in inputs for tensor in each)]):
@@ -1015,7 +1052,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         ]
         return self._joined(works, outputs)
 
-    # Names of these methods before torch 2.13.
+    # PyTorch before 2.13 calls the reduce-scatters above by these names.
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -1034,7 +1071,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     @staticmethod
     def _joined(works: Sequence[Work | None], outputs: Tensors) -> Work | None:
-        """Return one work for all `works`, or None if all collectives were synchronous."""
+        """Return one work that ends when all `works` have ended. None if all collectives were synchronous."""
         left = [work for work in works if work is not None]
         return lasting(FollowedWork(left, lambda: None, outputs)) if left else None
 
@@ -1050,16 +1087,16 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         outputs: Tensors,
         then: Callable[[], None] | None,
     ) -> Work:
-        """Reduce `flat` over ranks and write the elements from `start` on to `target`. Collective.
+        """Reduce `flat` over ranks, and write the result from element `start` on to `target`. Collective.
 
         Args:
-            flat: 1-d and contiguous. Unchanged, unless `flat` is `target`.
-            target: 1-d and contiguous.
-            start: index of the first element for `target`.
+            flat: tensor that this rank contributes, 1-d and contiguous. Unchanged, unless `flat` is `target`.
+            target: tensor that receives a part of the result, 1-d and contiguous.
+            start: index of the result's first element that is written to `target`.
             recipe: the reduction.
             opts: PyTorch's options. Only the timeout and `asyncOp` are used.
-            outputs: result of the work.
-            then: copies `target` to `outputs`. None if `outputs` share the memory of `target`.
+            outputs: the caller's output tensors, which are the result of the work.
+            then: function that copies `target` to `outputs`. None if `outputs` share the memory of `target`.
         """
         if recipe.factor is not None and target is not flat:
             flat = flat.clone()
@@ -1090,7 +1127,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         options = dist.AllreduceOptions()
         options.reduceOp, options.timeout = dist.ReduceOp(recipe.op), opts.timeout
         if target is flat and recipe.divisor == 1 and then is None:
-            return self._watched(  # with the shape of the output, because the future contains this tensor
+            return self._watched(  # view with the output's shape, because the work's future contains this tensor
                 self._inner.allreduce([flat.view(outputs[0].shape)], options)
             )
         work = self._watched(self._inner.allreduce([scratch], options))
@@ -1111,7 +1148,9 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     @shown
     @outside_modes
-    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Work | None:  # Any: as above
+    def allgather(
+        self, outputs: list[Tensors], inputs: Tensors, opts: Any = None
+    ) -> Work | None:  # Any: the inner group's arguments
         """See `torch.distributed.all_gather`. Collective."""
         opts = AllgatherOptions() if opts is None else opts
         if self._lanes is None or len(inputs) != 1 or len(outputs) != 1 or not self._gathers(outputs[0], inputs[0]):
@@ -1136,7 +1175,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
             whole.view(-1).chunk(self.size()),
             tensor,
             [] if whole is plain else [(plain, whole)],
-            list(plain.chunk(self.size())),  # the result of Gloo's work is a list of parts too
+            list(plain.chunk(self.size())),  # a list of parts, because the result of Gloo's work is a list of parts
         )
 
     @shown
@@ -1145,12 +1184,15 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         works = [self.all_gather_single(output, tensor, opts) for output, tensor in zip(outputs, inputs, strict=True)]
         return self._joined(works, outputs)
 
-    # Names of these methods before torch 2.13.
+    # PyTorch before 2.13 calls the all-gathers above by these names.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def _gathers(self, outputs: Tensors, tensor: torch.Tensor) -> bool:
-        """Return whether lanes gather the tensors. All ranks decide alike. Gloo rejects invalid arguments."""
+        """Return whether lanes (Sirtaki's connections) gather the tensors, and not Gloo. All ranks get the same answer.
+
+        Invalid arguments are left to Gloo, which rejects them.
+        """
         numel = self.size() * tensor.numel()
         return (
             numel * tensor.itemsize >= LARGE_GATHER_BYTES
@@ -1166,7 +1208,14 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
         outputs: Any,
     ) -> Work:
-        """Gather the tensors of all ranks into `rows`, then copy in each pair of `copies` the second to the first."""
+        """Gather the tensors of all ranks over the lanes (Sirtaki's connections).
+
+        Args:
+            rows: tensors that receive the tensors of all ranks, in rank order.
+            tensor: tensor that this rank sends.
+            copies: pairs of tensors. After the gather, the second tensor of each pair is copied to the first.
+            outputs: the caller's output tensors, which are the result of the work.
+        """
         assert self._lanes is not None
 
         def copy_back() -> None:
@@ -1183,25 +1232,27 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _ask(
         self, name: str, tensors: Any, *args: Any, **options: Any
-    ) -> Work | None:  # Any: as the inner group has it
-        """Call the method `name` of the inner group for the device of the tensors.
+    ) -> Work | None:  # Any: arguments of the inner group's method, which differ between versions of PyTorch
+        """Call the method `name` of the inner group (Gloo or NCCL) for the device of the tensors.
 
         Returns:
-            The work. None for a synchronous collective of NCCL from torch 2.8 on: the current stream waits for it.
+            The work. None for a synchronous collective of NCCL from PyTorch 2.8 on, because the current stream waits
+            for the collective.
         """
         first = _first((tensors, *args))
         on_cuda = first is not None and first.device.type == "cuda"
         inferred = first is not None and first.is_inference()
-        with torch.inference_mode() if inferred else nullcontext():  # inherited by the threads of the inner group
+        with torch.inference_mode() if inferred else nullcontext():  # the inner group's threads inherit it
             work: Work | None = getattr(self._on_cuda if on_cuda else self._inner, name)(tensors, *args, **options)
-        # Not watched: a timeout of send or recv breaks the connection. PyTorch 2.4's reduce-scatter never completes.
+        # Some works cannot be polled with short timeouts: a timeout of send or recv breaks the connection, and the work
+        # of PyTorch 2.4's reduce-scatter never reports completion.
         alone = name in ("send", "recv") or (name == "_reduce_scatter_base" and not KEEPS_WORKS)
         if work is None or alone or (on_cuda and self._on_cuda is not self._inner):
             return work
         return self._watched(work)
 
     def _watched(self, work: Work) -> Work:
-        """Return a work whose wait ends when the group fails."""
+        """Return a work that waits for `work`, and raises an error when the group fails."""
         return lasting(InnerGroupWork(self._lanes, work)) if self._lanes is not None else work
 
     @shown
@@ -1213,14 +1264,16 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return work if on_cuda and self._on_cuda is not self._inner else self._watched(work)
 
     @shown
-    def broadcast(self, tensors: Any, *args: Any, **options: Any) -> Work | None:  # Any: as the inner group has it
-        """See `torch.distributed.broadcast`. Collective. Copies other than contiguous tensors, unlike Gloo."""
+    def broadcast(self, tensors: Any, *args: Any, **options: Any) -> Work | None:  # Any: the inner group's arguments
+        """See `torch.distributed.broadcast`. Collective. Non-contiguous tensors are copied, as Gloo ignores strides."""
         return self._ask_contiguous("broadcast", tensors, *args, **options)
 
     @shown
     @outside_modes
-    def reduce(self, tensors: Any, opts: Any = None, *args: Any, **options: Any) -> Work | None:  # Any: as above
-        """See `torch.distributed.reduce`. Collective. Copies other than contiguous tensors, unlike Gloo."""
+    def reduce(
+        self, tensors: Any, opts: Any = None, *args: Any, **options: Any
+    ) -> Work | None:  # Any: the inner group's arguments
+        """See `torch.distributed.reduce`. Collective. Non-contiguous tensors are copied, as Gloo ignores strides."""
         opts = dist.ReduceOptions() if opts is None else opts
         outputs = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         known = isinstance(opts, dist.ReduceOptions) and _is_ours(outputs)
@@ -1240,27 +1293,31 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return lasting(FollowedWork([self._watched(self._inner.reduce([total], asked))], end, outputs))
 
     @shown
-    def scatter(self, outputs: Any, inputs: Any, *args: Any, **options: Any) -> Work | None:  # Any: as above
-        """See `torch.distributed.scatter`. Collective. Copies other than contiguous tensors, unlike Gloo."""
+    def scatter(
+        self, outputs: Any, inputs: Any, *args: Any, **options: Any
+    ) -> Work | None:  # Any: the inner group's arguments
+        """See `torch.distributed.scatter`. Collective. Non-contiguous tensors are copied, as Gloo ignores strides."""
         plain = [[tensor.contiguous() for tensor in part] if isinstance(part, list) else part for part in inputs]
         return self._ask_contiguous("scatter", outputs, plain, *args, **options)
 
     @shown
     def gather(
         self, outputs: list[Tensors], inputs: Tensors, *args: Any, **options: Any
-    ) -> Work | None:  # Any: as above
-        """See `torch.distributed.gather`. Collective. Inputs are made contiguous, because old Gloo ignores strides."""
+    ) -> Work | None:  # Any: the inner group's arguments
+        """See `torch.distributed.gather`. Collective. Non-contiguous inputs are copied, as old Gloo ignores strides."""
         return self._ask("gather", outputs, [tensor.contiguous() for tensor in inputs], *args, **options)
 
     @shown
     def all_to_all_single(
         self, output: Any, tensor: torch.Tensor, *args: Any, **options: Any
-    ) -> Work | None:  # Any: as above
-        """See `torch.distributed.all_to_all_single`. Collective. Copies other than contiguous tensors, unlike Gloo."""
+    ) -> Work | None:  # Any: the inner group's arguments
+        """See `torch.distributed.all_to_all_single`. Collective. Non-contiguous tensors are copied for Gloo."""
         return self._ask_contiguous("alltoall_base", output, tensor.detach().contiguous(), *args, **options)
 
-    def _ask_contiguous(self, name: str, tensors: Any, *args: Any, **options: Any) -> Work | None:  # Any: as above
-        """Call `_ask` with contiguous copies of tensors, because Gloo ignores strides. Copy the results back."""
+    def _ask_contiguous(
+        self, name: str, tensors: Any, *args: Any, **options: Any
+    ) -> Work | None:  # Any: the inner group's arguments
+        """Call the inner group with contiguous copies of tensors, as Gloo ignores strides. Copy the results back."""
         outputs = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         if all(tensor.layout is not torch.strided or tensor.is_contiguous() for tensor in outputs):
             return self._ask(name, tensors, *args, **options)
@@ -1272,7 +1329,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 tensor.copy_(copy)
 
         work = self._ask(name, copies[0] if isinstance(tensors, torch.Tensor) else copies, *args, **options)
-        if work is None:  # synchronous: the current CUDA stream waits for NCCL
+        if work is None:  # the collective is synchronous, so the current CUDA stream waits for NCCL
             copy_back()
             return None
         return lasting(FollowedWork([work], copy_back, outputs))
@@ -1280,12 +1337,12 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     send = _left_to_inner("send")
     recv = _left_to_inner("recv")
 
-    alltoall_base = all_to_all_single  # its name before torch 2.13
+    alltoall_base = all_to_all_single  # PyTorch before 2.13 calls this name
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def shutdown(self) -> None:
-        """End the lanes, then NCCL's communicators. PyTorch calls it from `destroy_process_group`."""
+        """Close the lanes (connections), then NCCL's communicators. PyTorch calls it from `destroy_process_group`."""
         try:
             if self._lanes is not None:
                 self._lanes.close()
@@ -1293,7 +1350,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
             self._end_on_cuda("shutdown")
 
     def abort(self) -> None:
-        """End all communication of this rank, NCCL's first. PyTorch calls it where the group has failed."""
+        """Abort this rank's communication in this group, NCCL's first. PyTorch calls it if the group has failed."""
         try:
             self._end_on_cuda("abort")
         finally:
@@ -1304,5 +1361,5 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _end_on_cuda(self, method: str) -> None:
         if self._on_cuda is not self._inner:
-            name = method if hasattr(self._on_cuda, method) else f"_{method}"  # its name before torch 2.6
+            name = method if hasattr(self._on_cuda, method) else f"_{method}"  # before torch 2.6
             getattr(self._on_cuda, name)()

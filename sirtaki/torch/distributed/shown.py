@@ -4,10 +4,10 @@ PyTorch's own groups call each collective as an operator, such as `c10d::allredu
 `FlopCounterMode`, memory trackers) and the profiler record operators. PyTorch calls a group written in Python before
 the dispatcher, so modes and profiler cannot record its collectives.
 
-While a mode or the profiler is active on the calling thread, a collective decorated with `shown` calls the operator,
-on a plain `ProcessGroup` over the same backends. Below all modes of the user, the mode `_Bottom` intercepts the
-operator and calls the group's own method. So all ranks send the same data, although only some may have an active mode.
-Without an active mode or profiler, a collective costs two extra checks.
+If a mode or the profiler is active on the calling thread, a collective decorated with `shown` calls PyTorch's operator
+on a plain `ProcessGroup` over the same backends. The mode `_Bottom`, which is entered below all modes of the user,
+intercepts the operator and calls the Python group's own method. So a rank sends the same data with and without an
+active mode. Without an active mode or profiler, a collective costs two extra checks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PythonProcessGroup(Protocol):
 
     @property
     def plain(self) -> dist.ProcessGroup:
-        """Return a `dist.ProcessGroup` over the same backends, whose collectives are operators."""
+        """Return a `dist.ProcessGroup` over the same backends, which calls its collectives as operators."""
         ...
 
 
@@ -48,11 +48,11 @@ BEFORE_2_13 = {
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
     "all_to_all_single": "alltoall_base",
 }
-"""Names of collectives in earlier PyTorch."""
+"""Names of collectives in earlier versions of PyTorch."""
 
 
 def shown(method: Callable[Concatenate[G, P], Work | None]) -> Callable[Concatenate[G, P], Work | None]:
-    """Decorate a collective of a process group, so that dispatch modes and the profiler see it."""
+    """Decorate a collective of a Python process group, so that dispatch modes and the profiler record it."""
     name = method.__name__
 
     @functools.wraps(method)
@@ -77,23 +77,25 @@ def _show(
 
 
 _inside = threading.local()
-"""`here` is True while this thread runs a shown collective, so that nested collectives are not shown as well."""
+"""Thread-local flag `here`: True while this thread runs a collective that modes or the profiler record. Collectives
+that this one calls are then not recorded as well.
+"""
 
 
 class _Ended(Work):
-    """Completed work, for a synchronous collective."""
+    """Work that has ended. Returned to PyTorch's operator for a synchronous collective."""
 
     def wait(self, timeout: object = None) -> bool:
         return True
 
 
 class _Bottom(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode below all modes of the user. Calls the group's method in place of the operator.
+    """Dispatch mode below all modes of the user. Calls the Python group's method instead of PyTorch's operator.
 
     Attributes:
-        called: True if the operator has reached this mode. A mode above, for example for fake tensors, may handle the
-            operator itself.
-        work: result of the group's method.
+        called: whether the operator has reached this mode. A mode of the user, for example for fake tensors, may
+            handle the operator itself.
+        work: work that the group's method has returned.
     """
 
     def __init__(self, call: Callable[[], Work | None], event: Callable[[], AbstractContextManager[object]]) -> None:
@@ -102,9 +104,9 @@ class _Bottom(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.called = False
         self.work: Work | None = None
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # Any: PyTorch's
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # Any: untyped
         if func.namespace != "c10d" or self.called or torch._C._len_torch_dispatch_stack():
-            return func(*args, **(kwargs or {}))  # another operator, or a mode below this one is active
+            return func(*args, **(kwargs or {}))  # not the collective, or a mode below this one must run first
         self.called = _inside.here = True
         try:
             with self._event():
@@ -116,7 +118,7 @@ class _Bottom(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def below_all(self) -> Iterator[None]:
-        """Activate this mode below the active modes of the user."""
+        """Activate this mode below the user's active modes while the `with` block runs."""
         push, pop = torch._C._push_on_torch_dispatch_stack, torch._C._pop_torch_dispatch_stack
         above = [pop(None) for _ in range(_active_of_user())]
         push(self)
@@ -162,7 +164,7 @@ def _as_event(
         event: AbstractContextManager[object] = torch._C._profiler._RecordFunctionFast(
             f"sirtaki:{name}", inputs, fields
         )
-    except TypeError:  # a PyTorch whose events have no fields
+    except TypeError:  # raised by a PyTorch version whose profiler events have no fields
         event = torch.autograd.profiler.record_function(f"sirtaki:{name}")
     return event
 
@@ -176,27 +178,35 @@ def _tensors(found: Any) -> Iterator[torch.Tensor]:  # Any: tensors, lists of te
 
 
 RELEASES_INTERPRETER = TorchVersion(torch.__version__) >= "2.9"
-"""True if PyTorch releases the GIL while it destroys a group (pytorch/pytorch 154976). Without that, PyTorch waits for
-Gloo's threads, one of which may need the GIL to free a tensor, so both hang."""
+"""Whether PyTorch releases the GIL while it destroys a group (pytorch/pytorch 154976). If not, PyTorch waits with the
+GIL for Gloo's threads, and both hang if one of these threads needs the GIL to free a tensor.
+"""
 
-_kept: list[dist.ProcessGroup] = []  # groups that are never destroyed, if PyTorch does not release the GIL
+_kept: list[dist.ProcessGroup] = []  # groups that are never destroyed, because PyTorch does not release the GIL
 
 
 class FlightEntries:
-    """Writer of flight recorder entries for collectives of large tensors. Gloo writes entries of its own collectives.
+    """Writer of entries in PyTorch's flight recorder, for the collectives that Sirtaki's own connections carry.
 
-    Only backends in C++ can write entries. Therefore a Gloo group of one rank reduces an uninitialised tensor of the
-    same size and dtype. This takes no time, because a reduction over one rank does nothing. An entry shows that this
-    rank has called the collective, so that missing ranks can be found. It does not show that the collective has ended.
+    Gloo writes the entries of its own collectives. Only backends in C++ can write entries. Therefore this class lets a
+    Gloo group of one rank reduce an uninitialised tensor of the same size and dtype, which takes no time. An entry
+    shows that this rank has called the collective, so that missing ranks can be found. It does not show that the
+    collective has ended.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        """Use the name and size of `group` in all entries."""
+        """Prepare to write entries with the name and the size of `group`."""
         self._name, self._ranks = group.group_name, group.size()
         self._groups: dict[str, Any] = {}  # Any: process groups, whose stub lacks methods
 
     def add(self, collective: str, numel: int, dtype: torch.dtype) -> None:
-        """Write an entry for a launched collective. The description of the entry's group contains `collective`."""
+        """Write an entry for a collective that was launched.
+
+        Args:
+            collective: name of the collective. The group description of the entry contains it.
+            numel: number of elements of the tensor.
+            dtype: dtype of the tensor.
+        """
         if (alone := self._groups.get(collective)) is None:
             made: Any = dist.ProcessGroup  # Any: the stub lacks the constructor without a store
             alone = self._groups[collective] = made(0, 1)

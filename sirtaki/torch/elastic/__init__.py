@@ -1,7 +1,11 @@
 """Horovod's `elastic` interface: `import sirtaki.torch.elastic`, or `hvd.elastic`.
 
-State can be committed, synchronised and restored, and the sampler distributes the remaining samples of an epoch. In an
-elastic job, training continues when ranks are lost, added or removed. In other jobs, the loss of a rank ends the job.
+A state object commits, synchronises and restores the training state, and a sampler distributes the remaining samples of
+an epoch over the ranks. In an elastic job, training continues when ranks are lost, added or removed. In other jobs, the
+loss of a rank ends the job.
+
+Words of this package: A *commit* is a copy of the training state in memory. A *generation* is the time between two
+changes of the set of ranks.
 """
 
 from ..basics import init, shutdown

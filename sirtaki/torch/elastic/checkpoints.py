@@ -1,4 +1,7 @@
-"""Write and read the checkpoints of an elastic job."""
+"""Write and read the checkpoints of an elastic job.
+
+A *commit* is a copy of the training state in memory. A checkpoint is a commit on disk.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ logger = logging.getLogger(__name__)
 KEPT = 3
 STATE, MANIFEST = "state.pt", "manifest.json"
 VERSION = 1
-"""Format of the files. Release 0.1 did not write the version, which is 1."""
+"""Version of the checkpoint format. Release 0.1 wrote no version into its checkpoints, which have version 1."""
 
 _PREFIX, _UNFINISHED = "checkpoint-", "writing-"
 _DAMAGED, _SUPERSEDED = "damaged", "superseded"
@@ -34,11 +37,11 @@ _DAMAGED, _SUPERSEDED = "damaged", "superseded"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint.
+    """A complete checkpoint on disk.
 
     Attributes:
-        number: number of the commit.
-        path: folder of the checkpoint.
+        number: number of the commit that the checkpoint contains.
+        path: folder that contains the checkpoint's files.
     """
 
     number: int
@@ -52,9 +55,8 @@ class Checkpoint:
     def load(self) -> dict[str, Any]:
         """Return the content of the checkpoint (Any: any picklable object).
 
-        If it contains objects of user classes, unpickling runs their code, as `torch.load` does. Tensors, numbers,
-        strings
-        and their containers are read without running code.
+        If the checkpoint contains objects of user classes, unpickling runs their code, like `torch.load`. Tensors,
+        numbers, strings and containers of these are read without running code.
         """
         tree: dict[str, Any]
         try:
@@ -66,9 +68,9 @@ class Checkpoint:
 
 
 class WriteThrottle:
-    """Limits the load of a thread that writes during training: the thread pauses after each slice.
+    """Limit on the load of a thread that writes a checkpoint during training: it pauses after each slice of data.
 
-    Writing and reading back use memory bandwidth and caches that a training step needs, on any core.
+    Writing a checkpoint and reading it back use memory bandwidth and caches that a training step needs.
     """
 
     def __init__(self, rests: float = 0.0, at_most_s: float = 0.0) -> None:
@@ -76,29 +78,29 @@ class WriteThrottle:
 
         Args:
             rests: seconds to pause per second of the thread's processor time.
-            at_most_s: total seconds to pause.
+            at_most_s: maximum of all pauses together in seconds.
         """
         self._rests, self._left_s = rests, at_most_s
         self._hurry = threading.Event()
         self._since_s: float | None = None
 
     def rest(self) -> None:
-        """Pause. Called by the writing thread after each slice."""
+        """Pause the calling thread. Called by the thread that writes a checkpoint, after each slice of data."""
         worked_s = 0.0 if self._since_s is None else time.thread_time() - self._since_s
         rest_s = min(self._left_s, self._rests * worked_s, LONGEST_REST_S)
-        # otherwise the exiting process would wait for this thread
+        # Do not pause if the main thread has ended, because the exiting process waits for this thread.
         if rest_s > 0.0 and threading.main_thread().is_alive():
             self._hurry.wait(rest_s)
             self._left_s -= rest_s
         self._since_s = time.thread_time()
 
     def hurry(self) -> None:
-        """End all pauses, because another thread waits for the checkpoint. Thread-safe."""
+        """End the current pause and skip later ones, because a thread waits for the checkpoint. Thread-safe."""
         self._hurry.set()
 
 
 class _ThrottledFile:
-    """A file that is written in throttled slices by `torch.save`, and that records size and digest."""
+    """File object for `torch.save` that writes slices of data with pauses, and computes the size and the digest."""
 
     def __init__(self, file: BinaryIO, throttle: WriteThrottle) -> None:
         self._file, self._throttle = file, throttle
@@ -117,7 +119,7 @@ class _ThrottledFile:
 
 
 SLICE_BYTES, LONGEST_REST_S = 1 << 20, 0.1
-"""Size of a slice, and the longest pause after it."""
+"""Bytes that a throttled thread writes at once, and the maximum pause in seconds after them."""
 
 
 def _slices(data: memoryview) -> Iterator[memoryview]:
@@ -125,29 +127,30 @@ def _slices(data: memoryview) -> Iterator[memoryview]:
 
 
 class CheckpointFolder:
-    """Folder with the checkpoints of one job."""
+    """The folder that contains the checkpoints of one job."""
 
     def __init__(self, path: Path) -> None:
-        """`path` need not exist."""
+        """Store the path of the folder, which need not exist yet."""
         self.path = path
 
     def write(self, number: int, tree: Mapping[str, Any], throttle: WriteThrottle | None = None) -> None:
-        """Write a checkpoint, verify it, and publish it atomically. Then remove the oldest checkpoints.
+        """Write a checkpoint, verify it, and publish it by an atomic rename. Then remove the oldest checkpoints.
 
-        Checkpoints with larger numbers were written by a job that this job did not continue. They are renamed, so that
-        a later job finds the checkpoint written last.
+        Checkpoints with larger numbers come from an earlier job, whose last commits this job has not continued. They
+        are renamed, so that a later job continues from the checkpoint that was written last.
 
         Args:
-            number: number of the commit.
-            tree: content.
-            throttle: throttle of the calling thread. None for no limit.
+            number: number of the commit that is written.
+            tree: content of the commit.
+            throttle: limit on the calling thread's load. None for no limit.
 
         Raises:
-            OSError: writing failed, or the file does not have the written content. Other checkpoints are unchanged.
+            OSError: writing failed, or the file on disk differs from the written content. Other checkpoints are
+                unchanged.
         """
         throttle = throttle or WriteThrottle()
         self.path.mkdir(parents=True, exist_ok=True)
-        for left in self.path.glob(f"{_UNFINISHED}*"):  # left by a writer that was killed
+        for left in self.path.glob(f"{_UNFINISHED}*"):  # left by a process that was killed while it wrote
             shutil.rmtree(left, ignore_errors=True)
         unfinished, final = self.path / f"{_UNFINISHED}{os.getpid()}", self._place(number)
         try:
@@ -163,7 +166,7 @@ class CheckpointFolder:
                 _sync(place)
             if problem := _problem(unfinished, throttle):
                 raise OSError(f"verification failed: {problem}")
-            shutil.rmtree(final, ignore_errors=True)  # written by a job that continued from an older checkpoint
+            shutil.rmtree(final, ignore_errors=True)  # written before, if this job continues from an older one
             unfinished.rename(final)
             _sync(self.path)
         except RuntimeError as err:  # raised by PyTorch if the disk is full
@@ -179,14 +182,14 @@ class CheckpointFolder:
             shutil.rmtree(path, ignore_errors=True)
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest complete checkpoint, or None.
+        """Return the newest complete checkpoint. None if there is none.
 
-        Newer checkpoints that are damaged are renamed. Checkpoints that this process may not read are skipped.
+        Rename damaged checkpoints, so that they are not found again. Skip checkpoints that this process may not read.
         """
         for path in reversed(self._there()):
             try:
                 problem = _problem(path)
-            except PermissionError as err:  # it may be complete, so it is not renamed
+            except PermissionError as err:  # the checkpoint may be complete, so it must not be renamed
                 logger.warning("skipping the checkpoint %s, which cannot be read: %s", path, err)
                 continue
             if not problem:
@@ -196,13 +199,17 @@ class CheckpointFolder:
         return None
 
     def _put_aside(self, path: Path, why: str) -> str:
-        """Rename a folder, so that it is not a checkpoint, and return its name. Keep the name if renaming fails."""
+        """Rename the folder of a checkpoint, so that it is not found as a checkpoint, and log `why`.
+
+        Returns:
+            The new name, or the old one if renaming has failed.
+        """
         number = 1
         while (aside := path.with_name(f"{why}-{number}-{path.name}")).exists():
             number += 1
         try:
             path.rename(aside)
-        except OSError:  # another host has renamed it, or the folder is read-only
+        except OSError:  # another host has renamed the checkpoint, or the folder is read-only
             return path.name
         return aside.name
 
@@ -220,10 +227,14 @@ def _number(path: Path) -> int:
 
 
 def _problem(path: Path, throttle: WriteThrottle | None = None) -> str:
-    """Return why the checkpoint cannot be used. "" if it can.
+    """Return the reason why a checkpoint cannot be used. Empty if it can be used.
+
+    Args:
+        path: folder of the checkpoint.
+        throttle: limit on the calling thread's load. None for no limit.
 
     Raises:
-        PermissionError: this process may not read it.
+        PermissionError: this process may not read the checkpoint.
     """
     try:
         manifest = json.loads((path / MANIFEST).read_text())
@@ -242,7 +253,7 @@ def _problem(path: Path, throttle: WriteThrottle | None = None) -> str:
 def _digest(path: Path, throttle: WriteThrottle) -> str:
     found, part = hashlib.sha256(), memoryview(bytearray(SLICE_BYTES))
     with path.open("rb", buffering=0) as file:
-        # to verify the data on disk, not in the page cache
+        # Drop the page cache, so that the data on disk is verified.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         while count := file.readinto(part):
             found.update(part[:count])
@@ -256,48 +267,51 @@ def _sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError:
-        if not path.is_dir():  # some file systems cannot sync folders
+        if not path.is_dir():  # ignore the error for a folder, because some file systems cannot sync folders
             raise
     finally:
         os.close(descriptor)
 
 
 GENERATORS = "generators"
-"""Key in a checkpoint: states of the random generators, in rank order."""
+"""Key in a checkpoint for the states of all ranks' random generators, in rank order."""
 
 YIELDING = 10
-"""Niceness of the writing thread."""
+"""Niceness (operating system priority) of the thread that writes checkpoints."""
 
 RESTS, RESTING = 2.0, 0.25
-"""Pause in seconds per second of work, and its maximum as a share of the time between two checkpoints."""
+"""Pause of the thread that writes checkpoints, in seconds per second of work, and the maximum of all its pauses as a
+fraction of the time between two checkpoints.
+"""
 
 TERMINATED = 128 + signal.SIGTERM
 
 AGAIN_S = 2.0
-"""Seconds within which a repeated signal is ignored: batch systems signal a rank and its launcher, which forwards
-it."""
+"""Seconds within which a repeated signal is ignored. A rank may get a signal twice, because a batch system sends it to
+the rank and to the launcher, which forwards it to the rank.
+"""
 
 _LAUNCHERS = "sirtaki.run.rank_channel"
 
-Tree = Mapping[str, Any]  # any picklable values
+Tree = Mapping[str, Any]  # Any: any picklable values
 
 
 class Checkpoints:
-    """Writes checkpoints in a background thread.
+    """Writer of checkpoints in a background thread.
 
     Attributes:
-        leaving: this rank has received SIGTERM or SIGUSR1 and must exit.
+        leaving: whether this rank has received SIGTERM or SIGUSR1, so that it must exit after a checkpoint.
     """
 
     def __init__(
         self, folder: CheckpointFolder, *, every_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Begin without writing.
+        """Store the arguments. No checkpoint is written before `write` is called.
 
         Args:
-            folder: folder of the checkpoints.
-            every_s: minimum seconds between two checkpoints.
-            clock: returns the time in seconds.
+            folder: folder to which checkpoints are written.
+            every_s: minimum time between two checkpoints in seconds.
+            clock: function that returns the time in seconds.
         """
         self.folder, self.leaving = folder, False
         self._every_s, self._clock = every_s, clock
@@ -308,12 +322,17 @@ class Checkpoints:
 
     @property
     def due(self) -> bool:
-        """Return whether the interval has passed and the last checkpoint is written."""
+        """Return whether a checkpoint must be written: `every_s` has passed, and the last checkpoint is on disk."""
         writing = self._writing is not None and self._writing.is_alive()
         return not writing and self._clock() - self._last_s >= self._every_s
 
     def write(self, number: int, tree: Tree) -> None:
-        """Write a checkpoint in a thread, which owns `tree`. Errors are logged, and earlier checkpoints are kept."""
+        """Write a checkpoint in a background thread. If writing fails, log the error and keep earlier checkpoints.
+
+        Args:
+            number: number of the commit.
+            tree: content of the commit, which the caller must not change afterwards.
+        """
         self._last_s, self._throttle = self._clock(), WriteThrottle(RESTS, RESTING * self._every_s)
         self._writing = threading.Thread(
             target=self._write, args=(number, tree, self._throttle), name="sirtaki-checkpoint"
@@ -322,17 +341,17 @@ class Checkpoints:
 
     def _write(self, number: int, tree: Tree, throttle: WriteThrottle) -> None:
         begin_s = self._clock()
-        # of this thread only, so that training has priority
+        # Lower the priority of this thread only, so that training has priority.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), YIELDING)
         try:
             self.folder.write(number, tree, throttle)
-        except Exception as err:  # also if `tree` cannot be pickled; training continues
+        except Exception as err:  # any error, for example of pickling, because training must continue
             logger.warning("cannot write commit %d to %s, keeping the one before: %s", number, self.folder.path, err)
         else:
             logger.info("commit %d written to %s in %.1f s", number, self.folder.path, self._clock() - begin_s)
 
     def wait(self) -> None:
-        """Wait until the current checkpoint is on disk. Ends its pauses."""
+        """Wait until the checkpoint that is being written is on disk. Let the writing thread no longer pause."""
         self._throttle.hurry()
         if self._writing is not None:
             self._writing.join()
@@ -342,24 +361,31 @@ class Checkpoints:
         if threading.current_thread() is not threading.main_thread():
             return
         before = signal.getsignal(signal.SIGTERM)
-        # The launcher's handler, which only reports the rank's position, is replaced. A handler of the script is kept.
+        # Replace the launcher's handler, which only reports the rank's position. Never replace a handler of the script.
         if before == signal.SIG_DFL or getattr(before, "__module__", "") == _LAUNCHERS:
             _handle(signal.SIGTERM, self._leave, before)
         if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
             _handle(signal.SIGUSR1, self._leave, signal.SIG_IGN)
 
     def _leave(self) -> bool:
-        """Return whether the signal is the first, or repeats the first within `AGAIN_S`."""
+        """Request a checkpoint and the exit of this rank. Handler of SIGTERM and SIGUSR1.
+
+        Returns:
+            Whether the signal is handled. False for a signal later than `AGAIN_S` after the first, which must end the
+            process.
+        """
         now_s = self._clock()
         if self._signalled_s is None:
             self.leaving, self._signalled_s = True, now_s
         return now_s - self._signalled_s <= AGAIN_S
 
 
-def _handle(number: signal.Signals, accepts: Callable[[], bool], before: Any) -> None:  # Any: as in signal.signal
-    """Call `accepts` for each signal. Once it returns False, restore the previous handler and send the signal again.
+def _handle(
+    number: signal.Signals, accepts: Callable[[], bool], before: Any
+) -> None:  # Any: a handler of signal.signal
+    """Handle a signal by calling `accepts`. If that returns False, restore the handler `before` and repeat the signal.
 
-    The signal ends forked children.
+    Forked children do not call `accepts`: the signal ends them.
     """
 
     def answer(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,7 @@
-"""A sampler that records which samples of an epoch were processed, and redistributes the rest after a reset."""
+"""A sampler that records which samples of an epoch were processed.
+
+After a *reset*, when the ranks of an elastic job have changed, it distributes the remaining samples over the new ranks.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,14 @@ from sirtaki.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class EpochPosition:
-    """Progress of an epoch at one moment, for commits.
+    """Progress of a sampler in an epoch at the time of a commit.
 
     Attributes:
         epoch: number of the epoch.
-        processed: indices in the order in which they were recorded. The sampler appends to this list.
-        length: number of entries of `processed` that belong to this position.
-        shared: number of entries that were sent to the other ranks.
+        processed: indices of processed samples, in the order in which they were recorded. The sampler shares this list
+            and appends to it.
+        length: number of entries of `processed` at the time of the commit.
+        shared: number of entries of `processed` that have been sent to the other ranks.
     """
 
     epoch: int
@@ -40,15 +44,15 @@ class EpochPosition:
 
 
 Indices = tuple[int, list[int]]
-"""Number of an epoch, and indices of its samples."""
+"""Number of an epoch, and indices of samples of this epoch."""
 
 
 class SamplerUpdate(NamedTuple):
-    """Indices that one rank has processed and not sent to the other ranks.
+    """Indices of samples that one rank has processed, and that it has not sent to the other ranks yet.
 
     Attributes:
-        committed: indices in its newest commit.
-        later: indices recorded since.
+        committed: indices that the rank's newest commit contains.
+        later: indices that were recorded after the rank's newest commit.
     """
 
     committed: Indices
@@ -56,34 +60,37 @@ class SamplerUpdate(NamedTuple):
 
 
 class _Deal(NamedTuple):
-    """A distribution of the unprocessed samples of an epoch over ranks."""
+    """Result of distributing the unprocessed samples of an epoch over ranks."""
 
     remaining: list[int]
     own: list[int]
 
 
 class ElasticSampler(Sampler[int]):
-    """Sampler that distributes the indices of a data set over all ranks, and after a reset the rest of the epoch.
+    """Sampler that distributes the indices of a data set over all ranks.
 
-    Call `record_batch` after each batch, and `set_epoch` before each epoch. Batches are counted in the order of the
-    newest iteration over the sampler, also after `restore()`, `sync()` or `load_state_dict()`, because a running loop
-    continues in that order. If no iteration of this epoch has begun since ranks were added or removed, batches are
-    counted in the order that the next iteration will have.
+    If ranks are added or removed, it distributes the rest of the epoch over the new ranks. Call `record_batch` after
+    each batch, and `set_epoch` before each epoch.
+
+    `record_batch` gets the number of a batch. The sampler finds the batch's indices in the order of the newest
+    iteration over the sampler, also after `restore()`, `sync()` or `load_state_dict()`, because a running loop
+    continues in that order. If no iteration of this epoch has begun since ranks were added or removed, it finds them in
+    the order that the next iteration will have.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
-        """Distribute the first epoch.
+        """Create the sampler, and distribute the indices of the first epoch.
 
         Args:
-            dataset: data to sample. Only its length is used.
-            shuffle: use another order in each epoch, equal on all ranks.
-            seed: seed of this order.
+            dataset: data set to sample from. Only its length is used.
+            shuffle: whether to shuffle the indices. The order differs between epochs, and is equal on all ranks.
+            seed: seed of the shuffled order.
         """
         self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
         self.epoch = 0
         self.rank, self.num_replicas = 0, 0
         self._dealt: _Deal | None = None
-        self._iterated: list[int] | None = None  # order of the newest iteration
+        self._iterated: list[int] | None = None  # this rank's indices in the newest iteration
         self._begin(0, [])
         self.reset()
 
@@ -97,40 +104,44 @@ class ElasticSampler(Sampler[int]):
 
     @property
     def processed_num(self) -> int:
-        """Number of indices of this epoch that have been processed, as far as this rank knows."""
+        """Return the number of samples of this epoch that have been processed, as far as this rank knows."""
         return len(self.processed_indices)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch without processed samples."""
+        """Begin the epoch number `epoch`, in which no sample is processed yet."""
         self._begin(epoch, [])
         self.restart()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Record that this rank has processed batch `batch_idx` of its newest iteration."""
+        """Record that this rank has processed the samples of batch `batch_idx` of its newest iteration."""
         self.record_indices(self.get_indices(batch_idx, batch_size))
 
     def record_indices(self, indices: Iterable[int]) -> None:
-        """Record that these indices have been processed."""
-        self._deal()  # distribute before recording
+        """Record that the samples with these indices have been processed."""
+        self._deal()  # first distribute the samples, because recorded samples are not distributed
         new = [index for index in indices if index not in self.processed_indices]
         self._in_order += new
         self.processed_indices.update(new)
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
-        """Return the indices of this rank's batch `batch_idx`."""
+        """Return the indices of the samples in batch `batch_idx` of this rank."""
         return self.indices[batch_idx * batch_size : (batch_idx + 1) * batch_size]
 
     def reset(self) -> None:
-        """Distribute the samples that are not processed. Some are repeated, so that all ranks get the same number."""
+        """Distribute the unprocessed samples over the current ranks. Called after ranks were added or removed.
+
+        Some samples are repeated, so that all ranks get the same number of samples.
+        """
         control = job.current().control
         if (control.rank, control.size) != (self.rank, self.num_replicas):
             self._iterated = None
         self.rank, self.num_replicas = control.rank, control.size
-        self._dealt = None  # computed on demand, because a change of ranks resets several times
+        self._dealt = None  # compute it when needed, because a change of ranks causes several resets
 
     def restart(self) -> None:
-        """Reset, and count batches in the new order even before an iteration has begun, because training is called
-        again.
+        """Distribute the unprocessed samples, and forget the order of the newest iteration.
+
+        Called before the training function is called again, so that no loop continues in the old order.
         """
         self.reset()
         self._iterated = None
@@ -149,33 +160,35 @@ class ElasticSampler(Sampler[int]):
 
     @property
     def indices(self) -> list[int]:
-        """Return this rank's indices, in the order in which batches are counted."""
+        """Return this rank's indices, in the order in which `record_batch` finds the samples of a batch."""
         return self._deal().own if self._iterated is None else self._iterated
 
     @property
     def remaining_indices(self) -> list[int]:
-        """Return the indices of all ranks that were not processed at the last reset."""
+        """Return the indices of all samples that were unprocessed when samples were last distributed over ranks."""
         return self._deal().remaining
 
     @property
     def num_samples(self) -> int:
-        """Return the number of indices of the next iteration on this rank."""
+        """Return the number of indices that the next iteration yields on this rank."""
         return len(self._deal().own)
 
     @property
     def total_size(self) -> int:
-        """Return the number of indices of the next iteration on all ranks, including repeated ones."""
+        """Return the number of indices that the next iteration yields on all ranks together, with repeated ones."""
         return self.num_samples * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch and its processed indices."""
+        """Return the number of the epoch, and the indices of its processed samples."""
         return {"epoch": self.epoch, "processed_indices": set(self.processed_indices)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from a state of this class, or of Horovod's sampler, which has the number of processed samples.
+        """Continue from a state of this class or of Horovod's sampler.
+
+        Horovod's state contains only the number of processed samples.
 
         Raises:
-            ConfigError: the state has neither format, or belongs to a larger data set.
+            ConfigError: the state has another format, or belongs to a larger data set.
         """
         if "epoch" not in state_dict or not {"processed_indices", "processed_num"} & state_dict.keys():
             raise ConfigError(
@@ -188,7 +201,7 @@ class ElasticSampler(Sampler[int]):
         else:
             order = list(range(n_samples))
             if self.shuffle:
-                random.Random(self.seed + epoch).shuffle(order)  # Horovod's order of an epoch
+                random.Random(self.seed + epoch).shuffle(order)  # as Horovod's sampler shuffles an epoch
             processed = order[: state_dict["processed_num"]]
         if processed and not 0 <= min(processed) <= max(processed) < n_samples:
             raise ConfigError(f"the state has index {max(processed)}, but the data set has {n_samples} samples")
@@ -198,17 +211,21 @@ class ElasticSampler(Sampler[int]):
     # ── for commits ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def mark(self) -> EpochPosition:
-        """Return the progress, in constant time."""
+        """Return the sampler's progress in the epoch, for a commit. Takes constant time."""
         return EpochPosition(self.epoch, self._in_order, len(self._in_order), self._shared)
 
     def rewind(self, mark: EpochPosition) -> None:
-        """Go back to a position."""
+        """Restore the sampler's progress at the time of a commit."""
         self._begin(mark.epoch, mark.processed[: mark.length])
         self._shared = mark.shared
         self.reset()
 
     def unsent(self, mark: EpochPosition) -> SamplerUpdate:
-        """Return the indices that this rank has not sent yet. `mark`: position in this rank's newest commit."""
+        """Return the processed indices that this rank has not sent to the other ranks yet.
+
+        Args:
+            mark: progress in this rank's newest commit.
+        """
         known = mark.length if mark.processed is self._in_order else 0
         return SamplerUpdate(
             committed=(mark.epoch, mark.processed[mark.shared : mark.length]),
@@ -216,14 +233,15 @@ class ElasticSampler(Sampler[int]):
         )
 
     def merge(self, mark: EpochPosition, updates: Iterable[SamplerUpdate]) -> EpochPosition:
-        """Record the samples that all ranks have processed.
+        """Record the samples that the other ranks have processed.
 
         Args:
-            mark: position in this rank's newest commit.
-            updates: results of `unsent()` of all ranks.
+            mark: progress in this rank's newest commit.
+            updates: results of `unsent()` on all ranks.
 
         Returns:
-            The position to commit, with the samples that all ranks have committed and none that were recorded later.
+            The progress to store in the commit. It contains the samples in the commits of all ranks, and no sample that
+            a rank has recorded after its commit.
         """
         updates = list(updates)
         committed = _of_epoch(mark.epoch, (each.committed for each in updates))
@@ -242,12 +260,12 @@ class ElasticSampler(Sampler[int]):
         return EpochPosition(mark.epoch, known, len(known), len(known))
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate over this rank's indices, and count batches in this order from now on."""
+        """Iterate over this rank's indices. From now on, `record_batch` finds the samples of a batch in this order."""
         self._iterated = self._deal().own
         return iter(self._iterated)
 
     def __len__(self) -> int:
-        """Return the number of indices of the next iteration on this rank."""
+        """Return the number of indices that the next iteration yields on this rank."""
         return self.num_samples
 
 

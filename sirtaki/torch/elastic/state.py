@@ -1,4 +1,9 @@
-"""State that can be committed, restored and synchronised, and `elastic.run`, which restarts training from it."""
+"""State that can be committed, restored and synchronised, and `elastic.run`, which restarts training from it.
+
+A *commit* is a copy of the training state in this rank's memory. A *generation* of an elastic job is the time between
+two changes of the set of ranks. When a generation ends, the connections between the ranks are closed. The ranks of the
+next generation connect, agree on the state from which to continue, and call the training function again.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +43,12 @@ from .sampler import ElasticSampler, EpochPosition, SamplerUpdate
 logger = logging.getLogger(__name__)
 
 WRITING = -1
-"""Number of an incomplete copy."""
+"""Number of a commit that is being written, and therefore incomplete."""
 
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """State of the global generators of Python, NumPy and PyTorch (Any: as returned by the libraries)."""
+    """State of the global random generators of Python, NumPy and PyTorch (Any: types of these libraries)."""
 
     python: Any
     numpy: Any
@@ -52,12 +57,12 @@ class RandomState:
 
     @classmethod
     def now(cls) -> RandomState:
-        """Return the current state of the generators."""
-        device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch's
+        """Return the current state of the random generators."""
+        device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), device)
 
     def plain(self) -> dict[str, Any]:
-        """Return this state in types that can be unpickled without running code."""
+        """Return the state of the random generators in types that can be unpickled without running code."""
         kind, keys, *rest = self.numpy
         return {
             "python": self.python,
@@ -67,7 +72,7 @@ class RandomState:
         }
 
     def put_back(self) -> None:
-        """Set the generators to this state."""
+        """Set the random generators to this state."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.host)
@@ -77,12 +82,14 @@ class RandomState:
 
 @dataclass(slots=True, eq=False)
 class Commit:
-    """A copy of a state.
+    """A copy of the training state in memory.
 
     Attributes:
-        number: ascending number, equal on all ranks for copies that belong together.
-        tree: dictionaries and lists (Any: anything that can be copied). The commit after next reuses its tensors.
-        random: random state of this rank.
+        number: number of the commit, which increases with each commit. Equal on all ranks for the same point of the
+            training.
+        tree: the copied state in nested dictionaries and lists (Any: anything that can be copied). The memory of its
+            tensors is reused by the second commit after this one.
+        random: state of this rank's random generators.
     """
 
     number: int = WRITING
@@ -94,14 +101,15 @@ class Commits:
     """The two newest commits of this rank.
 
     Attributes:
-        completed: number of the newest commit that all ranks are known to hold.
+        completed: number of the newest commit of which this rank knows that all ranks have written it.
     """
 
     def __init__(self, random_state: Callable[[], RandomState | None] = RandomState.now) -> None:
-        """Begin without commits.
+        """Begin with no commit.
 
         Args:
-            random_state: returns the random state to keep with each commit. May return None.
+            random_state: function that returns the state of the random generators, to store it in each commit. May
+                return None.
         """
         self._random_state = random_state
         self._copies = (Commit(), Commit())
@@ -110,11 +118,11 @@ class Commits:
 
     @property
     def newest(self) -> Commit:
-        """Return the newest complete copy."""
+        """Return the newest complete commit."""
         return max(self._copies, key=lambda each: each.number)
 
     def write(self, tree: Mapping[str, Any]) -> Commit:
-        """Copy `tree` over the older of the two commits. The newer one is unchanged."""
+        """Write a new commit with a copy of `tree`. It replaces the older of the two commits."""
         spare = min(self._copies, key=lambda each: each.number)
         spare.number = WRITING
         with torch.no_grad():
@@ -124,19 +132,25 @@ class Commits:
         return spare
 
     def drop_after(self, number: int) -> None:
-        """Discard commits after `number`, if this rank holds commit `number`."""
+        """Discard commits with larger numbers than `number`, if this rank has commit `number`."""
         if any(each.number == number for each in self._copies):
             for each in self._copies:
                 if each.number > number:
                     each.number = WRITING
 
     def count_from(self, number: int) -> None:
-        """Set the number of the next commit, so that it is equal on all ranks."""
+        """Set the number of the next commit to `number`, so that it is equal on all ranks."""
         self._next = number
 
 
 def copied(value: Any, place: Any = None) -> Any:
-    """Copy a tree. Tensors are copied into those of `place` if shapes and types match."""
+    """Return a copy of a value, with nested dictionaries and lists.
+
+    Args:
+        value: value to copy (Any: anything that can be copied).
+        place: an earlier copy whose tensors may be overwritten. A tensor is copied into the corresponding tensor of
+            `place` if their shapes and dtypes match.
+    """
     if isinstance(value, torch.Tensor):
         if _fits(value, place):
             place.copy_(value)
@@ -144,7 +158,7 @@ def copied(value: Any, place: Any = None) -> Any:
         return value.detach().clone()
     if isinstance(value, dict):
         before = place if isinstance(place, dict) else {}
-        new = copy.copy(value)  # keeps the type and further attributes
+        new = copy.copy(value)  # to keep the type and further attributes of the dictionary
         for key, child in value.items():
             new[key] = copied(child, before.get(key))
         return new
@@ -170,7 +184,7 @@ _checkpoints: Checkpoints | None = None
 
 
 def checkpoints_of_this_process() -> Checkpoints | None:
-    """Return the checkpoints of the job. None if it has no checkpoint folder."""
+    """Return this process's writer of checkpoints. None if the job has no checkpoint folder."""
     global _checkpoints
     settings = job.current().settings
     if settings.checkpoint_dir is None:
@@ -182,16 +196,17 @@ def checkpoints_of_this_process() -> Checkpoints | None:
 
 
 SYNC_ROOT = 0
-"""Rank whose state all ranks copy. In an elastic job, rank 0 is not a new rank."""
+"""Rank whose state all ranks copy. In an elastic job, rank 0 is never a new rank, so it has the state."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldCommits:
-    """Commits that a rank holds.
+    """Numbers of the commits that a rank has in memory.
 
     Attributes:
-        written: number of the newest commit; -1 for none.
-        completed: number of the newest commit that the rank knows all ranks to hold; -1 for none.
+        written: number of the rank's newest commit. -1 if it has none.
+        completed: number of the newest commit of which the rank knows that all ranks have written it. -1 if there is
+            none.
     """
 
     written: int = -1
@@ -199,10 +214,10 @@ class HeldCommits:
 
 
 class HostsUpdatedInterrupt(Exception):
-    """Hosts were added or removed. Raised on all ranks of an elastic job together.
+    """Exception that interrupts training because hosts were added or removed. Raised on all ranks at the same point.
 
     Attributes:
-        skip_sync: the state need not be synchronised before training continues.
+        skip_sync: whether training may continue without synchronising the state of the ranks.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -211,13 +226,13 @@ class HostsUpdatedInterrupt(Exception):
 
 
 class _CommitReport(NamedTuple):
-    """Report of a rank to all ranks at a commit.
+    """Report that each rank sends to all ranks at a commit.
 
     Attributes:
-        change: value of the `Change` that the rank has learnt.
-        leaves: the rank is about to exit.
-        due: the rank requests a checkpoint.
-        news: report of the rank's state (Any: any picklable object).
+        change: change of the job's hosts of which the launcher has informed this rank, as the value of a `Change`.
+        leaves: whether this rank will exit after this commit.
+        due: whether this rank requests a checkpoint.
+        news: further data of the rank's state object, for example processed samples (Any: any picklable object).
     """
 
     change: int
@@ -227,68 +242,74 @@ class _CommitReport(NamedTuple):
 
 
 class _KeepsNoCommits:
-    """Interface between `elastic.run` and states, in addition to Horovod's methods. These defaults keep no commits."""
+    """Private methods of a state object that `elastic.run` calls, besides Horovod's public methods.
+
+    These defaults are for states without commits.
+    """
 
     def _news(self) -> Any:
-        """Return data for the other ranks, sent when ranks check for changes (Any: any picklable object)."""
+        """Return data to send to the other ranks when ranks check whether hosts were added or removed.
+
+        Any: any picklable object.
+        """
 
     def _complete(self, news: Sequence[Any]) -> None:
-        """Record that all ranks hold the last commit.
+        """Record that all ranks have written the last commit.
 
         Args:
             news: results of `_news` of all ranks, in rank order.
         """
 
     def _keep(self, kept: Checkpoints, *, at_once: bool) -> None:
-        """Write the last commit, which all ranks hold, to disk. Collective.
+        """Write the last commit to disk as a checkpoint. All ranks must have written this commit. Collective.
 
         Args:
             kept: writer of checkpoints.
-            at_once: a rank is about to exit, so return only when the checkpoint is on disk.
+            at_once: whether to return only when the checkpoint is on disk, because a rank will exit.
         """
 
     def _standing(self) -> HeldCommits:
-        """Return the commits that this rank holds."""
+        """Return the numbers of the commits that this rank has in memory."""
         return HeldCommits()
 
     def _go_back(self, number: int) -> None:
-        """Restore commit `number`, or the newest commit if this rank does not hold it."""
+        """Restore the state of commit `number`, or of the newest commit if this rank does not have commit `number`."""
 
     def _count_from(self, number: int) -> None:
-        """Set the number of the next commit."""
+        """Set the number of the next commit to `number`."""
 
 
 class State(_KeepsNoCommits, ABC):
-    """State that can be saved in memory, restored, and synchronised between ranks."""
+    """Training state that can be saved in memory, restored, and synchronised between ranks."""
 
     def __init__(
         self, bcast_object: Callable[[Any], Any] | None = None, get_rank: Callable[[], int] | None = None
     ) -> None:
-        """Begin without data.
+        """Create a state without values.
 
         Args:
-            bcast_object: broadcasts rank 0's object (Any: any picklable object). None for `hvd.broadcast_object`.
+            bcast_object: function that returns rank 0's object on all ranks (Any: any picklable object). None for
+                `hvd.broadcast_object`.
             get_rank: ignored, for compatibility with Horovod.
         """
         self._bcast_object = bcast_object or (lambda value: broadcast_object(value, SYNC_ROOT))
         self._reset_callbacks: list[Callable[[], None]] = []
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
-        """Register functions to call before training restarts, for example to adapt the learning rate."""
+        """Register functions that are called before training restarts, for example to adapt the learning rate."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Call `reset` and the reset callbacks, before training restarts."""
+        """Call `reset` and the registered callbacks. Called before training restarts."""
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def commit(self) -> None:
-        """Save the state, and check for added or removed hosts.
+        """Save the state in memory, and check whether hosts were added or removed.
 
         Collective in elastic jobs and in jobs that write checkpoints: when it returns or raises
-        `HostsUpdatedInterrupt`, all
-        ranks hold the saved state. Otherwise each rank saves on its own.
+        `HostsUpdatedInterrupt`, all ranks have saved the state. In other jobs, each rank saves its state on its own.
 
         Raises:
             HostsUpdatedInterrupt: hosts were added or removed. Raised on all ranks.
@@ -299,7 +320,7 @@ class State(_KeepsNoCommits, ABC):
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raise if hosts were added or removed, and write a checkpoint if one is due.
+        """Raise an exception if hosts were added or removed. Write a checkpoint if the time for the next one has come.
 
         Collective in elastic jobs and in jobs that write checkpoints. Does nothing in other jobs.
 
@@ -319,7 +340,7 @@ class State(_KeepsNoCommits, ABC):
         ]
         self._complete([each.news for each in reports])
         if current.elastic is not None:
-            # so that all ranks have all reports before any rank returns: otherwise a report could be lost with its rank
+            # Wait until all ranks have all reports. Otherwise the report of a rank that exits now could be lost.
             current.control.barrier()
         if kept is not None:
             at_once = any(each.leaves for each in reports)
@@ -334,23 +355,23 @@ class State(_KeepsNoCommits, ABC):
             raise HostsUpdatedInterrupt(skip_sync=changes == Change.REMOVED)
 
     def reset(self) -> None:
-        """Reset the state before training restarts. For subclasses."""
+        """Adapt the state to the new ranks. Called before training restarts. Subclasses may override this method."""
 
     @abstractmethod
     def save(self) -> None:
-        """Save the current state in memory."""
+        """Save a copy of the current state in memory."""
 
     @abstractmethod
     def restore(self) -> None:
-        """Restore the last saved state."""
+        """Restore the state that was saved last."""
 
     @abstractmethod
     def sync(self) -> None:
-        """Copy rank 0's state, and save it. Collective."""
+        """Copy rank 0's state to all ranks, and save it. Collective."""
 
 
 class ObjectState(State):
-    """State of picklable values, kept as attributes."""
+    """Training state that consists of picklable values, which are attributes of the object."""
 
     def __init__(
         self, bcast_object: Callable[[Any], Any] | None = None, get_rank: Callable[[], int] | None = None, **values: Any
@@ -358,9 +379,9 @@ class ObjectState(State):
         """Set the values as attributes, and save them.
 
         Args:
-            bcast_object: see `State`.
-            get_rank: see `State`.
-            values: values by attribute name.
+            bcast_object: function that returns rank 0's object on all ranks. None for `hvd.broadcast_object`.
+            get_rank: ignored, for compatibility with Horovod.
+            values: values of the state, by attribute name.
         """
         super().__init__(bcast_object, get_rank)
         self._names = list(values)
@@ -370,15 +391,15 @@ class ObjectState(State):
         self.save()
 
     def _tree(self) -> dict[str, Any]:
-        """Return the data to save. The caller copies it."""
+        """Return the values of the state to save. The caller copies them."""
         return {"values": {name: getattr(self, name) for name in self._names}}
 
     def save(self) -> None:
-        """Save a copy of the values in memory. The copy before it is kept."""
+        """Save a copy of the values in memory, as a new commit. The commit before it stays in memory."""
         self._commits.write(self._tree())
 
     def restore(self) -> None:
-        """Restore the values of the newest complete copy."""
+        """Restore the values of the newest complete commit."""
         self._put_back(self._commits.newest)
 
     def _put_back(self, commit: Commit) -> None:
@@ -386,7 +407,7 @@ class ObjectState(State):
             setattr(self, name, copied(value))
 
     def sync(self) -> None:
-        """Copy rank 0's values, and save them. Collective."""
+        """Copy rank 0's values to all ranks, and save them. Collective."""
         for name, value in self._bcast_object(copy.deepcopy(self._tree()["values"])).items():
             setattr(self, name, value)
         self.save()
@@ -399,7 +420,11 @@ class ObjectState(State):
         return {"values": self._commits.newest.tree["values"]}
 
     def _load(self, tree: Mapping[str, Any]) -> None:
-        """Load a checkpoint."""
+        """Set the state to the content of a checkpoint.
+
+        Args:
+            tree: content of the checkpoint (Any: any picklable values).
+        """
         if tree["values"].keys() != set(self._names):
             raise ValueError(f"it has the values {sorted(tree['values'])}, but the state has {sorted(self._names)}")
         for name, value in tree["values"].items():
@@ -432,8 +457,9 @@ class ObjectState(State):
 
 
 class TorchState(ObjectState):
-    """State of a model, an optimizer, and further modules, optimizers, samplers, `LocalSGD`s and plain values by
-    keyword.
+    """Training state that consists of a model, an optimizer, and further objects that are passed by keyword.
+
+    These may be modules, optimizers, samplers, `LocalSGD`s and plain values.
     """
 
     def __init__(
@@ -442,9 +468,9 @@ class TorchState(ObjectState):
         """Set the arguments as attributes, and save them.
 
         Args:
-            model: module, broadcast by its `state_dict()`.
-            optimizer: optimizer, broadcast by its state.
-            kwargs: modules, optimizers, `ElasticSampler`s, `LocalSGD`s, and picklable values.
+            model: module whose `state_dict()` is part of the state.
+            optimizer: optimizer whose `state_dict()` is part of the state.
+            kwargs: further modules, optimizers, `ElasticSampler`s, `LocalSGD`s and picklable values, by attribute name.
         """
         given = {"model": model, "optimizer": optimizer, **kwargs}
         stateful = {name: value for name, value in given.items() if isinstance(value, _STATEFUL)}
@@ -487,7 +513,7 @@ class TorchState(ObjectState):
 
     def _put_back(self, commit: Commit) -> None:
         for name, state in commit.tree["states"].items():
-            # Modules copy into their parameters, but an optimizer keeps the tensors that it is given.
+            # Copy the state for an optimizer, because it uses the loaded tensors without a copy, unlike a module.
             value = self._stateful[name]
             _load_state(value, state if isinstance(value, torch.nn.Module) else copied(state))
         for name, mark in commit.tree["marks"].items():
@@ -495,12 +521,12 @@ class TorchState(ObjectState):
         super()._put_back(commit)
 
     def reset(self) -> None:
-        """Redistribute the remaining indices of the samplers."""
+        """Distribute the unprocessed samples of all samplers over the new ranks. Called before training restarts."""
         for sampler in self._samplers.values():
             sampler.restart()
 
     def sync(self) -> None:
-        """Copy rank 0's state, and merge what the samplers of all ranks have processed. Collective."""
+        """Copy rank 0's state to all ranks. Merge the processed samples of all ranks' samplers. Collective."""
         for name, value in self._stateful.items():
             if isinstance(value, torch.nn.Module):
                 broadcast_parameters(value.state_dict(), SYNC_ROOT)
@@ -528,7 +554,7 @@ class TorchState(ObjectState):
         super()._complete(news)
 
 
-def _load_state(value: Any, state: Any) -> None:  # Any: one of _STATEFUL, and its state_dict()
+def _load_state(value: Any, state: Any) -> None:  # Any: objects of _STATEFUL's classes
     """Load a `state_dict()` into a model, an optimizer, a sampler or a `LocalSGD`."""
     if isinstance(value, torch.optim.Optimizer):
         load_optimizer_state(value, state)
@@ -546,15 +572,15 @@ _Name = TypeVar("_Name")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStatus:
-    """Status of one rank before training restarts.
+    """Status of one rank before training restarts, which the rank sends to all ranks.
 
     Attributes:
-        has_state: the rank holds the job's state, from an earlier generation.
-        restored: the rank has restored a commit.
-        standing: commits that the rank holds.
-        wants_sync: the rank does not know whether all ranks have the same state.
-        process_sets: process sets to open, by their ranks.
-        optimizers: names of optimizers to attach.
+        has_state: whether the rank has the job's training state, because it took part in an earlier generation.
+        restored: whether the rank has restored a commit, because communication failed.
+        standing: numbers of the commits that the rank has in memory.
+        wants_sync: whether the state must be synchronised, because the rank does not know if all ranks have the same.
+        process_sets: ranks of each process set that the rank must open again.
+        optimizers: names of the optimizers that the rank must attach to the new ranks.
     """
 
     has_state: bool
@@ -567,12 +593,12 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """Decision for one rank from the status of all ranks.
+    """Decision about the state from which one rank continues.
 
     Attributes:
         back_to: number of the commit to restore. None to keep the current state.
-        count_from: number of the next commit.
-        out_of_step: the state must be synchronised.
+        count_from: number that the next commit gets.
+        out_of_step: whether rank 0's state must be copied to all ranks.
     """
 
     back_to: int | None
@@ -581,16 +607,16 @@ class Recovery:
 
 
 def plan_recovery(statuses: Sequence[RankStatus], own: RankStatus) -> Recovery:
-    """Decide from which state all ranks continue.
+    """Decide from which state the ranks continue. Not collective: all ranks decide the same from equal arguments.
 
     Args:
-        statuses: status of all ranks, in rank order. Equal on all ranks.
+        statuses: status of all ranks, in rank order.
         own: status of this rank.
     """
     holders = [each for each in statuses if each.has_state]
     goes_back = own.has_state and any(each.restored for each in holders)
     return Recovery(
-        # A commit that has returned on some rank is held by all ranks. A newer commit may not be.
+        # If `commit` has returned on a rank, all ranks have written that commit. They may lack a newer commit.
         back_to=max(each.standing.completed for each in holders) if goes_back else None,
         count_from=1 + max(each.standing.written for each in statuses),
         out_of_step=any(each.wants_sync for each in statuses) or len(holders) < len(statuses),
@@ -598,15 +624,18 @@ def plan_recovery(statuses: Sequence[RankStatus], own: RankStatus) -> Recovery:
 
 
 def synchronise_generation(state: State, *, restored: bool, wants_sync: bool) -> bool:
-    """Attach process sets and optimizers that all ranks have, and restore the newest commit of all ranks. Collective.
+    """Prepare a new set of ranks for training. Collective.
+
+    Attach the process sets and optimizers that all ranks have. If a rank has restored a commit, restore on all ranks
+    the newest commit that all ranks have.
 
     Args:
-        state: state of the script.
-        restored: see `RankStatus`.
-        wants_sync: see `RankStatus`.
+        state: state object of the script.
+        restored: whether this rank has restored a commit, because communication failed.
+        wants_sync: whether this rank does not know if all ranks have the same state.
 
     Returns:
-        Whether the state must be synchronised.
+        Whether rank 0's state must be copied to all ranks.
 
     Raises:
         HorovodInternalError: a rank is lost.
@@ -637,7 +666,7 @@ def synchronise_generation(state: State, *, restored: bool, wants_sync: bool) ->
 
 
 def copy_root_state(state: State) -> None:
-    """Copy rank 0's state to all ranks, and record that all ranks have it. Collective.
+    """Copy rank 0's state to all ranks, and record that all ranks have this commit. Collective.
 
     Raises:
         HorovodInternalError: a rank is lost.
@@ -656,8 +685,8 @@ def resume(state: ObjectState, *, has_state: bool) -> None:
     """Load the newest checkpoint that any host can read, if no rank holds a state of this job. Collective.
 
     Args:
-        state: state to load into.
-        has_state: this rank holds the job's state.
+        state: state object that loads the checkpoint.
+        has_state: whether this rank has the job's training state already.
 
     Raises:
         ConfigError: the checkpoint belongs to another script, or names missing classes. Raised on all ranks.
@@ -692,7 +721,10 @@ def resume(state: ObjectState, *, has_state: bool) -> None:
 
 
 def _loaded(checkpoint: Checkpoint) -> tuple[Tree | None, str]:
-    """Return the content of a checkpoint, or an error text with a remedy. One rank reads it for all ranks."""
+    """Return the content of a checkpoint and an empty text, or None and an error message with a remedy.
+
+    Called on one rank, which then sends the result to all ranks.
+    """
     if checkpoint.version > checkpoints.VERSION:
         return None, (
             f"the checkpoint {checkpoint.path} has format {checkpoint.version}, but this release reads formats up to "
@@ -700,7 +732,7 @@ def _loaded(checkpoint: Checkpoint) -> tuple[Tree | None, str]:
         )
     try:
         return checkpoint.load(), ""
-    except Exception as err:  # unpickling user classes may raise any error
+    except Exception as err:  # any error, because unpickling runs code of the user's classes
         return None, (
             f"the checkpoint {checkpoint.path} cannot be loaded ({type(err).__name__}: {err}). Its file is "
             "complete, so the script has changed since it was written: restore what is missing, or move the checkpoint "
@@ -714,24 +746,26 @@ def _common(lists: Sequence[Sequence[_Name]]) -> list[_Name]:
     return [each for each in lists[0] if each in everywhere]
 
 
-Training = Callable[..., Any]  # takes the state and further arguments of the script
+Training = Callable[..., Any]  # training function of the script, called with the state and further arguments
 
 
 def run(func: Training) -> Training:
-    """Decorate `func(state, …)`: synchronise the state before each call, and restore it before a repeated call.
+    """Decorate the training function `func(state, …)`, so that training restarts after a failure or a change of ranks.
 
-    In an elastic job, all ranks call `func` again when a rank is lost (from the last commit) and when hosts were added
-    or
-    removed (from the current state). New ranks copy the state of existing ones.
+    The state is synchronised over ranks before `func` is called.
 
-    In other jobs, `func` is called again after a disagreement between ranks (`MismatchError`), which all ranks survive.
-    Other communication errors mean that a rank is lost, and end the job.
+    In an elastic job, all ranks call `func` again after a rank was lost, and continue from the last commit. They also
+    call it again after hosts were added or removed, and continue from the current state. New ranks copy the state of
+    existing ranks.
+
+    In other jobs, `func` is called again after ranks have called different collectives (`MismatchError`), because no
+    rank is lost then. Other communication errors mean that a rank is lost, and end the job.
     """
     return run_fn(func, lambda: None)
 
 
 def run_fn(func: Training, reset: Callable[[], None]) -> Training:
-    """Like `run`, with a function to call before each repetition."""
+    """Like `run`, but also call `reset` before `func` is called again."""
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
@@ -771,7 +805,7 @@ def _run_elastic(train: Callable[[], Any], state: State, reset: Callable[[], Non
             if repeated:
                 settled_job = job.current()
                 reset()
-                if job.current() is not settled_job:  # `reset` has ended the generation and begun another
+                if job.current() is not settled_job:  # `reset` has connected to a new set of ranks
                     out_of_step = synchronise_generation(state, restored=False, wants_sync=out_of_step)
                 state.on_reset()
             if out_of_step:
@@ -802,6 +836,11 @@ def _call(train: Callable[[], Any]) -> Any:
 
 
 def _leave_generation(*, together: bool = False, reason: str = "") -> None:
-    """End this rank's generation (see `job.leave`), and detach process sets and optimizers until the next one."""
+    """Disconnect this rank from the current ranks of an elastic job. Detach process sets and optimizers from them.
+
+    Args:
+        together: whether all ranks call this at the same point, because no rank is lost.
+        reason: reason that is reported to the other ranks if `together` is False.
+    """
     job.leave(together=together, reason=reason)
     detach_all()

@@ -4,18 +4,19 @@
     fully_shard(model)
     sirtaki.torch.fsdp.attach(model)
 
-FSDP gathers the parameters of each module before their use, and scatters its gradients. Without Sirtaki, FSDP over Gloo
-waits for both at once, and each uses one connection. After `attach`, gathers and scatters use several connections
-(`comm.shards`), and overlap with computation:
+FSDP all-gathers the parameters of each module before their use, and reduce-scatters the module's gradients. This
+package says *gather* and *scatter* for short. Without Sirtaki, FSDP over Gloo waits for each collective at once, and
+each collective uses one connection. After `attach`, gathers and scatters use several connections (`comm.shards`), and
+overlap with computation:
 
-    gather     launched when FSDP requests it, waited for when the module is used. FSDP prefetches some modules.
-    scatter    launched at the end of the module's backward pass, waited for when the whole pass ends, or when the next
-               scatter (or the one after it, if memory allows) needs its memory.
+    gather     launched when FSDP requests it. FSDP waits for it when it uses the module, and prefetches some modules.
+    scatter    launched at the end of the module's backward pass. FSDP waits for it when the whole backward pass ends,
+               or earlier if a later scatter needs its memory.
 
-FSDP waits for a scatter at once if its result is read earlier: if gradients are accumulated, divided, cast or
-all-reduced by FSDP, or have hooks of the user.
+FSDP waits for a scatter at once if the result is read before the backward pass ends: if FSDP accumulates, divides,
+casts or all-reduces the gradients, or if the user has registered gradient hooks.
 
-On GPUs, PyTorch's own collectives send the shards, in CUDA streams. Sirtaki tunes how far ahead parameters are
+On GPUs, PyTorch's own collectives send the shards in CUDA streams. Sirtaki then tunes how far ahead parameters are
 gathered, which parameters are kept for the backward pass, how many scatters may be in flight, and whether scatters have
 a communicator of their own.
 """
@@ -51,20 +52,21 @@ def attach(
     scatters: Choice = NoneCompressor,
     carries: bool | None = None,
 ) -> None:
-    """Let Sirtaki gather and scatter the shards of `model`, and tune both. Collective, before the first forward pass.
+    """Let Sirtaki all-gather and reduce-scatter the shards of `model`, and tune both.
 
-    Works with every launcher and every backend of the process groups, because Sirtaki opens its own connections.
-    Meshes, policies, hooks and checkpoints of FSDP stay unchanged. Groups of one rank are ignored.
+    Collective. Call it before the first forward pass. Works with every launcher and every backend of the process
+    groups, because Sirtaki opens its own connections. Meshes, policies, hooks and checkpoints of FSDP stay unchanged.
+    Process groups of one rank are ignored.
 
     Args:
-        model: a model after `fully_shard` on its blocks and then on itself. Gradients of a model after `replicate` are
-            reduced like those of a DDP model (`sirtaki.torch.ddp`).
-        gathers: compression of gathered shards: `Compression.int8`, `.fp8`, `.fp16`, `.bf16` or a custom codec.
+        model: a model whose blocks and which itself were passed to `fully_shard`. If they were passed to `replicate`,
+            Sirtaki reduces the gradients as for a DDP model (`sirtaki.torch.ddp`).
+        gathers: compression of gathered parameters: `Compression.int8`, `.fp8`, `.fp16`, `.bf16` or a custom codec.
             Modules compute with the decompressed parameters. The optimizer and checkpoints use the exact shards. Ranks
             that share memory do not compress.
         scatters: compression of gradients, which are summed after decompression.
-        carries: True lets Sirtaki send the shards. False lets PyTorch's collectives, or the user's, send the shards,
-            while Sirtaki tunes their timing. None is True for parameters on the CPU, and False for other parameters.
+        carries: True if Sirtaki sends the shards. False if PyTorch's collectives or the user's own send the shards, and
+            Sirtaki tunes only their timing. None means True for parameters on the CPU, and False for other parameters.
 
     Raises:
         ConfigError: PyTorch is too old, the model is not sharded or attached already, a module has parameters on
@@ -77,7 +79,8 @@ def attach(
     if not modules:
         raise ConfigError("attach() requires a model after fully_shard() or replicate(), but this model is not sharded")
     groups = find_groups(modules)
-    # PyTorch may carry the gradients of parameters that are sharded over one rank, but not those under replicate().
+    # With `carries=False`, PyTorch reduces the gradients of parameters that are sharded over one rank. This is not
+    # possible for parameters under `replicate()`.
     replicas = [
         group for group in groups if group.replicated and (carries is not False or group.shard_process_group is None)
     ]
@@ -95,7 +98,7 @@ def attach(
     if carries is False and any(packing):
         raise ConfigError("gathers= and scatters= cannot be used with carries=False, because PyTorch sends the shards")
     settings = Settings.from_environ()
-    if not is_initialized():  # otherwise `hvd.init()` has done so
+    if not is_initialized():  # otherwise `hvd.init()` has started logging
         start_logging(settings, dist.get_rank())
     log_unchecked_version()
     if replicas:
@@ -107,7 +110,7 @@ def attach(
     if not sharded:
         return
     connections = ShardConnections(settings, sharded, packing, carries=not devices if carries is None else carries)
-    # Models are garbage-collected at different times on different ranks.
+    # Close without waiting here, because models are garbage-collected at different times on different ranks.
     finalize(model, connections.leave)
     state = ShardedModel(sharded, connections, packing, settings)
     state.tuner = ShardTarget(state, settings)
@@ -130,11 +133,11 @@ def _codec(choice: Choice) -> Codec | None:
 
 
 def attached(model: nn.Module) -> ShardedModel | None:
-    """Return the state of an attached model. None for a model that is not attached or is replicated."""
+    """Return Sirtaki's state of an attached sharded model. None if the model is not attached or is replicated."""
     return next((owner for owner in owners_of(model) if isinstance(owner, ShardedModel)), None)
 
 
 def describe(model: nn.Module) -> str:
-    """Describe the transport of an attached model's shards, and the setting. Empty if the model is not attached."""
+    """Describe the transport of an attached model's shards, and the setting in use. Empty if it is not attached."""
     found = attached(model)
     return "" if found is None else found.describe()

@@ -1,4 +1,4 @@
-"""Gathers and scatters of a sharded model, coalesced in buckets, and the computation times of a step."""
+"""All-gathers and reduce-scatters of a sharded model, coalesced in buckets, and the computation times of a step."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from sirtaki.engine.autograd import in_backward, when_backward_ends
 from .private import FsdpGroup
 
 Packing = tuple[Codec | None, Codec | None]
-"""Codecs of gathers and of scatters. None sends shards without compression."""
+"""Codec that compresses gathers, and codec that compresses scatters. None for no compression."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
-    """Adjacent modules whose shards are coalesced into one transfer.
+    """Successive modules whose shards are coalesced into one gather and one scatter.
 
     Attributes:
-        first: first module in the order of use. Its gradients are scattered last.
-        last: last module in the order of use. Its parameters are gathered last in the forward pass.
-        again: module whose parameters are gathered last for the backward pass.
+        first: first module of the bucket in the order of use. In the backward pass, its gradients are scattered last.
+        last: last module of the bucket in the order of use. In the forward pass, its parameters are gathered last.
+        again: module of the bucket whose parameters are gathered last for the backward pass.
     """
 
     first: FsdpGroup
@@ -38,14 +38,14 @@ class Bucket:
 
 
 class JointTransfers:
-    """Gathers and scatters of one model. The transfers of a bucket are collected and launched as one.
+    """Launcher of a model's gathers and scatters. Those of one bucket are collected and launched as one transfer.
 
     Attributes:
-        buckets: bucket of each coalesced group.
-        hooked: groups that have gradient hooks of the user on at least one rank.
-        packing: codecs of gathers and scatters.
-        most_scatters: limit of scatters in flight.
-        waited_s: seconds that the training thread has waited for transfers so far.
+        buckets: bucket of each parameter group that is coalesced with others.
+        hooked: parameter groups for which the user has registered gradient hooks on at least one rank.
+        packing: codecs that compress gathers and scatters.
+        most_scatters: maximum number of scatters in flight.
+        waited_s: seconds for which the training thread has waited for transfers so far.
     """
 
     def __init__(self, packing: Packing) -> None:
@@ -53,32 +53,34 @@ class JointTransfers:
         self.hooked: set[FsdpGroup] = set()
         self.packing, self.most_scatters, self.waited_s = packing, 1, 0.0
         self._in_flight: list[ShardWork | JointScatter] = []
-        self._gathering: tuple[object, JointGather] | None = None  # not launched, or the last one launched
-        self._scattering: tuple[object, JointScatter] | None = None  # not launched
+        self._gathering: tuple[object, JointGather] | None = (
+            None  # bucket that is being collected, or was launched last
+        )
+        self._scattering: tuple[object, JointScatter] | None = None  # bucket that is being collected
 
     @property
     def has_scatters(self) -> bool:
-        """Return whether scatters are in flight or collected."""
+        """Return whether a scatter is in flight or waits for the rest of its bucket."""
         return bool(self._in_flight) or self._scattering is not None
 
     def bucket_of_gather(self, group: FsdpGroup) -> Bucket | None:
-        """Return the bucket of FSDP's next gather of `group`.
+        """Return the bucket of the gather of `group` that FSDP requests now.
 
-        None for a gather requested by the user (`unshard`). It must be launched at once, because ranks may wait for it
-        at different points.
+        None if the gather must be launched at once. The user has requested such a gather (`unshard`), and ranks may
+        wait for it at different points.
         """
         return self.buckets.get(group) if group.phase in ("FORWARD", "PRE_BACKWARD") else None
 
     def gather(
         self, group: FsdpGroup, lanes: ShardLanes, rows: Sequence[torch.Tensor], shard: torch.Tensor
     ) -> tuple[ShardWork | JointGather, Callable[[], None] | None]:
-        """Gather the parameters of `group`. Collective, non-blocking.
+        """Gather the parameters of `group`, or collect the gather with others of its bucket. Collective, non-blocking.
 
-        FSDP requests the modules of a bucket one after the other. The bucket is launched with its last module, or
-        earlier if FSDP waits for one of its modules.
+        FSDP requests the modules of a bucket one after the other. The bucket is launched when FSDP requests its last
+        module, or earlier if FSDP waits for one of its modules.
 
         Returns:
-            The work, and a function to call when it has ended.
+            The work to wait for, and a function to call when the work has ended.
         """
         bucket, (codec, _) = self.bucket_of_gather(group), self.packing
         kind = bucket, lanes, shard.dtype
@@ -95,7 +97,7 @@ class JointTransfers:
         return joint, unpack
 
     def launch_gathers(self) -> None:
-        """Launch the bucket whose gathers have been collected, if there is one. Collective, non-blocking."""
+        """Launch the gathers that have been collected so far, if there are any. Collective, non-blocking."""
         gathering, self._gathering = self._gathering, None
         if gathering is not None:
             gathering[1].send()
@@ -110,15 +112,15 @@ class JointTransfers:
         *,
         waits: bool,
     ) -> None:
-        """Scatter the gradients of `group`, in the backward pass. Collective.
+        """Reduce-scatter the gradients of `group`, or collect the scatter with others of its bucket. Collective.
 
         Args:
-            group: the parameter group.
-            lanes: lanes between the ranks of the group.
+            group: parameter group whose gradients the backward pass has computed.
+            lanes: connections between the ranks of the group.
             whole: gradients of this rank, in the layout of `ShardLanes.scatter`.
-            part: memory for this rank's shard of the result.
-            recipe: reduction, and factor of the result.
-            waits: wait for the result before returning, instead of at the end of the backward pass.
+            part: memory for this rank's shard of the reduced gradients.
+            recipe: the reduction, and a factor by which its result is multiplied.
+            waits: whether to wait for the result before returning, instead of at the end of the backward pass.
         """
         bucket, (_, codec), (op, scale) = self.buckets.get(group), self.packing, recipe
         kind = bucket, lanes, whole.dtype, recipe
@@ -140,7 +142,7 @@ class JointTransfers:
             self.launch_scatters()
 
     def launch_scatters(self) -> None:
-        """Launch the bucket whose scatters have been collected, if there is one. Collective."""
+        """Launch the scatters that have been collected so far, if there are any. Collective."""
         scattering, self._scattering = self._scattering, None
         if scattering is not None:
             self.make_room()
@@ -151,15 +153,15 @@ class JointTransfers:
         """Wait for scatters in flight until one more may be launched.
 
         Raises:
-            CommError: one of them failed.
+            CommError: one of the scatters failed.
         """
         self._wait(left=self.most_scatters - 1)
 
     def wait(self) -> None:
-        """Launch the scatters that have been collected. Wait for all scatters.
+        """Launch the scatters that have been collected, then wait for all scatters in flight.
 
         Raises:
-            CommError: one of them failed.
+            CommError: one of the scatters failed.
         """
         self.launch_scatters()
         self._wait(left=0)
@@ -171,7 +173,7 @@ class JointTransfers:
             self.wait_for(work)
 
     def wait_for(self, work: ShardWork | JointGather | JointScatter) -> None:
-        """Wait for one transfer.
+        """Block until one transfer has ended, and count the time in `waited_s`.
 
         Raises:
             CommError: the transfer failed.
@@ -182,10 +184,10 @@ class JointTransfers:
 
 
 class StepTrace:
-    """Computation times of one step, per module, without waits of the training thread for transfers.
+    """Recorder of the computation time of each module in one step. Excludes time that the thread waits for transfers.
 
     Attributes:
-        begun_s: begin of the step (`time.perf_counter`).
+        begun_s: time at which the step began (`time.perf_counter`).
     """
 
     def __init__(self, transfers: JointTransfers) -> None:
@@ -193,10 +195,10 @@ class StepTrace:
         self._computed_s = self.begun_s - transfers.waited_s
         self._forward: dict[FsdpGroup, float] = {}
         self._backward: dict[FsdpGroup, float] = {}
-        self._now: FsdpGroup | None = None  # used in the forward pass
+        self._now: FsdpGroup | None = None  # parameter group that the forward pass is using
 
     def used(self, group: FsdpGroup | None) -> None:
-        """Record that the forward pass begins to use `group`. None ends the forward pass."""
+        """Record that the forward pass begins to use the parameters of `group`. None if the forward pass has ended."""
         self._add(self._forward, self._now)
         self._now = group
 
@@ -205,14 +207,14 @@ class StepTrace:
         self._add(self._backward, group)
 
     def end(self, order: Sequence[FsdpGroup]) -> NDArray[np.float64]:
-        """End the trace.
+        """Stop recording and return the computation times of the step.
 
         Args:
-            order: groups in the order of use.
+            order: all parameter groups, in the order of use.
 
         Returns:
-            Seconds of computation, `(2 groups + 1,)`: forward pass per group, backward pass per group, rest. Infinite
-            for modules that were used twice or not at all.
+            Seconds of computation, `(2 groups + 1,)`: forward pass of each group, backward pass of each group, and rest
+            of the step. Infinite for groups that were used twice or not at all.
         """
         forward_s = [self._forward.get(group, math.inf) for group in order]
         backward_s = [self._backward.get(group, 0.0) for group in order]

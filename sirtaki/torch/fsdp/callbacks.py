@@ -1,4 +1,4 @@
-"""Callbacks through which FSDP gathers and scatters, and hooks on the modules of a sharded model."""
+"""Callbacks through which FSDP all-gathers and reduce-scatters, and hooks on the modules of a sharded model."""
 
 from __future__ import annotations
 
@@ -23,8 +23,16 @@ from .model import ShardedModel
 from .private import FsdpGroup, is_default, wrap_forward
 
 
-def install(sharded: ShardedModel, model: nn.Module, modules: Iterable[Any]) -> None:  # Any: FSDP's modules
-    """Register callbacks for FSDP's gathers and scatters, and hooks on the modules of `model`. Not collective."""
+def install(sharded: ShardedModel, model: nn.Module, modules: Iterable[Any]) -> None:  # Any: FSDPModules
+    """Replace FSDP's all-gathers and reduce-scatters by callbacks, and register hooks on the modules of `model`.
+
+    Not collective.
+
+    Args:
+        sharded: Sirtaki's state of the model, which the callbacks and hooks call.
+        model: the sharded model.
+        modules: modules of `model` that FSDP shards.
+    """
     carries = sharded.connections.carries
     for group in sharded.groups:
         group.set_owner(sharded)
@@ -50,7 +58,7 @@ def install(sharded: ShardedModel, model: nn.Module, modules: Iterable[Any]) -> 
 
 
 class GatherWork(dist.Work):
-    """Gather that FSDP waits for before it uses a module."""
+    """A gather in flight, for which FSDP waits before it uses the module."""
 
     def __init__(
         self, transfers: JointTransfers, work: ShardWork | JointGather, *then: Callable[[], None] | None
@@ -59,7 +67,7 @@ class GatherWork(dist.Work):
         self._transfers, self._work, self._then = transfers, work, then
 
     def wait(self, timeout: object = None) -> bool:
-        """Block until all shards have arrived. FSDP sets no time limit."""
+        """Block until the gather has ended. `timeout` is ignored, because FSDP sets none."""
         self._transfers.wait_for(self._work)
         then, self._then = self._then, ()
         for act in then:
@@ -73,17 +81,20 @@ class GatherWork(dist.Work):
 
 
 class AllGatherCallback:
-    """FSDP's `AllGather` of one parameter group. Gathers parameters, or returns kept ones in a backward pass.
+    """Callback that FSDP calls to all-gather one parameter group.
+
+    It gathers the parameters. In a backward pass, it returns the parameters that were kept since the forward pass, if
+    the setting keeps them.
 
     Attributes:
-        carrier: collective that FSDP would use. None if Sirtaki gathers the shards.
-        can_keep: True if only this callback uses the memory that is allocated for parameters.
+        carrier: collective of PyTorch or of the user that gathers the shards. None if Sirtaki gathers them.
+        can_keep: whether gathered parameters may be kept, because only this callback uses their memory.
     """
 
     def __init__(self, model: ShardedModel, group: FsdpGroup, carrier: Any) -> None:
         self._model, self._group, self.carrier = model, group, carrier
         self.can_keep = carrier is None or is_default(carrier)
-        self._kept: torch.Tensor | None = None  # result of the next gather
+        self._kept: torch.Tensor | None = None  # kept parameters, which the next call returns instead of gathering
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return memory for the gathered parameters. Called by FSDP before each gather."""
@@ -97,13 +108,16 @@ class AllGatherCallback:
         joint = model.transfers.bucket_of_gather(self._group) is not None
         if lanes is None or kept is not None or model.keeper_of(self._group) or joint:
             return torch.empty(numel, dtype=dtype, device=device)
-        model.transfers.launch_gathers()  # because queued gathers need memory too
+        model.transfers.launch_gathers()  # first, because collected gathers need memory for their parameters too
         return lanes.gather_memory(numel, dtype)
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Gather. Ignore `async_op`: FSDP waits for the returned work when it uses the parameters."""
+        """Gather the parameters. Called by FSDP, which waits for the returned work when it uses the parameters.
+
+        `async_op` is ignored: the gather is always asynchronous.
+        """
         model, kept, self._kept = self._model, self._kept, None
         model.record_gather(self._group)
         if kept is not None and kept.numel() == output_tensor.numel():
@@ -112,7 +126,8 @@ class AllGatherCallback:
         if keeper is True:
             model.keep(self._group, output_tensor)
         lanes = model.lanes(group)
-        if self.carrier is not None or lanes is None:  # no lanes: the process group was created after `attach`
+        # Sirtaki has no lanes (connections) for a process group that was created after `attach`.
+        if self.carrier is not None or lanes is None:
             gather = self.carrier or dist.all_gather_into_tensor
             work: dist.Work | None = gather(output_tensor, input_tensor, group=group, async_op=async_op)
             return work
@@ -129,24 +144,24 @@ class AllGatherCallback:
 
 
 class ReduceScatterCallback:
-    """FSDP's `ReduceScatter` of one parameter group.
+    """Callback that FSDP calls to reduce-scatter the gradients of one parameter group.
 
     Attributes:
-        carrier: collective that FSDP would use. None if Sirtaki scatters the gradients.
+        carrier: collective of PyTorch or of the user that scatters the gradients. None if Sirtaki scatters them.
     """
 
     def __init__(self, model: ShardedModel, group: FsdpGroup, carrier: Any) -> None:
         self._model, self._group, self.carrier = model, group, carrier
-        self._whole: torch.Tensor | None = None  # whole gradient, whose shard FSDP allocates next
+        self._whole: torch.Tensor | None = None  # memory of the whole gradient, until FSDP allocates the shard's memory
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return memory. Called by FSDP for the whole gradient, then for the shard of this rank."""
+        """Allocate memory for gradients. FSDP calls this for the whole gradient, then for the shard of this rank."""
         if self.carrier is not None:
             return cast(torch.Tensor, self.carrier.allocate(size, dtype=dtype, device=device))
         (numel,), transfers = size, self._model.transfers
         if self._group in transfers.buckets:
             return torch.empty(numel, dtype=dtype, device=device)
-        transfers.launch_scatters()  # because queued scatters need memory too
+        transfers.launch_scatters()  # first, because collected scatters need memory for their gradients too
         transfers.make_room()
         lanes, whole, self._whole = self._model.lanes(self._group.shard_process_group), self._whole, None
         if lanes is None or (whole is not None and (whole.dtype, whole.numel()) == (dtype, numel * lanes.control.size)):
@@ -157,7 +172,10 @@ class ReduceScatterCallback:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        """Scatter. Wait only if FSDP or a user's hook reads the result before the backward pass ends."""
+        """Reduce-scatter the gradients. Called by FSDP.
+
+        Wait for the result only if FSDP or a user's hook reads it before the backward pass ends.
+        """
         model, lanes = self._model, self._model.lanes(group)
         recipe = None if lanes is None else _recipe(op, group.size())
         model.record_scatter(self._group)
@@ -166,7 +184,7 @@ class ReduceScatterCallback:
             work: dist.Work | None = scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
             return work
         waits = (
-            recipe[1] == 1.0  # FSDP divides the sum by itself
+            recipe[1] == 1.0  # FSDP itself divides the sum, so it reads the result
             or self._group in model.transfers.hooked
             or self._group.has_gradient_hooks
             or self._group.reads_scatter_result(output_tensor.dtype)
@@ -175,8 +193,8 @@ class ReduceScatterCallback:
         return None
 
 
-def _recipe(op: Any, size: int) -> tuple[ReduceOp, float] | None:  # Any: its type is PyTorch's and private
-    """Return the reduction and the factor of its result, or None if lanes do not support `op`."""
+def _recipe(op: Any, size: int) -> tuple[ReduceOp, float] | None:  # Any: a type that is private to PyTorch
+    """Return the reduction and the factor for its result. None if Sirtaki's lanes (connections) do not support `op`."""
     whole: Any = TorchOp(op) if isinstance(op, TorchOp.RedOpType) else op
     kind, factor = whole.__getstate__()
     if kind == TorchOp.AVG:

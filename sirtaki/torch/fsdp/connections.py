@@ -1,4 +1,8 @@
-"""Connections between the ranks of a sharded model: Sirtaki's lanes, or PyTorch's own collectives."""
+"""Connections between the ranks of a sharded model.
+
+Sirtaki sends shards over its own connections, called *lanes*. Or PyTorch's collectives send the shards, and Sirtaki
+only tunes their settings.
+"""
 
 from __future__ import annotations
 
@@ -30,30 +34,30 @@ from .private import FsdpGroup, Ranks, collective_name, is_default, ranks_of
 logger = logging.getLogger(__name__)
 
 LEAVE_S = 5.0
-"""Limit in seconds for which a rank that deletes a model waits for the other ranks to delete it too."""
+"""Maximum time in seconds for which a rank that has deleted a model waits for the other ranks to delete it too."""
 
 
 class ShardConnections:
-    """Connections between the ranks of each process group of a model. Refers to no module of the model.
+    """Connections between the ranks of each process group of a model. Holds no reference to the model's modules.
 
     Attributes:
         carries: True if Sirtaki sends the shards, False if PyTorch does.
-        lanes: lanes by the ranks that they connect. Empty if PyTorch sends the shards.
-        control: control plane of the process group that contains the ranks of all process groups. None without such a
-            process group, or if all process groups have one rank.
-        lanes_of_all: lanes between the ranks of the largest process group. None if PyTorch sends the shards.
-        searching: True while a search is in progress, on the rank that decides.
+        lanes: Sirtaki's connections, by the ranks that they connect. Empty if PyTorch sends the shards.
+        control: control plane between the ranks of the largest process group, if this contains the ranks of all other
+            process groups. None if there is no such process group, or if all process groups have one rank.
+        lanes_of_all: connections between the ranks of the largest process group. None if PyTorch sends the shards.
+        searching: on the rank that decides about settings, whether the tuner still searches.
     """
 
     searching = False
 
     def __init__(self, settings: Settings, groups: Sequence[FsdpGroup], packing: Packing, *, carries: bool) -> None:
-        """Open the connections. Collective.
+        """Open the connections between the ranks of each process group. Collective.
 
         Args:
-            settings: settings of this process.
+            settings: values of Sirtaki's environment variables.
             groups: parameter groups of the model.
-            packing: codecs of gathers and scatters.
+            packing: codecs that compress gathers and scatters.
             carries: True if Sirtaki sends the shards, False if PyTorch does.
 
         Raises:
@@ -63,7 +67,7 @@ class ShardConnections:
         self._settings, self.carries = settings, carries
         self.lanes: dict[Ranks, ShardLanes] = {}
         self._controls: dict[Ranks, ControlPlane] = {}
-        self._meshes: list[tuple[Communicator, Communicator]] = []  # with a duplicate for the last barrier
+        self._meshes: list[tuple[Communicator, Communicator]] = []  # with a duplicate for `close`
         for group in groups:
             for process_group in group.all_process_groups:
                 self._open(process_group, groups, packing)
@@ -108,19 +112,22 @@ class ShardConnections:
             logger.info("shards of %d modules between %d ranks: %s; %s", len(groups), len(ranks), how, then)
 
     def leave(self) -> None:
-        """Close the connections when all ranks have called this method. Non-blocking. Called for a deleted model."""
+        """Close the connections in a thread, once all ranks have called this. Called when the model is deleted.
+
+        Non-blocking.
+        """
         forget_at_exit(self.close)
-        if self._controls:  # otherwise the process ends and has closed the connections
+        if self._controls:  # otherwise the process is exiting, and `close` has been called
             threading.Thread(target=self.close, name="sirtaki-leave").start()
 
     def close(self) -> None:
-        """Wait some seconds for the other ranks to leave, then close the connections."""
+        """Wait up to `LEAVE_S` for the other ranks to delete the model, then close the connections."""
         lanes, self.lanes, controls, self._controls = self.lanes, {}, self._controls, {}
         if self.searching:
             self.searching = False
             logger.info("the job ends while settings are tried: none is kept, the next job begins anew")
         for (mesh, farewell), ranks in zip(self._meshes, controls, strict=False):
-            with suppress(CommError):  # all ranks have received the error
+            with suppress(CommError):  # the connections have failed before, and all ranks have received the error
                 if not leave_together(farewell, LEAVE_S):
                     mesh.abort(f"rank {mesh.rank} has exited, or has deleted a sharded model that other ranks use")
             farewell.free()
@@ -130,16 +137,19 @@ class ShardConnections:
 
 
 class PytorchCollectives:
-    """Settings of PyTorch's own collectives under FSDP: limit of scatters in flight, own communicator of scatters."""
+    """Settings of PyTorch's own collectives under FSDP, which Sirtaki tunes.
+
+    They are the maximum number of scatters in flight, and whether scatters have a communicator of their own.
+    """
 
     def __init__(self, groups: Sequence[FsdpGroup], control: ControlPlane | None) -> None:
         self._groups, self._control = groups, control
-        self._made: dict[Ranks, dist.ProcessGroup] = {}  # process groups of scatters
+        self._made: dict[Ranks, dist.ProcessGroup] = {}  # process groups that were created for scatters only
 
     def choices(self) -> tuple[tuple[int, ...], int]:
-        """Return the numbers of communicators to try, and the limit of scatters in flight.
+        """Return the numbers of communicators to try, and the largest number of scatters in flight to try.
 
-        Values that the user has set are the only choice.
+        If the user has set one of the values, the tuner tries no other.
         """
         groups = self._groups
         if not all(is_default(group.collectives[1]) for group in groups):
@@ -151,7 +161,7 @@ class PytorchCollectives:
         return (1,) if fixed else (1, 2), MOST_SCATTERING if can_set else 1
 
     def apply(self, now: ShardKnobs, knobs: ShardKnobs) -> None:
-        """Change from setting `now` to `knobs`. Collective, between two steps."""
+        """Change PyTorch's collectives from the setting `now` to `knobs`. Collective, between two steps."""
         if knobs.scattering != now.scattering:
             for group in self._groups:
                 group.set_most_scatter_buffers(knobs.scattering)
@@ -164,14 +174,17 @@ class PytorchCollectives:
                 for group, ranks in sharded.items():
                     if ranks not in self._made:
                         self._made[ranks] = group_beside(group.shard_process_group, group.device, token)
-            except (AttributeError, TypeError) as err:  # on all ranks, because they have the same PyTorch
+            except (AttributeError, TypeError) as err:  # raised on all ranks, because they use the same PyTorch
                 logger.debug("scatters cannot have a communicator of their own: %s", err)
                 return
         for group, ranks in sharded.items():
             group.set_own_scatter_process_group(self._made[ranks], use=knobs.streams > 1)
 
     def release_unused(self, knobs: ShardKnobs) -> None:
-        """Destroy the process groups of scatters if the final setting does not use them. Collective."""
+        """Destroy the process groups that were created for scatters, if the final setting does not use them.
+
+        Collective.
+        """
         if knobs.streams == 1:
             for made in self._made.values():
                 dist.destroy_process_group(made)
@@ -179,7 +192,7 @@ class PytorchCollectives:
 
 
 def describe_pytorch(groups: Sequence[FsdpGroup]) -> str:
-    """Return the names of PyTorch's backends for the shards, and of the user's own collectives."""
+    """Return the names of the PyTorch backends and of the user's collectives that send the shards, for messages."""
     backends = " and ".join(sorted({backend_name(group.shard_process_group, group.device) for group in groups}))
     own = {collective_name(each) for group in groups for each in group.collectives if not is_default(each)}
     return ", ".join([f"PyTorch's {backends}", *sorted(own)])

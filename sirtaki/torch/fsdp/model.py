@@ -1,8 +1,8 @@
-"""State of a model under `fully_shard` whose shards Sirtaki carries or tunes.
+"""State of a model under `fully_shard` whose shards Sirtaki sends, or whose collectives it tunes.
 
-FSDP gathers the parameters of each module before their use, and scatters the gradients afterwards. `ShardedModel`
-decides how far ahead FSDP gathers, which modules keep their parameters for the backward pass, and which modules' shards
-are coalesced.
+FSDP all-gathers the parameters of each module before their use (gather), and reduce-scatters the gradients afterwards
+(scatter). `ShardedModel` decides how far ahead FSDP gathers, which modules keep their parameters for the backward pass,
+and which modules' shards are coalesced.
 """
 
 from __future__ import annotations
@@ -30,38 +30,45 @@ from .private import FsdpGroup, ranks_of
 logger = logging.getLogger(__name__)
 
 AS_PYTORCH = ShardKnobs(streams=1, ahead=0, behind=1)
-"""Setting of FSDP without Sirtaki."""
+"""Setting that behaves like FSDP without Sirtaki."""
 
 
 class StepObserver(Protocol):
-    """The tuner of a sharded model."""
+    """Interface of the tuner of a sharded model, which is called after each step."""
 
     def end_step(self) -> None:
-        """End a step. Collective, with nothing in flight."""
+        """Record that a training step has ended. Collective. Called while no transfer is in flight."""
         ...
 
     def give_up(self, why: str) -> None:
-        """Stop tuning, because steps can no longer be compared. Collective, with nothing in flight."""
+        """Stop tuning, because the times of steps cannot be compared any more, and log `why`.
+
+        Collective. Called while no transfer is in flight.
+        """
         ...
 
 
 class ShardedModel:
-    """State of one sharded model.
+    """State of one sharded model: its parameter groups, its connections, and the setting of its gathers and scatters.
+
+    A *lane* is a set of Sirtaki's connections between ranks.
 
     Attributes:
-        groups: parameter groups, in the order of `model.modules()`.
-        order: parameter groups in the order of use, recorded in the first forward pass with gradients. Empty if modules
-            are used in different orders.
+        groups: parameter groups of FSDP, in the order of `model.modules()`.
+        order: parameter groups in the order of use, recorded in the first forward pass with gradients. Empty if forward
+            passes use modules in different orders.
         connections: connections between the ranks of the model.
         pytorch: settings of PyTorch's collectives.
-        transfers: gathers and scatters.
-        given: codecs that the user has chosen.
-        node_ranks: number of ranks per node, if they can keep gathered parameters together. Otherwise 0.
-        near: lanes within a node, if the ranks of a node may keep gathered parameters together.
+        transfers: launcher of gathers and scatters.
+        given: codecs that the user has chosen for gathers and scatters.
+        node_ranks: number of ranks per node, if the ranks of a node can divide kept parameters among them. Otherwise 0.
+        near: lanes (connections) within a node, over which its ranks gather parameters that they keep together. None
+            if they do not.
         knobs: the setting in use.
-        trace: trace of the step in progress. None if the step is not traced.
-        sets_prefetch: True if Sirtaki sets the prefetch, because the user has not. Set together with `order`.
-        tuner: observes the end of each step.
+        trace: recorder of computation times in the current step. None if this step is not recorded.
+        sets_prefetch: whether Sirtaki sets which modules FSDP prefetches, because the user has not. Set together with
+            `order`.
+        tuner: tuner, which is called at the end of each step.
     """
 
     tuner: StepObserver
@@ -69,20 +76,27 @@ class ShardedModel:
     def __init__(
         self, groups: Sequence[FsdpGroup], connections: ShardConnections, given: Packing, settings: Settings
     ) -> None:
-        """Create the state. Collective."""
+        """Create the state of a model. Collective.
+
+        Args:
+            groups: parameter groups of FSDP, in the order of `model.modules()`.
+            connections: connections between the ranks of the model.
+            given: codecs that the user has chosen for gathers and scatters.
+            settings: values of Sirtaki's environment variables.
+        """
         self.groups, self.connections, self.given = groups, connections, given
         self.pytorch = PytorchCollectives(groups, connections.control)
         self.transfers, self.knobs = JointTransfers(given), AS_PYTORCH
         self.order: Sequence[FsdpGroup] = ()
-        self._order_known = False  # `order` is final
+        self._order_known = False  # whether `order` has been recorded
         self._places: dict[FsdpGroup, int] = {}
         self.sets_prefetch = False
         self.trace: StepTrace | None = None
-        self._used: list[FsdpGroup] = []  # in this forward pass
-        self._in_forward = self._with_gradients = False  # of the whole model
-        self._prefetched: list[FsdpGroup] = []  # gathered in this forward pass, used or not
-        self._scattered = False  # since the model was called
-        self._kept: dict[FsdpGroup, torch.Tensor] = {}  # whole parameters, or this rank's part of them
+        self._used: list[FsdpGroup] = []  # groups that this forward pass has used
+        self._in_forward = self._with_gradients = False  # whether the whole model's forward runs, with grad enabled
+        self._prefetched: list[FsdpGroup] = []  # groups that this forward pass has gathered, used or not
+        self._scattered = False  # whether gradients have been scattered since the last call of the model
+        self._kept: dict[FsdpGroup, torch.Tensor] = {}  # kept parameters: whole, or this rank's part
         self.near: ShardLanes | None = None
         self.node_ranks = self._count_node_ranks()
         if self.node_ranks:
@@ -102,28 +116,31 @@ class ShardedModel:
         return lanes.control.local_size
 
     def lanes(self, process_group: dist.ProcessGroup) -> ShardLanes | None:
-        """Return the lanes between the ranks of a process group. None if PyTorch sends the shards."""
+        """Return Sirtaki's connections between the ranks of a process group. None if PyTorch sends the shards."""
         return self.connections.lanes.get(ranks_of(process_group))
 
     def describe(self) -> str:
-        """Describe the transport of the shards, and the setting."""
+        """Describe the transport of the shards and the setting in use, for messages."""
         return f"{self.carriers}, {self.knobs.describe()}"
 
     @property
     def carriers(self) -> str:
-        """Describe the transport of the shards."""
+        """Describe the transport of the shards, for messages."""
         if self.connections.carries:
             return " and ".join(sorted({lanes.kind.value for lanes in self.connections.lanes.values()}))
         return describe_pytorch(self.groups)
 
     @property
     def whole_bytes(self) -> tuple[int, ...]:
-        """Return the bytes of each module's gathered parameters, in the order of use."""
+        """Return the size in bytes of each module's gathered parameters, in the order of use."""
         return tuple(group.n_bytes[0] for group in self.order)
 
     @property
     def joinable(self) -> tuple[int, ...]:
-        """Return the places, in the order of use, of modules that can be coalesced with the module before."""
+        """Return the indices of the modules whose shards can be coalesced with those of the module before.
+
+        Indices count modules in the order of use.
+        """
         if not self.connections.carries or not self.sets_prefetch:
             return ()
         layouts = [group.layout for group in self.order]
@@ -131,24 +148,33 @@ class ShardedModel:
 
     @property
     def dropped(self) -> tuple[int, ...]:
-        """Return the places, in the order of use, of modules that FSDP gathers again for the backward pass."""
+        """Return the indices of the modules whose parameters FSDP gathers again for the backward pass.
+
+        Indices count modules in the order of use.
+        """
         return tuple(place for place, group in enumerate(self.order) if self._can_keep(group))
 
     def _can_keep(self, group: FsdpGroup) -> bool:
-        """Return whether FSDP gathers the parameters again, into memory that only Sirtaki's callback uses."""
+        """Return whether the parameters of `group` can be kept from the forward pass until the backward pass.
+
+        FSDP must gather them again for the backward pass, into memory that only Sirtaki's callback uses.
+        """
         # The user may have replaced the callback by one without `can_keep`.
         return group.gathered_again and getattr(group.collectives[0], "can_keep", False)
 
     # ── settings ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def run(self, knobs: ShardKnobs) -> None:
-        """Use a setting from the next step on. Keep the streams if new ones cannot open. Collective, between steps."""
+        """Use a setting from the next step on. Collective, between steps.
+
+        If its number of connections cannot be opened, the connections in use stay.
+        """
         if (lanes := self.connections.lanes_of_all) is None:
             self.pytorch.apply(self.knobs, knobs)
         elif knobs.streams != self.knobs.streams:
             try:
                 lanes.use(knobs.streams)
-            except TransportError as err:  # on all ranks; the connections in use stay open
+            except TransportError as err:  # raised on all ranks; the connections in use stay open
                 logger.debug("%d streams cannot be used: %s", knobs.streams, err)
         if lanes is not None and knobs.joined:  # buckets must be the same on all ranks
             hooked = lanes.control.maximum(np.array([float(group.has_gradient_hooks) for group in self.groups]))
@@ -156,7 +182,7 @@ class ShardedModel:
         self.apply(knobs)
 
     def apply(self, knobs: ShardKnobs) -> None:
-        """Use a setting from the next forward pass on, without opening streams. Not collective."""
+        """Use a setting from the next forward pass on, without opening connections. Not collective."""
         self.knobs, self.transfers.most_scatters = knobs, knobs.scattering
         gathers, scatters = knobs.codecs
         self.transfers.packing = self.given[0] or gathers, self.given[1] or scatters
@@ -167,7 +193,7 @@ class ShardedModel:
             ahead = order[first + 1 : buckets[min(number + knobs.ahead, len(buckets) - 1)][-1] + 1]
             behind = order[buckets[max(0, number - knobs.behind)][0] : last][::-1]
             if len(bucket) == 1 and knobs.behind == 1 and not knobs.joined:
-                behind = ()  # FSDP prefetches one module by itself
+                behind = ()  # because FSDP by itself prefetches one module in the backward pass
             for place in bucket if self.sets_prefetch else ():
                 order[place].set_prefetch(ahead if place == first else (), behind if place == last else ())
             if len(bucket) > 1:
@@ -178,26 +204,27 @@ class ShardedModel:
     # ── forward passes ───────────────────────────────────────────────────────────────────────────────────────────
 
     def begin_forward(self, group: FsdpGroup | None, *_: object) -> None:
-        """Begin a forward pass of the whole model, whose own parameters are in `group`. Forward pre-hook.
+        """Begin a forward pass of the whole model. End the last step if it had a backward pass. Forward pre-hook.
 
-        If gradients have been scattered since the last call, a step has ended and nothing is in flight.
+        Args:
+            group: parameter group of the model's own parameters. None if all parameters belong to its blocks.
         """
         if in_backward():
             return
         distributed_autograd.refuse_sharded()
-        self.transfers.wait()  # for scatters of a backward pass that has failed
+        self.transfers.wait()  # because scatters of a failed backward pass may still be in flight
         self._drop_prefetched()
         self._kept.clear()
         self._in_forward = True
         self._with_gradients, self._used = torch.is_grad_enabled(), []
-        if self._scattered and self._with_gradients:  # because an evaluation may run before the step ends
+        if self._scattered and self._with_gradients:  # an evaluation without gradients does not end the step
             self._scattered = False
             if self.order:
                 self.tuner.end_step()
         self.use(group)
 
     def end_forward(self, module: nn.Module, args: object, output: object) -> None:
-        """End a forward pass of the whole model. Forward hook. `output` is None if the pass has failed."""
+        """End a forward pass of the whole model. Forward hook. `output` is None if the forward pass has failed."""
         if in_backward():
             return
         self._in_forward = False
@@ -208,8 +235,8 @@ class ShardedModel:
             self._compare_order(self._used)
 
     def use(self, group: FsdpGroup | None, *_: object) -> None:
-        """Record that a forward pass begins to use a module. Forward pre-hook."""
-        if in_backward():  # a checkpoint recomputes activations
+        """Record that a forward pass begins to use the parameters of `group`. Forward pre-hook of its module."""
+        if in_backward():  # activation checkpointing recomputes the module, which is no new use
             return
         if not self._in_forward:
             self._drop_prefetched()
@@ -219,7 +246,7 @@ class ShardedModel:
                 self.trace.used(group)
 
     def _compare_order(self, used: list[FsdpGroup]) -> None:
-        """Record the order of use in the first pass with gradients. Stop tuning if a later pass has another order."""
+        """Record the order of modules in the first forward pass. Stop tuning if a later pass has another order."""
         if not used or (self._order_known and self.order in ((), used)):
             return
         why = "modules are used in another order than before"
@@ -237,12 +264,12 @@ class ShardedModel:
         self.tuner.give_up(why)
 
     def record_gather(self, group: FsdpGroup) -> None:
-        """Record that FSDP has requested a gather, possibly a prefetch."""
+        """Record that FSDP has requested the gather of `group`, to use its parameters or to prefetch them."""
         if group.phase == "FORWARD":
             self._prefetched.append(group)
 
     def record_scatter(self, group: FsdpGroup) -> None:
-        """Record that FSDP has requested a scatter."""
+        """Record that FSDP has requested the scatter of the gradients of `group`."""
         self._scattered = True
         if self.trace is not None:
             self.trace.scattered(group)
@@ -260,11 +287,11 @@ class ShardedModel:
     # parameters, the callback returns the kept tensor, and no data is sent.
 
     def keeper_of(self, group: FsdpGroup) -> ShardLanes | bool:
-        """Return where the parameters of the next gather are kept for the backward pass.
+        """Return where the parameters of `group` are kept until the backward pass, after FSDP has gathered them.
 
         Returns:
-            Lanes within the node if the ranks of a node keep the parameters together. True if this rank keeps them,
-            False if they are not kept.
+            False if the parameters are not kept. True if this rank keeps all of them. If each rank of the node keeps a
+            part, the lanes (connections) within the node.
         """
         if not (self._in_forward and self._with_gradients) or in_backward():
             return False
@@ -276,18 +303,23 @@ class ShardedModel:
         return place in self.knobs.kept
 
     def keep(self, group: FsdpGroup, values: torch.Tensor) -> None:
-        """Keep gathered parameters for the next backward pass: all, or this rank's part of those kept by the node."""
+        """Keep gathered parameters until the next backward pass.
+
+        Args:
+            group: parameter group of the parameters.
+            values: all parameters of the group, or the part that this rank keeps for its node.
+        """
         self._kept[group] = values
 
     def take_kept(self, group: FsdpGroup) -> torch.Tensor | None:
-        """Return and release the kept parameters of `group`, or None. None outside of a backward pass."""
+        """Return and release the kept parameters of `group`. None if they are not kept, or outside a backward pass."""
         if not self._kept or not in_backward():
             return None
-        when_backward_ends(self._kept.clear)  # releases kept parameters that this pass has not used
+        when_backward_ends(self._kept.clear)  # because this backward pass may not use all kept parameters
         return self._kept.pop(group, None)
 
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Drop kept parameters that `optimizer` updates. Wait for scatters of a failed backward pass.
+        """Discard kept parameters that `optimizer` will update. Wait for scatters of a failed backward pass.
 
         Raises:
             CommError: a scatter failed.

@@ -1,8 +1,7 @@
 """Private names of PyTorch's FSDP2 (`fully_shard`, `replicate`). No other module of Sirtaki uses them.
 
-`FsdpGroup` wraps FSDP's parameter group, and `ReplicatedParam` its record of one parameter. Each method answers one
-question. FSDP's own objects do not leave this module, apart from modules, tensors, process groups and the collectives
-that the user has given to FSDP.
+`FsdpGroup` wraps FSDP's parameter group, and `ReplicatedParam` wraps FSDP's data of one parameter. Other modules get no
+objects of FSDP's internal classes, only modules, tensors, process groups and the user's collectives.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from sirtaki.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 CHECKED_WITH = ("2.13",)
-"""Versions of PyTorch with which the tests of this package have run."""
+"""PyTorch versions with which the tests of Sirtaki have run."""
 
 Ranks = tuple[int, ...]
 
@@ -40,14 +39,14 @@ USED = {
     "unsharded_grad_data unsharded_accumulated_grad unsharded_accumulated_grad_data "
     "accumulate_unsharded_grad_if_needed to_sharded_dtensor",
 }
-"""Attributes without which `attach` cannot work, by FSDP's class.
+"""Attributes of FSDP's classes, by class, that `attach` requires.
 
-Some versions lack `comm_ctx.reduce_scatter_max_input_buffers`, `mesh_info.reduce_scatter_process_group` and
-`reduce_scatter_unused_params`. Sirtaki then does without them.
+Some PyTorch versions lack `comm_ctx.reduce_scatter_max_input_buffers`, `mesh_info.reduce_scatter_process_group` or
+`reduce_scatter_unused_params`. These are optional, so they are not listed here.
 """
 
 _OWNER = "_sirtaki_attached"
-"""Name of the attribute of FSDP's parameter group that holds the object that has attached it."""
+"""Attribute of FSDP's parameter group that refers to its owner: the Sirtaki object that handles its communication."""
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:  # Any: FSDPModule is not in every PyTorch
@@ -62,11 +61,11 @@ def sharded_modules(model: nn.Module) -> list[Any]:  # Any: FSDPModule is not in
 
 
 def find_groups(modules: Iterable[Any]) -> list[FsdpGroup]:
-    """Return the parameter groups of FSDP's modules. A group of several modules is returned once.
+    """Return the parameter groups of FSDP's modules. Return a group that several modules share once.
 
     Raises:
-        ConfigError: this PyTorch lacks a private attribute; or a module has several groups; or a group has been
-            attached already.
+        ConfigError: this PyTorch lacks a private attribute that Sirtaki uses, a module has several groups, or a group
+            has been attached already.
     """
     found = dict[int, FsdpGroup]()
     for module in modules:
@@ -82,22 +81,22 @@ def find_groups(modules: Iterable[Any]) -> list[FsdpGroup]:
 
 
 def owners_of(model: nn.Module) -> Iterator[object]:
-    """Yield the owners that are attached to FSDP's parameter groups in `model`. Empty without FSDP."""
+    """Yield the owner of each attached parameter group in `model`: the Sirtaki object that communicates for it."""
     for module in model.modules():
         state = getattr(module, "_get_fsdp_state", lambda: None)()
         yield from (getattr(group, _OWNER, None) for group in getattr(state, "_fsdp_param_groups", ()))
 
 
 def wrap_forward(module: Any, before: Callable[..., None], after: Callable[..., None]) -> None:
-    """Call `before` and `after` around each forward pass that has no hooks of modules.
+    """Call `before` and `after` around each forward pass that PyTorch runs without module hooks.
 
-    Such passes begin in methods that the user has registered (`register_fsdp_forward_method`). FSDP's own hooks of
-    modules were bound before and stay as they are.
+    Such a pass is a call of a method that the user has registered with `register_fsdp_forward_method`. Ordinary forward
+    passes are not affected, because they call FSDP's module hooks, which were registered before.
 
     Args:
         module: an FSDPModule.
-        before: is called with the module and its arguments, before FSDP's hook.
-        after: is called with the module, its arguments and its output, after FSDP's hook.
+        before: function to call with the module and its arguments, before FSDP's hook.
+        after: function to call with the module, its arguments and its output, after FSDP's hook.
     """
     state = module._get_fsdp_state()
     pre_forward, post_forward = state._pre_forward, state._post_forward
@@ -118,8 +117,8 @@ class FsdpGroup:
     """A parameter group of FSDP2: its parameters are gathered together, and their gradients are reduced together.
 
     Attributes:
-        module: first FSDPModule of the group.
-        modules: all FSDPModules of the group.
+        module: first FSDPModule whose parameters are in the group.
+        modules: all FSDPModules whose parameters are in the group.
         number: index of the group in the model, equal on all ranks.
         device: device of the parameters.
         shards: number of ranks over which the parameters are sharded.
@@ -142,39 +141,50 @@ class FsdpGroup:
         self.replicated = self.replicate_process_group is not None and self.shards == 1
 
     def set_owner(self, owner: object) -> None:
-        """Store the owner of this group, for `owners_of`."""
+        """Store the owner of this group: the Sirtaki object that handles its communication."""
         setattr(self._group, _OWNER, owner)
 
     # ── process groups ───────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def all_process_groups(self) -> list[dist.ProcessGroup]:
-        """Return the process groups over which parameters are sharded, before and after the forward pass."""
+        """Return the process groups over which parameters are sharded before and after the forward pass.
+
+        They differ if the user has set `reshard_after_forward` to a number of ranks.
+        """
         meshes = (self._group.mesh_info, self._group.post_forward_mesh_info)
         return [mesh.shard_process_group for mesh in meshes if hasattr(mesh, "shard_process_group")]
 
     @property
     def gather_process_group(self) -> Any:
-        """Return the process group of the next all-gather."""
+        """Return the process group over which FSDP gathers next."""
         return self._group._all_gather_process_group
 
     @property
     def own_scatter_process_group(self) -> object:
-        """Return the process group that only scatters use, or None. "unknown" if this PyTorch does not support one."""
+        """Return the process group that FSDP uses for scatters only, or None if scatters and gathers share one.
+
+        Return "unknown" if this PyTorch does not support a separate one.
+        """
         return getattr(self._group.mesh_info, "reduce_scatter_process_group", "unknown")
 
     def set_own_scatter_process_group(self, made: dist.ProcessGroup, *, use: bool) -> None:
-        """Let scatters use `made`, or stop using it. Keep a process group that the user has set."""
+        """Let scatters use the process group `made`, or share that of gathers again. Never replace the user's own.
+
+        Args:
+            made: process group that Sirtaki has created for scatters.
+            use: True to use `made`, False to stop using it.
+        """
         if self.own_scatter_process_group in (None, made):
             self._group.mesh_info.reduce_scatter_process_group = made if use else None
 
     @property
     def most_scatter_buffers(self) -> int:
-        """Return FSDP's limit of scatters in flight. 0 if this PyTorch has no such limit."""
+        """Return FSDP's maximum number of scatters in flight. 0 if this PyTorch has no such limit."""
         return int(getattr(self._group.comm_ctx, "reduce_scatter_max_input_buffers", 0))
 
     def set_most_scatter_buffers(self, n: int) -> None:
-        """Allow `n` scatters in flight, for all groups of a model."""
+        """Set FSDP's maximum number of scatters in flight to `n`, for all parameter groups of the model."""
         self._group.comm_ctx.reduce_scatter_max_input_buffers = n
 
     # ── parameters ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -186,7 +196,7 @@ class FsdpGroup:
 
     @property
     def description(self) -> list[tuple[Any, ...]]:
-        """Return shapes, dtypes and `requires_grad` of the parameters, which must be equal on all ranks."""
+        """Return the shapes, dtypes and `requires_grad` of the group's parameters, which must be equal on all ranks."""
         return [
             (tuple(each.sharded_param.shape), str(each.sharded_param.dtype), each.sharded_param.requires_grad)
             for each in self._group.fsdp_params
@@ -194,7 +204,7 @@ class FsdpGroup:
 
     @property
     def n_bytes(self) -> tuple[int, int]:
-        """Return the bytes of the gathered parameters, and of the gradients before they are scattered."""
+        """Return the size in bytes of the gathered parameters, and that of the gradients before they are scattered."""
         policy, gathered, scattered = self._group.mp_policy, 0, 0
         for each in self._group.fsdp_params:
             numel = each.padded_sharded_param_size.numel() * self.shards
@@ -205,40 +215,44 @@ class FsdpGroup:
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """Return ranks and dtypes. Shards of two groups can be coalesced only if these are equal."""
+        """Return the ranks and dtypes of the group's transfers. Two groups can be coalesced only if these are equal."""
         policy = self._group.mp_policy
         dtypes = {policy.param_dtype or each.sharded_param.dtype for each in self._group.fsdp_params}
         return ranks_of(self.shard_process_group), self._group._use_post_forward_mesh, dtypes, policy.reduce_dtype
 
     @property
     def has_gradient_hooks(self) -> bool:
-        """Return whether the user has registered post-accumulate-grad hooks."""
+        """Return whether the user has registered post-accumulate-grad hooks on a parameter of the group."""
         return any(getattr(each.sharded_param, "_post_accumulate_grad_hooks", None) for each in self._group.fsdp_params)
 
     # ── passes ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def phase(self) -> str:
-        """Return the state of FSDP: "FORWARD", "PRE_BACKWARD", "POST_BACKWARD" or "IDLE"."""
+        """Return FSDP's training state of the group: "FORWARD", "PRE_BACKWARD", "POST_BACKWARD" or "IDLE"."""
         return str(self._group._training_state.name)
 
     @property
     def gathered_again(self) -> bool:
-        """Return whether FSDP reshards after the forward pass and gathers the parameters again over the same ranks."""
+        """Return whether FSDP gathers the parameters again for the backward pass, over the same ranks.
+
+        FSDP does so if it reshards them after the forward pass.
+        """
         return bool(self._group._reshard_after_forward and not self._group._use_post_forward_mesh)
 
     def drop_gather(self) -> bool:
-        """Discard prefetched parameters that were not used, after waiting for their gather.
+        """Wait for the gather of prefetched parameters that were not used, and discard them.
 
         Returns:
-            False if no parameters are prefetched.
+            Whether there were prefetched parameters.
         """
         if (result := self._group._all_gather_result) is None:
             return False
         self._group._all_gather_result = None
         if result.all_gather_work is not None:
             result.all_gather_work.wait()
-        self._group._wait_all_gather_streams_on_event(result.all_gather_event)  # before the next gather gets its memory
+        # The next gather must not get the memory before the copy out of it has ended.
+        self._group._wait_all_gather_streams_on_event(result.all_gather_event)
         return True
 
     def reads_scatter_result(self, dtype: torch.dtype) -> bool:
@@ -258,17 +272,17 @@ class FsdpGroup:
 
     @property
     def collectives(self) -> tuple[Any, Any]:
-        """Return the callables with which FSDP all-gathers and reduce-scatters."""
+        """Return the two callables with which FSDP all-gathers parameters and reduce-scatters gradients."""
         return self._group._all_gather_comm, self._group._reduce_scatter_comm
 
     @property
     def has_user_prefetch(self) -> bool:
-        """Return whether the user has set modules to prefetch."""
+        """Return whether the user has set which modules FSDP prefetches when it uses this one."""
         state = self.module._get_fsdp_state()
         return bool(state._states_to_forward_prefetch or state._states_to_backward_prefetch)
 
     def set_prefetch(self, forward: Iterable[FsdpGroup], backward: Iterable[FsdpGroup]) -> None:
-        """Set the groups that FSDP prefetches when this group is used, in each pass."""
+        """Set the groups that FSDP prefetches when it uses this group, in the forward and in the backward pass."""
         self.module.set_modules_to_forward_prefetch([other.module for other in forward])
         self.module.set_modules_to_backward_prefetch([other.module for other in backward])
 
@@ -281,21 +295,23 @@ class FsdpGroup:
 
     @property
     def reduces(self) -> bool:
-        """Return whether gradients of this pass are reduced (`set_requires_gradient_sync`)."""
+        """Return whether FSDP would reduce the gradients of this backward pass (`set_requires_gradient_sync`)."""
         return bool(self._group.reduce_grads)
 
     @property
     def all_reduces(self) -> bool:
-        """Return whether gradients of this pass are all-reduced (`set_requires_all_reduce`)."""
+        """Return whether FSDP would all-reduce the gradients of this backward pass (`set_requires_all_reduce`)."""
         return bool(self._group.reduce_grads and self._group.all_reduce_grads)
 
     def ignore_unused(self) -> None:
-        """Stop FSDP from reducing zeros for missing gradients, because Sirtaki removes the gradients from FSDP."""
+        """Stop FSDP from reducing zeros for missing gradients. All are missing, because Sirtaki removes them."""
         if getattr(self._group, "reduce_scatter_unused_params", False):
             self._group.reduce_scatter_unused_params = False
 
     def replicated_params(self) -> list[ReplicatedParam]:
-        """Let FSDP create the parameters that modules compute with, which it reuses in all steps. Return all.
+        """Return all parameters of the group. Let FSDP first create the copies that modules compute with.
+
+        FSDP reuses these copies in all steps.
 
         Raises:
             ConfigError: the parameters are on the meta device.
@@ -316,39 +332,43 @@ class ReplicatedParam:
     FSDP has two copies of the parameter: one for the optimizer, and one that modules compute with.
 
     Attributes:
-        group: its parameter group.
-        param: the parameter that the optimizer has, a DTensor.
-        computed: the parameter for which autograd computes gradients.
-        stand_in: the tensor that the reducer sees in place of the parameter. It never reads the values.
+        group: parameter group that contains the parameter.
+        param: copy of the parameter that the optimizer updates, a DTensor.
+        computed: copy of the parameter that modules compute with. Autograd computes its gradient.
+        stand_in: tensor that the reducer gets in place of the parameter, for its shape, its dtype and its `.grad`. It
+            has no memory of its own.
     """
 
     def __init__(self, owner: FsdpGroup, group: Any, record: Any) -> None:
         self.group, self._group, self._record = owner, group, record
         self.param, self.computed = record.sharded_param, record.unsharded_param
-        self._held: torch.Tensor | None = None  # of passes that were not to be all-reduced
+        self._held: torch.Tensor | None = None  # gradient accumulated over passes without an all-reduce
         dtype = record.reduce_dtype or self.computed.dtype
         self.stand_in = torch.zeros((), dtype=dtype, device=owner.device).expand(record.sharded_size).requires_grad_()
 
     @property
     def _local(self) -> torch.Tensor | None:
-        """Return the local values of the parameter's gradient."""
+        """Return the local tensor of the gradient that the optimizer reads. None without a gradient."""
         gradient = self._record.sharded_param.grad
         return None if gradient is None else gradient._local_tensor
 
     @property
     def _is_shared(self) -> bool:
-        """Return whether the reduced gradient can become the parameter's gradient without a copy."""
+        """Return whether the reduced gradient can become the optimizer's gradient without a copy."""
         local = self._record.sharded_param._local_tensor
         return bool(local.dtype is self.stand_in.dtype and local.device == self.stand_in.device)
 
     def begin(self) -> None:
-        """Begin a pass with the earlier gradient of the parameter, and with gradients that FSDP has accumulated."""
+        """Begin a backward pass. Start the gradient to reduce with the gradients that are accumulated already.
+
+        These are the parameter's `.grad` and the gradients that FSDP has accumulated.
+        """
         self.stand_in.grad = self._local if self._is_shared else None
         if self.group.all_reduces:
             self.take()
 
     def take(self) -> None:
-        """Remove the computed gradient from FSDP, and add it to the stand-in's gradient."""
+        """Remove the computed gradient from FSDP, and add it to the gradient to reduce (`stand_in.grad`)."""
         if (gradient := self._take_computed()) is None:
             return
         if (factor := self._group.gradient_divide_factor) is not None:
@@ -361,7 +381,7 @@ class ReplicatedParam:
             self.stand_in.grad += gradient
 
     def hold(self) -> None:
-        """Accumulate the gradient of a pass without an all-reduce."""
+        """Remove the computed gradient from FSDP, and accumulate it here until a backward pass with an all-reduce."""
         if (gradient := self._take_computed()) is not None:
             self._held = gradient if self._held is None else self._held.add_(gradient)
 
@@ -379,7 +399,7 @@ class ReplicatedParam:
         return gradient.detach().to(self.stand_in.dtype)
 
     def give(self) -> None:
-        """Set the parameter's gradient to the reduced one, and run the user's hooks of the parameter."""
+        """Store the reduced gradient in the parameter's `.grad`, and run the user's hooks on the parameter."""
         reduced, local, sharded = self.stand_in.grad, self._local, self._record.sharded_param
         if reduced is None:  # no rank has a gradient
             return
@@ -395,18 +415,21 @@ class ReplicatedParam:
             hook(sharded)
 
     def rescue(self) -> None:
-        """Move an earlier gradient out of the reducer's buffers, after a backward pass that has raised."""
+        """Restore the gradient of earlier backward passes in `.grad`, after a backward pass raised an exception.
+
+        It is in the reducer's buffer until then.
+        """
         if self._local is not None and self.stand_in.grad is not None and self._is_shared:
             self._record.sharded_param.grad = self._record.to_sharded_dtensor(self.stand_in.grad)
 
 
 def collective_name(collective: Any) -> str:
-    """Return the class name of a gather or scatter callable. For Sirtaki's callbacks, use their `carrier`."""
+    """Return the class name of a callable that gathers or scatters. For Sirtaki's callback, that of its `carrier`."""
     return type(getattr(collective, "carrier", collective)).__name__
 
 
 def is_default(collective: Any) -> bool:
-    """Return whether the callable is PyTorch's own, and not the user's."""
+    """Return whether a callable that gathers or scatters is PyTorch's default, and not the user's."""
     return collective_name(collective) in ("DefaultAllGather", "DefaultReduceScatter")
 
 
@@ -423,7 +446,7 @@ def _groups_of(module: Any) -> Sequence[Any]:
 
 
 def _require(kind: str, found: Any) -> None:
-    """Reject an object or class of FSDP that lacks an attribute which Sirtaki uses."""
+    """Raise an exception if an object or class of FSDP lacks an attribute that Sirtaki uses."""
     later = getattr(type(found), "__annotations__", ())  # attributes that FSDP sets in the first forward pass
     for name in USED[kind].split():
         if name not in later and inspect.getattr_static(found, name, _OWNER) is _OWNER:

@@ -6,16 +6,17 @@ for block in model.blocks: replicate(block)
 replicate(model)
 sirtaki.torch.fsdp.attach(model)
 
-Such a model keeps a whole copy of each parameter (`sharded_param`), and computes with another one (`unsharded_param`).
-FSDP averages the gradients of a module in one all-reduce at the end of the module's backward pass, and waits for it.
+Such a model has two whole copies of each parameter on every rank: one for the optimizer (`sharded_param`), and one that
+modules compute with (`unsharded_param`). FSDP averages the gradients of a module in one all-reduce at the end of the
+module's backward pass, and waits for it.
 
-After `attach`, a hook takes each gradient away from FSDP once autograd has computed it, so FSDP finds none to reduce.
-The reducer for DDP models all-reduces it and tunes its settings. The reducer sees a stand-in tensor for each parameter,
-which has no memory of its own and has the dtype of the reduction. At the end of the backward pass, the parameter's
-`.grad` is the reduced gradient.
+After `attach`, a hook removes each gradient from FSDP once autograd has computed it, so that FSDP finds none to reduce.
+Sirtaki's reducer for DDP models then all-reduces the gradient, and tunes its own settings. Instead of each parameter,
+the reducer gets a stand-in tensor without memory, which has the parameter's shape and the dtype of the reduction. At
+the end of the backward pass, the reduced gradient becomes the parameter's `.grad`.
 
-FSDP keeps the gradients of passes without synchronisation (`set_requires_gradient_sync(False)`). The next synchronised
-pass adds them to its own.
+FSDP accumulates the gradients of backward passes without synchronisation (`set_requires_gradient_sync(False)`). The
+next synchronised backward pass adds them to its own gradients.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ def attach(model: nn.Module, groups: Sequence[FsdpGroup], compression: Choice) -
     """Let Sirtaki reduce the gradients of parameter groups under `replicate()`. Collective.
 
     Args:
-        model: module whose forward pass is called.
-        groups: parameter groups of `replicate()` in the model.
-        compression: compression of gradients.
+        model: the whole model.
+        groups: all parameter groups of the model that are under `replicate()`.
+        compression: compression of gradients during communication.
 
     Returns:
-        The reducer of the gradients. None with one rank.
+        The reducer of the gradients. None if there is only one rank.
 
     Raises:
         ConfigError: the groups are not replicated over all ranks, or have all-reduce hooks, which Sirtaki cannot call.
@@ -82,21 +83,32 @@ def attach(model: nn.Module, groups: Sequence[FsdpGroup], compression: Choice) -
 
 
 class ReplicatedGradients(DdpGradients):
-    """Reduction of a replicated model's gradients. An iteration is a due backward pass, see `DdpGradients`."""
+    """Reduction of the gradients of a model under `replicate()`.
 
-    undefined_are_zeros = False  # as in FSDP
+    A backward pass is *due* if its gradients must be all-reduced. A due backward pass is one iteration.
+    """
+
+    undefined_are_zeros = False  # FSDP ignores undefined gradients, too
     nodes_are_kept = False
     _replicas: Collection[ReplicatedParam] = ()
     _groups: Sequence[FsdpGroup] = ()
     _mark_ready: Callable[[torch.Tensor], None]
 
     def _make_hook(self) -> Callable[[torch.Tensor], None]:
-        """Store the reducer's hook. `_take_from` calls it, because autograd never sees the stand-ins."""
+        """Return the reducer's gradient hook, and store it for `_take_from`, which calls it instead of autograd.
+
+        Autograd never calls it, because the stand-in tensors are not part of its graph.
+        """
         self._mark_ready = super()._make_hook()
         return self._mark_ready
 
     def follow(self, groups: Sequence[FsdpGroup], replicas: Mapping[str, ReplicatedParam]) -> None:
-        """Register hooks on the parameters that modules compute with. Called once."""
+        """Register a hook on each parameter copy that modules compute with, to take over its gradient. Called once.
+
+        Args:
+            groups: parameter groups under `replicate()`.
+            replicas: parameters of these groups, by name.
+        """
         self._groups, self._replicas = groups, replicas.values()
         this = weakref.ref(self)
 
@@ -110,8 +122,9 @@ class ReplicatedGradients(DdpGradients):
         ]
 
     def before_forward(self, *_: object) -> None:
-        """Make the next backward pass due, if autograd records it and FSDP would all-reduce. Forward pre-hook."""
-        if in_backward() or not torch.is_grad_enabled():  # activations are computed again
+        """Mark the next backward pass as due (to be reduced), if FSDP would all-reduce it. Forward pre-hook."""
+        # Within a backward pass, activation checkpointing recomputes a forward pass that has been recorded before.
+        if in_backward() or not torch.is_grad_enabled():
             return
         distributed_autograd.refuse_sharded()
         for group in self._groups:
@@ -120,12 +133,12 @@ class ReplicatedGradients(DdpGradients):
             self.prepare()
 
     def after_forward(self, _module: object, _inputs: object, output: object) -> None:
-        """Watch `output` for the start of the due backward pass. Forward hook."""
+        """Watch `output` for the start of a backward pass whose gradients must be all-reduced. Forward hook."""
         if not in_backward():
             self.watch(output)
 
     def _take_from(self, replica: ReplicatedParam) -> None:
-        """Remove a computed gradient from FSDP, and mark it as ready if this pass is due."""
+        """Remove the computed gradient of a parameter from FSDP. Mark it as ready if this pass must be all-reduced."""
         if replica.group.all_reduces and self._due:
             self._begin()
             replica.take()
@@ -140,13 +153,13 @@ class ReplicatedGradients(DdpGradients):
         super()._begin()
 
     def end_backward(self) -> None:
-        """End the backward pass. Set each parameter's gradient to the reduced one."""
+        """Finish a backward pass: wait for the reduction, and store the reduced gradients in `.grad`. Collective."""
         super().end_backward()
         for replica in self._replicas:
             replica.give()
 
     def fail(self) -> None:
-        """Clean up after a backward pass that has raised. Move earlier gradients out of the reducer's buffers."""
+        """Clean up after a backward pass raised an exception. Restore the gradients of earlier passes in `.grad`."""
         super().fail()
         for replica in self._replicas:
             replica.rescue()

@@ -1,4 +1,4 @@
-"""Tuning of a sharded model: a search in the first steps for the fastest setting."""
+"""Tuning of a sharded model: a search for the fastest setting of gathers and scatters during the first steps."""
 
 from __future__ import annotations
 
@@ -51,35 +51,36 @@ from .model import AS_PYTORCH, ShardedModel
 logger = logging.getLogger(__name__)
 
 UNTUNED = ShardKnobs(streams=1, ahead=2, behind=1)
-"""Two modules are gathered ahead in the forward pass, so that one is in flight while FSDP copies out another. That
-takes no more memory than the backward pass, in which FSDP gathers one ahead."""
+"""Setting before the search. FSDP prefetches two modules in the forward pass, so that one gather is in flight while
+FSDP copies out another. This takes no more memory than the backward pass, in which FSDP prefetches one module.
+"""
 
 COMMUNICATOR_BYTES = 256 << 20
-"""Assumed memory of one more NCCL communicator on a GPU, above its usual buffers."""
+"""Assumed GPU memory in bytes of one additional NCCL communicator, without its usual buffers."""
 
 PROBES_SHARE = 2.0
-"""Approximate time for measuring the network, in steps."""
+"""Approximate time for measuring the network, in multiples of a training step's time."""
 
 MOST_LATENCY = 0.5
-"""The largest share of a measured gather that counts as latency. More is a disturbance."""
+"""Maximum fraction of a measured gather's time that counts as latency. A larger value is taken for a disturbance."""
 
 MESSAGES = 16
 """Number of small gathers that are launched at once to measure the cost of one message."""
 
 LEAST_PROBE_BYTES, PROBE_BYTES, SMALL_BYTES = 1 << 20, 4 << 20, 4 << 10
-"""Bytes of the whole tensor that a probe gathers: at least, at most, and to measure latency."""
+"""Sizes in bytes of the tensor that a measurement gathers: minimum, maximum, and size for measuring latency."""
 
 WORTH_MEMORY = 0.05
-"""The least share of a step's bytes for which the log advises to allow memory."""
+"""Fraction of a step's bytes that a larger memory budget must save, for the log to advise such a budget."""
 
 MEASURED_STEPS = 10
-"""Steps whose packing loss is measured after the search."""
+"""Number of steps after the search in which the compression error is measured."""
 
 
 class ShardTarget(TunableTarget[ShardKnobs]):
-    """A sharded model as a target of tuning in step times. Its controller runs over the model's ranks.
+    """Adapter that lets the tuner minimise the step time of a sharded model over all of the model's ranks.
 
-    The result is stored in the registry and tried first by the next job.
+    The fastest setting is stored in the registry, and the next job tries it first.
     """
 
     slowest = True
@@ -89,19 +90,22 @@ class ShardTarget(TunableTarget[ShardKnobs]):
         self._control, self._lanes = model.connections.control, model.connections.lanes_of_all
         self._shares_memory = self._lanes is not None and self._lanes.kind is TransportKind.SHARED_MEMORY
         self._controller = None if self._control is None or not settings.tunes else TuningController(self._control)
-        self._key: ShardsKey | None = None  # on rank 0; None if nothing is stored
+        self._key: ShardsKey | None = None  # registry key of this model, on rank 0. None if nothing is stored
         self._memory = SettingsMemory(settings.registry)
-        self._space: ShardSpace | None = None  # on rank 0
+        self._space: ShardSpace | None = None  # search space, on rank 0
         self._step: ShardedStep | None = None
         self._begun_s = self._ended_s = 0.0
-        self._topology: str | None = None  # known once the search has begun
+        self._topology: str | None = None  # None until the search has begun
         self._on_accelerator = any(group.device.type != "cpu" for group in model.groups)
-        self._steps_to_measure = 0  # steps with packed shards whose loss is still to be measured
+        self._steps_to_measure = 0  # steps in which the compression error must still be measured
         model.apply(AS_PYTORCH if self._lanes is None else _untuned(self._lanes, len(model.groups), settings))
         self.default = model.knobs
 
     def end_step(self) -> None:
-        """Measure the step that has ended, and change the setting. Collective, with nothing in flight."""
+        """Measure the time of the step that has ended, and change the setting if the search requires it.
+
+        Collective. Called while no transfer is in flight.
+        """
         control, controller, model, lanes = self._control, self._controller, self._model, self._lanes
         if lanes is not None and lanes.losses is not None:
             self._measure_loss(lanes, lanes.losses)
@@ -111,7 +115,7 @@ class ShardTarget(TunableTarget[ShardKnobs]):
         if self._topology is None:
             traced = lanes if not self._shares_memory else None
             if traced is not None and model.trace is None:
-                model.trace = StepTrace(model.transfers)  # traces the next step; useless for prediction on one host
+                model.trace = StepTrace(model.transfers)  # to predict other settings from the next step
                 return
             remembers = self._settings.registry != REGISTRY_OFF
             self._topology = cluster_fingerprint(control, self._settings) if remembers else ""
@@ -124,13 +128,20 @@ class ShardTarget(TunableTarget[ShardKnobs]):
         self._begun_s = time.perf_counter()
 
     def recall(self) -> TuningSession[ShardKnobs] | None:
-        """Return a session that checks the setting of an earlier job; None without one. On rank 0."""
+        """Return a tuning session that checks the setting of an earlier job, or None if none is stored. Rank 0 only."""
         self._space = self._make_space()
         first = None if self._key is None else self._recall(self._key, self._space, self.default)
         return None if first is None else self._session(self._space, first)
 
     def search(self, session: TuningSession[ShardKnobs] | None) -> TuningSession[ShardKnobs]:
-        """Begin a search. On rank 0."""
+        """Begin a search for the fastest setting. Rank 0 only.
+
+        Args:
+            session: session that has checked the setting of an earlier job. None without such a setting.
+
+        Returns:
+            The tuning session of the search.
+        """
         space = self._space or self._make_space()
         if session is None:
             return self._session(space)
@@ -142,19 +153,19 @@ class ShardTarget(TunableTarget[ShardKnobs]):
         return shard_session(space, self.default, budget=budget, first=first, step=self._step)
 
     def apply(self, knobs: ShardKnobs) -> None:
-        """Run a setting from the next step on. Collective."""
+        """Use the setting `knobs` from the next step on. Collective."""
         self._model.run(knobs)
 
     def measured_s(self) -> float:
-        """Return the time of the step that has ended."""
+        """Return the time in seconds of the step that has ended."""
         return self._ended_s - self._begun_s
 
     def progress(self, session: TuningSession[ShardKnobs]) -> TuningProgress:
-        """Describe the progress of the search. On rank 0."""
+        """Return the progress of the search, for its log lines. Rank 0 only."""
         return describe_progress(session, WHOLE_STEPS)
 
     def keep(self) -> None:
-        """End the search with the setting in use. Collective."""
+        """End the search and keep the setting in use. Collective."""
         knobs, lanes = self._model.knobs, self._lanes
         self._controller = None
         self._model.connections.searching = False
@@ -163,9 +174,10 @@ class ShardTarget(TunableTarget[ShardKnobs]):
             self._steps_to_measure, lanes.losses = MEASURED_STEPS, (Loss(), Loss())
 
     def report(self, session: TuningSession[ShardKnobs]) -> None:
-        """Store and log the result. On rank 0."""
+        """Store the result of the search in the registry, and log it. Rank 0 only."""
         result, stored = session.result, False
-        # The result replaces that of an earlier job. If it is in doubt, the next job must search again.
+        # The new result replaces the result of an earlier job. A doubtful result is not stored, so that the next job
+        # searches again.
         if self._key is not None and result.n_trials > 1 and not result.doubt:
             record = ShardsRecord(
                 key=self._key,
@@ -184,7 +196,10 @@ class ShardTarget(TunableTarget[ShardKnobs]):
             logger.info("%s", advice)
 
     def give_up(self, why: str) -> None:
-        """End the search, if it has not ended, with the default. Collective, with nothing in flight."""
+        """End the search and use the default setting, unless the search has ended. Log `why`.
+
+        Collective. Called while no transfer is in flight.
+        """
         if self._lanes is not None:
             self._lanes.losses = None
         if self._controller is not None and self._control is not None:
@@ -197,12 +212,15 @@ class ShardTarget(TunableTarget[ShardKnobs]):
                 logger.info("tuning stopped, keeping the default: %s", why)
 
     def _synchronize(self) -> None:
-        """Wait until the parameters' devices have run all kernels."""
+        """Wait until the devices of the model's parameters have executed all kernels."""
         for device in {group.device for group in self._model.groups}:
             torch.get_device_module(device).synchronize(device)
 
     def _measure_loss(self, lanes: ShardLanes, losses: tuple[Loss, Loss]) -> None:
-        """Count a step with compressed shards. After the last one, log the compression error on rank 0. Collective."""
+        """Count a step in which the compression error is measured. After the last one, log the error on rank 0.
+
+        Collective.
+        """
         self._steps_to_measure -= 1
         if self._steps_to_measure:
             return
@@ -217,7 +235,7 @@ class ShardTarget(TunableTarget[ShardKnobs]):
             logger.info("packed as SIRTAKI_LOSSY allows: %s (all ranks, %d steps)", "; ".join(found), MEASURED_STEPS)
 
     def _choices(self) -> tuple[tuple[int, ...], int, int]:
-        """Return the stream counts to try, the limit of scatters in flight, and the memory budget in bytes."""
+        """Return the numbers of connections to try, the most scatters in flight, and the memory budget in bytes."""
         lanes, memory_bytes = self._lanes, self._settings.fsdp_memory
         if lanes is not None:
             streams, scattering = tuple(n for n in STREAMS if n <= lanes.most_streams), MOST_SCATTERING
@@ -231,7 +249,7 @@ class ShardTarget(TunableTarget[ShardKnobs]):
         return tuple(sorted({self._model.knobs.streams, *streams})), scattering, memory_bytes
 
     def _make_space(self) -> ShardSpace:
-        """Return the search space, and set the key of this model in the registry. On rank 0."""
+        """Return the search space, and set the registry key of this model. Rank 0 only."""
         model, settings, default = self._model, self._settings, self.default
         lossy = self._allowed_compressors()
         streams, scattering, memory_bytes = self._choices()
@@ -266,7 +284,7 @@ class ShardTarget(TunableTarget[ShardKnobs]):
         return space
 
     def _allowed_compressors(self) -> tuple[str, ...]:
-        """Return the compressors that SIRTAKI_LOSSY allows and that can be used for these shards."""
+        """Return the names of the compressors that SIRTAKI_LOSSY allows and that support this model's shards."""
         names, why = self._settings.lossy, ""
         if any(self._model.given):
             why = "attach() has the argument gathers= or scatters="
@@ -279,7 +297,10 @@ class ShardTarget(TunableTarget[ShardKnobs]):
         return () if why else tuple(name for name in names if codec_of(name) is not None)
 
     def _recall(self, key: ShardsKey, space: ShardSpace, default: ShardKnobs) -> ShardKnobs | None:
-        """Return the stored setting of the smallest memory budget not below this job's, if the search space has it."""
+        """Return the setting that an earlier job has stored, or None if this job's search space does not contain it.
+
+        Of several settings, choose that of the smallest memory budget not below this job's.
+        """
 
         def accept(record: ShardsRecord) -> ShardKnobs | None:
             return record.setting if record.setting in space else None
@@ -300,11 +321,11 @@ def measure_step(model: ShardedModel, lanes: ShardLanes, streams: Sequence[int])
 
     Args:
         model: a model with a `trace`.
-        lanes: lanes of the model's shards.
+        lanes: connections that send the model's shards.
         streams: numbers of connections to measure.
 
     Returns:
-        The measured step, from which steps with other settings are predicted. None if a prediction is impossible.
+        The measured step, from which step times with other settings are predicted. None if a prediction is impossible.
     """
     trace, model.trace = model.trace, None
     assert trace is not None
@@ -332,18 +353,18 @@ def measure_step(model: ShardedModel, lanes: ShardLanes, streams: Sequence[int])
 def measure_link(
     lanes: ShardLanes, streams: Sequence[int], *, now: int, whole_bytes: int, seconds: float, near: ShardLanes | None
 ) -> ShardLink | None:
-    """Measure the times of gathers and scatters. Collective, with nothing in flight.
+    """Measure latency and bandwidth of gathers and scatters. Collective. Called while no transfer is in flight.
 
     Args:
-        lanes: lanes to measure.
+        lanes: connections between all ranks of the model.
         streams: numbers of connections to measure.
-        now: number of connections in use, before and afterwards.
-        whole_bytes: bytes of the largest gathered tensor.
-        seconds: approximate time limit.
-        near: lanes within a node, or None.
+        now: number of connections in use, which is restored afterwards.
+        whole_bytes: size in bytes of the largest gathered tensor.
+        seconds: approximate time limit of the measurement.
+        near: connections within a node. None if they are not measured.
 
     Returns:
-        The measured link. None if the times are too short to measure.
+        The measured latency and bandwidth. None if the times are too short to measure.
     """
     begun_s, control = time.perf_counter(), lanes.control
     whole_bytes = min(max(whole_bytes, LEAST_PROBE_BYTES), PROBE_BYTES)
@@ -380,7 +401,7 @@ def measure_link(
         if control.maximum(np.array([time.perf_counter() - begun_s - seconds]))[0] > 0.0:
             break
         if count != now:
-            with suppress(TransportError):  # on all ranks; the connections in use stay open
+            with suppress(TransportError):  # raised on all ranks; the connections in use stay open
                 lanes.use(count)
                 span_s = took_s(lanes, whole_bytes)
                 rates[count] = whole_bytes / (span_s - min(latency_s, MOST_LATENCY * span_s))
@@ -395,7 +416,7 @@ def measure_link(
 
 
 def memory_advice(model: ShardedModel, space: ShardSpace, on_accelerator: bool) -> str:
-    """Describe how much less a step would send with a larger memory budget for kept parameters. Empty if little."""
+    """Describe how many bytes a step would save with a larger memory budget for kept parameters. Empty if few."""
     left = tuple(place for place in space.dropped if place not in (*model.knobs.kept, *model.knobs.near))
     who, knobs = "modules kept their", replace(model.knobs, kept=space.dropped, near=())
     if model.node_ranks:
@@ -417,7 +438,7 @@ def memory_advice(model: ShardedModel, space: ShardSpace, on_accelerator: bool) 
 
 
 def _write_step(recorded: RecordedStep, folder: Path) -> None:
-    """Write the traced step for `sirtaki optimize`. Log a warning if it cannot be written."""
+    """Write the recorded step to `folder`, for `sirtaki optimize`. Log a warning if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / SHARDED_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(recorded), indent=1))
