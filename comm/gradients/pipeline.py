@@ -606,7 +606,7 @@ class GradientPipeline:
         outdated = bool(self._control.maximum(np.array([float(before.outdated)]))[0])
         if order != before.order or outdated:
             self._buffers = self._make_buffers(order)
-            self._buffers.take_over(before)
+            self._buffers.move_from(before)
 
     def _begin_negotiation(self) -> None:
         """Begin to negotiate which gradients are ready, and launch those that are ready on all ranks."""

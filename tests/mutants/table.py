@@ -128,8 +128,8 @@ MUTANTS = (
         {
             "gradients are not aligned": ("piece = alignment(device, wire.itemsize)", "piece = 1"),
             "what the user keeps on a GPU is overwritten": (
-                "        return view.untyped_storage() if view.numel() else _NOBODYS",
-                "        return _NOBODYS",
+                "        return view.untyped_storage() if view.numel() else _EMPTY_STORAGE",
+                "        return _EMPTY_STORAGE",
             ),
             "a saved gradient is freed too early": ("self._device.keep([saved])", "pass"),
         },
@@ -308,8 +308,8 @@ MUTANTS = (
                 "elif buffers.outdated:",
             ),
             "kept memory that is not put back": (
-                "        if buffers.lent:\n            buffers.put_back",
-                "        if buffers.outdated:\n            buffers.put_back",
+                "        if buffers.lent:\n            buffers.restore",
+                "        if buffers.outdated:\n            buffers.restore",
             ),
         },
     ),

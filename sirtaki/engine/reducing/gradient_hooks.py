@@ -424,9 +424,9 @@ class GradientHooks:
             param.grad = gradient = torch.zeros_like(param)
         left[number] = 0
         if self._nan_check is not None:
-            self._nan_check.look(name, gradient)
+            self._nan_check.inspect(name, gradient)
         if gradient.is_sparse:
-            gradient = self._as_it_travels(name)
+            gradient = self._to_wire_format(name)
         place = self._group_of.get(number)
         waiting = [] if place is None else self._waiting[place]
         waiting.append((number, gradient, gradient._version))
@@ -459,11 +459,11 @@ class GradientHooks:
                 self.pipeline.ready(index, gradient, version)
         ready.clear()
 
-    def _as_it_travels(self, name: str) -> torch.Tensor:
-        """Return a sparse gradient, made dense in `.grad`, too, unless all ranks expect a sparse one."""
-        if self.pipeline is not None and self.sparse.looks_new(name) and not self.pipeline.profiling:
-            self.pipeline.profile_again()  # then the ranks agree on what is sparse
-        return self.sparse.as_it_travels(name)
+    def _to_wire_format(self, name: str) -> torch.Tensor:
+        """Return a sparse gradient as it is sent. If the ranks must agree on it first, request a new profile."""
+        if self.pipeline is not None and self.sparse.is_unagreed(name) and not self.pipeline.profiling:
+            self.pipeline.profile_again()  # its last iteration calls `KnownSparse.agree`
+        return self.sparse.to_wire_format(name)
 
     def _hand_over_incomplete(self) -> None:
         """Hand incomplete groups to the pipeline, and make missing gradients dense that are sparse in `.grad`."""
@@ -471,7 +471,7 @@ class GradientHooks:
             self._hand_over(waiting)
         for left, (name, param) in zip(self._counted(), self.hooked, strict=True):
             if left and param.grad is not None and param.grad.is_sparse and param.requires_grad:
-                self._as_it_travels(name)
+                self._to_wire_format(name)
 
     def end_backward(self) -> None:
         """End a backward pass: reduce the dense gradients if all are ready, then the sparse ones."""
