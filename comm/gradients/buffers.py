@@ -27,7 +27,7 @@ def dense_strides(param: torch.Tensor) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
-    """What happens to every gradient: `postscale * op over ranks of (prescale * gradient)`.
+    """Operation on every gradient: `postscale * op over ranks of (prescale * gradient)`.
 
     Attributes:
         op: operation over the ranks.
@@ -111,7 +111,7 @@ _EMPTY_STORAGE = torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage
 
 
 class FlatBuffers:
-    """The flat buffers of one optimizer in one order of its parameters.
+    """The flat buffers of one optimizer, for one order of its parameters.
 
     A *position* is an index in the expected order of the gradients. All lists are in this order, unless stated.
 
@@ -320,7 +320,7 @@ class FlatBuffers:
         if gradient.dtype is place.dtype and gradient.stride() == place.stride():
             return self.view(position)
         if gradient.dtype is place.dtype or gradient.dtype is not self._dtypes[position]:
-            self.outdated = True  # otherwise `Reduction.wire_dtype` asks for the other dtype
+            self.outdated = True  # otherwise `Reduction.wire_dtype` requests the dtype of the place
         return None
 
     def _require_same_place(self, position: int, gradient: torch.Tensor) -> None:

@@ -332,9 +332,9 @@ class ReadyGradients:
         self._assign(rest, frozenset(unused))
 
     def assign(self, positions: Sequence[int]) -> None:
-        """Assign the reduced gradients of some parameters while others are not reduced yet. Idempotent.
+        """Assign the reduced gradients of some parameters before all units are reduced. Idempotent.
 
-        Has no effect after `assign_all`, because user code owns every `.grad` then.
+        Has no effect after `assign_all`, because user code owns every `.grad` from then on.
         """
         if self._all_assigned:
             return

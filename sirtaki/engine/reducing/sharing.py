@@ -1,4 +1,4 @@
-"""Gradients of one optimizer, which may share parameters with other optimizers."""
+"""Gradients of one optimizer. Several optimizers may share parameters."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ IN_FLIGHT = "add_param_group() between backward() and step(): call step() or syn
 CLOSED = "this DistributedOptimizer was closed {reason}; make a new one: hvd.DistributedOptimizer(…)"
 
 _Owners = tuple[list[int | None], dict[int, str], list[int]]
-"""Current owners of a new optimizer's parameters on one rank. A serial number identifies a `GradientHooks` among those of
-the same ranks. First item: serial number of each parameter's hooks, None = no hooks of these ranks. Second item: why the
-parameters of some hooks cannot be shared, by serial number, -1 = hooks of other ranks. Third item: serial numbers of
-hooks that have begun an iteration."""
+"""Current owners of a new optimizer's parameters on one rank. A serial number identifies a `GradientHooks` among all of
+the same ranks. First item: serial number of each parameter's hooks, None = no hooks of these ranks. Second item: why
+the parameters of some hooks cannot be shared, by serial number, -1 = hooks of other ranks. Third item: serial numbers
+of hooks that have begun an iteration."""
 
 
 class OptimizerGradients:
@@ -247,7 +247,7 @@ class OptimizerGradients:
                 raise NotInitializedError(CLOSED.format(reason=reducer.closed))
 
     def close(self) -> None:
-        """Stop reducing this optimizer's gradients. Hooks that no other optimizer uses are closed. Idempotent."""
+        """Stop reducing this optimizer's gradients. Close hooks that no optimizer uses any more. Idempotent."""
         seen, self._seen = self._seen, {}
         for reducer in seen:
             reducer.users.discard(self)
