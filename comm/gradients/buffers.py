@@ -241,7 +241,7 @@ class FlatBuffers:
         return all(map(eq, map(_STRIDE, compress(gradients, strides)), compress(strides, strides)))
 
     def is_intact(self, position: int) -> bool:
-        """Return whether the view still uses the memory of the flat buffer."""
+        """Return whether the view at a position still uses the memory of the flat buffer."""
         return self.views[position].data_ptr() == self.addresses[position]
 
     def view(self, position: int) -> torch.Tensor:

@@ -260,7 +260,7 @@ class GradientPipeline:
 
     @property
     def can_reduce(self) -> bool:
-        """True if every gradient of this iteration is ready and not reduced, so that `reduce` can be called."""
+        """True if `reduce` may be called before `finish`: every gradient is ready, and they are not reduced yet."""
         if self.state is IterationState.REDUCED or len(self._ready.positions) < self.n_params:
             return False
         # All ranks launch the pipelines of one GPU in the order of their steps.
@@ -283,7 +283,7 @@ class GradientPipeline:
         self._buffers.detach()
 
     def run_copies(self) -> None:
-        """Run the copies still queued for transport threads, so that user code may read `.grad` or write its source.
+        """Run the copies that transport threads have not run yet, so that user code may read and write `.grad`.
 
         Call when a backward pass has ended or raised and the training thread does not wait for the reduction.
         """

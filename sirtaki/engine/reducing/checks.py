@@ -134,7 +134,7 @@ class NanCheck:
         Nothing is logged if the iteration before also had such elements, because they have reached the parameters.
 
         Args:
-            passes_left: remaining backward passes of each parameter, `(n_params,)`. A gradient with 0 was inspected.
+            passes_left: remaining backward passes of each parameter, `(n_params,)`; 0 = its gradient was inspected.
             named: all parameters with their names.
         """
         for left, (name, param) in zip(passes_left, named, strict=True):

@@ -62,7 +62,7 @@ from ..sparse_gradients import SparseReductions
 from ..tuning.pipeline_target import PipelineTarget
 from . import distributed_autograd
 from .checks import Named, NanCheck, require_same_model, warn_of_different_values
-from .hooks import expect, register_last
+from .hooks import prepare_frozen, register_last
 from .sparse_names import KnownSparse
 
 TOO_OFTEN = (
@@ -304,7 +304,7 @@ class GradientHooks:
         self._counts_each = bool(groups) or self._nan_check is not None or not self.all_dense or not dense
         hook = self._make_hook()
         for param in self._frozen:
-            expect(param)
+            prepare_frozen(param)
         for name, param in self.hooked:
             self._hooks.callback(register_last(name, param, hook, nodes_are_kept=self.nodes_are_kept))
 
@@ -539,7 +539,7 @@ class GradientHooks:
             user.fail()
 
     def fail(self) -> None:
-        """Begin the state FAILED: replace every `.grad` that is a view by a copy, and stop using its gradient."""
+        """Enter the state FAILED, and replace every `.grad` that is a view by a copy, which no reduction changes."""
         if self.closed:
             return
         if self.state is not IterationState.FAILED:

@@ -352,7 +352,7 @@ class PipelineTarget(TunableTarget[Knobs]):
                 self.knobs = self.default
 
     def _learn_classes(self, *, first: bool) -> None:
-        """Update the unit classes of the space. After the first profile, detect embeddings before. Collective."""
+        """Update the unit classes in the space. In the first profile, also detect embeddings. Collective."""
         if first:
             self._embeddings = self._control.broadcast(embeddings_among(self._named))
         sizes = {self.default.unit_bytes, self.space.unit_bytes[1]}
