@@ -45,7 +45,7 @@ class Reduction:
     compression: Scheme | None = None
     feedback: Feedback = field(default_factory=Feedback, compare=False)
 
-    def travels_as(self, dtype: torch.dtype) -> torch.dtype:
+    def wire_dtype_for(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which gradients of `dtype` are sent."""
         return dict(self.wire_dtype).get(dtype, dtype)
 
@@ -84,7 +84,7 @@ def _group_by_dtype(
     by_dtype: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
     for index in order:
         dtype = params[index].dtype
-        by_dtype.setdefault((reduction.travels_as(dtype), dtype), []).append(index)
+        by_dtype.setdefault((reduction.wire_dtype_for(dtype), dtype), []).append(index)
     groups: list[FlatGroup] = []
     for (wire, _), indices in by_dtype.items():
         flags = () if groups else (n_flags,)

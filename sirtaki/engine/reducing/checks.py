@@ -149,7 +149,7 @@ class NanCheck:
                 if names
             ]
             logger.error(
-                "gradients that are not finite came first in iteration %d, before they were reduced:\n%s",
+                "gradients that are not finite appeared in iteration %d, before they were reduced:\n%s",
                 self._iteration,
                 "\n".join(lines),
             )

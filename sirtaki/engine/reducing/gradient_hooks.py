@@ -392,7 +392,7 @@ class GradientHooks:
             elif self._passes_left is None and not self._counts_each and self.pipeline is not None:
                 new = [] if self.pipeline.ready_in_order(new) else new
             if new:
-                self._passes_left = self._counted()
+                self._passes_left = self._remaining_passes()
                 for param in new:
                     self._count(self._number_of[id(param)], self._passes_left)
         if self._ends_itself and len(self._ready) >= len(self.hooked):
@@ -404,7 +404,7 @@ class GradientHooks:
         """Error message for a gradient of more backward passes than are accumulated."""
         return IN_CHECKPOINTS if _in_reentrant_checkpoint() else TOO_OFTEN
 
-    def _counted(self) -> list[int]:
+    def _remaining_passes(self) -> list[int]:
         """Return the remaining passes of each parameter."""
         if self._passes_left is not None:
             return self._passes_left
@@ -478,7 +478,7 @@ class GradientHooks:
         """Pass incomplete groups on. Convert sparse `.grad` tensors of missing gradients to their wire format."""
         for waiting in self._waiting:
             self._pass_on(waiting)
-        for left, (name, param) in zip(self._counted(), self.hooked, strict=True):
+        for left, (name, param) in zip(self._remaining_passes(), self.hooked, strict=True):
             if left and param.grad is not None and param.grad.is_sparse and param.requires_grad:
                 self._to_wire_format(name)
 
@@ -629,7 +629,8 @@ class GradientHooks:
             if not (self.hooked or self._unfrozen):
                 return
             if self.state is IterationState.FAILED and any(
-                param.grad is not left or _version(left) != version for param, left, version in self._failed_with
+                param.grad is not gradient or _version(gradient) != version
+                for param, gradient, version in self._failed_with
             ):
                 self.drop_failed()
             if self.state is not IterationState.REDUCED and not self.begun:
@@ -680,7 +681,7 @@ class GradientHooks:
         pipeline, rows = self.pipeline, self._rows
         unfrozen = self._unfrozen if self._frozen and not late else []
         if self._nan_check is not None:
-            self._nan_check.finish(self._counted(), self.hooked)
+            self._nan_check.finish(self._remaining_passes(), self.hooked)
         if pipeline is None or self._counts_each or (pipeline.state is not IterationState.REDUCED and pipeline.missing):
             self._pass_on_incomplete()
         if rows is not None and self.state is not IterationState.REDUCED:
@@ -742,7 +743,7 @@ class GradientHooks:
         if self._passes_left is None and self._passes_left_of_all == self.passes:
             return
         if self._accumulated and not self.pending:
-            for (_, param), wanted, left in zip(self.hooked, self._wanted, self._counted(), strict=True):
+            for (_, param), wanted, left in zip(self.hooked, self._wanted, self._remaining_passes(), strict=True):
                 if left != wanted:
                     param.grad = None
             self._begin_iteration()

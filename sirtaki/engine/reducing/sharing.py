@@ -153,7 +153,7 @@ class OptimizerGradients:
         if own.sparse_as_dense != other.sparse_as_dense:
             return f"sparse_as_dense={other.sparse_as_dense} (here: {own.sparse_as_dense})"
         if (
-            own.reduction.travels_as(dtype) != other.reduction.travels_as(dtype)
+            own.reduction.wire_dtype_for(dtype) != other.reduction.wire_dtype_for(dtype)
             or own.reduction.compression != other.reduction.compression
         ):
             return "another compression"

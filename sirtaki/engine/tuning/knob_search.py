@@ -216,7 +216,9 @@ class KnobSearch:
         try:
             return action()
         except Exception as err:
-            logger.warning("planners have failed, and tuning continues without them: %s", in_a_line(err, self._where()))
+            logger.warning(
+                "tuning continues without planners, because they have failed: %s", in_a_line(err, self._where())
+            )
             logger.debug("traceback of the failure", exc_info=True)
             return otherwise
 

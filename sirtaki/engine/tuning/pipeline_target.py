@@ -191,7 +191,7 @@ class PipelineTarget(TunableTarget[Knobs]):
         self._kept: Knobs | None = None  # result of the last search in this generation
         self.router = open_router(control, settings, params)
         self.router.between_nodes = reduction.compression is not None
-        total_bytes = sum(param.numel() * reduction.travels_as(param.dtype).itemsize for param in params)
+        total_bytes = sum(param.numel() * reduction.wire_dtype_for(param.dtype).itemsize for param in params)
         self._choose = partial(default_knobs, total_bytes=total_bytes, one_node=control.one_node)
         space = knob_space(self.router, settings, total_bytes)
         if isinstance(reduction.compression, PowerSgd) and settings.unit_bytes is None:
