@@ -58,15 +58,14 @@ class EditCheck:
         why = f", which ends with step() because {late} had no gradient in this backward pass" if late else ""
         return f"{problem}{why}; {REMEDY}"
 
-    def delayed_problem(self, problem: str, previous_flags: RankFlags) -> str:
+    def delayed_problem(self, problem: str, previous: RankFlags) -> str:
         """Return the problem of an iteration on a device with streams, where flags are read one iteration later.
 
         Args:
             problem: the problem that this rank has found in this iteration.
-            previous_flags: flags of all ranks of the previous iteration, in which this rank may have had a problem.
+            previous: flags of all ranks of the previous iteration, in which this rank may have had a problem.
         """
-        changed = previous_flags.written or (previous_flags.replaced and previous_flags.complete)
-        if changed and not self._had_problem and not problem:
+        if not (problem or self._had_problem) and (previous.written or (previous.replaced and previous.complete)):
             problem = f"another rank has changed a gradient too early in the iteration before this one; {REMEDY}"
         self._had_problem = bool(problem)
         return problem
