@@ -75,9 +75,9 @@ IN_CHECKPOINTS = (
     "has a backward pass of its own: checkpoint(use_reentrant=False) avoids it, backward_passes_per_step does not"
 )
 
-RANKS_PARTED = (
-    "overlap_forward has deferred the update of this parameter, and the job has ended before its gradient was reduced; "
-    "call optimizer.finish() or hvd.shutdown() first"
+CLOSED_EARLY = (
+    "overlap_forward has deferred the update of this parameter, and its optimizer or the job was closed before its "
+    "gradient was reduced; call optimizer.finish() or hvd.shutdown() first"
 )
 
 
@@ -596,7 +596,7 @@ class GradientHooks:
             CommError: the reduction or the job has failed.
         """
         if self.pipeline is None:
-            raise CommError(RANKS_PARTED)
+            raise CommError(CLOSED_EARLY)
         late = self.state is IterationState.DEFERRED
         with self.progress.waits(WaitStage.FINISH if late else WaitStage.REDUCE):
             numbers = self.pipeline.wait_for_one(
