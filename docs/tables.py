@@ -199,9 +199,7 @@ def outdated() -> Iterator[tuple[str, Path, str]]:
 
 def _attributes(docstring: str) -> dict[str, str]:
     """Return the entries in the `Attributes:` section of a docstring."""
-    _, _, section = inspect.cleandoc(docstring).partition(
-        "Attributes:"
-    )  # Python 3.13 has removed the indentation already
+    _, _, section = inspect.cleandoc(docstring).partition("Attributes:")  # Python 3.13 cleans it itself
     entries: dict[str, str] = {}
     name = ""
     for line in section.splitlines():
@@ -252,11 +250,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a part is out of date")
     check = parser.parse_args().check
     names = []
-    for (
-        name,
-        path,
-        text,
-    ) in outdated():  # a generator, because a page with two parts must be read again after the first is written
+    for name, path, text in outdated():  # reads a page with two parts again after the first is written
         names.append(name)
         if not check:
             path.write_text(text, encoding="utf-8")

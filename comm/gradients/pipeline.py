@@ -197,9 +197,7 @@ class GradientPipeline:
             MismatchError: the ranks' plans differ. Raised on all ranks.
         """
         if self.pending:
-            raise PlanError(
-                "plans can change between iterations only, and gradients of the current iteration are ready already"
-            )
+            raise PlanError("plans can change between iterations only, and gradients of this iteration are ready")
         self._control.require_equal(" ".join(plan.fingerprint() for plan in plans), "the plan")
         self._install(plans, self._buffers)
         self._begin_iteration()
@@ -354,11 +352,8 @@ class GradientPipeline:
             self._begin_collecting()
         if self.mode is not LaunchMode.IN_ORDER or n_ready == self.n_params:
             return EVERY
-        return (
-            frozenset(point - n_ready for point in self._schedule.launch_points)
-            if n_ready
-            else self._schedule.launch_points
-        )
+        points = self._schedule.launch_points
+        return frozenset(point - n_ready for point in points) if n_ready else points
 
     def ready_in_order(self, params: Sequence[torch.Tensor]) -> bool:
         """Mark the gradients of these parameters as ready, and launch the units that they complete.
@@ -588,9 +583,7 @@ class GradientPipeline:
             self.drift = all_flags.drift
             if all_flags.reprofile:
                 logger.info(
-                    "gradients have changed since they were profiled (their order, dtype, strides or sparsity): "
-                    "profiling them again from iteration %d on",
-                    self.iteration + 1,
+                    "gradients have another order, dtype, strides or sparsity than profiled: profiling them again"
                 )
                 self._order.begin(self.iteration + 1)
                 self._flags.forget()

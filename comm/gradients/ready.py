@@ -91,10 +91,8 @@ def _copy_alone(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy in the calling thread only, because PyTorch uses several threads for a large tensor."""
     if target.dtype is source.dtype and target.stride() == source.stride() and not target.is_complex():
         numel = target.numel()
-        to, values = (
-            tensor.detach().as_strided((numel,), (1,)).view(torch.uint8).numpy() for tensor in (target, source)
-        )
-        np.copyto(to, values)
+        to, bits = (tensor.detach().as_strided((numel,), (1,)).view(torch.uint8).numpy() for tensor in (target, source))
+        np.copyto(to, bits)
     else:
         pieces, of_source = _cut(target, source, CHUNK_ELEMENTS)
         torch._foreach_copy_(list(pieces), list(of_source))

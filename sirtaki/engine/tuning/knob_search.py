@@ -151,9 +151,7 @@ class KnobSearch:
         elif possible:
             self._suggested = [possible[0].knobs]
             counts = (n for each in (place, possible[0].place) for n in (len(each), len(set(each))))
-            logger.info(
-                "tuning again for %d ranks (hosts: %d), first with the setting of %d ranks (hosts: %d)", *counts
-            )
+            logger.info("tuning again for %d ranks (hosts: %d), from the setting of %d ranks (hosts: %d)", *counts)
 
     def retune(self, running: Knobs, layouts: Sequence[GradientLayout], *, ratio: float, iteration: int) -> None:
         """Prepare a search after a change of communication time. The running setting becomes the default of the search.
@@ -216,9 +214,7 @@ class KnobSearch:
         try:
             return action()
         except Exception as err:
-            logger.warning(
-                "tuning continues without planners, because they have failed: %s", in_a_line(err, self._where())
-            )
+            logger.warning("tuning continues without planners, which have failed: %s", in_a_line(err, self._where()))
             logger.debug("traceback of the failure", exc_info=True)
             return otherwise
 
@@ -362,9 +358,7 @@ class KnobSearch:
         """Store the result for the current network condition only. The result of the first search stays stored."""
         default_s = next((trial.span_s for trial in session.trials if trial.knobs == self.default), math.nan)
         condition = condition_of(default_s / self._usual_default_s)
-        result = replace(
-            session.result, default_span_s=default_s, gain=None
-        )  # because the gain is over the running setting, not over the default
+        result = replace(session.result, default_span_s=default_s, gain=None)  # the gain is over the running setting
         return bool(condition) and self._cache.keep(
             result, session.trials, complete=True, links=self._links, condition=condition
         )

@@ -422,10 +422,7 @@ class PipelineTarget(TunableTarget[Knobs]):
         assert search is not None
         assert found is not None
         assert report is not None
-        ready_s = [
-            *self._sync.in_layout_order(report.ready_s),
-            report.backward_s,
-        ]  # the flags are ready when the pass ends
+        ready_s = [*self._sync.in_layout_order(report.ready_s), report.backward_s]  # flags are ready at the end
 
         def make_model() -> PlanningModel | None:
             return found.model(layouts[0], ready_s, report.backward_s, search.times.cold_between_s)

@@ -126,7 +126,7 @@ def test_the_tuners_result_survives_generations(start: Start) -> None:
         judge = job.run()
     judge.check(ended=2, killed=1)
     assert "keeping the result of an earlier generation" not in judge.output  # it was found with 3 ranks
-    assert "tuning again for 2 ranks (hosts: 1), first with the setting of 3 ranks (hosts: 1)" in judge.output
+    assert "tuning again for 2 ranks (hosts: 1), from the setting of 3 ranks (hosts: 1)" in judge.output
 
 
 @pytest.mark.integration
