@@ -582,9 +582,7 @@ class GradientPipeline:
             self._order.watch(self.iteration, self._ready.positions[: self._ready.own], self._buffers)
             self.drift = all_flags.drift
             if all_flags.reprofile:
-                logger.info(
-                    "gradients have another order, dtype, strides or sparsity than profiled: profiling them again"
-                )
+                logger.info("gradients changed in order, dtype, strides or sparsity: profiling them again")
                 self._order.begin(self.iteration + 1)
                 self._flags.forget()
                 self.drift = Drift.USUAL  # because the trend was measured with the old order

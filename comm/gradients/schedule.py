@@ -310,11 +310,9 @@ class LaunchSchedule:
 
 
 SLOWER = 1.3
-"""Time of a byte in the simulation, divided by its measured time.
-
-Suppose that the simulated network is faster than the real one. Then units begin in the order in which gradients become
-ready, so that no communication is hidden in the next forward pass. In the opposite case, a stream sometimes waits for
-the gradients of its next unit, which costs less."""
+"""Time of a byte in the simulation, divided by its measured time. If the simulated network were faster than the real
+one, units would begin in the order of their gradients, and nothing would be hidden in the next forward pass. If it is
+slower, a stream sometimes waits for the gradients of its next unit, which costs less."""
 
 Lanes = tuple[Route, int | None]
 """Key of a set of streams among which a unit may be moved: route, and threads of the transport."""
