@@ -1,9 +1,9 @@
-"""Draws pictures of the documents out of kept results: bench/results/NAME.md → docs/pictures/NAME.svg.
+"""Draw the documents' pictures of benchmark results: bench/results/NAME.md → docs/pictures/NAME.svg.
 
-    python docs/pictures.py            # draws those whose results are not those that they show
-    python docs/pictures.py --check    # only says which these are; exit code 1 if there are any
+    python docs/pictures.py            # draw the outdated pictures
+    python docs/pictures.py --check    # print the names of outdated pictures; exit code 1 if there are any
 
-A picture holds the numbers that it shows as JSON in its metadata, so that neither needs matplotlib to be compared.
+The metadata of a picture contain its numbers as JSON. The check compares these with the result, without matplotlib.
 """
 
 import argparse
@@ -25,13 +25,13 @@ Numbers = list[list[Any]]
 
 
 def overlap() -> Numbers:
-    """Rows of case, network, contender, and step with its interval in ms."""
+    """Return rows of case, network, contender, and step time with its confidence interval in ms."""
     rows = [row for row in _rows("overlap") if len(row) == 7 and row[2] in ("ddp", "off", "on")]
     return [[*row[:3], *map(float, re.findall(r"[\d.]+", row[3]))] for row in rows]
 
 
 def draw_overlap(figure: Any, numbers: Numbers) -> None:
-    """A panel a network to train over, in it three bars a model."""
+    """Draw one panel for each case, with three bars for each model."""
     titles = {"equal": "link and flow 200 Mbit/s", "capped": "link 400 Mbit/s, a flow at most 100"}
     names = {"ddp": "PyTorch DDP", "off": "Sirtaki, tuned", "on": "with overlap_forward"}
     for axes, (case, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
@@ -48,7 +48,7 @@ def draw_overlap(figure: Any, numbers: Numbers) -> None:
 
 
 def elastic() -> Numbers:
-    """Rows of ranks, recovery with its interval, worst, join with its interval, in ms."""
+    """Return rows of ranks, recovery time with its interval, worst recovery, and join time with its interval, in ms."""
     rows = [row for row in _rows("elastic") if row[0] == "sirtaki"]
     return [
         [float(row[1]), *(float(figure) for cell in row[3:6] for figure in re.findall(r"[\d.]+", cell))] for row in rows
@@ -56,7 +56,7 @@ def elastic() -> Numbers:
 
 
 def draw_elastic(figure: Any, numbers: Numbers) -> None:
-    """Three bars a number of ranks."""
+    """Draw bars of recovery and join time, and a mark of the worst recovery, for each number of ranks."""
     axes = figure.subplots()
     bars = ("recovery, median", [row[1:4] for row in numbers]), ("join, median", [row[5:8] for row in numbers])
     for place, (label, spans) in enumerate(bars):
@@ -69,13 +69,13 @@ def draw_elastic(figure: Any, numbers: Numbers) -> None:
 
 
 def sharded() -> Numbers:
-    """Rows of contender, and step with its interval in ms."""
+    """Return rows of contender, and step time with its interval in ms."""
     rows = [row for row in _rows("fsdp_host") if row[0] == "host"]
     return [[row[1], *map(float, re.findall(r"[\d.]+", row[2]))] for row in rows]
 
 
 def draw_sharded(figure: Any, numbers: Numbers) -> None:
-    """A bar a contender."""
+    """Draw one bar for each contender."""
     axes = figure.subplots()
     names = {"gloo": "FSDP2 over Gloo", "by hand, kept": "prefetched by hand,\nparameters kept"}
     names |= {"untuned": "attached,\nuntuned", "tuned": "attached,\ntuned"}
@@ -88,13 +88,13 @@ def draw_sharded(figure: Any, numbers: Numbers) -> None:
 
 
 def convergence() -> Numbers:
-    """Rows of task, way, and loss with those of the best and the worst seed."""
+    """Return rows of task, way of reducing, and loss with its lowest and highest value over the seeds."""
     rows = [row for row in _rows("convergence") if len(row) == 6 and row[0] in ("digits", "characters", "recommender")]
     return [[*row[:2], *map(float, row[2:5])] for row in rows]
 
 
 def draw_convergence(figure: Any, numbers: Numbers) -> None:
-    """A panel a task, in it a point a way on the seeds' span; a line where plain sums end."""
+    """Draw one panel for each task: loss and range over seeds of each way, and a line at the loss of plain sums."""
     ways = list(dict.fromkeys(row[1] for row in numbers))[::-1]
     tasks = list(dict.fromkeys(row[0] for row in numbers))
     for number, (axes, task) in enumerate(zip(figure.subplots(1, len(tasks), sharey=True), tasks, strict=True)):
@@ -111,7 +111,7 @@ def draw_convergence(figure: Any, numbers: Numbers) -> None:
 
 
 def _bars(axes: Any, place: float, width: float, spans: Numbers, label: str, color: str) -> None:
-    """One bar a row of value, lowest and highest."""
+    """Draw one bar for each row of value, lower end and upper end of the error bar."""
     errors = [[row[0] - row[1] for row in spans], [row[2] - row[0] for row in spans]]
     at = [number + place * width for number in range(len(spans))]
     axes.bar(at, [row[0] for row in spans], width, yerr=errors, label=label, color=color, ecolor=INK, capsize=2)
@@ -123,18 +123,18 @@ PICTURES: Mapping[str, tuple[Callable[[], Numbers], Callable[[Any, Numbers], Non
     "sharded": (sharded, draw_sharded, 6.4),
     "convergence": (convergence, draw_convergence, 8.4),
 }
-"""Name → the numbers of the kept result, what draws them, and the width in inches."""
+"""Name → function that returns the numbers, function that draws them, and width in inches."""
 
 
 def _rows(name: str) -> Iterator[list[str]]:
-    """The cells of each line of the tables in a kept result."""
+    """Yield the cells of each table row in a kept result."""
     for line in (RESULTS / f"{name}.md").read_text(encoding="utf-8").splitlines():
         if line.startswith("|"):
             yield [cell.strip() for cell in line.strip("|").split("|")]
 
 
 def outdated() -> Iterator[str]:
-    """Names of the pictures that are not there, or show other numbers than the kept results hold."""
+    """Yield the names of pictures that do not exist or do not show the numbers of the kept result."""
     for name, (numbers, _, _) in PICTURES.items():
         path = DOCS / "pictures" / f"{name}.svg"
         text = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -144,7 +144,7 @@ def outdated() -> Iterator[str]:
 
 
 def draw(name: str) -> None:
-    """Writes one picture, readable on light and dark pages."""
+    """Write one picture, readable on light and dark pages."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -156,14 +156,14 @@ def draw(name: str) -> None:
     with matplotlib.rc_context({**ink, **fixed, **plain}):
         figure = Figure(figsize=(width, 3.2), layout="constrained")
         picture(figure, numbers())
-        said = {"Title": name, "Description": json.dumps(numbers()), "Date": None, "Creator": None}
-        figure.savefig(path, transparent=True, metadata=said)
+        metadata = {"Title": name, "Description": json.dumps(numbers()), "Date": None, "Creator": None}
+        figure.savefig(path, transparent=True, metadata=metadata)
     text = "\n".join(line.rstrip() for line in path.read_text(encoding="utf-8").splitlines())
     path.write_text(text.replace("<metadata>", f"{DARK}\n<metadata>", 1) + "\n", encoding="utf-8")
 
 
 def main() -> int:
-    """Draws the pictures, or says which are out of date."""
+    """Draw the outdated pictures; with `--check`, print their names only."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a picture is out of date")
     check, names = parser.parse_args().check, list(outdated())

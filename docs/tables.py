@@ -1,9 +1,9 @@
-"""Writes what the documents take from elsewhere: settings, command lines, decisions, targets, listings of scripts.
+"""Generate the parts of the documents that have a source: settings, options, decisions, figures, targets, listings.
 
-    python docs/tables.py            # rewrites what stands between `<!-- begin: NAME -->` and `<!-- end: NAME -->`
-    python docs/tables.py --check    # only says what is out of date; exit code 1 if anything is
+    python docs/tables.py            # replace the text between `<!-- begin: NAME -->` and `<!-- end: NAME -->`
+    python docs/tables.py --check    # print the names of outdated parts; exit code 1 if there are any
 
-`make docs` checks before it builds the site, and so does a test.
+`make docs` and a test run the check.
 """
 
 import argparse
@@ -26,7 +26,7 @@ DOCS = Path(__file__).resolve().parent
 
 
 def settings_table() -> str:
-    """One row a field of `Settings` that a variable sets: its variables, Sirtaki's own first, meaning and default."""
+    """Return a table of the fields of `Settings` with their environment variables, Sirtaki's own first."""
     meanings, defaults = _attributes(Settings.__doc__ or ""), {field.name: field.default for field in fields(Settings)}
     rows = []
     for name in defaults:
@@ -41,24 +41,24 @@ def settings_table() -> str:
 
 
 def without_effect_table() -> str:
-    """Horovod's variables that are accepted and do nothing."""
+    """Return a table of Horovod's environment variables that are accepted and have no effect."""
     return _table(("variable", "why nothing follows from it"), [(f"`{n}`", why) for n, why in WITHOUT_EFFECT.items()])
 
 
 def removed_table() -> str:
-    """What earlier releases read."""
+    """Return a table of environment variables that only earlier releases read, with their replacements."""
     return _table(("variable", "what takes its place"), [(f"`{n}`", use) for n, use in REMOVED.items()])
 
 
 def launcher_table() -> str:
-    """The options of `sirtakirun`, and those that it accepts for horovodrun's sake."""
+    """Return a table of the options of `sirtakirun`, and a list of horovodrun's options that it accepts and ignores."""
     parser = build_parser()
     accepted, _, flags = " ".join((parser.epilog or "").split()).partition(": ")
     return f"{_options(parser)}\n\n{accepted.capitalize()}: {', '.join(f'`{flag}`' for flag in flags.split(', '))}."
 
 
 def command_table(name: str) -> str:
-    """The options of `sirtaki NAME`, and of each of its actions."""
+    """Return tables of the options of `sirtaki NAME` and of each of its actions."""
     parser = argparse.ArgumentParser(prog=f"sirtaki {name}", add_help=False)
     importlib.import_module(COMMANDS[name][0]).configure(parser)
     tables = [_options(parser)]
@@ -73,10 +73,10 @@ def command_table(name: str) -> str:
 
 
 def listing(script: str) -> str:
-    """A script of the repository as a block of code, or a page as it is."""
+    """Return a script of the repository as a code block, or a Markdown page unchanged except for its links."""
     if script.endswith(".md"):
         text = (DOCS.parent / script).read_text(encoding="utf-8").strip()
-        return text.replace("](docs/", "](")  # links from where the page stands
+        return text.replace("](docs/", "](")  # because the text is inserted into a page in docs/
     language = {".py": "python", ".sh": "bash"}.get(Path(script).suffix, "")
     return f"```{language}\n{(DOCS.parent / script).read_text(encoding='utf-8').strip()}\n```"
 
@@ -97,11 +97,12 @@ FIGURES: Sequence[tuple[str, str, str, str]] = (
     ("the same, divided by the best DDP tuned by hand", "netlab", "", "| tuned step / the best DDP tuned by hand"),
     ("four emulated nodes, one flow fills the link", "netlab", "| equal | untuned |", "| equal | tuned |"),
 )
-"""What the README shows: words, the kept result, and how the lines begin that hold the untuned and the tuned figure."""
+"""Rows of the README's table: description, name of the kept result, and how the lines in the result begin that hold the
+untuned and the tuned figure."""
 
 
 def figures_table() -> str:
-    """Times of a step with ResNet-50's gradients, of DDP's, out of kept results."""
+    """Return a table of step times with ResNet-50's gradients, divided by DDP's step time."""
     rows = []
     for what, stem, *lines in FIGURES:
         text = (DOCS.parent / "bench" / "results" / f"{stem}.md").read_text(encoding="utf-8")
@@ -110,14 +111,14 @@ def figures_table() -> str:
 
 
 def _ratio(text: str, begin: str) -> str:
-    """The figure of the line that begins so: a target's, or the ratio to DDP of a contender."""
+    """Return the figure in the line of a result that begins with `begin`, with two decimals."""
     (line,) = (line for line in text.splitlines() if line.startswith(begin))
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     return f"{float(cells[1] if cells[-1] in ('met', '**missed**') else cells[3].split(' ')[0]):.2f}"
 
 
 def targets_table() -> str:
-    """One row a target that a kept result of a benchmark speaks of, those that were missed first."""
+    """Return a table of the targets in the kept results of benchmarks, missed targets first."""
     rows = []
     for path in sorted((DOCS.parent / "bench" / "results").glob("*.md")):
         text = path.read_text(encoding="utf-8")
@@ -128,8 +129,8 @@ def targets_table() -> str:
         for claim, measured, limit, verdict in re.findall(
             r"^\| (.+?) \| (.+?) \| (.+?) \| (met|\*\*missed\*\*) \|$", text, re.M
         ):
-            said = (f"`{command[1]}`" if command else "", f"{taken[1]}, {taken[2]}" if taken else "")
-            rows.append((path.stem, claim, measured, limit, verdict, *said))
+            origin = (f"`{command[1]}`" if command else "", f"{taken[1]}, {taken[2]}" if taken else "")
+            rows.append((path.stem, claim, measured, limit, verdict, *origin))
     rows.sort(key=lambda row: row[4] == "met")
     return _table(("result", "claim", "measured", "target", "", "command", "taken"), rows)
 
@@ -141,11 +142,11 @@ SUBJECTS = (
     "Elastic jobs",
     "Interfaces to other programs",
 )
-"""Of decisions, in the order of the list; a record names its own below its title."""
+"""Subjects of decisions, in the order of the list. The line below the title of a record names its subject."""
 
 
 def decisions_list() -> str:
-    """The sentence of every record, which is its title, by subject."""
+    """Return a list of the titles of all decision records, grouped by subject."""
     found: dict[str, list[str]] = {subject: [] for subject in SUBJECTS}
     for path in sorted((DOCS / "decisions").glob("[0-9]*.md")):
         title, _, subject = path.read_text(encoding="utf-8").splitlines()[:3]
@@ -169,14 +170,14 @@ TABLES: Mapping[str, tuple[str, Callable[[], str]]] = {
         for script in re.findall(r"<!-- begin: listing (\S+) -->", page.read_text(encoding="utf-8"))
     },
 }
-"""Name of each table → the page it stands in, and what it says."""
+"""Name of each generated part → its page, and the function that returns its text."""
 
 
 def updated(text: str, name: str, table: str) -> str:
-    """The page with that table in its place.
+    """Return the text of a page with the generated part `name` replaced by `table`.
 
     Raises:
-        ValueError: the page has no place for it.
+        ValueError: the page does not contain the begin and end comments of the part exactly once.
     """
     begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
     if text.count(begin) != 1 or text.count(end) != 1:
@@ -187,7 +188,7 @@ def updated(text: str, name: str, table: str) -> str:
 
 
 def outdated() -> Iterator[tuple[str, Path, str]]:
-    """Name, page and new text of each table that does not say what the code says."""
+    """Yield the name, path and new text of the page for each outdated part."""
     for name, (page, render) in TABLES.items():
         path = DOCS / page
         text = path.read_text(encoding="utf-8")
@@ -197,8 +198,8 @@ def outdated() -> Iterator[tuple[str, Path, str]]:
 
 
 def _attributes(docstring: str) -> dict[str, str]:
-    """The entries of a docstring's section `Attributes:`."""
-    _, _, section = inspect.cleandoc(docstring).partition("Attributes:")  # Python 3.13 strips it by itself
+    """Return the entries in the `Attributes:` section of a docstring."""
+    _, _, section = inspect.cleandoc(docstring).partition("Attributes:")  # Python 3.13 cleans it itself
     entries: dict[str, str] = {}
     name = ""
     for line in section.splitlines():
@@ -210,7 +211,7 @@ def _attributes(docstring: str) -> dict[str, str]:
 
 
 def _inverted(variable: Variable) -> bool:
-    """A flag that turns off what its field turns on."""
+    """Return whether the value 1 of a variable sets its field to False."""
     return variable.accepts.startswith("1 or 0") and variable.parse("1") is False
 
 
@@ -244,18 +245,18 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def main() -> int:
-    """Rewrites the tables, or says which are out of date."""
+    """Rewrite the outdated parts; with `--check`, print their names only."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a table is out of date")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a part is out of date")
     check = parser.parse_args().check
     names = []
-    for name, path, text in outdated():  # one after the other: two tables may stand in one page
+    for name, path, text in outdated():  # reads a page with two parts again after the first is written
         names.append(name)
         if not check:
             path.write_text(text, encoding="utf-8")
     if names:
-        said = "out of date, run `python docs/tables.py`" if check else "rewritten"
-        print(f"{said}: {', '.join(names)}")
+        status = "out of date, run `python docs/tables.py`" if check else "rewritten"
+        print(f"{status}: {', '.join(names)}")
     return int(check and bool(names))
 
 

@@ -1,1 +1,1 @@
-"""Gradients on their way: flat buffers, the schedule of units, their order, and the synchroniser."""
+"""Reduction of dense gradients: flat buffers, order of gradients, schedule of units, and the pipeline."""

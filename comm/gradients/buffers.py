@@ -1,4 +1,4 @@
-"""Flat buffers: gradients lie in one buffer a dtype while they are reduced, with the ranks' flags at its end."""
+"""Flat buffers: contiguous memory for all gradients of one dtype, in which they are reduced."""
 
 from __future__ import annotations
 
@@ -27,12 +27,15 @@ def dense_strides(param: torch.Tensor) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
-    """What happens to every gradient: `postscale * op over ranks of (prescale * gradient)`.
+    """Operation on every gradient: `postscale * op over ranks of (prescale * gradient)`.
 
     Attributes:
-        wire_dtype: pairs of a gradient's dtype and the dtype in which it is sent; others are sent as they are.
-        compression: how gradients are compressed beyond that; None = not at all.
-        feedback: error-feedback residuals.
+        op: operation over the ranks.
+        prescale: factor before the reduction.
+        postscale: factor after the reduction.
+        wire_dtype: pairs of a gradient's dtype and the dtype in which it is sent. Other dtypes are sent unchanged.
+        compression: lossy compression of the gradients in their wire dtype; None = none.
+        feedback: error-feedback residuals of the compression.
     """
 
     op: ReduceOp = ReduceOp.SUM
@@ -42,13 +45,20 @@ class Reduction:
     compression: Scheme | None = None
     feedback: Feedback = field(default_factory=Feedback, compare=False)
 
-    def travels_as(self, dtype: torch.dtype) -> torch.dtype:
+    def wire_dtype_for(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which gradients of `dtype` are sent."""
         return dict(self.wire_dtype).get(dtype, dtype)
 
 
 class FlatGroup:
-    """The gradients of one dtype: their flat buffer, and the place of each in it."""
+    """Gradients of one dtype in a flat buffer.
+
+    Attributes:
+        indices: indices of the parameters, in the order of the buffer.
+        layout: sizes and names of the gradients in the buffer.
+        buffer: the memory.
+        places: tensors over the memory of each gradient, in the same order.
+    """
 
     def __init__(
         self, indices: list[int], params: Sequence[torch.Tensor], layout: GradientLayout, buffer: FlatBuffer
@@ -70,18 +80,18 @@ def _group_by_dtype(
     router: Router,
     n_flags: int,
 ) -> list[FlatGroup]:
-    """Allocate flat buffers in the given order, one a dtype; the first has the flags, too. Collective."""
+    """Allocate a flat buffer for each dtype, and for the flags at the end of the first buffer. Collective."""
     by_dtype: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
     for index in order:
         dtype = params[index].dtype
-        by_dtype.setdefault((reduction.travels_as(dtype), dtype), []).append(index)
+        by_dtype.setdefault((reduction.wire_dtype_for(dtype), dtype), []).append(index)
     groups: list[FlatGroup] = []
     for (wire, _), indices in by_dtype.items():
         flags = () if groups else (n_flags,)
         device = router.device.torch_device.type
         piece = alignment(device, wire.itemsize)
         layout = GradientLayout(
-            # Rounded up, so that each gradient starts where it is aligned. What is behind it stays zero.
+            # Rounded up so that each gradient starts at an aligned address. The padding stays zero.
             sizes=(*(-(-params[index].numel() // piece) * piece for index in indices), *flags),
             itemsize_bytes=wire.itemsize,
             dtype=str(wire).removeprefix("torch."),
@@ -93,34 +103,38 @@ def _group_by_dtype(
 
 
 REFERENCES = max(map(sys.getrefcount, [object()])) + 1
-"""Reference count of a view that only `FlatBuffers.views` and a part of that list refer to."""
+"""Reference count of a view to which only `FlatBuffers.views` and a slice of it refer: user code does not."""
 
 _USERS = count_storage_users or (lambda storage: 0)
 _STRIDE = torch.Tensor.stride
-_NOBODYS = torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
+_EMPTY_STORAGE = torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
 
 
 class FlatBuffers:
-    """The flat buffers of one optimizer in one order of its parameters.
+    """The flat buffers of one optimizer, for one order of its parameters.
 
-    Users get `views`, tensors of their own over the same memory as the places: `model.half()` and the like swap the
-    memory behind a `.grad`, and a version counter of its own tells a user's write from ours. What the user keeps of
-    them keeps its value: a view that is kept gets memory of its own; and where another tensor of the user's shares a
-    place's memory (`p.grad.detach()`, `p.grad[0]`), the old value is put back after the place was used.
+    A *position* is an index in the expected order of the gradients. All lists are in this order, unless stated.
 
-    All lists are in the order in which gradients are expected, and a *position* is a number in that order.
+    Sirtaki writes to `places`. User code gets `views`, separate tensors over the same memory, for two reasons:
+    `model.half()` and similar calls replace the memory of the tensor in `.grad`, and a view has a version counter that
+    changes only if user code writes.
+
+    User code may keep a reduced gradient after its place is used for the next one. A kept view gets memory of its own.
+    If another tensor shares the memory of a place (`p.grad.detach()`, `p.grad[0]`), the old value is saved, and copied
+    back once the reduced gradient has been copied out.
 
     Attributes:
-        order: parameters, by index.
-        position: where each parameter stands in `order`, by index.
-        groups: one a dtype.
-        names, params: of the parameters.
-        numbers: the positions themselves.
-        places: where gradients lie in the flat buffers.
-        addresses: of the places.
-        views: what a parameter's `.grad` is while its gradient lies in the flat buffer.
-        lent: what is to be put back into places, by position.
-        outdated: a gradient came with other strides or another dtype than its place has: the parameter was changed.
+        order: index of the parameter at each position.
+        position: position of each parameter, by index.
+        groups: flat buffers, one for each dtype.
+        names: names of the parameters.
+        params: the parameters.
+        numbers: the positions: 0, 1, 2, …
+        places: tensors over the memory of each gradient in the flat buffers.
+        addresses: memory addresses of the places.
+        views: tensors that become `.grad` when a gradient is copied into its place.
+        lent: saved values that must be copied back into their places, by position.
+        outdated: True if a gradient had another dtype or other strides than its place, because its parameter changed.
     """
 
     def __init__(
@@ -133,14 +147,14 @@ class FlatBuffers:
         router: Router,
         n_flags: int,
     ) -> None:
-        """Collective.
+        """Allocate the flat buffers. Collective.
 
         Args:
-            order: see above; the same on all ranks.
-            params: their gradients are reduced; by index.
-            names: of the parameters, by index.
-            reduction: tells in which dtype gradients travel.
-            router: allocates.
+            order: indices of the parameters in the expected order of their gradients; the same on all ranks.
+            params: parameters whose gradients are reduced, by index.
+            names: names of the parameters, by index.
+            reduction: determines the dtype in which gradients are sent.
+            router: allocates the memory.
             n_flags: elements for control flags, at the end of the first buffer.
         """
         self._device, self.order, self.numbers = router.device, list(order), list(range(len(order)))
@@ -150,19 +164,19 @@ class FlatBuffers:
         self.params, self.names = [params[index] for index in order], [names[index] for index in order]
         self.groups = _group_by_dtype(order, params, names, reduction=reduction, router=router, n_flags=n_flags)
         first = self.groups[0]
-        # Of complex flags only the real parts are written; what was in the memory before must not be reduced with them.
+        # Only the real parts of complex flags are written. The memory may hold other values, which must not be reduced.
         self._device.launch(first.buffer.tensor[first.layout.offsets[-2] :].zero_)
         place_of = {i: place for group in self.groups for i, place in zip(group.indices, group.places, strict=True)}
         self.places = [place_of[index] for index in order]
         self.lent: dict[int, torch.Tensor] = {}
         self.views = list(map(self._make_view, self.places))
-        # Each view has a storage of its own, whose users PyTorch counts; it is kept, so that its number stays valid.
+        # Each view has its own storage, whose users PyTorch counts. The storages are kept so that their ids stay valid.
         self._storages = list(map(self._storage_of, self.views))
         self._storage_ids = [storage._cdata for storage in self._storages]
         self._users = list(map(_USERS, self._storage_ids))
         self.addresses = [place.data_ptr() for place in self.places]
         self._dtypes = [param.dtype for param in self.params]
-        # A place of another dtype never is `.grad`; of one dimension there is one way to be dense.
+        # A place of another dtype never becomes `.grad`. With one dimension, dense strides need no check.
         pairs = zip(self.places, self.params, strict=True)
         self._other_dtype = [place.dtype is not param.dtype for place, param in pairs]
         self._strides = [place.stride() if place.dim() > 1 else () for place in self.places]
@@ -170,7 +184,7 @@ class FlatBuffers:
 
     @property
     def layout_places(self) -> list[tuple[int, int]]:
-        """Number of the layout and place in it of each parameter, by index."""
+        """Number of the layout, and number within the layout, of each parameter, by index."""
         places = {
             index: (number, place)
             for number, group in enumerate(self.groups)
@@ -180,12 +194,12 @@ class FlatBuffers:
 
     @property
     def layouts(self) -> tuple[GradientLayout, ...]:
-        """Layouts, one a dtype; the first has one more element, the control flags."""
+        """Layouts, one for each dtype. The first has one more entry, the control flags."""
         return tuple(group.layout for group in self.groups)
 
     @property
     def flags(self) -> torch.Tensor:
-        """The elements of the control flags, `(n_flags,)`; in a complex buffer their real parts."""
+        """Elements of the control flags, `(n_flags,)`. In a complex buffer, their real parts."""
         first = self.groups[0]
         elements = first.buffer.tensor[first.layout.offsets[-2] :]
         return torch.view_as_real(elements)[:, 0] if elements.is_complex() else elements
@@ -194,8 +208,8 @@ class FlatBuffers:
         """Return whether a unit that ends at element `stop` of a group's buffer contains control flags."""
         return group is self.groups[0] and stop > group.layout.offsets[-2]
 
-    def take_over(self, before: FlatBuffers) -> None:
-        """Move gradients out of the previous buffers into these."""
+    def move_from(self, before: FlatBuffers) -> None:
+        """Move every `.grad` that is a view of the previous buffers into these buffers."""
         for position, param in enumerate(self.params):
             old = before.position[self.order[position]]
             if param.grad is not None and param.grad is before.views[old] and before.is_intact(old):
@@ -203,23 +217,23 @@ class FlatBuffers:
                 param.grad = self.view(position) if self.fits(position) else param.grad.clone()
 
     def detach(self) -> None:
-        """Copy every `.grad` out of the flat buffers."""
+        """Replace every `.grad` that is a view by a copy with memory of its own."""
         for param, view in zip(self.params, self.views, strict=True):
             if param.grad is view:
                 param.grad = view.clone()
 
     def _make_view(self, place: torch.Tensor) -> torch.Tensor:
-        # By a capsule, because from_dlpack(tensor) would also order CUDA streams.
+        # Through a capsule, because from_dlpack(tensor) also synchronises CUDA streams.
         return from_dlpack(torch.to_dlpack(place)) if place.numel() else place.data  # type: ignore[attr-defined]  # torch has it
 
     def _storage_of(self, view: torch.Tensor) -> torch.UntypedStorage:
-        return view.untyped_storage() if view.numel() else _NOBODYS
+        return view.untyped_storage() if view.numel() else _EMPTY_STORAGE
 
     def accept(self, part: slice, gradients: Sequence[torch.Tensor]) -> bool:
-        """Return whether the views at these positions may become the `.grad` of gradients that are copied there.
+        """Return whether the views at these positions may replace the gradients as `.grad`.
 
-        False if another tensor shares the memory of a view, or if a gradient has another dtype or other strides than
-        its place, as far as `.grad = view` does not raise.
+        False if another tensor shares the memory of a view, or if a gradient and its place differ in dtype or strides.
+        Differences in shape or device are not checked, because `.grad = view` raises then.
         """
         if list(map(_USERS, self._storage_ids[part])) != self._users[part] or any(self._other_dtype[part]):
             return False
@@ -227,11 +241,11 @@ class FlatBuffers:
         return all(map(eq, map(_STRIDE, compress(gradients, strides)), compress(strides, strides)))
 
     def is_intact(self, position: int) -> bool:
-        """Return whether the view still uses the memory of the flat buffer."""
+        """Return whether the view at a position still uses the memory of the flat buffer."""
         return self.views[position].data_ptr() == self.addresses[position]
 
     def view(self, position: int) -> torch.Tensor:
-        """Return the tensor for a parameter's `.grad`."""
+        """Return the view at a position. Make a new one if user code has replaced the memory of the old one."""
         if not self.is_intact(position):
             self.views[position] = view = self._make_view(self.places[position])
             self._storages[position] = self._storage_of(view)
@@ -249,14 +263,14 @@ class FlatBuffers:
         )
 
     def fill(self, positions: Sequence[int], gradients: list[torch.Tensor]) -> None:
-        """Copy gradients into their places, all at once.
+        """Copy gradients into their places in one call.
 
         Raises:
             ConfigError: a parameter was moved to another device, or has another shape.
         """
         targets = list(map(self.places.__getitem__, positions))
         try:
-            # Gradients made with create_graph=True have a graph, the reduced ones have none.
+            # no_grad, because gradients computed with create_graph=True have a graph.
             with torch.no_grad():
                 self._device.launch(torch._foreach_copy_, targets, gradients)
         except RuntimeError:
@@ -267,15 +281,15 @@ class FlatBuffers:
             self._device.keep(gradients)
 
     def clear(self, position: int) -> torch.Tensor:
-        """Zero a parameter's place, and return its view."""
-        self.part_with([position])
+        """Zero a place, and return its view."""
+        self.preserve([position])
         self._device.launch(self.places[position].zero_)
         return self.views[position]
 
-    def part_with(self, positions: Sequence[int]) -> None:
-        """Save what the user keeps of the gradients in these places, before the places are used for others.
+    def preserve(self, positions: Sequence[int]) -> None:
+        """Save the gradients in these places that user code still refers to, before the places are overwritten.
 
-        The copies are made on the user's stream, where the user may read them at once.
+        The copies are made on the user's stream, so that user code may read them at once.
         """
         for position in positions:
             if position in self.lent:
@@ -293,18 +307,20 @@ class FlatBuffers:
         """Return whether user code refers to the view itself."""
         return max(map(sys.getrefcount, self.views[position : position + 1])) > REFERENCES
 
-    def take_misfit(self, position: int, gradient: torch.Tensor) -> torch.Tensor | None:
-        """A gradient has another form than its place, or its view's memory was swapped: the view if that will do now.
+    def view_for_misfit(self, position: int, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Return the view for a gradient that `accept` has refused; None if its dtype or strides are not its place's.
+
+        Set `outdated` if the parameter was changed after the buffers were made.
 
         Raises:
-            ConfigError: as `fill`.
+            ConfigError: a parameter was moved to another device, or has another shape.
         """
         place = self.places[position]
         self._require_same_place(position, gradient)
         if gradient.dtype is place.dtype and gradient.stride() == place.stride():
             return self.view(position)
         if gradient.dtype is place.dtype or gradient.dtype is not self._dtypes[position]:
-            self.outdated = True  # else it travels in another dtype, as was asked for
+            self.outdated = True  # otherwise `Reduction.wire_dtype` requests the dtype of the place
         return None
 
     def _require_same_place(self, position: int, gradient: torch.Tensor) -> None:
@@ -319,12 +335,12 @@ class FlatBuffers:
     def copy_out(self, pairs: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Copy reduced gradients from their places into other tensors."""
         if pairs:
-            with torch.no_grad():  # a gradient made with create_graph=True has a graph
+            with torch.no_grad():  # because gradients computed with create_graph=True have a graph
                 targets, sources = [target for _, target in pairs], [self.places[position] for position, _ in pairs]
                 self._device.launch(torch._foreach_copy_, targets, sources)
 
-    def put_back(self, positions: Sequence[int]) -> None:
-        """Reduced gradients are out of these places: what somebody keeps of earlier ones goes back there."""
+    def restore(self, positions: Sequence[int]) -> None:
+        """Copy saved values back into these places, after the reduced gradients have been copied out."""
         for position in self.lent.keys() & set(positions):
             saved = self.lent.pop(position)
             self._device.launch(self.places[position].copy_, saved)

@@ -1,4 +1,4 @@
-"""Flags of the ranks that travel along with the gradients, in the last elements of the first flat buffer."""
+"""Control flags that are reduced together with the gradients, in the last elements of the first flat buffer."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ class Drift(Enum):
     """Trend of the communication time, as reported by one rank or agreed by all."""
 
     USUAL = "usual"
-    """No clear change; or the ranks do not agree."""
+    """No clear change, or the ranks report different trends."""
     SLOWER = "slower"
-    """Clearly longer, for several iterations."""
+    """Communication has taken clearly longer for several iterations."""
     FASTER = "faster"
-    """Clearly shorter, for several iterations."""
+    """Communication has taken clearly less time for several iterations."""
 
 
 class RankFlags(NamedTuple):
-    """Flags of one rank, or of all ranks: then a flag is set if any rank has set it.
+    """Flags of one rank, or of all ranks. A flag of all ranks is set if any rank has set it.
 
     Attributes:
-        reprofile: the order of the gradients should be profiled again.
-        written: a gradient was written before it was reduced.
-        replaced: `.grad` was replaced before it was reduced, and the reduced gradient takes its place.
-        complete: all gradients were ready in the backward pass, which ended with their reduction; later changes hold.
-        not_slower: the communication time has not become clearly longer. Negated, because a sum over ranks shows only
-            whether any rank has set a flag: if none has, all ranks find it longer.
-        not_faster: the communication time has not become clearly shorter.
+        reprofile: the rank requests a new profile of the order.
+        written: user code wrote to a gradient before it was reduced.
+        replaced: user code replaced `.grad` before it was reduced. The reduced gradient takes its place.
+        complete: all gradients were ready at the end of the backward pass, which has waited for the reduction.
+        not_slower: the communication time has not become clearly longer. Negated, because the sum over ranks shows
+            whether any rank has set a flag: if no rank has set this one, all ranks report a longer time.
+        not_faster: the communication time has not become clearly shorter. Negated for the same reason.
     """
 
     reprofile: bool = False
@@ -43,7 +43,7 @@ class RankFlags(NamedTuple):
 
     @property
     def drift(self) -> Drift:
-        """Trend that all ranks have reported; USUAL if they differ, or have reported none."""
+        """Trend that all ranks have reported; USUAL if they have reported different trends."""
         if self.not_slower == self.not_faster:
             return Drift.USUAL
         return Drift.SLOWER if self.not_faster else Drift.FASTER
@@ -53,16 +53,16 @@ FLAG_COUNT = len(RankFlags._fields)
 
 
 class FlagTraffic:
-    """Writes and reads the flags in one flat buffer.
+    """The flags of each iteration in a flat buffer.
 
     Attributes:
-        drift: trend of the communication time, as this rank reports it with the other flags.
+        drift: trend of the communication time that this rank reports.
     """
 
     def __init__(self, device: Device, elements: torch.Tensor) -> None:
-        """Args: `elements`: the flags in the flat buffer, `(FLAG_COUNT,)`."""
+        """Args: `elements`: elements of the flags in the flat buffer, `(FLAG_COUNT,)`."""
         self._device, self._elements = device, elements
-        # All combinations of flags, on the device, and the reduced flags, on the host.
+        # All combinations of flags are on the device, so that `write` copies nothing from the host.
         choices = torch.cartesian_prod(*[torch.arange(2, device="cpu")] * FLAG_COUNT)
         there = choices.to(device=device.torch_device, dtype=elements.dtype)
         self._choices = {tuple(map(bool, choice)): row for choice, row in zip(choices.tolist(), there, strict=True)}
@@ -70,16 +70,16 @@ class FlagTraffic:
         self._read: Event | None = None
         self.drift = Drift.USUAL
 
-    def write(self, said: RankFlags) -> None:
-        """Set this rank's flags and its trend, before the elements are reduced."""
-        choice = self._choices[(*said[:-2], self.drift is not Drift.SLOWER, self.drift is not Drift.FASTER)]
+    def write(self, flags: RankFlags) -> None:
+        """Write this rank's flags and trend to the flat buffer. Call before the elements are reduced."""
+        choice = self._choices[(*flags[:-2], self.drift is not Drift.SLOWER, self.drift is not Drift.FASTER)]
         self._device.launch(self._elements.copy_, choice)
 
     def read(self) -> RankFlags:
-        """Return the flags of all ranks of this iteration; on a device with streams, those of the iteration before.
+        """Return the flags of all ranks of this iteration; on a device with streams, of the iteration before.
 
-        There the host would have to wait for this iteration's flags, so they are only copied to it. Call once an
-        iteration, after the reduction.
+        On such a device the host does not wait for the flags of this iteration. A copy to the host is launched instead,
+        and read in the next iteration. Call once an iteration, after the reduction.
         """
         if not self._device.streams:
             return RankFlags(*map(bool, self._elements.tolist()))
@@ -92,5 +92,5 @@ class FlagTraffic:
         return before
 
     def forget(self) -> None:
-        """Ignore the flags that are being copied to the host."""
+        """Discard the flags that are being copied to the host."""
         self._read = None

@@ -1,4 +1,4 @@
-"""The launched units of one iteration: how they are sent, waited for, and named in errors."""
+"""Launched units of one iteration: launch, wait, and error messages that name the unit."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from .schedule import ScheduledUnit
 from .trace import IterationTrace
 
 NAMED_GRADIENTS = 6
-"""An error names all gradients of a unit up to this number, otherwise the first and the last."""
+"""Largest number of gradients that an error lists. For a unit with more, it names the first and the last."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LaunchedUnits:
-    """The units of one iteration that are launched, in the order of their launch.
+    """Launched units of one iteration, in launch order.
 
     Attributes:
-        router: carries the units.
-        compressed: carries them in fewer bytes instead; None = no unit is compressed.
+        router: sends units.
+        compressed: sends compressed units; None = no unit is compressed.
         reduction: operation and scaling of every gradient.
-        failures: where a transport thread reports a copy that fails.
-        ready: gradients of the iteration, with the copies that transport threads run before they send a unit.
-        planned: units that the schedule launches, for their numbers in errors.
+        failures: receives the errors of copies that transport threads run.
+        ready: ready gradients of the iteration, and their deferred copies.
+        planned: units of the schedule, for their numbers in errors.
         names: names of the parameters.
-        place: this rank and its iteration, for errors.
-        trace: records launches; None = nothing does.
+        place: rank and iteration, for errors.
+        trace: records launches; None = the iteration is not traced.
         units: the launched units.
         works: their all-reduces, in the same order.
     """
@@ -55,7 +55,7 @@ class LaunchedUnits:
     works: list[Work] = field(default_factory=list)
 
     def launch(self, unit: ScheduledUnit) -> None:
-        """Send a unit over its stream, behind the deferred copies of its gradients. Non-blocking.
+        """Launch the all-reduce of a unit on its stream, after the deferred copies of its gradients. Non-blocking.
 
         Raises:
             CommError: the transport has failed; the error names the unit.
@@ -89,20 +89,20 @@ class LaunchedUnits:
             self.trace.units.append((unit, work, issued))
 
     def _needed_copies(self, unit: ScheduledUnit) -> int:
-        """Return how many of the added copies must have run before the unit is sent."""
+        """Return how many of the deferred copies must be run before the unit is sent."""
         copies, last, layout = self.ready.copies, unit.due[0], unit.group.layout
         if last not in copies.cut:
             return copies.count
-        # A large gradient is copied in pieces, of which the unit needs some only.
+        # The last gradient is copied in pieces, and the unit needs only some of the pieces.
         start = layout.offsets[unit.group.indices.index(self.ready.buffers.order[last])]
         return min(copies.count, copies.cut[last] - (start - unit.stop) // LARGE_ELEMENTS)
 
     def _copy_deferred(self, unit: ScheduledUnit, needed: int) -> None:
-        """Run the first `needed` copies and scale the unit. The transport thread calls it before it sends the unit."""
+        """Run the first `needed` copies, and scale the unit. A transport thread calls this before it sends the unit."""
         try:
             self.ready.copies.copy(needed)
             self._prescale(unit)
-        except Exception as err:  # whatever it is, the waiting threads must get it
+        except Exception as err:  # of any type, because the training thread waits for the unit
             self.failures.report(self.with_place(err, unit))
 
     def _prescale(self, unit: ScheduledUnit) -> None:
@@ -124,9 +124,9 @@ class LaunchedUnits:
             raise error from error.__cause__
 
     def last_done(self, backward_ended: Event) -> Event:
-        """Return when the last unit was reduced, or the backward pass ended if that was later.
+        """Return when the last unit was reduced, or when the backward pass ended if that was later.
 
-        For iterations whose units no thread has waited for at that time.
+        Call if the training thread has not waited for all units together. Where a time is unknown, return the current.
         """
         moments = [backward_ended, *(work.times()[1] for work in self.works)]
         known = [moment for moment in moments if moment is not None]
@@ -135,7 +135,7 @@ class LaunchedUnits:
         return max(known)
 
     def with_place(self, error: Exception, unit: ScheduledUnit | None = None) -> CommError:
-        """Return the same error with the rank, the iteration and the unit in its message."""
+        """Return the error as a `CommError` whose message names the rank, the iteration and the unit."""
         place = self.place
         if isinstance(error, CommError) and place in str(error):
             return error
@@ -152,7 +152,7 @@ class LaunchedUnits:
 
 
 def _is_reduced(work: Work) -> bool:
-    """Return whether a unit is reduced; False if that has failed. Non-blocking."""
+    """Return whether the all-reduce of a unit has succeeded. Non-blocking."""
     try:
         return work.is_done() and work.wait(WAIT_SLICE_S)
     except CommError:

@@ -1,4 +1,4 @@
-"""Negotiation of the gradients that are ready on all ranks, while their order is not known."""
+"""Negotiation between ranks about which gradients are ready everywhere, while their order is profiled."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from ..control.waiting import wait_for, wait_for_work
 Bits = npt.NDArray[np.bool_]
 
 Interrupted = Callable[[], bool]
-"""Return whether to stop waiting. Called now and then while a thread waits."""
+"""Function that returns whether to stop waiting. Called repeatedly while a thread waits."""
 
 _given_up: list[Test] = []
-"""Rounds that other ranks never joined. MPI still refers to their arrays, so they are kept."""
+"""All-reduces that other ranks never joined. They are kept, because MPI still refers to their arrays."""
 
 
 def agree(
@@ -41,15 +41,16 @@ def agree(
 
 
 class ReadinessNegotiation:
-    """A thread that finds out, during one backward pass, which gradients are ready on all ranks.
+    """Thread that determines during a backward pass which gradients are ready on all ranks.
 
-    It runs while the order of the gradients is not known. A rank joins a round once `granularity_bytes` of gradients
-    have become ready since its last round, or its backward pass has ended, until every gradient is agreed. All ranks
-    get the same results, so they stop after the same round.
+    Used while the order of the gradients is profiled on the host. The ranks all-reduce their ready bits in rounds. A
+    rank joins a round once `granularity_bytes` of its gradients have become ready since the last round, or once its
+    backward pass has ended. All ranks get the same results, so all stop after the round in which every gradient is
+    agreed.
     """
 
     def __init__(self, comm: Communicator, failures: FailureBoard) -> None:
-        """Keep `comm` for the thread, which starts with the first backward pass."""
+        """Store the communicator. The thread starts with the first backward pass."""
         self._comm, self._failures = comm, failures
         self._wake = free_in_forked_children(threading.Condition())
         self._thread: threading.Thread | None = None
@@ -65,12 +66,12 @@ class ReadinessNegotiation:
     def begin(
         self, sizes_bytes: npt.NDArray[np.int64], *, granularity_bytes: int, on_agreed: Callable[[list[int]], None]
     ) -> None:
-        """Start the negotiation of one backward pass.
+        """Begin the negotiation of one backward pass. Non-blocking.
 
         Args:
             sizes_bytes: size of each gradient, `(n_gradients,)`.
             granularity_bytes: bytes of ready gradients after which this rank joins a round.
-            on_agreed: called in the thread with the indices of newly agreed gradients, ascending.
+            on_agreed: called by the thread with the indices of newly agreed gradients, ascending.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="sirtaki-negotiation", daemon=True)
@@ -82,17 +83,17 @@ class ReadinessNegotiation:
             self._fresh_bytes, self._ended, self._on_agreed = 0, False, on_agreed
 
     def set_ready(self, index: int) -> None:
-        """Mark gradient `index` of this rank as ready, in its place in the flat buffer."""
+        """Mark gradient `index` of this rank as ready, once it is in the flat buffer. Thread-safe, non-blocking."""
         with self._wake:
             self._bits[index] = True
             self._fresh_bytes += int(self._sizes_bytes[index])
-            # The pass ends with the last gradient: the training thread may wait for other gradients before `end`.
+            # With the last gradient, do not wait for `end`: the training thread may first wait for another optimizer.
             self._ended = bool(self._bits.all())
             if self._worth_a_round():
                 self._wake.notify()
 
     def end(self) -> None:
-        """End the backward pass: mark all gradients as ready."""
+        """End the backward pass: mark all gradients as ready. Non-blocking."""
         with self._wake:
             self._bits[:] = True
             self._ended = True
@@ -102,7 +103,7 @@ class ReadinessNegotiation:
         """Block until every gradient is agreed. Return False if `interrupted` ends the wait.
 
         Raises:
-            CommError: the job failed meanwhile.
+            CommError: the job has failed.
         """
         if not wait_for_work([self._done], failures=self._failures, interrupted=interrupted):
             return False
@@ -122,7 +123,7 @@ class ReadinessNegotiation:
                 self._done.set()
         except CommError as err:
             self._failures.report(err)
-        except Exception as err:  # whatever it is, the waiting threads must get it
+        except Exception as err:  # of any type, because the training thread waits for the result
             self._failures.report(caused(CommError(f"the negotiation of gradients failed: {err!r}"), err))
         finally:
             self._done.set()
@@ -148,15 +149,15 @@ class ReadinessNegotiation:
                 self._left_open = True
                 return
             if (trace := timeline.current) is not None:
-                brought = int((result & ~agreed).sum())
-                trace.span("negotiation", "round", begin_s, time.perf_counter(), marked=int(bits.sum()), agreed=brought)
+                newly = int((result & ~agreed).sum())
+                trace.span("negotiation", "round", begin_s, time.perf_counter(), marked=int(bits.sum()), agreed=newly)
             if fresh := np.flatnonzero(result & ~agreed).tolist():
                 on_agreed(fresh)
             agreed |= result
         self._on_agreed = None
 
     def close(self) -> bool:
-        """End the thread. Return False if a round that other ranks never joined still uses the communicator."""
+        """End the thread. Return False if the communicator is still in use by a round that other ranks did not join."""
         with self._wake:
             self._closing = True
             self._wake.notify()

@@ -1,7 +1,8 @@
 """Reduce gradients over all ranks while the backward pass still computes others.
 
-One iteration calls `ready_in_order` for gradients that become ready in the expected order, `ready` for any other,
-`reduce` at the end of a backward pass if every gradient is ready, and `finish`, which reduces in any case:
+In one iteration, `GradientHooks` calls `ready_in_order` for gradients that become ready in the expected order, `ready`
+for all others, `reduce` at the end of a backward pass if every gradient is ready, and `finish`, which reduces in any
+case:
 
     ready_in_order, ready ─▶ _launch: the last gradient of a unit is ready, and all units before it are launched:
                              gradients are copied into the flat buffers, and the unit is sent over its stream
@@ -9,16 +10,16 @@ One iteration calls `ready_in_order` for gradients that become ready in the expe
     reduce ─▶ the training thread waits for all units, and every `.grad` becomes a view of the flat buffer
     finish ─▶ the iteration is measured, the ranks' flags are read, and the next iteration begins
 
-`LaunchMode` tells when units are launched. If the order of the gradients is known, the flat buffers have that order,
-and units are launched in it, from the hooks, without a control message: `LaunchSchedule.course` holds the numbers of
-gradients after which units are launched. From the first gradient that does not come in this order, gradients are
-counted one by one. While the order is profiled, the ranks negotiate on the host which gradients are ready
-(`ReadinessNegotiation`), and neighbours in the flat buffer are launched together; on a GPU all units are launched at
-the end of the backward pass.
+`LaunchMode` defines when units are launched. Once the order of the gradients is known, the flat buffers have that
+order, and the hooks launch units in it without control messages: `LaunchSchedule.launch_steps` lists the numbers of
+ready gradients after which units are launched. After the first gradient in another order, gradients are counted one by
+one. While the order is profiled on the host, the ranks negotiate which gradients are ready (`ReadinessNegotiation`),
+and launch agreed gradients that are adjacent in the flat buffer together. While it is profiled on a GPU, all units are
+launched at the end of the backward pass.
 
-A fixed order costs time if gradients begin to come in another one. Each rank watches that (`OrderProfiling`), and asks
-for a new profile with a control flag that travels along with the gradients (`FlagTraffic`). If any rank asks, all ranks
-profile the order in the next iterations, and rebuild their buffers.
+If gradients later become ready in another order, units are launched late. Each rank watches the order
+(`OrderProfiling`) and requests a new profile with a control flag that is reduced with the gradients (`FlagTraffic`). If
+any rank requests one, all ranks profile the order in the next iterations, and rebuild their buffers.
 """
 
 from __future__ import annotations
@@ -65,29 +66,29 @@ logger = logging.getLogger(__name__)
 NO_FLAGS = RankFlags()
 
 EVERY = range(sys.maxsize)
-"""All numbers of ready gradients: every gradient must be reported at once."""
+"""All numbers of ready gradients: `ready` must be called for every gradient when it is ready."""
 
 
 class GradientPipeline:
-    """Reduction of the gradients of one set of parameters, which become equal on all ranks.
+    """Reduction of the gradients of one set of parameters over all ranks.
 
-    The constructor, `finish` and `use` are collective. `ready` may be called in any order. A parameter for which it is
-    not called counts with its current `.grad`, or with zeros.
+    The constructor, `finish` and `use` are collective. Gradients may be marked as ready in any order. If a parameter's
+    gradient is not marked, its current `.grad` is reduced, or zeros if that is None.
 
     Attributes:
-        iteration: finished iterations.
+        iteration: number of finished iterations.
         state: state of the current iteration: COLLECTING, LAUNCHED or REDUCED.
-        mode: how the units of the current iteration are launched.
-        plans: current plans, one a layout.
-        names: of the parameters.
+        mode: rule for launching the units of the current iteration.
+        plans: current plans, one for each layout.
+        names: names of the parameters.
         n_params: number of parameters.
         device: device of the gradients.
         profiling: True if the order of the gradients is profiled in this iteration; the same on all ranks.
-        problem: why the gradients of this iteration are undefined; empty until they are reduced, and if all is well.
-        in_flight: iterations that the device may still be working on.
-        compressed: carries units in fewer bytes; None = no unit is compressed.
-        drift: trend of the communication time that all ranks have reported with `vote_drift`, as of the last iteration;
-            with streams, as of the one before it.
+        problem: why the reduced gradients of this iteration are undefined; empty if they are right or not reduced yet.
+        in_flight: the last iterations, which the device may still execute.
+        compressed: sends compressed units; None = no unit is compressed.
+        drift: trend of the communication time that all ranks have reported with `vote_drift` in the last iteration; on
+            a device with streams, in the iteration before that.
     """
 
     plans: tuple[CommPlan, ...]
@@ -111,12 +112,12 @@ class GradientPipeline:
             params: parameters whose gradients are reduced, in the same order on all ranks.
             names: names of the parameters, for messages.
             control: control plane of the participating ranks.
-            router: carries the units; closed by the caller.
-            reduction: what is done to every gradient.
-            default_plan: makes the plan of a new layout; the same on all ranks.
-            unused_as_none: gradients that no rank has computed are None afterwards, not zeros.
-            lossy: plans may compress units, if `reduction` does not.
-            rank: rank in messages; None = that of `control`.
+            router: sends units. The caller closes it.
+            reduction: operation, scaling and compression of every gradient.
+            default_plan: returns the first plan of a new layout; the same on all ranks.
+            unused_as_none: set `.grad` to None, not zeros, where no rank has computed a gradient.
+            lossy: True if plans may compress units that `reduction` does not compress.
+            rank: rank in messages; None = the rank in `control`.
         """
         self._rank = control.rank if rank is None else rank
         self._params, self.names, self.n_params = list(params), list(names), len(params)
@@ -133,7 +134,7 @@ class GradientPipeline:
         self._one_at_a_time = free_in_forked_children(threading.Lock())
         self.iteration = 0
         self.problem = ""
-        self._all_used = False  # this rank has a gradient of every parameter in this iteration
+        self._all_used = False  # True if this rank has a gradient of every parameter in this iteration
         self.drift = Drift.USUAL
         self.in_flight = InFlight(self.device)
         self._order, self._edits = OrderProfiling(), EditCheck()
@@ -144,7 +145,7 @@ class GradientPipeline:
 
     def _make_buffers(self, order: Sequence[int]) -> FlatBuffers:
         """Make flat buffers for this order of the parameters, and install the default plans. Collective."""
-        self.device.synchronise()  # nothing may use the old buffers any more
+        self.device.synchronise()  # because work on the device may still use the old buffers
         buffers = FlatBuffers(
             order,
             self._params,
@@ -155,17 +156,17 @@ class GradientPipeline:
         )
         self._ready = ReadyGradients(buffers)
         self._flags = FlagTraffic(self.device, buffers.flags[:FLAG_COUNT])
-        # Usage flags, one a parameter by position: above zero if any rank has its gradient.
+        # Usage flags, one for each position: above zero if any rank has computed the gradient.
         self._usage = buffers.flags[FLAG_COUNT:]
         self._install([self._default_plan(layout) for layout in buffers.layouts], buffers)
         return buffers
 
     def _install(self, plans: Sequence[CommPlan], buffers: FlatBuffers) -> None:
-        """Open the streams of the plans, and launch units by these plans from now on. Collective.
+        """Open the streams of the plans, and launch the units of these plans from now on. Collective.
 
         Raises:
             PlanError: a plan does not fit its layout, or has a route or streams that this job does not have.
-            TransportError: on all ranks, if streams could not be opened.
+            TransportError: streams could not be opened. Raised on all ranks.
         """
         if len(plans) != len(buffers.groups):
             raise PlanError(f"{len(plans)} plans for {len(buffers.groups)} layouts")
@@ -173,7 +174,7 @@ class GradientPipeline:
             if plan.numel != group.layout.numel:
                 raise PlanError(f"a plan of {plan.numel} elements for a layout of {group.layout.numel}")
             self._router.open_plan(plan)
-        # Usage flags are known when the pass ends. The other flags are known with the last gradient, as is their unit.
+        # Usage flags are known when the backward pass ends, all other flags when the last gradient is ready.
         self._schedule = LaunchSchedule(
             schedule(buffers.groups, plans, buffers.position),
             buffers.order,
@@ -185,24 +186,27 @@ class GradientPipeline:
 
     @property
     def layouts(self) -> tuple[GradientLayout, ...]:
-        """The current layouts, one a dtype; the first has one more element, the control flags."""
+        """Current layouts, one for each dtype. The first has one more entry, the control flags."""
         return self._buffers.layouts
 
     def use(self, plans: Sequence[CommPlan]) -> None:
-        """Launch units by these plans from the next iteration on, one a layout. Collective, between iterations.
+        """Run these plans, one for each layout, from the next iteration on. Collective. Call between iterations.
 
         Raises:
             PlanError: a plan does not fit its layout, or has a route or streams that this job does not have.
-            MismatchError: on all ranks, if the ranks' plans differ.
+            MismatchError: the ranks' plans differ. Raised on all ranks.
         """
         if self.pending:
-            raise PlanError("plans change between iterations only, and gradients of this one are in already")
+            raise PlanError("plans can change between iterations only, and gradients of this iteration are ready")
         self._control.require_equal(" ".join(plan.fingerprint() for plan in plans), "the plan")
         self._install(plans, self._buffers)
         self._begin_iteration()
 
     def reorder_units(self, pace: IterationPace) -> None:
-        """Launch first what the forward pass reads first, until plans change. Call between iterations on all ranks."""
+        """Launch units in the order in which the forward pass reads them, until plans change.
+
+        Call between iterations, with the same `pace` on all ranks.
+        """
         units, _ = self.reordered_units(self.plans, pace)
         # NCCL's communicators of one device share one order; the streams of other transports are independent.
         order, one_order = self._buffers.order, self.device.streams
@@ -212,7 +216,10 @@ class GradientPipeline:
     def reordered_units(
         self, plans: Sequence[CommPlan], pace: IterationPace
     ) -> tuple[list[ScheduledUnit], list[float]]:
-        """Return the units of these plans in that order, and when each is complete, after the first gradient."""
+        """Return the units in the order of `reorder_units`, and the time at which each is complete, in seconds.
+
+        The times begin with the first ready gradient.
+        """
         usual = schedule(self._buffers.groups, plans, self._buffers.position)
         units = reorder_units(usual, pace, held=self._has_flags)
         return units, complete_s(units, pace, held=self._has_flags)
@@ -221,17 +228,17 @@ class GradientPipeline:
         return self._buffers.has_flags(unit.group, unit.stop)
 
     def in_layout_order(self, values: Sequence[float]) -> list[float]:
-        """Sort values by parameter index, as in reports, into the order of the first layout, without its flags."""
+        """Sort values by parameter index into the order of the gradients in the first layout."""
         return [values[index] for index in self._buffers.groups[0].indices]
 
-    # ── between iterations, and questions ────────────────────────────────────────────────────────────────────────
+    # ── between iterations, and state ────────────────────────────────────────────────────────────────────────────
 
     def profile_again(self) -> None:
-        """Ask all ranks to profile the order again in one of the next iterations."""
+        """Request that all ranks profile the order again. The profile begins a few iterations later."""
         self._order.requested = True
 
     def vote_drift(self, drift: Drift) -> None:
-        """Report the trend of the communication time with each iteration's flags. Call between iterations."""
+        """Report this trend of the communication time in the flags of each iteration. Call between iterations."""
         if drift is not self._flags.drift:
             self._flags.drift = drift
             self._begin_iteration()
@@ -251,7 +258,7 @@ class GradientPipeline:
 
     @property
     def can_reduce(self) -> bool:
-        """True if every gradient of this iteration is ready: then what user code does next does not matter."""
+        """True if `reduce` may be called before `finish`: every gradient is ready, and they are not reduced yet."""
         if self.state is IterationState.REDUCED or len(self._ready.positions) < self.n_params:
             return False
         # All ranks launch the pipelines of one GPU in the order of their steps.
@@ -259,22 +266,22 @@ class GradientPipeline:
 
     @property
     def can_defer(self) -> bool:
-        """True if the units of this iteration may be waited for one by one, once they are launched."""
+        """True if `wait_for_one` may be used in this iteration, once all units are launched."""
         recorded = self._trace is not None and self._trace.recorded is not None
         return not (self.profiling or self._unused_as_none or recorded or self._buffers.lent)
 
     @property
     def written(self) -> bool:
-        """True if this rank has written a ready gradient in place, so that the iteration ends with a problem."""
+        """True if user code on this rank has written to a ready gradient, so that the reduced gradient is undefined."""
         return bool(self._ready.written)
 
     def detach(self) -> None:
-        """Move every `.grad` out of the flat buffers, so that it belongs to user code alone."""
+        """Replace every `.grad` that is a view of a flat buffer by a copy, which later reductions do not change."""
         self.run_copies()
         self._buffers.detach()
 
     def run_copies(self) -> None:
-        """Run the copies still queued for transport threads, so that user code may read `.grad` or write its source.
+        """Run the copies that transport threads have not run yet, so that user code may read and write `.grad`.
 
         Call when a backward pass has ended or raised and the training thread does not wait for the reduction.
         """
@@ -288,7 +295,7 @@ class GradientPipeline:
         """Prepare the next iteration."""
         device, self.profiling = self.device, self._order.active
         if self._reduction.feedback.loaded and self.compressed is None and not device.streams:
-            # An earlier job has compressed gradients, and its error-feedback residuals are still to be sent.
+            # An earlier job has compressed gradients, and its error-feedback residuals are not sent yet.
             self.compressed = CompressedUnits(
                 self._router, None, self._reduction.feedback, rank=self._control.rank, size=self._control.size
             )
@@ -302,11 +309,11 @@ class GradientPipeline:
         elif self._trace is None:
             self.mode = LaunchMode.IN_ORDER
         else:
-            self.mode, self._counts = LaunchMode.COUNTED, self._schedule.missing()
+            self.mode, self._counts = LaunchMode.COUNTED, self._schedule.pending_counts()
         defers = self.mode is LaunchMode.IN_ORDER and self.compressed is None and not device.streams
         self._ready.begin(defers=defers)
         self.state = IterationState.COLLECTING
-        self._step = 0  # of `LaunchSchedule.course`, while the mode is IN_ORDER
+        self._step = 0  # in `LaunchSchedule.launch_steps`, while the mode is IN_ORDER
         self._launched = LaunchedUnits(
             router=self._router,
             compressed=None if self.profiling else self.compressed,
@@ -322,11 +329,11 @@ class GradientPipeline:
         self._backward_ended: Event = None
         self._reduced: Event = None
         self._ready_events: list[Event | None] = [None] * self.n_params if self.profiling else []
-        self._heard = NO_FLAGS  # flags of all ranks, on the host
+        self._all_flags = NO_FLAGS  # flags of all ranks of this iteration; none on a device with streams
         self._joined = self._one_by_one = False
 
     def _begin_collecting(self) -> None:
-        """Fix the mode at the first gradient of an iteration."""
+        """Fix the launch mode. Called for the first gradient of an iteration."""
         self._first_ready = self.device.record_event(timed=True)
         if self.device.streams and self.device.users > 1:
             self.mode = LaunchMode.AT_END  # all ranks launch the pipelines of one GPU in the order of their steps
@@ -337,39 +344,41 @@ class GradientPipeline:
         """Begin a backward pass, whose first gradient is ready.
 
         Returns:
-            After which numbers of gradients of this pass `ready_in_order` must be called, because a unit may be
-            complete; `EVERY` = `ready` must be called for each gradient.
+            Numbers of gradients of this pass after which `ready_in_order` must be called, because a unit is complete;
+            `EVERY` = the caller must report each gradient when it is ready.
         """
         n_ready = len(self._ready.positions)
         if self._first_ready is None:
             self._begin_collecting()
         if self.mode is not LaunchMode.IN_ORDER or n_ready == self.n_params:
             return EVERY
-        return frozenset(stop - n_ready for stop in self._schedule.stops) if n_ready else self._schedule.stops
+        points = self._schedule.launch_points
+        return frozenset(point - n_ready for point in points) if n_ready else points
 
     def ready_in_order(self, params: Sequence[torch.Tensor]) -> bool:
         """Mark the gradients of these parameters as ready, and launch the units that they complete.
 
         Returns:
-            False, and nothing is done, if other gradients were expected, or `ready` must be called for each gradient.
+            False if other gradients were expected, or if the mode is not IN_ORDER. Then nothing is done, and the
+            caller must call `ready` for each gradient.
         """
         before = len(self._ready.positions)
         if self.mode is not LaunchMode.IN_ORDER or not self._ready.add_in_order(params):
             return False
-        n_ready, course, numbers = before + len(params), self._schedule.course, list[int]()
-        while self._step < len(course) and course[self._step][0] <= n_ready:
-            numbers += course[self._step][1]
+        n_ready, steps, numbers = before + len(params), self._schedule.launch_steps, list[int]()
+        while self._step < len(steps) and steps[self._step][0] <= n_ready:
+            numbers += steps[self._step][1]
             self._step += 1
         if numbers:
             self._launch(numbers, since=before)
         return True
 
     def ready(self, index: int, gradient: torch.Tensor, version: int) -> None:
-        """Mark one gradient as ready. Call once for each parameter. Thread-safe.
+        """Mark one gradient as ready, and launch the units that it completes. Once for each parameter. Thread-safe.
 
         Args:
             index: index of the parameter.
-            gradient: its `.grad`.
+            gradient: `.grad` of the parameter.
             version: version of `gradient` when it became ready.
         """
         with self._one_at_a_time:
@@ -379,7 +388,7 @@ class GradientPipeline:
                 self._begin_collecting()
             if self.mode is LaunchMode.IN_ORDER:
                 self.mode = LaunchMode.COUNTED
-                self._counts = self._schedule.missing([self._buffers.order[place] for place in ready.positions])
+                self._counts = self._schedule.pending_counts([self._buffers.order[place] for place in ready.positions])
             if self._trace is not None and self._trace.recorded is not None:
                 self._trace.ready.append((index, device.record_event(timed=True)))
             if self.profiling:
@@ -389,7 +398,7 @@ class GradientPipeline:
             if self.mode is LaunchMode.NEGOTIATED:
                 assert self._negotiation is not None
                 self._launch(())
-                # The bits are in layout order, so that agreed neighbours are neighbours in the flat buffer.
+                # Bits are in the order of the flat buffer, so that agreed gradients are often adjacent in it.
                 self._negotiation.set_ready(position)
             elif self.mode is LaunchMode.COUNTED and (numbers := self._schedule.count(index, self._counts)):
                 self._launch(numbers)
@@ -397,7 +406,8 @@ class GradientPipeline:
     def _launch(self, numbers: Sequence[int], *, since: int | None = None) -> None:
         """Copy all ready gradients into the flat buffers, then launch the units with these numbers.
 
-        On a device with streams the copies run beside the backward pass. `since`: see `ReadyGradients.copy_in`.
+        On a device with streams, the copies run on another stream than the backward pass. `since`: see
+        `ReadyGradients.copy_in`.
         """
         with self.device.beside():
             begin = None if self._trace is None else self.device.record_event(timed=True)
@@ -408,16 +418,16 @@ class GradientPipeline:
                 self._launched.launch(self._schedule.units[number])
 
     def contribute_zeros(self) -> None:
-        """Launch all units with zeros, on a rank that has joined. Non-blocking."""
+        """Launch all units, with zeros if this rank has no gradients. For a rank that has joined. Non-blocking."""
         if not self._ready.positions:
             self._joined = True
-            self._flags.drift = Drift.USUAL  # without data this rank knows no trend
+            self._flags.drift = Drift.USUAL  # because a rank without data measures no communication time
             for param in self._params:
                 param.grad = None
         self.flush()
 
     def flush(self) -> None:
-        """Fill in the missing gradients, and launch the remaining units. Non-blocking."""
+        """Fill in missing gradients, and launch the remaining units. Non-blocking."""
         if self.state is not IterationState.COLLECTING:
             return
         ready, self.problem = self._ready, ""
@@ -425,7 +435,7 @@ class GradientPipeline:
         ready.own = len(ready.positions)
         if self._unused_as_none:
             self._write_usage()
-        if not self.can_reduce:  # the iteration ends in `finish`, so the unit of the flags is not launched yet
+        if not self.can_reduce:  # then the unit with the flags is not launched yet
             self._flags.write(
                 RankFlags(written=bool(ready.written), replaced=ready.replaced, reprofile=self._order.asks)
             )
@@ -446,19 +456,20 @@ class GradientPipeline:
             self._launch([number for number, unit in enumerate(units) if id(unit) not in launched])
 
     def reduce(self, interrupted: Interrupted | None) -> bool:
-        """Block until all gradients are reduced, at the end of a backward pass whose gradients are all ready.
+        """Launch the remaining units, block until all gradients are reduced, and assign them to `.grad`.
 
-        Then what user code does to gradients before the update, it does to the reduced gradients, as with DDP.
+        Called at the end of backward if every gradient is ready, so that user code then sees reduced gradients, as with
+        DDP.
 
         Args:
-            interrupted: asked now and then whether this rank is needed elsewhere. Then this method or `finish` must be
-                called again, and waits on.
+            interrupted: returns True if the training thread must stop waiting because another collective operation
+                needs this rank. Call this method or `finish` again afterwards.
 
         Returns:
             True if every `.grad` holds the reduced gradient; False if interrupted.
 
         Raises:
-            CommError: a reduction failed, or the job did; gradients are undefined then.
+            CommError: a reduction or the job has failed. The gradients are undefined.
         """
         self.flush()
         device = self.device
@@ -481,12 +492,12 @@ class GradientPipeline:
         )
         self._ready.assign_all(self._read_unused() if self._unused_as_none else ())
         if not device.streams:
-            self._heard = self._flags.read()
-        self.problem = self._edits.look(self._ready, self._buffers.names, self._heard)
+            self._all_flags = self._flags.read()
+        self.problem = self._edits.problem(self._ready, self._buffers.names, self._all_flags)
         return True
 
     def _write_usage(self) -> None:
-        """Set this rank's usage flags: 1 for each parameter with a gradient."""
+        """Write this rank's usage flags: 1 for each parameter with a gradient."""
         ready = self._ready
         present: Sequence[int] = ()
         if not self._joined:
@@ -500,10 +511,10 @@ class GradientPipeline:
         self.device.launch(copy_, self._usage, usage)
 
     def _read_unused(self) -> Sequence[int]:
-        """Return the positions of parameters of which no rank has a gradient.
+        """Return the positions of parameters for which no rank has a gradient.
 
-        On a device with streams this blocks where this rank lacks gradients, as DDP does with unused parameters. It
-        does not block where this rank has all gradients, since none is unused then.
+        On a device with streams, block until the usage flags are reduced, as DDP does with unused parameters. Do not
+        block if this rank has all gradients, because then no parameter is unused.
         """
         if self._all_used:
             return ()
@@ -516,7 +527,7 @@ class GradientPipeline:
         return unused
 
     def where(self) -> str:
-        """Describe the current iteration and its gradients, for messages about faults of no single unit."""
+        """Describe rank, iteration and gradients, for messages that concern no single unit."""
         names = self.names
         which = f"{names[0]} … {names[-1]} ({len(names)})" if len(names) > 1 else "".join(names)
         return f"rank {self._rank}, iteration {self.iteration}, gradients of {which or 'nothing'}"
@@ -524,18 +535,22 @@ class GradientPipeline:
     def wait_for_one(self, index: int, interrupted: Interrupted | None) -> list[int]:
         """Block until the units of one gradient are reduced. All units must be launched.
 
+        Args:
+            index: index of the parameter.
+            interrupted: as in `reduce`.
+
         Returns:
-            Indices of all parameters that have elements in these units only; none if interrupted.
+            Indices of all parameters whose gradients are reduced together with this one; none if interrupted.
 
         Raises:
             CommError: as `reduce`.
         """
         self._one_by_one = True
         units = [self._schedule.units[number] for number in self._schedule.units_of[index]]
-        return self._schedule.together(index) if self._launched.wait(interrupted, units) else []
+        return self._schedule.reduced_with(index) if self._launched.wait(interrupted, units) else []
 
     def assign_gradients(self, indices: Sequence[int]) -> None:
-        """Assign the reduced gradients that `wait_for_one` has returned, before all are reduced."""
+        """Assign the reduced gradients of parameters that `wait_for_one` has returned, before all units are reduced."""
         self._ready.assign([self._buffers.position[index] for index in indices])
 
     # ── the end of an iteration ──────────────────────────────────────────────────────────────────────────────────
@@ -544,10 +559,10 @@ class GradientPipeline:
         """Block until every gradient is reduced, and end the iteration. Collective.
 
         Args:
-            joined: this rank has no data any more, and takes part with zeros.
+            joined: True if this rank has no more data and contributes zeros.
 
         Raises:
-            CommError: a reduction failed, or the job did; gradients are undefined then.
+            CommError: a reduction or the job has failed. The gradients are undefined.
         """
         self._control.failures.raise_if_failed()
         if joined:
@@ -556,34 +571,34 @@ class GradientPipeline:
             self.reduce(None)
         profiled = self.profiling and self._order.ends_with(self.iteration)
         report = self._measure(profiled=profiled)
-        heard = self._heard
+        all_flags = self._all_flags
         if self.device.streams:
-            heard = self._flags.read()
-            self.problem = self._edits.hear_late(self.problem, heard)
+            all_flags = self._flags.read()
+            self.problem = self._edits.delayed_problem(self.problem, all_flags)
         self.drift = Drift.USUAL
         if profiled:
             self._end_profiling()
         elif not self.profiling:
             self._order.watch(self.iteration, self._ready.positions[: self._ready.own], self._buffers)
-            self.drift = heard.drift
-            if heard.reprofile:
-                logger.info("gradients come in another order, or in another form, than they did: profiling them again")
+            self.drift = all_flags.drift
+            if all_flags.reprofile:
+                logger.info("gradients changed in order, dtype, strides or sparsity: profiling them again")
                 self._order.begin(self.iteration + 1)
                 self._flags.forget()
-                self.drift = Drift.USUAL  # the trend was of the old order
+                self.drift = Drift.USUAL  # because the trend was measured with the old order
         self.iteration += 1
         self._begin_iteration()
         return report
 
     def _measure(self, *, profiled: bool) -> IterationReport:
-        """Report the iteration. Waits for the device: for the iteration before, or for this one if it is traced."""
+        """Return the report of the iteration. On a device with streams, block until that one is reduced."""
         device, trace = self.device, self._trace
         events = measured = IterationEvents(self.iteration, self._first_ready, self._backward_ended, self._reduced)
         if device.streams:
             self.in_flight.units = list(zip(self._launched.units, self._launched.works, strict=True))
             before = self.in_flight.add(events)
             measured = events if self.profiling else before
-            # The host is never more than one iteration ahead.
+            # So the host is never more than one iteration ahead of the device.
             device.wait_for(measured.reduced if trace is None else events.reduced)
         if trace is not None:
             trace.write(events, profiling=self.profiling)
@@ -593,40 +608,41 @@ class GradientPipeline:
 
         return IterationReport(
             span_s=device.elapsed_s(measured.first_ready, measured.reduced),
-            backward_s=max(0.0, device.elapsed_s(measured.first_ready, measured.backward_ended)),  # may be none at all
+            # Without a backward pass the difference is negative.
+            backward_s=max(0.0, device.elapsed_s(measured.first_ready, measured.backward_ended)),
             ready_s=tuple(map(after_first_s, self._ready_events)),
             profiled=profiled,
         )
 
     def _end_profiling(self) -> None:
-        """Agree on the order, and make new buffers if the order or a parameter has changed. Collective."""
+        """Agree on the order of the gradients. Make new buffers if the order or a parameter has changed. Collective."""
         before = self._buffers
-        arrived = [before.order[position] for position in self._ready.positions]
-        order = agree_on_order(arrived, self._control, counts=not self._joined)
+        ready_order = [before.order[position] for position in self._ready.positions]
+        order = agree_on_order(ready_order, self._control, counts=not self._joined)
         outdated = bool(self._control.maximum(np.array([float(before.outdated)]))[0])
         if order != before.order or outdated:
             self._buffers = self._make_buffers(order)
-            self._buffers.take_over(before)
+            self._buffers.move_from(before)
 
     def _begin_negotiation(self) -> None:
-        """Begin to negotiate which gradients are ready, and launch those that are ready on all ranks."""
+        """Begin the negotiation of this backward pass. Its thread launches gradients that are ready on all ranks."""
         assert self._negotiation is not None
         units, launched = AgreedUnits(self._buffers, self.plans, flags_apart=self._unused_as_none), self._launched
 
         def launch_agreed(positions: list[int]) -> None:
-            """Launch gradients that are ready on all ranks. The negotiation's thread calls this."""
+            """Launch gradients that are ready on all ranks. Called by the negotiation's thread."""
             for unit in units.of(positions):
                 launched.launch(unit)
 
         self._negotiation.begin(units.sizes_bytes, granularity_bytes=units.largest_bytes, on_agreed=launch_agreed)
 
     def close(self) -> bool:
-        """End the threads; gradients keep their values. Called once.
+        """End the threads. `.grad` keeps its value. Called once.
 
         Returns:
-            False if a thread does not end, and still uses its communicator.
+            False if a thread has not ended and still uses its communicator.
         """
         self.device.users -= 1
-        del self._default_plan  # it refers back to its owner
+        del self._default_plan  # breaks a reference cycle with the owner
         ended = self.compressed is None or self.compressed.close()
         return (self._negotiation is None or self._negotiation.close()) and ended

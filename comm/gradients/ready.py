@@ -1,4 +1,4 @@
-"""Gradients of one iteration that are ready on this rank: copied into the flat buffers, and assigned back."""
+"""Ready gradients of one iteration on this rank: copies into the flat buffers, and assignment back to `.grad`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WRITTEN = -1
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 LARGE_ELEMENTS = 1 << 18
-"""From this size on a gradient is copied in pieces of it, so that a unit need not wait for all of the gradient."""
+"""Size in elements of the pieces in which a larger gradient is copied, so that a unit waits for its own pieces only."""
 
 
 class DeferredCopies:
@@ -33,9 +33,9 @@ class DeferredCopies:
     The training thread adds copies. Any thread may run them, in the order in which they were added.
 
     Attributes:
-        count: copies that were added in this iteration; a large gradient is copied in several pieces.
-        copied: how many of them have been run.
-        cut: number of copies before those of a gradient in pieces of `LARGE_ELEMENTS`, by its position.
+        count: number of copies added in this iteration. A large gradient is copied in several pieces.
+        copied: number of copies that have been run.
+        cut: for each gradient that is copied in pieces, the number of copies before its first piece, by position.
     """
 
     def __init__(self) -> None:
@@ -46,14 +46,14 @@ class DeferredCopies:
         self.count = self.copied = 0
 
     def clear(self) -> None:
-        """Forget all copies. Call between iterations, when no transport thread runs any."""
+        """Remove all copies. Call between iterations, when no transport thread runs copies."""
         self._targets.clear()
         self._sources.clear()
         self.cut.clear()
         self.count = self.copied = 0
 
     def add(self, positions: Sequence[int], places: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-        """Add copies of gradients to their places, which have the same shapes and strides."""
+        """Add copies of gradients into their places, which have the same shapes and strides."""
         if max(map(torch.Tensor.numel, places)) < LARGE_ELEMENTS:
             self._targets += places
             self._sources += gradients
@@ -67,13 +67,13 @@ class DeferredCopies:
         self.count = len(self._targets)
 
     def copy(self, until: int) -> None:
-        """Run those of the first `until` copies that have not been run. Thread-safe."""
-        with self._copying, torch.no_grad():  # gradients made with create_graph=True have a graph
+        """Run the first `until` copies, except those that were run before. Thread-safe."""
+        with self._copying, torch.no_grad():  # because gradients computed with create_graph=True have a graph
             part = slice(self.copied, until)
             if not (targets := self._targets[part]):
                 return
             sources = self._sources[part]
-            self._sources[part] = [_NOTHING] * len(sources)  # their memory is free from now on
+            self._sources[part] = [_NOTHING] * len(sources)  # so that their memory is freed
             if max(map(torch.Tensor.numel, targets)) > CHUNK_ELEMENTS:
                 pairs, targets, sources = zip(targets, sources, strict=True), [], []
                 for target, source in pairs:
@@ -88,11 +88,11 @@ class DeferredCopies:
 
 
 def _copy_alone(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies in this thread alone, where torch would take several."""
+    """Copy in the calling thread only, because PyTorch uses several threads for a large tensor."""
     if target.dtype is source.dtype and target.stride() == source.stride() and not target.is_complex():
         numel = target.numel()
-        to, came = (tensor.detach().as_strided((numel,), (1,)).view(torch.uint8).numpy() for tensor in (target, source))
-        np.copyto(to, came)
+        to, bits = (tensor.detach().as_strided((numel,), (1,)).view(torch.uint8).numpy() for tensor in (target, source))
+        np.copyto(to, bits)
     else:
         pieces, of_source = _cut(target, source, CHUNK_ELEMENTS)
         torch._foreach_copy_(list(pieces), list(of_source))
@@ -101,7 +101,7 @@ def _copy_alone(target: torch.Tensor, source: torch.Tensor) -> None:
 def _cut(
     place: torch.Tensor, gradient: torch.Tensor, elements: int
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """Both in pieces of so many elements, as they lie in memory; whole if they are smaller or lie there differently."""
+    """Split both into pieces of `elements`, in memory order. Keep them whole if smaller or if their strides differ."""
     if place.numel() < elements or place.stride() != gradient.stride():
         return (place,), (gradient,)
     flat = [tensor.detach().as_strided((tensor.numel(),), (1,)) for tensor in (place, gradient)]
@@ -110,25 +110,25 @@ def _cut(
 
 
 class ReadyGradients:
-    """The gradients that are ready in this iteration, on their way into the flat buffers and back to `.grad`.
+    """Ready gradients of this iteration, in the order in which they became ready.
 
-    It keeps each tensor that was in `.grad`. A gradient that user code sets to None afterwards has been computed all
-    the same, and counts on the other ranks. Positions are those of `FlatBuffers`.
+    References to the gradients are kept, because a gradient is still reduced if user code sets `.grad` to None after it
+    became ready. Positions are those of `FlatBuffers`.
 
     Attributes:
         buffers: flat buffers.
-        copies: the copies that transport threads run.
-        positions: of the parameters, in the order in which their gradients became ready.
-        gradients: their `.grad` at that time, in the same order; the view of the flat buffer once `.grad` is that.
-        versions: of those tensors; `WRITTEN` = written after the gradient became ready.
-        own: how many gradients this rank has computed; the others were filled in.
-        lost_replaced: parameters whose `.grad` was another tensor when the reduced gradient was assigned, and was lost.
-        lost_written: parameters whose gradients were written in place before that, perhaps during the reduction.
+        copies: copies that transport threads run.
+        positions: positions of the parameters.
+        gradients: the tensor in `.grad` of each parameter; the view of the flat buffer once the view is `.grad`.
+        versions: version of each tensor in `gradients`; `WRITTEN` = user code wrote to it after it became ready.
+        own: number of gradients that this rank has computed. `fill_missing` has added the rest.
+        lost_replaced: positions where user code replaced `.grad` too early: the reduced gradient took its place.
+        lost_written: positions where user code wrote to the gradient too early: the reduced gradient is undefined.
     """
 
     def __init__(self, buffers: FlatBuffers) -> None:
         self.buffers = buffers
-        # Three lists, because a tuple for each gradient is one more object to make and to collect.
+        # Three lists, because one list of tuples costs one more object for each gradient.
         self.positions: list[int] = []
         self.gradients: list[torch.Tensor] = []
         self.versions: list[int] = []
@@ -139,7 +139,7 @@ class ReadyGradients:
         """Begin an iteration.
 
         Args:
-            defers: transport threads run the copies of gradients that come in the expected order.
+            defers: True if transport threads run the copies of gradients that are ready in the expected order.
         """
         for each in (self.positions, self.gradients, self.versions):
             each.clear()
@@ -153,16 +153,16 @@ class ReadyGradients:
 
     @property
     def present(self) -> list[int]:
-        """Positions of the gradients that count for the other ranks: those that are ready or in `.grad` from before."""
-        arrived = set(self.positions)
+        """Positions of parameters that have a ready gradient, or whose `.grad` is not None."""
+        ready = set(self.positions)
         return [
             position
             for position, param in enumerate(self.buffers.params)
-            if position in arrived or param.grad is not None
+            if position in ready or param.grad is not None
         ]
 
     def add(self, position: int, gradient: torch.Tensor, version: int) -> None:
-        """Add one gradient, which had this version when it became ready."""
+        """Add one gradient. `version` is its version when it became ready."""
         self.positions.append(position)
         self.gradients.append(gradient)
         self.versions.append(version)
@@ -170,10 +170,10 @@ class ReadyGradients:
     def add_in_order(self, params: Sequence[torch.Tensor]) -> bool:
         """Add the dense gradients of these parameters if they are the next ones in the expected order.
 
-        With `copy_in` and `assign_all` this is what a gradient costs, so their loops run in C.
+        Hot path, as `copy_in` and `assign_all`: their loops over gradients run in C.
 
         Returns:
-            False, and nothing is added, if another gradient was expected, or one of them is sparse or None.
+            False if another gradient was expected, or a gradient is sparse or None. Then nothing is added.
         """
         buffers, first = self.buffers, len(self.positions)
         expected = slice(first, first + len(params))
@@ -183,7 +183,7 @@ class ReadyGradients:
         try:
             if any(map(IS_SPARSE, gradients)):
                 return False
-        except AttributeError:  # a gradient is None: the pass has led to the parameter, but computed nothing
+        except AttributeError:  # a gradient is None: autograd called the hook without computing a gradient
             return False
         self.positions += buffers.numbers[expected]
         self.gradients += gradients
@@ -191,16 +191,17 @@ class ReadyGradients:
         return True
 
     def copy_in(self, since: int | None = None) -> int:
-        """Copy the gradients that were added since the last call into the flat buffers, all at once.
+        """Copy the gradients that were added since the last call into the flat buffers.
 
-        Where a gradient fits its place, `.grad` is the view from then on, also if the copy is deferred.
+        If a gradient has the dtype, shape and strides of its place, `.grad` becomes the view, even if a transport
+        thread runs the copy later.
 
         Args:
-            since: `add_in_order` has just added the gradients from this number on, so that user code cannot have
-                changed them; None = user code may have changed any of them.
+            since: number of gradients before the last `add_in_order`, if that call has just returned. User code cannot
+                have changed later gradients yet. None = user code may have changed any gradient.
 
         Returns:
-            The number of gradients.
+            The number of gradients added since the last call.
 
         Raises:
             ConfigError: a parameter was moved to another device, or has another shape.
@@ -218,7 +219,7 @@ class ReadyGradients:
             or not all(map(is_, map(GRAD, params), fresh))
         ):
             self._copy_one_by_one(first)
-        elif all(map(is_, views, fresh)):  # autograd has added to what is there
+        elif all(map(is_, views, fresh)):  # autograd has accumulated into the views
             if list(map(torch.Tensor.data_ptr, views)) != buffers.addresses[part]:
                 self._copy_one_by_one(first)
         elif max(map(sys.getrefcount, views)) > REFERENCES or not buffers.accept(part, fresh):
@@ -229,7 +230,7 @@ class ReadyGradients:
                 buffers.fill(own, fresh)
             try:
                 deque(map(setattr, params, repeat("grad"), views), maxlen=0)
-            except (RuntimeError, TypeError):  # the parameter has another dtype now, or another shape or device
+            except (RuntimeError, TypeError):  # the dtype, shape or device of a parameter has changed
                 for param, gradient in zip(params, fresh, strict=True):
                     if param.grad is not gradient:
                         param.grad = gradient
@@ -245,7 +246,7 @@ class ReadyGradients:
         for number in range(first, len(self.positions)):
             position, gradient = self.positions[number], self.gradients[number]
             if gradient is not buffers.views[position]:
-                buffers.part_with([position])
+                buffers.preserve([position])
             elif buffers.is_intact(position):
                 continue
             copied.append(position)
@@ -261,25 +262,25 @@ class ReadyGradients:
                 except (RuntimeError, TypeError):
                     misfits.append(number)
                 else:
-                    self._take(number, view)
+                    self._replace_by_view(number, view)
         if copied:
             buffers.fill(copied, sources)
         for number in misfits:
             position, gradient = self.positions[number], self.gradients[number]
-            fitting = buffers.take_misfit(position, gradient)
+            fitting = buffers.view_for_misfit(position, gradient)
             if fitting is not None and buffers.params[position].grad is gradient:
                 buffers.params[position].grad = fitting
-                self._take(number, fitting)
+                self._replace_by_view(number, fitting)
 
-    def _take(self, number: int, view: torch.Tensor) -> None:
-        """The view stands for a gradient from now on; that it was written before is not forgotten."""
+    def _replace_by_view(self, number: int, view: torch.Tensor) -> None:
+        """Track the view instead of the gradient it was copied from. A write detected before stays recorded."""
         unwritten = self.gradients[number]._version == self.versions[number]
         self.gradients[number], self.versions[number] = view, view._version if unwritten else WRITTEN
 
     def fill_missing(self, position: int) -> None:
-        """Add what stands in for a gradient that is not ready: the value of `.grad`, or zeros if it is None.
+        """Add a substitute for a gradient that is not ready: the current `.grad`, or zeros if that is None.
 
-        A parameter that is frozen now keeps its `.grad`, and counts as zeros.
+        If the parameter is frozen now, zeros are added and its `.grad` keeps its value.
         """
         param = self.buffers.params[position]
         if param.grad is not None and param.requires_grad:
@@ -292,7 +293,7 @@ class ReadyGradients:
 
     @property
     def written(self) -> list[int]:
-        """Positions of the gradients that were written in place after they became ready. Call before the reduction."""
+        """Positions of gradients that user code changed in place after they were ready. Use before the reduction."""
         params = self.buffers.params
         return [
             position
@@ -302,7 +303,7 @@ class ReadyGradients:
 
     @property
     def replaced(self) -> bool:
-        """True if user code has put another tensor into the `.grad` of a ready gradient. Call before the reduction."""
+        """True if user code set `.grad` to another tensor after the gradient was ready. Use before the reduction."""
         params = self.buffers.params
         return any(
             (current := params[position].grad) is not gradient and current is not None
@@ -316,7 +317,7 @@ class ReadyGradients:
             unused: positions of parameters that keep None, because no rank has computed their gradients.
         """
         buffers, self._all_assigned = self.buffers, True
-        if (  # the usual case: every `.grad` is the flat buffer's view, and was not written
+        if (  # the usual case: every `.grad` is its view, to which user code has not written
             self.own == len(buffers.params)
             and not self._assigned
             and self.positions == buffers.numbers
@@ -329,9 +330,9 @@ class ReadyGradients:
         self._assign(rest, frozenset(unused))
 
     def assign(self, positions: Sequence[int]) -> None:
-        """Assign the reduced gradients of some parameters, once each, before all are reduced.
+        """Assign the reduced gradients of some parameters before all units are reduced. Idempotent.
 
-        After `assign_all` nothing is assigned: places may hold other gradients again, and user code owns `.grad`.
+        Has no effect after `assign_all`, because user code owns every `.grad` from then on.
         """
         if self._all_assigned:
             return
@@ -349,12 +350,12 @@ class ReadyGradients:
                     self.lost_written.append(position)
                 if current.data_ptr() != buffers.addresses[position]:
                     copies.append((position, current))
-                    buffers.view(position)  # one whose memory was swapped is not used again
+                    buffers.view(position)  # replaces the view, whose memory user code has replaced
                 continue
-            if number >= self.own:  # filled in, so the reduced one is for this rank, too
+            if number >= self.own:  # added by `fill_missing`
                 if not param.requires_grad or position in unused:
                     continue
-            elif current is None:  # the user has set it so
+            elif current is None:  # user code has set it to None
                 continue
             else:
                 self.lost_replaced.append(position)
@@ -365,4 +366,4 @@ class ReadyGradients:
                 copies.append((position, param.grad))
         buffers.copy_out(copies)
         if buffers.lent:
-            buffers.put_back([self.positions[number] for number in numbers])
+            buffers.restore([self.positions[number] for number in numbers])

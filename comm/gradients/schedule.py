@@ -14,39 +14,39 @@ from ..plan import CommPlan, NcclWay, Route
 from .buffers import FlatBuffers, FlatGroup
 
 PROFILING_ITERATIONS = 2
-"""The first iteration runs with cold caches; its order is kept only if the second one cannot be had."""
+"""Iterations of a profile. The order of the last one is used, because the first one runs with cold caches."""
 
 DISORDERLY_ITERATIONS = 3
-"""Disorderly iterations in a row after which a rank asks for a new profile of the order."""
+"""Iterations in a row in another order after which a rank requests a new profile."""
 
 PATIENCE_ITERATIONS = 50
-"""First pause between two profiles. Each profile doubles it, because an order that never settles is not worth it."""
+"""Shortest pause between two profiles. It doubles with each profile, because some models have no stable order."""
 
 
-def agree_on_order(arrived: Sequence[int], control: ControlPlane, *, counts: bool) -> list[int]:
-    """Return the parameters by their average place over all ranks. Collective.
+def agree_on_order(ready_order: Sequence[int], control: ControlPlane, *, counts: bool) -> list[int]:
+    """Return the parameters in the order of their average place over all ranks. Collective.
 
     Args:
-        arrived: all parameters in the order in which this rank's gradients became ready.
+        ready_order: all parameters in the order in which this rank's gradients became ready.
         control: control plane of the ranks.
         counts: True if this rank has computed gradients; False if it takes part with zeros.
     """
-    places = np.zeros(len(arrived))
+    places = np.zeros(len(ready_order))
     if counts:
-        places[list(arrived)] = np.arange(len(arrived))
+        places[list(ready_order)] = np.arange(len(ready_order))
     return [int(index) for index in np.argsort(control.total(places), kind="stable")]
 
 
 class OrderProfiling:
-    """State of the profiling of the order, and this rank's request for a new profile.
+    """Profiles of the order in which gradients become ready, and this rank's requests for new ones.
 
-    A rank requests one if gradients have come in another order than the profiled one in several iterations in a row.
+    A rank requests a new profile if several iterations in a row had another order than the profiled one.
 
     Attributes:
         active: True while the order is profiled; the same on all ranks.
-        since: the iteration in which the last profile began.
-        requested: the caller wants a new profile; True until it begins.
-        asks: this rank requests a new profile with a control flag of the current iteration.
+        since: iteration in which the last profile began.
+        requested: True if the caller has requested a new profile that has not begun yet.
+        asks: True if this rank's control flags of the current iteration request a new profile.
     """
 
     def __init__(self) -> None:
@@ -55,29 +55,29 @@ class OrderProfiling:
         self._disorderly = self._not_before = 0
 
     def begin(self, iteration: int) -> None:
-        """Begin a profile with this iteration."""
+        """Begin a profile with the given iteration."""
         self.active, self.since, self._disorderly = True, iteration, 0
         self.requested = self.asks = False
 
     def ends_with(self, iteration: int) -> bool:
-        """Return whether this is the last iteration of the profile, and end the profile then."""
+        """Return whether a profile ends with the given iteration, and record its end."""
         if not self.active or iteration + 1 - self.since < PROFILING_ITERATIONS:
             return False
         self.active = False
         self._not_before = iteration + 2 * (iteration - self.since + PATIENCE_ITERATIONS)
         return True
 
-    def watch(self, iteration: int, arrived: Sequence[int], expected: FlatBuffers) -> None:
+    def watch(self, iteration: int, ready_order: Sequence[int], expected: FlatBuffers) -> None:
         """Decide whether this rank requests a profile. Call at the end of an iteration that was not profiled.
 
         Args:
-            iteration: its number.
-            arrived: positions of this rank's gradients, in the order in which they became ready.
+            iteration: number of the iteration.
+            ready_order: positions of this rank's gradients, in the order in which they became ready.
             expected: flat buffers in the profiled order.
         """
         late = 0
-        if arrived != expected.numbers:
-            late = max((place - position for place, position in enumerate(arrived)), default=0)
+        if ready_order != expected.numbers:
+            late = max((place - position for place, position in enumerate(ready_order)), default=0)
         self._disorderly = self._disorderly + 1 if late > max(8, len(expected.order) // 8) else 0
         differs = self._disorderly >= DISORDERLY_ITERATIONS and iteration >= self._not_before
         self.asks = differs or expected.outdated or self.requested
@@ -85,11 +85,18 @@ class OrderProfiling:
 
 @dataclass(slots=True, eq=False)
 class ScheduledUnit:
-    """One unit with all that is needed to launch it.
+    """A unit with the arguments of its launch.
 
     Attributes:
-        members: parameters with elements in the unit; the last unit also has those without any elements.
-        due: sort key among the units of all groups: (position of its last gradient, group, number in plan).
+        group: group of gradients in whose flat buffer the unit is.
+        start: first element of the unit in the buffer.
+        stop: end of the unit in the buffer, exclusive.
+        stream: number of the stream.
+        route: transport and algorithm.
+        threads: threads of the transport for the unit; None = all.
+        nccl: NCCL's algorithm for the unit; None = NCCL chooses.
+        members: indices of the parameters with elements in the unit. The last unit also has those without elements.
+        due: sort key among the units of all groups: (position of the unit's last gradient, group, number in the plan).
     """
 
     group: FlatGroup
@@ -104,19 +111,19 @@ class ScheduledUnit:
 
     @property
     def n_bytes(self) -> int:
-        """Size of the unit."""
+        """Size of the unit in bytes."""
         return (self.stop - self.start) * self.group.layout.itemsize_bytes
 
 
 def schedule(groups: Sequence[FlatGroup], plans: Sequence[CommPlan], position: Sequence[int]) -> list[ScheduledUnit]:
     """Return the units of all groups, sorted by the position of their last gradient.
 
-    The unit with the control flags, at the end of the first flat buffer, is the last one, and also waits for
+    The unit at the end of the first flat buffer contains the control flags. It is the last unit, and also waits for
     parameters without elements.
 
     Args:
         groups: groups of gradients.
-        plans: plans, one a group.
+        plans: one plan for each group.
         position: position of each parameter in the expected order.
     """
     units = [
@@ -144,7 +151,7 @@ def _expand(number: int, group: FlatGroup, plan: CommPlan, position: Sequence[in
             place += 1
         last = max((position[index] for index in members), default=len(position))
         if number == 0 and unit.stop == group.layout.numel:
-            last = len(position)  # with the control flags, which may say something of any gradient
+            last = len(position)  # because the control flags may depend on any gradient
         units.append(
             ScheduledUnit(
                 group,
@@ -164,21 +171,21 @@ def _expand(number: int, group: FlatGroup, plan: CommPlan, position: Sequence[in
 class AgreedUnits:
     """Units of an iteration in which the ranks negotiate which gradients are ready.
 
-    Neighbours in a flat buffer become one unit, up to the size of the largest unit of a plan. The units take the
+    Agreed gradients that are adjacent in a flat buffer become one unit, up to `largest_bytes`. The units use the
     streams of their plan in turn, because no other streams are open.
 
     Attributes:
-        sizes_bytes: size of each gradient in the expected order, and 0 for flags that are negotiated, `(n_gradients,)`.
-        largest_bytes: size of the largest unit.
+        sizes_bytes: size of each gradient in the expected order, then 0 if the flags are negotiated separately.
+        largest_bytes: size of the largest unit of the plans.
     """
 
     def __init__(self, buffers: FlatBuffers, plans: Sequence[CommPlan], *, flags_apart: bool) -> None:
-        """Negotiate the gradients of these buffers.
+        """Begin with all gradients pending.
 
         Args:
             buffers: flat buffers.
-            plans: plans, one a group of the buffers.
-            flags_apart: the flags are known when the backward pass ends, not with the last gradient.
+            plans: one plan for each group of the buffers.
+            flags_apart: True if the flags are known only when the backward pass ends, not with the last gradient.
         """
         self._order, self._groups = buffers.order, list(zip(buffers.groups, plans, strict=True))
         sizes_bytes = [view.numel() * view.element_size() for view in buffers.views]
@@ -189,10 +196,10 @@ class AgreedUnits:
         self._pending, self._turn = len(self.sizes_bytes), 0
 
     def of(self, positions: Sequence[int]) -> list[ScheduledUnit]:
-        """Return units for these gradients, and behind the last gradients a unit with the flags.
+        """Return units for these gradients. Once no gradient is pending, the last unit contains the flags.
 
         Args:
-            positions: positions in the expected order, ascending; each is given in one call.
+            positions: newly agreed positions in the expected order, ascending. Pass each position once.
         """
         agreed = {self._order[position] for position in positions if position < len(self._order)}
         units = [unit for group, plan in self._groups for unit in self._of_group(group, plan, agreed)]
@@ -227,13 +234,13 @@ class AgreedUnits:
 
 
 class LaunchSchedule:
-    """Units in a fixed order, and the gradients and units that each waits for.
+    """Units in a fixed launch order, with the gradients and units for which each of them waits.
 
     Attributes:
         units: units in launch order.
-        units_of: numbers of the units that have elements of each parameter.
-        course: launch steps if gradients come in the expected order: (number of ready gradients, numbers of units).
-        stops: numbers of ready gradients in `course`.
+        units_of: for each parameter, the numbers of the units that contain elements of its gradient.
+        launch_steps: pairs of a number of ready gradients in the expected order, and the units to launch then.
+        launch_points: the numbers of ready gradients in `launch_steps`.
     """
 
     def __init__(
@@ -244,19 +251,19 @@ class LaunchSchedule:
         held: Callable[[ScheduledUnit], bool],
         one_order: bool = True,
     ) -> None:
-        """Compute which unit waits for which.
+        """Compute the dependencies of the units.
 
         Args:
             units: units in launch order.
             order: all parameters in the expected order of their gradients.
-            held: returns True for units that are launched when the backward pass ends, as are all units behind them.
-            one_order: each unit waits for the unit before it; otherwise for the one before it on its stream.
+            held: returns True for a unit that must not be launched before the backward pass ends.
+            one_order: True if a unit waits for the previous unit; False if for the previous unit on the same stream.
         """
         self.units = list(units)
-        # For each unit, how many gradients it waits for, and one more if it is to follow another unit; one entry more,
-        # which never gets to zero, stands behind the last.
+        # For each unit, the number of gradients and of previous units for which it waits. A last entry, which never
+        # reaches zero, is the successor of units without one.
         self._awaited = [len(unit.members) + held(unit) for unit in self.units]
-        self._behind = [len(self.units)] * len(self.units)  # the number of the unit that is to follow
+        self._next_unit = [len(self.units)] * len(self.units)
         last: dict[object, int] = {}
         units_of: list[list[int]] = [[] for _ in order]
         for number, unit in enumerate(self.units):
@@ -264,51 +271,51 @@ class LaunchSchedule:
                 units_of[index].append(number)
             lane = None if one_order else (unit.route, unit.stream)
             if lane in last:
-                self._behind[last[lane]] = number
+                self._next_unit[last[lane]] = number
                 self._awaited[number] += 1
             last[lane] = number
         self._awaited.append(len(last) + 1)
         self.units_of = [tuple(numbers) for numbers in units_of]
-        self._together: dict[tuple[int, ...], list[int]] = {}
-        missing = self.missing()
-        leaving = [(count, self.count(index, missing)) for count, index in enumerate(order, 1)]
-        self.course = [(count, numbers) for count, numbers in leaving if numbers]
-        self.stops = frozenset(count for count, _ in self.course)
+        self._reduced_with: dict[tuple[int, ...], list[int]] = {}
+        pending = self.pending_counts()
+        steps = [(count, self.count(index, pending)) for count, index in enumerate(order, 1)]
+        self.launch_steps = [(count, numbers) for count, numbers in steps if numbers]
+        self.launch_points = frozenset(count for count, _ in self.launch_steps)
 
-    def missing(self, came: Sequence[int] = ()) -> list[int]:
-        """Return the pending counts of all units, for `count`, after the gradients of these parameters."""
-        missing = self._awaited.copy()
-        for index in came:
-            self.count(index, missing)
-        return missing
+    def pending_counts(self, ready: Sequence[int] = ()) -> list[int]:
+        """Return for each unit how many gradients and units it still waits for, once these gradients are ready."""
+        pending = self._awaited.copy()
+        for index in ready:
+            self.count(index, pending)
+        return pending
 
-    def count(self, index: int, missing: list[int]) -> list[int]:
-        """Count a ready gradient in `missing`. Return the units to launch, in launch order."""
-        leaving = []
+    def count(self, index: int, pending: list[int]) -> list[int]:
+        """Count one ready gradient in the pending counts. Return the units to launch, in launch order."""
+        complete = []
         for number in self.units_of[index]:
-            missing[number] -= 1
-            while not missing[number]:  # and those behind it that have waited for it only
-                leaving.append(number)
-                number = self._behind[number]
-                missing[number] -= 1
-        return leaving
+            pending[number] -= 1
+            while not pending[number]:  # then also the next units that have waited only for this one
+                complete.append(number)
+                number = self._next_unit[number]
+                pending[number] -= 1
+        return complete
 
-    def together(self, index: int) -> list[int]:
-        """Return the parameters that have elements in the units of this one only, itself included."""
+    def reduced_with(self, index: int) -> list[int]:
+        """Return the parameters whose gradients are reduced once all units of parameter `index` are."""
         own = self.units_of[index]
-        if own not in self._together:
+        if own not in self._reduced_with:
             members = sorted({member for number in own for member in self.units[number].members})
-            self._together[own] = [member for member in members if set(self.units_of[member]) <= set(own)]
-        return self._together[own]
+            self._reduced_with[own] = [member for member in members if set(self.units_of[member]) <= set(own)]
+        return self._reduced_with[own]
 
 
 SLOWER = 1.3
-"""By so much more time than was measured a byte takes in the iteration that is played. If the network were the slower
-one in earnest, units would begin in the order in which gradients come: nothing is hidden then. If it is the faster one,
-a stream waits now and then for the gradients of its next unit."""
+"""Time of a byte in the simulation, divided by its measured time. If the simulated network were faster than the real
+one, units would begin in the order of their gradients, and nothing would be hidden in the next forward pass. If it is
+slower, a stream sometimes waits for the gradients of its next unit, which costs less."""
 
 Lanes = tuple[Route, int | None]
-"""A set of streams among which units may move: those of one route with one allowance of threads."""
+"""Key of a set of streams among which a unit may be moved: route, and threads of the transport."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,10 +323,10 @@ class IterationPace:
     """Expected times of a simulated iteration; the same on all ranks.
 
     Attributes:
-        needed: for each parameter, its place in the order in which the forward pass reads them.
-        ready_s: when each parameter's gradient comes, after the first.
-        backward_s: when the backward pass ends, after the first gradient.
-        s_per_byte: what a byte takes while the network is busy, all streams together.
+        needed: for each parameter, its place in the order in which the forward pass reads parameters.
+        ready_s: time from the first ready gradient until each parameter's gradient is ready.
+        backward_s: time from the first ready gradient until the backward pass ends.
+        s_per_byte: time of one byte while the network is busy, with all streams in use.
     """
 
     needed: Sequence[float]
@@ -331,30 +338,30 @@ class IterationPace:
 def reorder_units(
     units: Sequence[ScheduledUnit], pace: IterationPace, *, held: Callable[[ScheduledUnit], bool]
 ) -> list[ScheduledUnit]:
-    """Return the units in the order in which they begin in a simulated iteration, each on a free stream.
+    """Return the units in an order that serves the next forward pass first, from a simulation of one iteration.
 
-    Units stay as they are cut, since the order in which ranks' elements are added up, and so the last bit of a sum, may
-    depend on where a unit begins. Streams that are busy share the network evenly.
+    When a stream is free, it runs the complete unit that the forward pass reads first. Busy streams share the network
+    evenly. Units keep their boundaries, because the rounding of a sum may depend on where a unit begins.
 
     Args:
-        units: in the order in which their last gradients come.
-        pace: of the iteration.
-        held: units that leave when the backward pass has ended, not before.
+        units: units in the order of their last gradients.
+        pace: expected times of the iteration.
+        held: returns True for a unit that must not be launched before the backward pass ends.
     """
-    played, come_s = _StreamReplay(units, pace), complete_s(units, pace, held=held)
-    for moment_s, numbers in groupby(sorted(range(len(units)), key=come_s.__getitem__), key=come_s.__getitem__):
-        played.advance(moment_s)
+    simulation, ready_s = _StreamReplay(units, pace), complete_s(units, pace, held=held)
+    for moment_s, numbers in groupby(sorted(range(len(units)), key=ready_s.__getitem__), key=ready_s.__getitem__):
+        simulation.advance(moment_s)
         for number in numbers:
-            played.wait_for_stream(number)
-        played.begin_what_can()
-    played.advance(float("inf"))
-    return played.order
+            simulation.enqueue(number)
+        simulation.begin_units()
+    simulation.advance(float("inf"))
+    return simulation.order
 
 
 def complete_s(
     units: Sequence[ScheduledUnit], pace: IterationPace, *, held: Callable[[ScheduledUnit], bool]
 ) -> list[float]:
-    """Return when each unit is complete, in seconds after the first gradient."""
+    """Return the time from the first ready gradient until each unit is complete, in seconds."""
     return [
         pace.backward_s if held(unit) else max((pace.ready_s[index] for index in unit.members), default=0.0)
         for unit in units
@@ -362,7 +369,7 @@ def complete_s(
 
 
 class _StreamReplay:
-    """Simulation of the streams of one iteration, and of the units that wait for them."""
+    """Simulation of the streams of one iteration, with queues of the units that wait for a stream."""
 
     def __init__(self, units: Sequence[ScheduledUnit], pace: IterationPace) -> None:
         self._units, self._now_s, self._s_per_byte = units, 0.0, max(SLOWER * pace.s_per_byte, 1e-15)
@@ -379,11 +386,11 @@ class _StreamReplay:
         self._left_bytes: dict[tuple[Lanes, int], float] = {}
         self.order = list[ScheduledUnit]()
 
-    def wait_for_stream(self, number: int) -> None:
+    def enqueue(self, number: int) -> None:
         unit = self._units[number]
         heappush(self._waiting.setdefault((unit.route, unit.threads), []), (self._urgency[number], number))
 
-    def begin_what_can(self) -> None:
+    def begin_units(self) -> None:
         for lanes, waiting in self._waiting.items():
             free = self._free[lanes]
             while waiting and free:
@@ -405,5 +412,5 @@ class _StreamReplay:
             self._left_bytes = {key: left - least for key, left in self._left_bytes.items() if left > least}
             for lanes, stream in ended:
                 heappush(self._free[lanes], stream)
-            self.begin_what_can()
+            self.begin_units()
         self._now_s = until_s

@@ -8,24 +8,24 @@ from enum import Enum
 class IterationState(Enum):
     """State of one iteration on this rank.
 
-    COLLECTING → LAUNCHED → REDUCED → COLLECTING (of the next iteration) is the usual course. Without waiting for the
-    reduction, `step()` leads from LAUNCHED to DEFERRED. A backward pass that raises leads from any state to FAILED.
+    Usually COLLECTING → LAUNCHED → REDUCED → COLLECTING of the next iteration. If `step()` returns without waiting for
+    the reduction, LAUNCHED → DEFERRED. If a backward pass raises, any state → FAILED.
     """
 
-    COLLECTING = "gradients become ready; units are launched as they are complete"
-    LAUNCHED = "all units are launched; whoever reads a gradient waits"
-    DEFERRED = "step() has returned; whoever reads a parameter waits, and the parameter is updated then"
+    COLLECTING = "waiting for gradients; complete units are launched"
+    LAUNCHED = "all units are launched; reading a gradient waits for its units"
+    DEFERRED = "step() has returned; reading a parameter waits for its units and updates it"
     REDUCED = "every .grad holds the reduced gradient"
     FAILED = "a backward pass has raised"
 
 
 class LaunchMode(Enum):
-    """Launch order of the units of one iteration. The first gradient of the iteration fixes it.
+    """Rule for launching the units of one iteration, fixed by the first gradient of the iteration.
 
-    IN_ORDER becomes COUNTED when a gradient does not come in the expected order.
+    IN_ORDER becomes COUNTED when gradients are not ready in the expected order.
     """
 
-    IN_ORDER = "after fixed numbers of gradients, which come in the expected order"
-    COUNTED = "a unit when its own gradients are ready, which are counted one by one"
-    NEGOTIATED = "when the ranks agree that gradients are ready: the order is profiled on the host"
-    AT_END = "at the end of the backward pass: the order is profiled on a GPU, or several optimizers use the GPU"
+    IN_ORDER = "launch after fixed numbers of gradients, which are ready in the expected order"
+    COUNTED = "count gradients one by one, and launch a unit when all of its gradients are ready"
+    NEGOTIATED = "launch gradients that are ready on all ranks; while the order is profiled on the host"
+    AT_END = "launch at the end of backward; while the order is profiled on a GPU, or if several optimizers use the GPU"

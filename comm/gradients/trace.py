@@ -1,4 +1,4 @@
-"""Measurements of one iteration: its report, the work in flight on the device, and events for timeline and recorder."""
+"""Measurements of one iteration: report, work in flight on the device, and events for timeline and recorder."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class IterationReport:
     """Measurements of one iteration on this rank.
 
     Attributes:
-        span_s: from the first ready gradient to the last reduced one; on a device with streams, of the iteration
-            before, except in order-profiling iterations.
-        backward_s: from the first ready gradient to the end of the backward pass, of the same iteration.
-        ready_s: when each gradient became ready after the first, by parameter index, `(n_gradients,)`; only
-            order-profiling iterations record it.
-        profiled: the order was profiled in this iteration: layouts may be new, and plans the default again.
+        span_s: time from the first ready gradient to the last reduced gradient. On a device with streams, of the
+            iteration before, except in order-profiling iterations.
+        backward_s: time from the first ready gradient to the end of the backward pass, of the same iteration.
+        ready_s: time from the first ready gradient until each gradient was ready, by parameter index, `(n_params,)`.
+            Empty except in order-profiling iterations.
+        profiled: a profile of the order ended with this iteration. There may be new layouts with default plans.
     """
 
     span_s: float
@@ -35,7 +35,7 @@ class IterationReport:
 
 @dataclass(frozen=True, slots=True)
 class IterationEvents:
-    """Device events at the ends of the parts of one iteration."""
+    """Device events of one iteration: first gradient ready, backward pass ended, all gradients reduced."""
 
     iteration: int
     first_ready: Event
@@ -45,9 +45,10 @@ class IterationEvents:
 
 @dataclass(slots=True)
 class InFlight:
-    """Iterations that the device may still be working on.
+    """The last two iterations, which the device may still execute.
 
     Attributes:
+        device: device of the gradients.
         units: units of the last iteration, with their works.
     """
 
@@ -57,22 +58,23 @@ class InFlight:
     _stalled: tuple[int, float] | None = None
 
     def add(self, events: IterationEvents) -> IterationEvents:
-        """Add an iteration, and keep the last two. Return the one before it, or itself if it is the first."""
+        """Add an iteration, and keep the last two. Return the older of the kept iterations."""
         self._iterations = [*self._iterations[-1:], events]
         return self._iterations[0]
 
     @property
     def busy(self) -> bool:
-        """Return whether the device is still working on these iterations. Thread-safe."""
-        if not (iterations := self._iterations):  # as on the host
+        """Return whether the device has not finished the last two iterations. Thread-safe."""
+        if not (iterations := self._iterations):  # as always on the host
             return False
         self.device.enter_thread()
         return not all(self.device.is_reached(it.reduced) for it in iterations)
 
     def stalled(self) -> tuple[int, float] | None:
-        """Return the iteration whose backward pass has ended on the device, but not its reduction, and since when.
+        """Return the iteration in which the device has finished the backward pass, but not the reduction. Thread-safe.
 
-        The time is `time.monotonic()` of the first call that found it so. Thread-safe.
+        Returns:
+            Number of the iteration, and `time.monotonic()` of the first call that returned it; None if there is none.
         """
         self.device.enter_thread()
         late = [events for events in self._iterations if not self.device.is_reached(events.reduced)]
@@ -94,15 +96,17 @@ class InFlight:
 
 @dataclass(slots=True)
 class IterationTrace:
-    """Events of one iteration for the timeline and a recorder, if there are any when the iteration begins.
+    """Events of one iteration for the timeline and the recorder that are active when the iteration begins.
 
     Attributes:
+        device: device of the gradients.
         source: the `GradientPipeline`.
-        shown, recorded: the timeline and the recorder; None = none.
+        shown: active timeline; None = none.
+        recorded: active recorder; None = none.
         buffers: flat buffers of the iteration.
-        copies: begin, end, and number of gradients of each copy into the flat buffers.
-        units: launched units, with their works, and when they were launched.
-        ready: index of each parameter whose gradient is ready, and when; only for a recorder.
+        copies: begin, end and number of gradients of each copy into the flat buffers.
+        units: launched units, their works, and the times of their launch.
+        ready: parameter index and time of each ready gradient. Empty without a recorder.
     """
 
     device: Device
@@ -115,11 +119,11 @@ class IterationTrace:
     ready: list[tuple[int, Event]] = field(default_factory=list)
 
     def write(self, events: IterationEvents, *, profiling: bool) -> None:
-        """Write the iteration. All gradients must be reduced, also on the device."""
+        """Write the iteration to timeline and recorder. Call after the device has reduced all gradients."""
         end_s = time.perf_counter()
 
         def at(moment: Event) -> float:
-            # Transports of the host report their own times.
+            # Times of the host are floats already.
             return moment if isinstance(moment, float) else end_s - self.device.elapsed_s(moment, events.reduced)
 
         def traced_unit(unit: ScheduledUnit, work: Work, issued: Event) -> TracedUnit:
@@ -166,7 +170,7 @@ def show(traced: TracedIteration, timeline: Timeline) -> None:
         timeline.span("copies", f"copy {copy.n_gradients} gradients", copy.begin_s, copy.end_s)
     free_s: dict[int, float] = {}
     for unit in traced.units:
-        # A transport that does not report its start takes a stream's units one after the other.
+        # Some transports do not report when a unit begins. A stream runs its units one after another.
         began_s = max(unit.issued_s, free_s.get(unit.stream, 0.0), unit.began_s or 0.0)
         free_s[unit.stream] = unit.done_s
         name = unit.layout.describe(unit.start, unit.stop)

@@ -298,7 +298,7 @@ class DdpGradients(GradientHooks):
         name, param = self.hooked[number]
         if not self._due or not param.requires_grad:
             return
-        seen = self._counter.has(number) if self._counter is not None else _contains(self._come, param)
+        seen = self._counter.has(number) if self._counter is not None else _contains(self._ready, param)
         if not seen:
             problem = UNNOTICED.format(name=name)
             logger.error("%s", problem)  # PyTorch's engine turns the exception into "Error on Node 0: python_error"
@@ -375,8 +375,8 @@ class DdpGradients(GradientHooks):
         counts = []
         if self._counter is not None:
             counts, self._counter = self._counter.end(), None
-            self._come += [param for (_, param), count in zip(self.hooked, counts, strict=True) if count]
-            self._looked = 0
+            self._ready += [param for (_, param), count in zip(self.hooked, counts, strict=True) if count]
+            self._n_processed = 0
         self._forget()
         super().end_backward()
         self.finish()

@@ -128,8 +128,8 @@ MUTANTS = (
         {
             "gradients are not aligned": ("piece = alignment(device, wire.itemsize)", "piece = 1"),
             "what the user keeps on a GPU is overwritten": (
-                "        return view.untyped_storage() if view.numel() else _NOBODYS",
-                "        return _NOBODYS",
+                "        return view.untyped_storage() if view.numel() else _EMPTY_STORAGE",
+                "        return _EMPTY_STORAGE",
             ),
             "a saved gradient is freed too early": ("self._device.keep([saved])", "pass"),
         },
@@ -213,12 +213,12 @@ MUTANTS = (
                 "                if position not in own and position:\n",
             ),
             "a unit that is launched a gradient too early": (
-                "course[self._step][0] <= n_ready:",
-                "course[self._step][0] <= n_ready + 1:",
+                "steps[self._step][0] <= n_ready:",
+                "steps[self._step][0] <= n_ready + 1:",
             ),
             "counting that forgets what was ready in order": (
-                "self._schedule.missing([self._buffers.order[place] for place in ready.positions])",
-                "self._schedule.missing()",
+                "self._schedule.pending_counts([self._buffers.order[place] for place in ready.positions])",
+                "self._schedule.pending_counts()",
             ),
             "missing gradients that count as reduced": (
                 "if self.state is IterationState.REDUCED or len(self._ready.positions) < self.n_params:",
@@ -239,8 +239,8 @@ MUTANTS = (
                 "            last",
             ),
             "a unit that waits for a gradient too few": (
-                "missing[number] -= 1\n            while",
-                "missing[number] -= 2\n            while",
+                "pending[number] -= 1\n            while",
+                "pending[number] -= 2\n            while",
             ),
         },
     ),
@@ -308,8 +308,8 @@ MUTANTS = (
                 "elif buffers.outdated:",
             ),
             "kept memory that is not put back": (
-                "        if buffers.lent:\n            buffers.put_back",
-                "        if buffers.outdated:\n            buffers.put_back",
+                "        if buffers.lent:\n            buffers.restore",
+                "        if buffers.outdated:\n            buffers.restore",
             ),
         },
     ),

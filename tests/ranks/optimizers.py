@@ -575,7 +575,7 @@ def mistakes_are_named() -> None:
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3 + hvd.rank()))]})
     optimizer.zero_grad()
     mean_square(model, 0, 0).backward()
-    with pytest.raises(NotInitializedError, match="closed when its parameters changed, which failed; make a new one"):
+    with pytest.raises(NotInitializedError, match="closed because a change of its parameters failed; make a new one"):
         optimizer.step()
     inner = (2 * torch.ones(3, requires_grad=True)).requires_grad_()
     inner.retain_grad()

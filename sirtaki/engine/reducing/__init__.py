@@ -1,1 +1,1 @@
-"""The gradients of a job on one rank: hooks, an iteration of a reducer, optimizers and DDP models that use it."""
+"""Layer between autograd and the gradient pipeline: hooks, iterations, and sharing between optimizers."""

@@ -1,4 +1,4 @@
-"""Checks of what training begins with, equal parameters on all ranks, and of what comes then: finite gradients."""
+"""Checks that all ranks begin with the same model, and that gradients are finite."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ logger = logging.getLogger(__name__)
 Named = tuple[str, torch.Tensor]
 
 SAMPLE = 128
-"""So many elements of a parameter, evenly spread, stand for all of them."""
+"""Number of elements, evenly spread over a parameter, that are compared between ranks instead of all elements."""
 
 
 def require_same_model(control: ControlPlane, named: Sequence[Named]) -> None:
-    """Collective: raises on every rank unless all have parameters of the same names, shapes and so on.
+    """Reject models that differ between ranks in a parameter's name, shape, strides, dtype or device type. Collective.
 
     Raises:
-        MismatchError: tells the first parameter that differs, on rank 0 and on the first rank where it does.
+        MismatchError: on all ranks. The message describes the first parameter that differs, on rank 0 and on the first
+            rank that disagrees with rank 0.
     """
     texts = [_describe(name, param) for name, param in named]
     count = np.array([len(texts)], dtype=np.float64)
@@ -54,7 +55,7 @@ def _describe(name: str, param: torch.Tensor) -> str:
 
 
 def warn_of_different_values(control: ControlPlane, named: Sequence[Named]) -> None:
-    """Collective, before the first update: warns if the ranks begin with different parameters."""
+    """Log a warning on rank 0 if parameter values differ between ranks. Collective. Call before the first update."""
     if not named:
         return
     first = _first_difference(control, checksums([param for _, param in named]))
@@ -68,9 +69,9 @@ def warn_of_different_values(control: ControlPlane, named: Sequence[Named]) -> N
 
 @torch.no_grad()
 def checksums(params: Sequence[torch.Tensor]) -> npt.NDArray[np.float64]:
-    """A number for each parameter that is equal if its sampled elements are, bit by bit; `(n_params,)`.
+    """Return one checksum for each parameter, computed from the bits of a sample of its elements, `(n_params,)`.
 
-    What is on a device is waited for once.
+    The samples are copied to the host in one transfer, so that the host waits for the device once.
     """
     samples = [_sample(param) for param in params]
     device = samples[0].device
@@ -86,7 +87,7 @@ def checksums(params: Sequence[torch.Tensor]) -> npt.NDArray[np.float64]:
 
 
 def _sample(param: torch.Tensor) -> torch.Tensor:
-    """Some elements as float64, which holds every smaller type exactly."""
+    """Return evenly spread elements as float64, which represents all smaller types exactly."""
     values = torch.view_as_real(param) if param.is_complex() else param.detach()
     if not values.is_contiguous():
         values = values.as_strided((values.numel(),), (1,)) if values.numel() and _is_dense(values) else values
@@ -95,31 +96,31 @@ def _sample(param: torch.Tensor) -> torch.Tensor:
 
 
 def _is_dense(values: torch.Tensor) -> bool:
-    """Its elements fill a piece of memory, in whatever order."""
+    """Return whether the elements fill a contiguous range of memory, in any order of the dimensions."""
     return values.stride() == torch.empty_like(values, device="meta").stride()
 
 
 def _first_difference(control: ControlPlane, values: npt.NDArray[np.float64]) -> int | None:
-    """Collective: the first place in which the ranks' values differ, None = they are equal."""
+    """Return the first index at which values differ between ranks; None if all are equal. Collective."""
     different = np.flatnonzero(control.minimum(values) != control.maximum(values))
     return int(different[0]) if different.size else None
 
 
 SHOWN = 5
+"""Gradients that the error log names for each rank."""
 
 
 class NanCheck:
-    """Watches the gradients of one optimizer on one rank."""
+    """A search for NaN and infinite elements in this rank's gradients, before they are reduced."""
 
     def __init__(self, control: ControlPlane) -> None:
-        """`control`: the ranks that take part."""
         self._control = control
         self._found: list[str] = []
         self._iteration = 0
         self._was_clean = True
 
-    def look(self, name: str, gradient: torch.Tensor) -> None:
-        """Looks at one gradient that is complete on this rank and not reduced yet."""
+    def inspect(self, name: str, gradient: torch.Tensor) -> None:
+        """Count the NaN and infinite elements of a gradient of this rank that is ready. Blocks until it is computed."""
         values = gradient._values() if gradient.is_sparse else gradient
         if bool(values.sum().isfinite()) or bool((finite := values.isfinite()).all()):
             return
@@ -128,17 +129,17 @@ class NanCheck:
         self._found.append(f"{name} ({' and '.join(filter(None, parts))} of {values.numel()} elements)")
 
     def finish(self, passes_left: Sequence[int], named: Sequence[Named]) -> None:
-        """Collective: all gradients of this iteration are in; says on the first rank what was found on which.
+        """Log on rank 0 which ranks have found NaN or infinite elements in this iteration. Collective.
 
-        An iteration that comes after another bad one is passed over: its parameters are already spoiled.
+        Nothing is logged if the iteration before also had such elements, because they have reached the parameters.
 
         Args:
-            passes_left: 0 for gradients that have been looked at, `(n_parameters,)`.
+            passes_left: remaining backward passes of each parameter, `(n_params,)`; 0 = its gradient was inspected.
             named: all parameters with their names.
         """
         for left, (name, param) in zip(passes_left, named, strict=True):
             if left and param.grad is not None:
-                self.look(name, param.grad)
+                self.inspect(name, param.grad)
         found = self._control.all_gather(self._found)
         if any(found) and self._was_clean and self._control.rank == 0:
             lines = [
@@ -148,7 +149,7 @@ class NanCheck:
                 if names
             ]
             logger.error(
-                "gradients that are not finite came first in iteration %d, before they were reduced:\n%s",
+                "gradients that are not finite appeared in iteration %d, before they were reduced:\n%s",
                 self._iteration,
                 "\n".join(lines),
             )

@@ -42,20 +42,20 @@ def current_context() -> int | None:
 
 
 def refuse_sharded() -> None:
-    """Reject a forward pass of a model of FSDP2 in this thread's distributed autograd context. Non-blocking.
+    """Reject a forward pass of an FSDP2 model inside a distributed autograd context of this thread. Non-blocking.
 
     Raises:
-        ConfigError: there is such a context.
+        ConfigError: this thread has a distributed autograd context.
     """
     if current_context() is not None:
         raise ConfigError(SHARDED)
 
 
 def require_gradients_outside(named: Sequence[Named]) -> None:
-    """Reject gradients in this thread's distributed autograd context that are not in `.grad`.
+    """Reject gradients that are in this thread's distributed autograd context, but not in `.grad`.
 
     Raises:
-        GradientError: there are some.
+        GradientError: there is such a gradient.
     """
     if (context := current_context()) is None:
         return

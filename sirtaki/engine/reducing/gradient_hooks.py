@@ -1,27 +1,30 @@
-"""Hooks on parameters that have their gradients reduced: the autograd side of `GradientPipeline`.
+"""Reduce the gradients of one set of parameters. Layer between autograd and `GradientPipeline`.
 
-`GradientHooks.state` is the state of an iteration, sparse gradients included:
+`GradientHooks` registers a hook on each parameter, passes ready gradients on to the pipeline, and waits for the
+reduction when autograd ends the backward pass, or in `finish()`. `GradientHooks.state` is the state of an iteration,
+sparse gradients included:
 
     COLLECTING ─ end_backward(), all gradients are ready ─┬─▶ REDUCED ─ finish() ─▶ the next iteration
-      │ │ ◀─ this rank is needed elsewhere ───────────────┤
+      │ │ ◀─ another collective needs this rank ──────────┤
       │ │                                                 └─▶ LAUNCHED, if a forward gate holds the parameters
       │ │                                                       │ defer()
       │ ├─ defer(): missing gradients are filled in ──────────▶ DEFERRED ─ wait_for(), finish() ─▶ the next iteration
       │ └─ finish(): missing gradients are filled in, and the training thread waits ────────────▶ the next iteration
       └─── fail_backward(), from any state ─▶ FAILED ─ drop(), finish() ─▶ the next iteration
 
-An iteration becomes REDUCED when every gradient is ready: then what the script does next does not matter. Otherwise
-nothing tells whether the other gradients will come, and `finish` waits. So a pass that computes no gradient of these
-parameters, such as `torch.autograd.grad`, changes nothing.
+Why REDUCED can be reached before `finish()`: if all gradients are ready, the units to launch no longer depend on user
+code. If some are missing, a second backward pass may still compute them, so the wait happens in `finish()`. A pass that
+computes no gradient of these parameters, such as `torch.autograd.grad`, changes nothing.
 
-If a backward pass raises, its gradients do not count, and `.grad` stays as the script has it, unless the script steps
-without having changed it. The iteration ends on all ranks alike, in the next pass or in `finish`.
+Why LAUNCHED and DEFERRED need no message: this rank has launched all units, and every other rank launches its own at
+the latest in its `step()`. So a wait for a unit does not depend on anything that a rank does after `step()`.
 
-LAUNCHED and DEFERRED need no message. All units are launched on this rank, and on the other ranks at the latest in
-their `step()`. So a wait for a unit depends on nothing that another rank does after that.
+FAILED: a backward pass has raised. Its gradients are not used, and `.grad` keeps its value. All ranks end the iteration
+together, in the next backward pass or in `finish()`. If user code calls `step()` and has not changed `.grad` since, the
+iteration ends as usual, and `.grad` holds reduced gradients.
 
-The pipeline knows dense gradients only. Sparse gradients are reduced beside it. The gradient of a parameter that was
-unfrozen in mid-training is reduced by itself once, until the parameter has a hook.
+The pipeline reduces dense gradients only. `SparseReductions` reduces sparse ones. The first gradient of a parameter
+that was unfrozen during training is reduced by a collective of its own. Then the parameter gets a hook.
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ from ..sparse_gradients import SparseReductions
 from ..tuning.pipeline_target import PipelineTarget
 from . import distributed_autograd
 from .checks import Named, NanCheck, require_same_model, warn_of_different_values
-from .hooks import expect, register_last
+from .hooks import prepare_frozen, register_last
 from .sparse_names import KnownSparse
 
 TOO_OFTEN = (
@@ -72,9 +75,9 @@ IN_CHECKPOINTS = (
     "has a backward pass of its own: checkpoint(use_reentrant=False) avoids it, backward_passes_per_step does not"
 )
 
-NEVER_CAME = (
-    "the update of this parameter was put off by overlap_forward, and its ranks parted before its gradient had come; "
-    "call optimizer.finish() or hvd.shutdown() first"
+CLOSED_EARLY = (
+    "overlap_forward has deferred the update of this parameter, and its optimizer or the job was closed before its "
+    "gradient was reduced; call optimizer.finish() or hvd.shutdown() first"
 )
 
 
@@ -83,12 +86,12 @@ class ReducerOptions:
     """Options of the reduction that do not depend on the model.
 
     Attributes:
-        reduction: what is done to every gradient.
-        sparse_as_dense: sparse gradients are made dense.
-        groups: parameters whose gradients are launched together, once all of a group are ready.
-        unused_as_none: gradients that no rank has computed are None, whatever the settings say.
-        arms: search techniques for tuning, None = the usual ones.
-        overlaps: iterations may end in the next forward pass.
+        reduction: operation, scaling and compression of every gradient.
+        sparse_as_dense: convert sparse gradients to dense ones.
+        groups: groups of parameters. The gradients of a group are launched together.
+        unused_as_none: set `.grad` to None where no rank has computed a gradient, regardless of the job's settings.
+        arms: search techniques for tuning; None = the default ones.
+        overlaps: True if iterations may end in the next forward pass.
     """
 
     reduction: Reduction
@@ -100,76 +103,78 @@ class ReducerOptions:
 
 
 class ForwardGate(Protocol):
-    """Holds parameters and gradients until their units are reduced. None of its methods is collective."""
+    """Gate that blocks access to parameters and gradients until their units are reduced. No method is collective."""
 
     def keep(self) -> bool:
-        """Hold all parameters, once all units are launched; False if the training thread must wait instead."""
+        """Block access to all parameters. Return False if the training thread must wait for the reduction instead."""
         ...
 
     def drain(self) -> None:
-        """Block until no end of an iteration is deferred any more."""
+        """Wait for the units of a deferred iteration, and end the iteration."""
         ...
 
     def close(self) -> None:
-        """Defer nothing any more."""
+        """Stop deferring."""
         ...
 
 
 class GradientUser(Protocol):
-    """An optimizer, which may use several `GradientHooks`."""
+    """Optimizer that uses one or several `GradientHooks`."""
 
     def fail(self) -> None:
         """Drop the gradients of a backward pass that has raised."""
         ...
 
     def use_part(self, part: GradientHooks, *, of: GradientHooks) -> None:
-        """Use `part`, too, which has taken over some of the parameters of `of`."""
+        """Also use `part`, which has taken over some parameters of `of`."""
         ...
 
 
 class PassEnd:
-    """A callback at the end of the backward pass in which it is made, which also notices if the pass raises."""
+    """Callback at the end of the current backward pass. Detects a pass that raises by its own deletion."""
 
     def __init__(self, hooks: GradientHooks) -> None:
-        self._hooks, self._over = weakref.ref(hooks), False
+        self._hooks, self._ended = weakref.ref(hooks), False
         when_backward_ends(self)
 
     @outside_changes
     def __call__(self) -> None:
-        """End the pass. Autograd calls this."""
-        self._over = True
+        """End the pass. Called by autograd."""
+        self._ended = True
         if (hooks := self._hooks()) is not None:
             hooks.end_backward()
 
     def __del__(self) -> None:
-        if not self._over and (hooks := self._hooks()) is not None:
+        if not self._ended and (hooks := self._hooks()) is not None:
             hooks.fail_backward()
 
 
 class GradientHooks:
-    """Hooks on some parameters, whose gradients become equal on some of the ranks.
+    """Hooks on some parameters, whose gradients are reduced over some of the ranks.
 
-    It lives as long as an optimizer that uses it. Hooks, job and watchdog have weak references to it.
+    The object lives as long as an optimizer refers to it. The autograd hooks, the job and the watchdog hold weak
+    references only.
 
     Attributes:
         key: number of the ranks' process set, and serial number in it; the same on all of these ranks.
-        members: the participating ranks, with their control plane.
-        ranks: the participating ranks, by their rank in the job.
-        options: how gradients are reduced.
-        named: the parameters with their names, frozen ones too; none once it is closed.
-        hooked: those that required a gradient when the hooks were made.
+        members: participating ranks, with their control plane.
+        ranks: participating ranks, by their rank in the job.
+        options: options of the reduction.
+        named: parameters with their names, frozen ones too; empty after `close`.
+        hooked: parameters that required a gradient when the hooks were made, with their names.
         passes: backward passes whose gradients are accumulated before the reduction, of all parameters or of each.
         pipeline: reduces the dense gradients; None if there are none.
         tuning: tunes the pipeline, and ends its iterations; None if there are no dense gradients.
-        sparse: which gradients are sparse, and what reduces them.
+        sparse: parameters with sparse gradients, and their reductions.
         state: state of the iteration.
-        failed_in: the backward pass that has raised, by `ActiveReducers.n_begun`; None = none has in this iteration.
-        progress: finished iterations, and what this rank waits for.
+        failed_in: number of the backward pass that raised in this iteration, by `ActiveReducers.n_begun`; None = no
+            pass raised.
+        progress: number of finished iterations, and the operation for which this rank waits.
         shared: True if several optimizers may use these hooks; the same on all ranks.
-        users: the optimizers of this rank that use these hooks.
-        n_reduced: iterations in which gradients were reduced; a shared one may find nothing to reduce.
-        gate: may have the end of an iteration deferred.
-        closed: why it is closed; empty while it is open.
+        users: optimizers of this rank that use these hooks.
+        n_reduced: iterations in which gradients were reduced. With shared hooks, an iteration may reduce nothing.
+        gate: gate of the deferred updates; None = updates are never deferred.
+        closed: why the hooks are closed; empty while they are open.
     """
 
     may_begin_apart = True
@@ -177,9 +182,9 @@ class GradientHooks:
     nodes_are_kept = False
     """True if PyTorch itself keeps the AccumulateGrad nodes of the parameters."""
     undefined_are_zeros = False
-    """True if a gradient counts as zeros that is None after the backward pass has led to its parameter."""
+    """True if zeros are reduced for a parameter whose hook autograd called without computing a gradient."""
     failed_in: int | None
-    _ends_itself = False  # whether compiled autograd runs this pass
+    _ends_itself = False  # True if compiled autograd runs this pass, which calls no `PassEnd`
 
     def __init__(
         self,
@@ -197,14 +202,14 @@ class GradientHooks:
             job: job of this process.
             members: participating ranks.
             named: parameters with their names, frozen ones too, the same on all ranks.
-            passes: backward passes whose gradients are accumulated.
-            options: how gradients are reduced.
-            known_sparse: names of parameters whose gradients are sparse, as all ranks know.
+            passes: backward passes whose gradients are accumulated, of all parameters or of each.
+            options: options of the reduction.
+            known_sparse: names of parameters that all ranks treat as sparse.
         """
         assert members.control is not None
         assert members.engine is not None
         self.closed, self._job, self._open, self._hooks = "", job, ExitStack(), ExitStack()
-        self._looking, self._looked = free_in_forked_children(threading.RLock()), 0
+        self._process_lock, self._n_processed = free_in_forked_children(threading.RLock()), 0
         self._control, self._engine = members.control, members.engine
         self.members, self.ranks, self.passes, self.options = members, members.ranks, passes, options
         self.key = (members.number, next(job.serials[members.number]))
@@ -228,7 +233,7 @@ class GradientHooks:
         )
         self._nan_check = NanCheck(members.control) if settings.check_nan else None
         self._compared_values = not self.may_begin_apart
-        # Closed by another thread after `__del__`, so that nothing in it may refer to these hooks.
+        # Callbacks must not refer to these hooks, because another thread runs them after `__del__`.
         self._open.callback(self.sparse.close)
         self._open.callback(self._hooks.close)
         job.disposal.start()
@@ -242,17 +247,17 @@ class GradientHooks:
         job.participants.add(self)
         in_forked_children(self, GradientHooks._leave_in_child)
 
-    # ── its parameters ───────────────────────────────────────────────────────────────────────────────────────────
+    # ── parameters ───────────────────────────────────────────────────────────────────────────────────────────────
 
     @outside_changes
     def attach(self, named: Sequence[Named]) -> None:
-        """Replace the parameters, frozen ones included. Collective, between iterations."""
+        """Replace the parameters, frozen ones included. Collective. Call between iterations."""
         self._unhook()
         self._control.reclaim()
         try:
             self._hook(named)
         except Exception:
-            self.close("when its parameters changed, which failed")
+            self.close("because a change of its parameters failed")
             raise
         self._begin_iteration()
 
@@ -262,14 +267,14 @@ class GradientHooks:
         self._number_of = dict[int, int]()
         self.tuning: PipelineTarget | None = None
         self.pipeline: GradientPipeline | None = None
-        self._rows: SparseReductions | None = None  # if some parameters have sparse gradients
+        self._rows: SparseReductions | None = None  # None if no hooked parameter has sparse gradients
         self._dense_index = dict[int, int]()
         self._group_sizes, self._group_of = list[int](), dict[int, int]()
-        self._waiting: list[list[tuple[int, torch.Tensor, int]]] = []  # gradients of each group
-        self._come, self._at_once = list[torch.Tensor](), list[Container[int]]([EVERY])
+        self._waiting: list[list[tuple[int, torch.Tensor, int]]] = []  # ready gradients of incomplete groups
+        self._ready, self._launch_points = list[torch.Tensor](), list[Container[int]]([EVERY])
 
     def _hook(self, named: Sequence[Named]) -> None:
-        """Make hooks and pipeline. Collective. What it opens before it raises is closed by `close`."""
+        """Make the hooks and the pipeline. Collective. If this raises, `close` closes what is open."""
         self.named, self.hooked = list(named), [item for item in named if item[1].requires_grad]
         self._frozen = [param for _, param in named if not param.requires_grad]
         require_same_model(self._control, self.hooked)
@@ -295,22 +300,22 @@ class GradientHooks:
         groups = [[number_of[id(param)] for param in group if id(param) in number_of] for group in self.options.groups]
         self._group_sizes, self._waiting = [len(group) for group in groups], [[] for _ in groups]
         self._group_of = {number: place for place, group in enumerate(groups) for number in group}
-        # Otherwise the pipeline takes gradients in the expected order without a look at each.
-        self._looks_at_each = bool(groups) or self._nan_check is not None or not self.all_dense or not dense
+        # Otherwise gradients in the expected order are passed on together, without a count for each parameter.
+        self._counts_each = bool(groups) or self._nan_check is not None or not self.all_dense or not dense
         hook = self._make_hook()
         for param in self._frozen:
-            expect(param)
+            prepare_frozen(param)
         for name, param in self.hooked:
             self._hooks.callback(register_last(name, param, hook, nodes_are_kept=self.nodes_are_kept))
 
     @property
     def all_dense(self) -> bool:
-        """True if no parameter is known to have sparse gradients."""
+        """True if the ranks have agreed on no sparse parameter, so that the pipeline reduces all gradients."""
         return len(self._dense_index) == len(self.hooked)
 
     @property
     def _unfrozen(self) -> list[torch.Tensor]:
-        """Parameters that require a gradient now, and have no hook yet."""
+        """Parameters that require a gradient but have no hook yet, because they were frozen before."""
         return [param for param in self._frozen if param.requires_grad]
 
     def set_passes(self, passes: int | Sequence[int]) -> None:
@@ -320,97 +325,100 @@ class GradientHooks:
 
     def _begin_iteration(self) -> None:
         """Prepare the next iteration."""
-        # Remaining passes: of each parameter, or of each whose gradient the pipeline has not got yet.
+        # Remaining backward passes of each parameter. While `_passes_left` is None, `_passes_left_of_all` is the number
+        # for every parameter whose gradient the pipeline does not have yet.
         self._passes_left = None if isinstance(self.passes, int) else list(self.passes)
         self._passes_left_of_all = self.passes if isinstance(self.passes, int) else 0
         for waiting in self._waiting:
             waiting.clear()
-        self._come.clear()
+        self._ready.clear()
         self.state, self.failed_in = IterationState.COLLECTING, None
 
     # ── a backward pass ──────────────────────────────────────────────────────────────────────────────────────────
 
     def _make_hook(self) -> Callable[[torch.Tensor], None]:
-        # Garbage collection does not see what a hook holds, so a hook must not refer to its owner.
-        this, come, at_once = weakref.ref(self), self._come, self._at_once
+        # A hook must not refer to its owner, because the garbage collector cannot follow references from C++.
+        weak_hooks, ready, launch_points = weakref.ref(self), self._ready, self._launch_points
         device = None if self.pipeline is None else self.pipeline.device
 
         def hook(param: torch.Tensor) -> None:
-            """Note a gradient. This is the hot path: most gradients need no more."""
-            if come:
-                come.append(param)
-                if len(come) in at_once[0] and (hooks := this()) is not None:
+            """Hot path: record a ready gradient. Call `GradientHooks` only for the first one and at launch points."""
+            if ready:
+                ready.append(param)
+                if len(ready) in launch_points[0] and (hooks := weak_hooks()) is not None:
                     hooks._process_ready()
-            elif (hooks := this()) is not None:
+            elif (hooks := weak_hooks()) is not None:
                 hooks._begin_pass(param)
 
         if device is None or not device.streams:
             return hook
 
         def hook_on_streams(param: torch.Tensor) -> None:
-            """Call `hook` on a device on which autograd may write each gradient on another stream."""
+            """Record the current stream, because autograd may write gradients on several, then call `hook`."""
             device.notice_stream()
             hook(param)
 
         return hook_on_streams
 
     def _begin_pass(self, param: torch.Tensor) -> None:
-        """Begin a backward pass with its first gradient."""
+        """Begin a backward pass. Called for its first gradient."""
         if self.closed or not self.begin_backward():
             return
-        if id(param) in self._number_of:  # hooks may have been made anew meanwhile, with other parameters
-            at_once: Container[int] = EVERY
-            self._looked = 0
+        if id(param) in self._number_of:  # `begin_backward` may have replaced the parameters
+            points: Container[int] = EVERY
+            self._n_processed = 0
             if self._passes_left is None and self._passes_left_of_all > 1:
-                at_once = ()
-            elif self._passes_left is None and not self._looks_at_each:
+                points = ()  # the gradients are counted when the pass ends
+            elif self._passes_left is None and not self._counts_each:
                 assert self.pipeline is not None
-                at_once = self.pipeline.begin_pass()
-            self._at_once[0] = at_once = (len(self.hooked),) if self._ends_itself else at_once
-            self._come.append(param)
-            if 1 in at_once:
+                points = self.pipeline.begin_pass()
+            self._launch_points[0] = points = (len(self.hooked),) if self._ends_itself else points
+            self._ready.append(param)
+            if 1 in points:
                 self._process_ready()
 
     @outside_changes
     def _process_ready(self) -> None:
-        """Launch units that the gradients since the last call complete, or count these gradients.
+        """Pass gradients that are ready since the last call on to the pipeline, or count their backward passes.
 
-        Compiled autograd calls nothing at the end of a pass, so such a pass ends here.
+        A pass of compiled autograd ends here with its last gradient, because compiled autograd runs no callback.
         """
-        with self._looking:  # autograd computes the gradients of several devices in a thread for each
-            new, self._looked = self._come[self._looked :], len(self._come)
+        with self._process_lock:  # because autograd has one thread for each device
+            new, self._n_processed = self._ready[self._n_processed :], len(self._ready)
             if self._passes_left is None and self._passes_left_of_all > 1:
                 if len(new) == len(self.hooked) and set(map(id, new)) == self._number_of.keys():
                     self._passes_left_of_all -= 1
                     new = []
-            elif self._passes_left is None and not self._looks_at_each and self.pipeline is not None:
+            elif self._passes_left is None and not self._counts_each and self.pipeline is not None:
                 new = [] if self.pipeline.ready_in_order(new) else new
             if new:
-                self._passes_left = self._counted()
+                self._passes_left = self._remaining_passes()
                 for param in new:
                     self._count(self._number_of[id(param)], self._passes_left)
-        if self._ends_itself and len(self._come) >= len(self.hooked):
+        if self._ends_itself and len(self._ready) >= len(self.hooked):
             self._ends_itself = False
             self.end_backward()
 
     @property
     def too_often(self) -> str:
-        """Error message for a gradient that is not expected any more."""
+        """Error message for a gradient of more backward passes than are accumulated."""
         return IN_CHECKPOINTS if _in_reentrant_checkpoint() else TOO_OFTEN
 
-    def _counted(self) -> list[int]:
+    def _remaining_passes(self) -> list[int]:
         """Return the remaining passes of each parameter."""
         if self._passes_left is not None:
             return self._passes_left
         left = [self._passes_left_of_all] * len(self.hooked)
         if self.pipeline is not None and self.pipeline.pending:
             left = [0] * len(self.hooked)
-            for number in self.pipeline.missing:  # no parameter has sparse gradients, so indices are the same here
+            for (
+                number
+            ) in self.pipeline.missing:  # all parameters are dense here, so that indices are numbers in `hooked`
                 left[number] = self._passes_left_of_all
         return left
 
     def _count(self, number: int, left: list[int]) -> None:
-        """Count a gradient of one pass. After the last pass, hand it to the pipeline."""
+        """Count one backward pass of a parameter. After the last pass, pass its gradient on, or wait for its group."""
         if left[number] != 1:
             if left[number] < 1:
                 raise AssertionError(self.too_often)
@@ -418,26 +426,26 @@ class GradientHooks:
             return
         name, param = self.hooked[number]
         gradient = param.grad
-        if gradient is None:  # a double backward computes none for a bias, or a hook of the user's has set it to None
+        if gradient is None:  # e.g. a bias in a double backward, or a user's hook has set it to None
             if not self.undefined_are_zeros or number not in self._dense_index:
                 return
             param.grad = gradient = torch.zeros_like(param)
         left[number] = 0
         if self._nan_check is not None:
-            self._nan_check.look(name, gradient)
+            self._nan_check.inspect(name, gradient)
         if gradient.is_sparse:
-            gradient = self._as_it_travels(name)
+            gradient = self._to_wire_format(name)
         place = self._group_of.get(number)
         waiting = [] if place is None else self._waiting[place]
         waiting.append((number, gradient, gradient._version))
         if place is None or len(waiting) == self._group_sizes[place]:
-            self._hand_over(waiting)
+            self._pass_on(waiting)
 
     def begin_backward(self) -> bool:
-        """Begin a backward pass. Collective if the one before has raised.
+        """Begin a backward pass. Collective if the previous pass has raised.
 
         Returns:
-            False if the gradients of this pass do not count.
+            False if there are no parameters any more: the gradients of this pass are ignored.
         """
         if self.state is not IterationState.COLLECTING:
             self.drain()
@@ -449,7 +457,8 @@ class GradientHooks:
             PassEnd(self)
         return bool(self.named)
 
-    def _hand_over(self, ready: list[tuple[int, torch.Tensor, int]]) -> None:
+    def _pass_on(self, ready: list[tuple[int, torch.Tensor, int]]) -> None:
+        """Pass ready gradients on to the pipeline, or to the sparse reductions."""
         for number, gradient, version in ready:
             if (index := self._dense_index.get(number)) is None:
                 assert self._rows is not None
@@ -459,19 +468,19 @@ class GradientHooks:
                 self.pipeline.ready(index, gradient, version)
         ready.clear()
 
-    def _as_it_travels(self, name: str) -> torch.Tensor:
-        """Return a sparse gradient, made dense in `.grad`, too, unless all ranks expect a sparse one."""
-        if self.pipeline is not None and self.sparse.looks_new(name) and not self.pipeline.profiling:
-            self.pipeline.profile_again()  # then the ranks agree on what is sparse
-        return self.sparse.as_it_travels(name)
+    def _to_wire_format(self, name: str) -> torch.Tensor:
+        """Return a sparse gradient as it is sent. If the ranks must agree on it first, request a new profile."""
+        if self.pipeline is not None and self.sparse.is_unagreed(name) and not self.pipeline.profiling:
+            self.pipeline.profile_again()  # its last iteration calls `KnownSparse.agree`
+        return self.sparse.to_wire_format(name)
 
-    def _hand_over_incomplete(self) -> None:
-        """Hand incomplete groups to the pipeline, and make missing gradients dense that are sparse in `.grad`."""
+    def _pass_on_incomplete(self) -> None:
+        """Pass incomplete groups on. Convert sparse `.grad` tensors of missing gradients to their wire format."""
         for waiting in self._waiting:
-            self._hand_over(waiting)
-        for left, (name, param) in zip(self._counted(), self.hooked, strict=True):
+            self._pass_on(waiting)
+        for left, (name, param) in zip(self._remaining_passes(), self.hooked, strict=True):
             if left and param.grad is not None and param.grad.is_sparse and param.requires_grad:
-                self._as_it_travels(name)
+                self._to_wire_format(name)
 
     def end_backward(self) -> None:
         """End a backward pass: reduce the dense gradients if all are ready, then the sparse ones."""
@@ -480,13 +489,13 @@ class GradientHooks:
         except BaseException:
             self.fail_backward()
             raise
-        self._come.clear()
+        self._ready.clear()
         pipeline, rows = self.pipeline, self._rows
         if not ((pipeline is not None and pipeline.can_reduce) or (rows is not None and self._can_reduce_sparse(rows))):
             if pipeline is not None:
                 pipeline.run_copies()
             return
-        for other in self._job.participants:  # other ranks may wait for these first
+        for other in self._job.participants:  # because another rank may wait for their units first
             if other is not self:
                 other.flush()
         self._job.joining.announce(self, WaitStage.REDUCE)
@@ -497,7 +506,7 @@ class GradientHooks:
                 return
         self.reduce()
         if pipeline is not None and pipeline.problem:
-            self.finish()  # which raises: the next pass belongs to the next iteration, as on the other ranks
+            self.finish()  # raises. All ranks do, so that the next pass belongs to the next iteration on all of them
 
     def _can_reduce_sparse(self, rows: SparseReductions) -> bool:
         """Return whether all dense gradients of this iteration are reduced, and all sparse ones are ready."""
@@ -505,10 +514,10 @@ class GradientHooks:
         return rows.pending and done and not (rows.missing or self.state is IterationState.REDUCED)
 
     def reduce(self) -> None:
-        """Block until the ready gradients are reduced, unless this rank is needed elsewhere.
+        """Block until the ready gradients are reduced. Return early if another collective needs this rank.
 
         Raises:
-            CommError: a reduction failed, or the job did; gradients are undefined then.
+            CommError: a reduction or the job has failed. The gradients are undefined.
         """
         pipeline, rows, interrupted = self.pipeline, self._rows, partial(self._job.blocked.must_stop_waiting, self)
         with self.progress.waits(WaitStage.REDUCE):
@@ -523,14 +532,14 @@ class GradientHooks:
                 self.sparse.make_sparse(self.sparse.found)
 
     def fail_backward(self) -> None:
-        """End a backward pass that has raised, anywhere."""
-        self._come.clear()
+        """End a backward pass that has raised, in any part of the graph."""
+        self._ready.clear()
         self.fail()
-        for user in self.users:  # its other hooks may have gradients of earlier passes
+        for user in self.users:  # because a user drops the gradients of all its hooks together
             user.fail()
 
     def fail(self) -> None:
-        """Drop the gradients of this iteration, and move `.grad` out of the flat buffers, which are being reduced."""
+        """Enter the state FAILED, and replace every `.grad` that is a view by a copy, which no reduction changes."""
         if self.closed:
             return
         if self.state is not IterationState.FAILED:
@@ -541,7 +550,7 @@ class GradientHooks:
         self.failed_in = self._job.participants.n_begun
 
     def drop_failed(self) -> None:
-        """End the iteration if a pass has raised in it, and leave `.grad` as it is. Collective in that case."""
+        """End the iteration and keep `.grad`, if a pass has raised. Collective then, otherwise without effect."""
         if self.state is not IterationState.FAILED:
             return
         self.state, self.failed_in = IterationState.COLLECTING, None
@@ -558,36 +567,36 @@ class GradientHooks:
 
     @property
     def can_defer(self) -> bool:
-        """True if this iteration may end without the other ranks, once all units are launched."""
+        """True if this iteration can end without further messages, once all units are launched."""
         tuning = self.tuning
         if tuning is None or self.shared or not self.all_dense or self.sparse.found:
             return False
-        if self.state is IterationState.FAILED or not tuning.can_put_off:
+        if self.state is IterationState.FAILED or not tuning.can_defer:
             return False
         return self._compared_values and self._nan_check is None and not self._unfrozen
 
     @outside_changes
     def defer(self) -> None:
-        """Launch all units, so that the iteration may end later. Non-blocking. Call if it `can_defer`."""
+        """Launch all units, and enter the state DEFERRED. Non-blocking. Requires `can_defer`."""
         assert self.pipeline is not None
         self.state = IterationState.DEFERRED
         self._job.joining.announce(self, WaitStage.FINISH)
-        self._hand_over_incomplete()
+        self._pass_on_incomplete()
         self.pipeline.flush()
 
     @outside_changes
     def wait_for(self, number: int) -> list[int]:
-        """Block until the launched gradient of one parameter is reduced.
+        """Block until the gradient of one parameter is reduced. Its units must be launched.
 
         Returns:
-            All parameters whose gradients are reduced with it, by number in `hooked`; none if this rank is needed
-            elsewhere, before `step()`. Then the gate must hold nothing any more.
+            Numbers in `hooked` of the parameters whose gradients are reduced together with this one. Empty if, before
+            `step()`, another collective needs this rank. In that case the gate must open for all parameters.
 
         Raises:
-            CommError: the reduction failed, or the job did.
+            CommError: the reduction or the job has failed.
         """
         if self.pipeline is None:
-            raise CommError(NEVER_CAME)
+            raise CommError(CLOSED_EARLY)
         late = self.state is IterationState.DEFERRED
         with self.progress.waits(WaitStage.FINISH if late else WaitStage.REDUCE):
             numbers = self.pipeline.wait_for_one(
@@ -598,7 +607,7 @@ class GradientHooks:
         return numbers
 
     def drain(self) -> None:
-        """Block until no end of an iteration is deferred any more. Not collective."""
+        """Wait for a deferred iteration, if there is one, and end it. Not collective."""
         if self.gate is not None and (gate := self.gate()) is not None:
             gate.drain()
 
@@ -609,18 +618,19 @@ class GradientHooks:
         """Block until `.grad` holds the reduced gradients, and end the iteration. Collective.
 
         Args:
-            due: if shared: False if another optimizer has had the gradients reduced since the caller last had. If that
-                is so on all ranks, and no gradient is ready, the reduced gradients are in place.
-            joined: this rank has no data any more, and takes part with zeros.
+            due: False if another optimizer has finished these shared hooks since the caller last did. If it is False
+                on all ranks, and no gradient is ready, nothing is reduced, because `.grad` holds reduced gradients.
+            joined: True if this rank has no more data and contributes zeros.
 
         Raises:
-            GradientError: a gradient was written while it was being reduced; the iteration has ended all the same.
+            GradientError: user code has changed a gradient before it was reduced. The iteration has ended on all ranks.
         """
         if not joined:
             if not (self.hooked or self._unfrozen):
                 return
             if self.state is IterationState.FAILED and any(
-                param.grad is not left or _version(left) != version for param, left, version in self._failed_with
+                param.grad is not gradient or _version(gradient) != version
+                for param, gradient, version in self._failed_with
             ):
                 self.drop_failed()
             if self.state is not IterationState.REDUCED and not self.begun:
@@ -639,7 +649,7 @@ class GradientHooks:
             raise GradientError(problem)
 
     def contribute_zeros(self) -> None:
-        """Launch zeros, on a rank that has joined, for an iteration that the other ranks have not begun to end."""
+        """Launch units with zeros in an iteration that other ranks have begun. For a rank that has joined."""
         if self.closed:
             return
         if self._rows is not None:
@@ -648,10 +658,10 @@ class GradientHooks:
             self.pipeline.contribute_zeros()
 
     def _is_due(self, *, here: bool) -> bool:
-        """Return whether any rank has gradients to reduce. Stop sharing if one user is left. Collective while shared.
+        """Return whether any rank has gradients to reduce. Update `shared`. Collective.
 
         Args:
-            here: this rank has gradients, or cannot know.
+            here: True if this rank has gradients to reduce, or must assume that other ranks have.
         """
         with self.progress.waits(WaitStage.ASK):
             anywhere, n_users = self._control.maximum(np.array([float(here), float(len(self.users))]))
@@ -662,22 +672,18 @@ class GradientHooks:
         """Reduce all gradients, and begin the next iteration. Collective.
 
         Args:
-            joined: this rank has no data any more, and takes part with zeros.
-            late: the end was deferred, so that parameters unfrozen since belong to the next iteration.
+            joined: True if this rank has no more data and contributes zeros.
+            late: True if the end was deferred. Parameters unfrozen since then belong to the next iteration.
 
         Returns:
-            Why the gradients are undefined; empty if all is well.
+            Why the reduced gradients are undefined; empty if they are right.
         """
         pipeline, rows = self.pipeline, self._rows
         unfrozen = self._unfrozen if self._frozen and not late else []
         if self._nan_check is not None:
-            self._nan_check.finish(self._counted(), self.hooked)
-        if (
-            pipeline is None
-            or self._looks_at_each
-            or (pipeline.state is not IterationState.REDUCED and pipeline.missing)
-        ):
-            self._hand_over_incomplete()
+            self._nan_check.finish(self._remaining_passes(), self.hooked)
+        if pipeline is None or self._counts_each or (pipeline.state is not IterationState.REDUCED and pipeline.missing):
+            self._pass_on_incomplete()
         if rows is not None and self.state is not IterationState.REDUCED:
             rows.fill_missing(joined=joined)
         profiling = pipeline is not None and pipeline.profiling
@@ -690,23 +696,23 @@ class GradientHooks:
             rows.end_iteration()
         if unfrozen:
             self._reduce_unfrozen(unfrozen)
-        if not self._compared_values:  # and nothing is updated
+        if not self._compared_values:  # in the first iteration, before any parameter is updated
             wanting = [item for item in self.named if item[1].requires_grad]
             self._compared_values = bool(wanting)
             warn_of_different_values(self._control, wanting)
         if joined:
             for param in [*(param for _, param in self.hooked), *unfrozen]:
-                param.grad = None  # the others' gradients must not add to the next ones of this rank
+                param.grad = None  # so that later gradients of this rank are not added to those of other ranks
         problem = "" if pipeline is None else pipeline.problem
         if found_sparse or unfrozen:
-            self.attach(self.named)  # with other hooks
+            self.attach(self.named)  # makes hooks for the new set of dense, sparse and unfrozen parameters
         else:
             self._begin_iteration()
         return problem
 
     @torch.no_grad()
     def _reduce_unfrozen(self, params: Sequence[torch.Tensor]) -> None:
-        """Reduce gradients of parameters that have no hook yet. Afterwards they are dense. Collective."""
+        """Reduce the gradients of parameters that have no hook yet. Sparse ones become dense. Collective."""
         prefix = f"optimizer.{self.key[1]}.thawed"
         computed = torch.tensor([param.grad is not None for param in params], dtype=torch.float32, device="cpu")
         wanted = self._sum(computed, f"{prefix}.computed", Reduction()).tolist()
@@ -733,11 +739,11 @@ class GradientHooks:
         return work.results[0]
 
     def drop_accumulated(self) -> None:
-        """Drop gradients of fewer backward passes than are accumulated before the reduction."""
+        """Drop gradients of an unfinished accumulation: set `.grad` of parameters with counted passes to None."""
         if self._passes_left is None and self._passes_left_of_all == self.passes:
             return
         if self._accumulated and not self.pending:
-            for (_, param), wanted, left in zip(self.hooked, self._wanted, self._counted(), strict=True):
+            for (_, param), wanted, left in zip(self.hooked, self._wanted, self._remaining_passes(), strict=True):
                 if left != wanted:
                     param.grad = None
             self._begin_iteration()
@@ -748,27 +754,27 @@ class GradientHooks:
 
     @property
     def _accumulated(self) -> bool:
-        """True if a gradient of any backward pass of this iteration was counted."""
+        """True if a backward pass of this iteration was counted for any parameter."""
         return (
             self._passes_left_of_all != self.passes if self._passes_left is None else self._passes_left != self._wanted
         )
 
-    # ── questions ────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── progress ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def pending(self) -> bool:
-        """True if gradients are being reduced."""
+        """True if gradients of this iteration are passed on to the reductions."""
         pipeline, rows = self.pipeline, self._rows
         return (pipeline is not None and pipeline.pending) or (rows is not None and rows.pending)
 
     @property
     def begun(self) -> bool:
-        """True if this rank has gradients that no finished iteration has reduced."""
+        """True if this rank has gradients of the current iteration, accumulated ones included."""
         return self.pending or self._accumulated or any(param.grad is not None for param in self._unfrozen)
 
     @property
     def given(self) -> int:
-        """Iterations to which this rank has given all its gradients."""
+        """Number of iterations in which all gradients of this rank are ready."""
         pipeline, rows = self.pipeline, self._rows
         missing = (pipeline is not None and bool(pipeline.missing)) or (rows is not None and bool(rows.missing))
         return self.progress.given(missing=missing)
@@ -778,10 +784,10 @@ class GradientHooks:
         if self.pipeline is not None and self.pipeline.can_reduce:
             self.pipeline.flush()
 
-    # ── its own end ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def close(self, reason: str) -> None:
-        """Reduce gradients no more, because of `reason`. Not collective. Idempotent."""
+        """Remove the hooks and end the pipeline. `reason` completes error messages. Not collective. Idempotent."""
         if not self.closed:
             self.closed = reason
             if self.gate is not None and (gate := self.gate()) is not None:
@@ -792,18 +798,18 @@ class GradientHooks:
             self._passes_left, self._waiting = [], []
 
     def _leave_in_child(self) -> None:
-        """Close in a forked child: backward passes compute local gradients, and a step of the optimizer raises."""
+        """Mark as closed in a forked child process, where backward computes local gradients and `step()` raises."""
         self.closed = "in this process, which was forked from a rank of the job and is none itself"
-        self._come.clear()
+        self._ready.clear()
 
     def __del__(self) -> None:
-        # Runs in any thread, at any time, so another thread closes what must be closed.
+        # The garbage collector runs this in any thread at any time, so the disposal thread closes.
         if not self.closed:
             self._job.disposal.put(self._open.close)
 
 
 def _in_reentrant_checkpoint() -> bool:
-    """Return whether the backward pass that calls this runs within another, as a reentrant checkpoint's does."""
+    """Return whether the current backward pass runs inside a reentrant checkpoint's backward."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code is torch.utils.checkpoint.CheckpointFunction.backward.__code__:
@@ -817,10 +823,10 @@ def _version(gradient: torch.Tensor | None) -> int:
 
 
 def _current_wait(this: weakref.ref[GradientHooks]) -> PendingWait | None:
-    """Return what this rank waits for. The watchdog's thread calls it.
+    """Return the operation for which this rank waits. Called by the watchdog's thread.
 
     Raises:
-        CommError: a transport has found out by itself that what this rank waits for will never come.
+        CommError: a transport has detected that the operation cannot complete.
     """
     if (hooks := this()) is None:
         return None
@@ -835,7 +841,7 @@ def _current_wait(this: weakref.ref[GradientHooks]) -> PendingWait | None:
 
 
 def _progress_of(this: weakref.ref[GradientHooks], participants: ActiveReducers) -> str:
-    """Describe the progress of this rank, for the watchdogs of others; empty if a later optimizer has taken over."""
+    """Describe the progress of this rank to the other ranks' watchdogs; empty if the hooks are not in use."""
     if (hooks := this()) is None or (pipeline := hooks.pipeline) is None:
         return ""
     if not (hooks.pending or hooks.progress.waiting or hooks in participants.in_use):

@@ -1,10 +1,10 @@
 """Hooks on parameters that run after the user's own hooks on the same gradient.
 
 A user's hook may clip, replace or drop the local gradient, and must do so before the gradient is reduced. DDP and
-Horovod register their hooks on a parameter's AccumulateGrad node. The hooks of a node run after all
-post-accumulate-grad hooks of the parameter, whenever these were registered. A hook on the node costs 0.3 us more for
-each gradient, because PyTorch makes a Python tensor of the gradient for it. Therefore `register_last` registers a
-post-accumulate-grad hook and keeps it the last one. It uses the node only where the user has registered hooks before.
+Horovod register their hooks on a parameter's AccumulateGrad node. The hooks of the node always run after the
+post-accumulate-grad hooks of the parameter. But a hook on the node costs 0.3 us more for each gradient, because PyTorch
+makes a Python tensor for its argument. Therefore `register_last` registers a post-accumulate-grad hook, and keeps it
+the last of these hooks. It uses the node only if user code has registered hooks on the parameter or its node before.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ CHANGED_IN_HOOK = (
 
 
 def register_last(name: str, param: torch.Tensor, hook: Hook, *, nodes_are_kept: bool) -> Callable[[], None]:
-    """Call `hook` with each gradient of `param`, after the user's hooks on it, whenever those are registered.
+    """Register a hook that is called with `param` for each gradient, after the user's hooks on the parameter.
 
-    Hooks that the user registers on the AccumulateGrad node afterwards run later, as under DDP.
+    User's hooks that are registered later also run before it, except hooks on the AccumulateGrad node, as under DDP.
 
     Args:
-        name: of the parameter, for messages.
-        param: a leaf; or a stand-in for one, whose `on_leaf(hook)` returns the leaf and the hook that it gets.
-        hook: must not refer to `param`'s owner strongly.
-        nodes_are_kept: whether PyTorch itself keeps the AccumulateGrad node, as DDP's reducer does.
+        name: name of the parameter, for messages.
+        param: a leaf tensor; or a substitute whose `on_leaf(hook)` returns the leaf and the hook to register on it.
+        hook: the hook. It must not hold a strong reference to the owner of `param`.
+        nodes_are_kept: True if PyTorch itself keeps the AccumulateGrad node alive, as DDP's reducer does.
 
     Returns:
         A function that removes the hook.
 
     Raises:
-        RuntimeError: the parameter is not a leaf, and so gets no gradient.
+        RuntimeError: the parameter is not a leaf, so that autograd computes no `.grad` for it.
     """
-    leaf: Any = param  # Any: PyTorch does not declare the dictionary of these hooks
+    leaf: Any = param  # Any, because PyTorch does not declare `_post_accumulate_grad_hooks`
     if (on_leaf := getattr(param, "on_leaf", None)) is not None:
         leaf, hook = on_leaf(hook)
     if not leaf.is_leaf:
@@ -70,7 +70,7 @@ def register_last(name: str, param: torch.Tensor, hook: Hook, *, nodes_are_kept:
         hooks = leaf._post_accumulate_grad_hooks = OrderedDict()
     first = RemovableHandle(hooks)
     users = list(hooks.items())
-    hooks.clear()  # handles of the user's hooks refer to this very dictionary
+    hooks.clear()  # not a new dictionary, because the handles of the user's hooks refer to this one
     hooks.update([(first.id, guard.begin), *users])
     on_node = _NodeHook(leaf, guard)
 
@@ -82,13 +82,13 @@ def register_last(name: str, param: torch.Tensor, hook: Hook, *, nodes_are_kept:
 
 
 class _NodeHook:
-    """Hook on the AccumulateGrad node of one parameter, of which PyTorch makes another one with each new dtype."""
+    """Hook on the AccumulateGrad node of one parameter. PyTorch makes a new node when the dtype or device changes."""
 
     def __init__(self, leaf: torch.Tensor, guard: _UpdateGuard) -> None:
         self._leaf, self._guard = leaf, guard
         self._register()
-        # A hook on the tensor runs before PyTorch looks which hooks the node has.
-        self._first: RemovableHandle = leaf.register_hook(self._follow)  # type: ignore[no-untyped-call]  # torch's
+        # A hook on the tensor runs before PyTorch reads the list of the node's hooks.
+        self._first: RemovableHandle = leaf.register_hook(self._move_to_current_node)  # type: ignore[no-untyped-call]  # torch's
 
     def remove(self) -> None:
         """Remove the hook."""
@@ -97,32 +97,37 @@ class _NodeHook:
 
     def _register(self) -> None:
         self._kind = self._leaf.dtype, self._leaf.device
-        self._node = get_gradient_edge(self._leaf).node  # PyTorch frees it otherwise, with its hooks
+        self._node = get_gradient_edge(
+            self._leaf
+        ).node  # a reference, because PyTorch frees the node with its hooks otherwise
         self._handle = self._node.register_hook(self._on_node)
 
-    def _follow(self, _: torch.Tensor) -> None:
+    def _move_to_current_node(self, _: torch.Tensor) -> None:
         if self._kind != (self._leaf.dtype, self._leaf.device):
             self._handle.remove()
             self._register()
 
     def _on_node(self, _outputs: object, _inputs: object) -> None:
-        if (
-            self._guard.begun
-        ):  # nothing was accumulated otherwise: the parameter is frozen, or this is distributed autograd
+        # Otherwise no gradient was accumulated: the parameter is frozen, or distributed autograd has called the hook.
+        if self._guard.begun:
             self._guard(self._leaf)
 
 
-def expect(param: torch.Tensor) -> None:
-    """Prepare a frozen parameter for `register_last`, which finds its node in a graph once the parameter is thawed."""
-    leaf: Any = param  # Any: as in `register_last`
+def prepare_frozen(param: torch.Tensor) -> None:
+    """Prepare a frozen parameter, so that a later `register_last` needs no hook on its AccumulateGrad node.
+
+    Once the parameter is unfrozen, a graph refers to the node. `register_last` could not distinguish this reference
+    from one of user code.
+    """
+    leaf: Any = param  # Any, as in `register_last`
     if not hasattr(param, "on_leaf") and not leaf._post_accumulate_grad_hooks:
         leaf._post_accumulate_grad_hooks = _HooksInOrder()
 
 
 def _is_node_kept_by_user(leaf: torch.Tensor, nodes_are_kept: bool) -> bool:
-    """Return whether Python code refers to the leaf's AccumulateGrad node, as it must to have hooks on it.
+    """Return whether Python code may refer to the leaf's AccumulateGrad node, and so may have hooks on it.
 
-    True also if a graph with the leaf is alive, unless `nodes_are_kept`.
+    Also True if there is a graph with the leaf, unless `nodes_are_kept`.
     """
     return _count_references(leaf) > _references_without_user(nodes_are_kept)
 
@@ -133,7 +138,7 @@ def _count_references(leaf: torch.Tensor) -> int:
 
 @functools.cache
 def _references_without_user(kept: bool) -> int:
-    """Count the references to a node of which only PyTorch knows; newer versions keep its Python object, too."""
+    """Return the reference count of a node that user code does not refer to. It differs between PyTorch versions."""
     with torch.enable_grad():
         leaf = torch.ones((), dtype=torch.float32, device="cpu", requires_grad=True)
         graph = leaf.view_as(leaf) if kept else None
@@ -143,29 +148,28 @@ def _references_without_user(kept: bool) -> int:
 
 
 class _UpdateGuard:
-    """Sirtaki's hooks around those of the user's on one parameter, which notice that these update the parameter."""
+    """Pair of hooks before and after the user's hooks on one parameter. They detect that a user's hook updates it."""
 
-    _warned = False  # in this process
+    _warned = False  # True after the first warning in this process
 
     def __init__(self, name: str, hook: Hook) -> None:
-        """Args: see `register_last`."""
         self._name, self.hook = name, hook
-        self._version: int | None = None  # of the parameter, before the user's hooks
+        self._version: int | None = None  # version of the parameter before the user's hooks
 
     @property
     def begun(self) -> bool:
-        """True from `begin` until this guard is called."""
+        """True between the call of `begin` and the call of this object."""
         return self._version is not None
 
     def begin(self, param: torch.Tensor) -> None:
-        """Call before the user's hooks."""
+        """Record the version of the parameter. Runs before the user's hooks."""
         self._version = param._version
 
     def __call__(self, param: torch.Tensor) -> None:
-        """Call after the user's hooks.
+        """Compare the version, and call the hook. Runs after the user's hooks.
 
         Raises:
-            GradientError: one of them has updated the parameter, and set its gradient to None.
+            GradientError: a user's hook has updated the parameter and set its gradient to None.
         """
         before, self._version = self._version, None
         if before is not None and before != param._version:
@@ -178,10 +182,10 @@ class _UpdateGuard:
 
 
 class _HooksInOrder(OrderedDict[int, Hook]):
-    """The post-accumulate-grad hooks of one parameter, of which Sirtaki's own stay the last.
+    """Dictionary of the post-accumulate-grad hooks of one parameter, in which Sirtaki's hooks stay the last entries.
 
-    PyTorch calls the values in the order in which they were inserted. Without hooks of the user's nothing is called but
-    the own hooks themselves.
+    PyTorch calls the values in the order of the dictionary. If there are no user's hooks, it calls Sirtaki's hooks
+    directly, and not through `_UpdateGuard`.
     """
 
     def __init__(self) -> None:
@@ -190,7 +194,7 @@ class _HooksInOrder(OrderedDict[int, Hook]):
         self._own: dict[int, tuple[int, _UpdateGuard]] = {}
 
     def add_last(self, guard: _UpdateGuard) -> Callable[[], None]:
-        """Have the guard's hook called; see `register_last`."""
+        """Add the hook of a guard. Return a function that removes it."""
         first, last = RemovableHandle(self).id, RemovableHandle(self).id
         self._own[first] = last, guard
         self._arrange()

@@ -1,4 +1,4 @@
-"""Gradients of one optimizer, whose parameters other optimizers may have, too."""
+"""Gradients of one optimizer. Several optimizers may share parameters."""
 
 from __future__ import annotations
 
@@ -21,44 +21,45 @@ IN_FLIGHT = "add_param_group() between backward() and step(): call step() or syn
 CLOSED = "this DistributedOptimizer was closed {reason}; make a new one: hvd.DistributedOptimizer(…)"
 
 _Owners = tuple[list[int | None], dict[int, str], list[int]]
-"""What one rank knows of the parameters of a new optimizer. First, the serial number of the `GradientHooks` of each
-parameter, None if no hooks of these ranks have it. Second, why parameters cannot be shared, by serial number; -1 stands
-for hooks of other ranks. Third, the serial numbers of hooks with gradients in flight."""
+"""Current owners of a new optimizer's parameters on one rank. A serial number identifies a `GradientHooks` among all of
+the same ranks. First item: serial number of each parameter's hooks, None = no hooks of these ranks. Second item: why
+the parameters of some hooks cannot be shared, by serial number, -1 = hooks of other ranks. Third item: serial numbers
+of hooks that have begun an iteration."""
 
 
 class OptimizerGradients:
     """The `GradientHooks` that one optimizer uses.
 
-    Every parameter belongs to one `GradientHooks`. If a new optimizer has some of the parameters of an older one, these
-    are split off into hooks that both use. The optimizer that steps first finishes the iteration of the shared hooks,
-    and the other finds the reduced gradients in place.
+    Every parameter belongs to one `GradientHooks`. If a new optimizer has some parameters of an older one, the
+    constructor moves these parameters into new hooks that both optimizers use. The optimizer that steps first finishes
+    the iteration of the shared hooks. The second optimizer then finds the reduced gradients in `.grad`.
 
-    Optimizers are garbage-collected at different times on different ranks. What is gone on one rank can't be used by a
-    new optimizer on the others, and is closed there when the new one is made.
+    Python collects an optimizer at different times on different ranks. If a parameter's hooks exist on some ranks only,
+    these ranks close the hooks when a new optimizer claims the parameter.
     """
 
     def __init__(
         self, job: Job, members: RankSet, named: Sequence[Named], *, passes: int, options: ReducerOptions
     ) -> None:
-        """Collective over the members.
+        """Claim the parameters of a new optimizer. Collective over the members.
 
         Args:
-            job: of this process.
-            members: the ranks that take part, with their control plane.
+            job: job of this process.
+            members: participating ranks, with their control plane.
             named: all parameters of the optimizer with their names, frozen ones too, the same on all ranks.
-            passes: backward passes whose gradients are added up before they are reduced.
-            options: how to reduce.
+            passes: backward passes whose gradients are accumulated before the reduction.
+            options: options of the reduction.
 
         Raises:
-            ConfigError: on all ranks, if a parameter belongs to another optimizer whose options differ.
-            MismatchError: on all ranks, if their models differ.
+            ConfigError: a parameter belongs to another optimizer with different options. Raised on all ranks.
+            MismatchError: the ranks' models differ. Raised on all ranks.
         """
         self._job, self._members, self._passes, self._options = job, members, passes, options
-        # Reducers in use, in the order in which they finish, each with its `n_reduced` when this last used the result.
+        # Hooks in use, in the order in which they finish. Value: their `n_reduced` when this optimizer last finished.
         self._seen: dict[GradientHooks, int] = {}
         self._claim(named)
 
-    # ── which reducers ───────────────────────────────────────────────────────────────────────────────────────────
+    # ── which hooks ──────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def reducers(self) -> list[GradientHooks]:
@@ -70,16 +71,16 @@ class OptimizerGradients:
         self._seen = dict(sorted([*self._seen.items(), (reducer, seen)], key=lambda item: item[0].key[1]))
 
     def use_part(self, part: GradientHooks, *, of: GradientHooks) -> None:
-        """Some of the parameters of a reducer that this one uses belong to `part` from now on."""
+        """Also use `part`, which has taken over some parameters of `of`."""
         self._use(part, self._seen[of])
 
     def _claim(self, named: Sequence[Named]) -> None:
-        """Collective: from now on, these parameters too."""
+        """Share the existing hooks of these parameters, and make hooks for parameters without. Collective."""
         job, members = self._job, self._members
         assert members.control is not None
         job.participants.drain()
         if reducers_of(job):
-            gc.collect()  # torch's optimizers are parts of reference cycles, so that they are collected some time later
+            gc.collect()  # an optimizer of PyTorch is in a reference cycle, so dropped ones may not be collected yet
         job.disposal.drain()
         members.control.reclaim()
         owners, in_flight = self._agree_on_owners(named)
@@ -88,7 +89,7 @@ class OptimizerGradients:
             lender = lenders[serial]
             if serial in in_flight:
                 lender.finish()
-                lender.shared = True  # until its optimizer has seen that this iteration is finished
+                lender.shared = True  # because its optimizer has not called `finish` for this iteration yet
             wanted = {id(param) for (_, param), owner in zip(named, owners, strict=True) if owner == serial}
             if len(wanted) < len(lender.named):
                 lender = _split(job, lender, wanted)
@@ -103,25 +104,27 @@ class OptimizerGradients:
             self._use(reducer, reducer.n_reduced)
 
     def _agree_on_owners(self, named: Sequence[Named]) -> tuple[list[int | None], set[int]]:
-        """Collective: the serial of the reducer that each parameter belongs to, None = it is free.
+        """Agree on the owner of each parameter. Close hooks that another rank no longer has. Collective.
 
-        And the serials of reducers with gradients under way on some rank.
+        Returns:
+            Serial number of each parameter's hooks, None = the parameter has none. Then the serial numbers of hooks
+            that have begun an iteration on any rank.
         """
         members = self._members
         assert members.control is not None
-        said: list[_Owners] = members.control.all_gather(self._owners(named))
-        owners, gone = _agreed([serials for serials, _, _ in said], [name for name, _ in named])
+        by_rank: list[_Owners] = members.control.all_gather(self._owners(named))
+        owners, gone = _agreed([serials for serials, _, _ in by_rank], [name for name, _ in named])
         for reducer in reducers_of(self._job):
             if reducer.members is members and reducer.key[1] in gone:
                 reducer.close("since another rank has dropped it, and a new one takes its parameters")
-        for _, conflicts, _ in said:
+        for _, conflicts, _ in by_rank:
             for serial, conflict in conflicts.items():
                 if serial not in gone:
                     raise ConfigError(conflict)
-        return owners, {serial for _, _, in_flight in said for serial in in_flight}
+        return owners, {serial for _, _, in_flight in by_rank for serial in in_flight}
 
     def _owners(self, named: Sequence[Named]) -> _Owners:
-        """Return the local knowledge of this rank about these parameters."""
+        """Return the current owners of these parameters on this rank."""
         reducers = reducers_of(self._job)
         owner_of = {id(param): reducer for reducer in reducers for _, param in reducer.named}
         serials: list[int | None] = []
@@ -130,7 +133,7 @@ class OptimizerGradients:
             owner = owner_of.get(id(param))
             serials.append(owner.key[1] if owner is not None and owner.members is self._members else None)
             if owner is not None and (difference := self._difference(owner, param.dtype)):
-                # Serials count within a set of ranks; what belongs to another set is always in the way.
+                # Serial numbers are unique within one set of ranks only. Hooks of another set never can be shared.
                 serial = owner.key[1] if owner.members is self._members else -1
                 conflicts.setdefault(
                     serial,
@@ -141,28 +144,30 @@ class OptimizerGradients:
         return serials, conflicts, in_flight
 
     def _difference(self, owner: GradientHooks, dtype: torch.dtype) -> str:
-        """Describe an option of `owner` that excludes sharing a parameter with it; "" if there is none."""
+        """Describe an option that must not differ between `owner` and this optimizer, but does; "" if there is none."""
         if owner.members is not self._members:
             return f"a process set of ranks {list(owner.members.ranks)} (here: {list(self._members.ranks)})"
         if owner.passes != self._passes:
             return f"backward_passes_per_step={owner.passes} (here: {self._passes})"
-        mine, other = self._options, owner.options
-        if mine.sparse_as_dense != other.sparse_as_dense:
-            return f"sparse_as_dense={other.sparse_as_dense} (here: {mine.sparse_as_dense})"
+        own, other = self._options, owner.options
+        if own.sparse_as_dense != other.sparse_as_dense:
+            return f"sparse_as_dense={other.sparse_as_dense} (here: {own.sparse_as_dense})"
         if (
-            mine.reduction.travels_as(dtype) != other.reduction.travels_as(dtype)
-            or mine.reduction.compression != other.reduction.compression
+            own.reduction.wire_dtype_for(dtype) != other.reduction.wire_dtype_for(dtype)
+            or own.reduction.compression != other.reduction.compression
         ):
             return "another compression"
-        if replace(mine.reduction, wire_dtype=()) != replace(other.reduction, wire_dtype=()):
+        if replace(own.reduction, wire_dtype=()) != replace(other.reduction, wire_dtype=()):
             return "another op or gradient_predivide_factor"
         return ""
 
     def extend(self, named: Sequence[Named]) -> None:
-        """Collective: from now on, these parameters too.
+        """Add parameters. Collective.
 
         Raises:
             RuntimeError: gradients are being reduced.
+            ConfigError: as the constructor.
+            MismatchError: as the constructor.
         """
         if self.pending:
             raise RuntimeError(IN_FLIGHT)
@@ -173,7 +178,7 @@ class OptimizerGradients:
 
     @property
     def pending(self) -> bool:
-        """Gradients are being reduced."""
+        """Return whether gradients are being reduced."""
         return any(reducer.pending for reducer in self._seen)
 
     def fail(self) -> None:
@@ -182,12 +187,12 @@ class OptimizerGradients:
             reducer.fail()
 
     def drop(self) -> bool:
-        """Drop gradients that were not used by a step. Call before gradients are zeroed.
+        """Drop the gradients since the last `finish`. Call before user code zeroes gradients.
 
-        Collective where a backward pass has raised, or where `step()` was left out.
+        Collective if a backward pass has raised, or if gradients are reduced and `finish` was not called.
 
         Returns:
-            False if gradients are being reduced, since some did not come in the backward pass.
+            False if gradients are ready whose reduction has not ended. Then nothing is dropped.
         """
         failed = reduced = unreduced = False
         for reducer in self._seen:
@@ -208,20 +213,20 @@ class OptimizerGradients:
         return True
 
     def set_passes(self, passes: int) -> None:
-        """From the next iteration on, gradients of `passes` backward passes are added up before they are reduced.
+        """Accumulate the gradients of `passes` backward passes before the reduction, from the next iteration on.
 
-        Those of parameters that other optimizers have, too, are so for these as well.
+        For shared parameters, this changes the other optimizers, too.
         """
         self._passes = passes
         for reducer in self._seen:
             reducer.set_passes(passes)
 
     def finish(self) -> None:
-        """Collective: blocks until all gradients are reduced; afterwards `.grad` holds the result.
+        """Block until every `.grad` holds the reduced gradient, and end the iteration. Collective.
 
         Raises:
-            NotInitializedError: it is closed.
-            GradientError: a gradient was written while it was being reduced; the iteration has ended all the same.
+            NotInitializedError: the optimizer is closed.
+            GradientError: user code has changed a gradient before it was reduced. The iteration has ended on all ranks.
         """
         self._require_open()
         problem: GradientError | None = None
@@ -242,7 +247,7 @@ class OptimizerGradients:
                 raise NotInitializedError(CLOSED.format(reason=reducer.closed))
 
     def close(self) -> None:
-        """Not collective: this optimizer's gradients are not reduced any more. Idempotent."""
+        """Stop reducing this optimizer's gradients. Close hooks that no optimizer uses any more. Idempotent."""
         seen, self._seen = self._seen, {}
         for reducer in seen:
             reducer.users.discard(self)
@@ -251,19 +256,23 @@ class OptimizerGradients:
 
 
 def reducers_of(job: Job) -> list[GradientHooks]:
-    """Return the hooks of a job that are in use or not yet garbage-collected, the oldest first."""
+    """Return all `GradientHooks` of a job that are not closed, the oldest first."""
     return [participant for participant in job.participants if isinstance(participant, GradientHooks)]
 
 
-def _agreed(said: Sequence[Sequence[int | None]], names: Sequence[str]) -> tuple[list[int | None], set[int]]:
-    """Agree on each parameter's owner (None = free), and on owners that no longer exist on some rank. Collective.
+def _agreed(by_rank: Sequence[Sequence[int | None]], names: Sequence[str]) -> tuple[list[int | None], set[int]]:
+    """Return each parameter's owner (None = no hooks), and the owners that some rank no longer has.
+
+    Args:
+        by_rank: each rank's owners of the parameters.
+        names: names of the parameters.
 
     Raises:
         MismatchError: the ranks wrap different parameters of other optimizers.
     """
-    if len({len(serials) for serials in said}) > 1:  # different models, which the new reducer finds out
+    if len({len(serials) for serials in by_rank}) > 1:  # different models, which the new `GradientHooks` reject
         return [None] * len(names), set()
-    by_param = [set(owners) for owners in zip(*said, strict=True)]
+    by_param = [set(owners) for owners in zip(*by_rank, strict=True)]
     for name, owners in zip(names, by_param, strict=True):
         if len(owners - {None}) > 1:
             raise MismatchError(f"{name} belongs to different optimizers on different ranks: wrap the same parameters")
@@ -273,7 +282,7 @@ def _agreed(said: Sequence[Sequence[int | None]], names: Sequence[str]) -> tuple
 
 
 def _split(job: Job, lender: GradientHooks, wanted: set[int]) -> GradientHooks:
-    """Collective: gives these parameters of `lender`, by id, to a new reducer that all its users use, too."""
+    """Move the parameters with these ids from `lender` to new hooks, used by the same optimizers. Collective."""
     lent = [(name, param) for name, param in lender.named if id(param) in wanted]
     lender.attach([(name, param) for name, param in lender.named if id(param) not in wanted])
     reducer = GradientHooks(

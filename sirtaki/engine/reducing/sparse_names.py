@@ -1,4 +1,4 @@
-"""Which gradients are sparse, as all ranks know it."""
+"""The set of parameters with sparse gradients, agreed by all ranks."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from ..sparse_gradients import SparseReductions
 
 
 class KnownSparse:
-    """The parameters whose gradients are sparse, as all ranks know. The gradients of the others are sent dense.
+    """Set of parameters with sparse gradients, agreed by all ranks. All other gradients are sent dense.
 
-    No rank knows before the first backward pass. A rank whose batch did not access an embedding does not know even
-    after it.
+    Sparsity is discovered at run time: no rank detects it before the first backward pass, and a rank whose batch does
+    not index an embedding does not detect it then either. So the ranks exchange what they found (`agree`) before any
+    rank sends a gradient as sparse.
 
     Attributes:
-        known: names of all parameters that are known to have sparse gradients, watched or not.
-        names: the watched ones among them.
-        found: names of parameters whose gradient was sparse on this rank, before the ranks have agreed.
-        rows: reduces sparse gradients; None as long as no parameter is known.
+        known: names that all ranks treat as sparse, including parameters that are not watched now.
+        names: names in `known` that are watched now.
+        found: names whose gradient was sparse on this rank since the last `watch`.
+        rows: reduces sparse gradients; None while no watched parameter has been sparse.
     """
 
     def __init__(
@@ -34,13 +35,13 @@ class KnownSparse:
         known: Iterable[str] = (),
         as_dense: bool = False,
     ) -> None:
-        """Starts nothing.
+        """Begin without watched parameters.
 
         Args:
             control: control plane of the participating ranks.
-            open_rows: makes `rows`; collective.
-            known: names that all ranks know.
-            as_dense: sparse gradients are made dense.
+            open_rows: returns a new `rows`. Collective.
+            known: names that all ranks treat as sparse.
+            as_dense: convert sparse gradients to dense ones and send those.
         """
         self._control, self._open_rows, self._as_dense = control, open_rows, as_dense
         self.known, self.found, self.names = set(known), set[str](), set[str]()
@@ -57,30 +58,33 @@ class KnownSparse:
         if self.rows is not None:
             self.rows.watch({name: param for name, param in params.items() if name in self.names})
 
-    def looks_new(self, name: str) -> bool:
-        """Return whether other ranks do not know yet that the gradient of this parameter is sparse."""
+    def is_unagreed(self, name: str) -> bool:
+        """Return whether the ranks must agree on this parameter before its gradient can be sent as sparse."""
         return not self._as_dense and name not in self.names
 
-    def as_it_travels(self, name: str) -> torch.Tensor:
-        """Return a sparse gradient, made dense in `.grad`, too, unless all ranks expect a sparse one."""
+    def to_wire_format(self, name: str) -> torch.Tensor:
+        """Return a sparse gradient as it is sent: sparse if the parameter is in `names`, otherwise dense.
+
+        Where the gradient is sent dense, `.grad` becomes the dense gradient.
+        """
         param = self._params[name]
         assert param.grad is not None
         if name in self.names:
             return param.grad
-        if self.looks_new(name):
+        if self.is_unagreed(name):
             self.found.add(name)
         param.grad = param.grad.to_dense()
         return param.grad
 
     def make_sparse(self, names: Iterable[str]) -> None:
-        """Make the dense gradients of these parameters sparse again, as the backward pass has made them."""
+        """Convert dense gradients in `.grad` back to sparse ones, as the backward pass computed them."""
         for name in names:
             param = self._params[name]
             if param.grad is not None and not param.grad.is_sparse:
                 param.grad = param.grad.to_sparse(1)
 
     def agree(self) -> bool:
-        """Make known to all ranks whose gradient was sparse on any rank. Return whether there are any. Collective."""
+        """Add to `known` the parameters in `found` of any rank. Return whether there are any. Collective."""
         names = list(self._params)
         anywhere = self._control.total(np.array([float(name in self.found) for name in names])) > 0
         fresh = {name for name, sparse in zip(names, anywhere, strict=True) if sparse}

@@ -1,4 +1,4 @@
-"""The loop of all tuning: measure, agree over the ranks, have rank 0 decide, and run its decision on all ranks."""
+"""Main loop of tuning: ranks agree on a measurement, rank 0 decides what to run next, all ranks run it."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True, eq=False)
 class _Search(Generic[S]):
-    """A search for the fastest setting of one target.
+    """Search for the fastest setting of one target.
 
     Attributes:
         target: the target.
-        session: the session that decides, on rank 0; None if it has failed.
-        assignment: what runs now; None before the first decision.
-        left: iterations until the next measurement ends.
-        spans_s: measurements of the assignment, the same on all ranks.
+        session: session that decides, on rank 0; None if there is none or if it has failed.
+        assignment: running assignment; None before the first decision.
+        iterations_left: iterations until the next measurement ends.
+        spans_s: measurements of the running assignment; the same on all ranks.
     """
 
     target: TunableTarget[S]
     session: TuningSession[S] | None = None
     assignment: Assignment[S] | None = None
-    left: int = 0
+    iterations_left: int = 0
     spans_s: list[float] = field(default_factory=list)
 
     @property
     def decided(self) -> Assignment[S]:
-        """Return what rank 0 wants to run."""
+        """The assignment to run next. Used on rank 0 only."""
         if self.session is not None:
             return self.session.assignment
         return Assignment(
@@ -57,20 +57,21 @@ class _Search(Generic[S]):
         )
 
     def start(self, assignment: Assignment[S]) -> None:
+        """Begin the measurements of an assignment that the target has applied."""
         self.assignment, self.spans_s = assignment, []
-        self.left = assignment.discarded_iterations + self.target.iterations
+        self.iterations_left = assignment.discarded_iterations + self.target.iterations
 
-    def mine(self) -> float:
-        """Return this rank's part of a minimum over the ranks; minus infinity voids the measurement."""
+    def own_value(self) -> float:
+        """Return the value of this rank for the minimum over the ranks; minus infinity discards the measurement."""
         span_s = self.target.measured_s()
         if math.isnan(span_s):
             return -math.inf
         return -span_s if self.target.slowest else span_s
 
-    def take(self, least: float) -> bool:
-        """Add the measurement on which the ranks have agreed; return whether it was the last of the assignment."""
+    def add_minimum(self, least: float) -> bool:
+        """Add the measurement given by the minimum over the ranks. Return whether the assignment has enough."""
         assert self.assignment is not None
-        self.left = self.target.iterations
+        self.iterations_left = self.target.iterations
         if math.isinf(least):
             return False
         self.spans_s.append(-least if self.target.slowest else least)
@@ -78,44 +79,44 @@ class _Search(Generic[S]):
 
 
 class TuningController:
-    """Runs the searches of some targets, on ranks that end their iterations together.
+    """Controller of the searches of some targets, on ranks that end their iterations together.
 
     Attributes:
-        failed: tuning code has raised on rank 0; nothing is searched any more.
+        failed: True if tuning code has raised on rank 0. Then tuning has ended, and training continues.
     """
 
     def __init__(self, control: ControlPlane, *, where: Callable[[], str] = str) -> None:
         """Begin without a search.
 
         Args:
-            control: the ranks.
-            where: describes where training is, for the log of a failure.
+            control: control plane of the ranks.
+            where: returns a description of the current iteration, for the log of a failure.
         """
         self._control, self._where = control, where
-        self._searches: list[_Search[Any]] = []  # Any: each target has its own kind of setting
-        self._told_s = -math.inf
+        self._searches: list[_Search[Any]] = []  # Any, because each target has its own type of setting
+        self._logged_s = -math.inf
         self.failed = False
 
     @property
     def searching(self) -> bool:
-        """A search is under way."""
+        """True while there is a search for any target."""
         return bool(self._searches)
 
     def tries(self, target: TunableTarget[S]) -> bool:
-        """Return whether a search for this target is under way."""
+        """Return whether there is a search for this target."""
         return any(search.target is target for search in self._searches)
 
     @property
     def agrees(self) -> bool:
-        """The end of this iteration needs the other ranks."""
-        return any(search.left <= 1 for search in self._searches)
+        """True if a measurement ends with this iteration, so that `iteration_ended` is collective."""
+        return any(search.iterations_left <= 1 for search in self._searches)
 
     def begin(self, *targets: TunableTarget[Any], recalls: bool = True) -> None:
         """Begin a search for each target. Collective, between iterations.
 
         Args:
             targets: the targets.
-            recalls: what an earlier job has found may be checked instead.
+            recalls: True if the setting of an earlier job may be used or checked instead of a search.
         """
         searches = [_Search(target) for target in targets]
         found = [False] * len(searches)
@@ -132,7 +133,7 @@ class TuningController:
         self._decide(searches)
 
     def release(self, target: TunableTarget[S]) -> TuningSession[S] | None:
-        """Take the session from a search, which then ends after its current assignment. On rank 0."""
+        """Remove the session from a search and return it. The search ends after its current assignment. On rank 0."""
         session = None
         for search in self._searches:
             if search.target is target:
@@ -140,34 +141,37 @@ class TuningController:
         return session
 
     def abandon(self, target: TunableTarget[S]) -> None:
-        """End a search without a result. Call on all ranks."""
+        """Remove a search without a result. Call on all ranks."""
         self._searches = [search for search in self._searches if search.target is not target]
 
     def iteration_ended(self) -> None:
-        """Count an iteration in which nothing but its setting was unusual. Collective if `agrees`."""
+        """Count an iteration that represents its setting, and end measurements. Collective if `agrees`.
+
+        Do not call it for iterations that were slower for another reason, such as profiling.
+        """
         due = []
         for search in self._searches:
-            search.left -= 1
-            if search.left <= 0:
+            search.iterations_left -= 1
+            if search.iterations_left <= 0:
                 due.append(search)
         if not due:
             return
-        least = self._control.minimum(np.array([search.mine() for search in due])).tolist()
-        ended = [search for search, value in zip(due, least, strict=True) if search.take(value)]
+        least = self._control.minimum(np.array([search.own_value() for search in due])).tolist()
+        ended = [search for search, value in zip(due, least, strict=True) if search.add_minimum(value)]
         for search in ended:
             self._record(search, search.spans_s)
         self._decide(ended)
 
     def attempt(self, action: Callable[[], _T]) -> _T | None:
-        """Run tuning code of rank 0; what it raises ends tuning instead of training."""
+        """Run tuning code of rank 0. An exception ends tuning, not training: log it, and return None."""
         return self._guarded(None, action)
 
     def _decide(self, searches: Sequence[_Search[Any]]) -> None:
-        """Run what rank 0 decides. Collective.
+        """Run the next assignments of these searches, which rank 0 decides. Collective.
 
         Raises:
-            PlanError: not even the default can be run.
-            TransportError: as above.
+            PlanError: not even the default setting can be run.
+            TransportError: not even the default setting can be run, because of its transport.
         """
         while searches:
             decided: list[Assignment[Any]] = self._control.broadcast(
@@ -177,23 +181,29 @@ class TuningController:
             for search, now in zip(searches, decided, strict=True):
                 if now.purpose is Purpose.SEARCH:
                     self._begin_search(search)
-                elif self._applies(search, now):
+                elif self._apply(search, now):
                     continue
                 again.append(search)
             searches = again
 
     def _begin_search(self, search: _Search[Any]) -> None:
+        """Measure what the search needs, and begin its session on rank 0. Collective."""
         search.target.prepare()
         if self._control.rank == 0:
             search.session = self._guarded(search, partial(search.target.search, search.session))
 
-    def _applies(self, search: _Search[Any], now: Assignment[Any]) -> bool:
+    def _apply(self, search: _Search[Any], now: Assignment[Any]) -> bool:
+        """Apply an assignment, and end the search if its setting is kept. Collective.
+
+        Returns:
+            False if the setting cannot be run on some rank.
+        """
         target = search.target
         try:
             target.apply(now.knobs)
-        except (PlanError, TransportError) as err:  # on all ranks alike
+        except (PlanError, TransportError) as err:  # raised on all ranks
             if now.knobs == target.default and now.purpose is Purpose.KEPT:
-                raise  # nothing is left
+                raise  # because there is no setting to fall back to
             logger.info("%s cannot be run: %s", now.knobs.describe(), err)
             self._record(search, [math.inf])
             return False
@@ -206,30 +216,31 @@ class TuningController:
         return True
 
     def _record(self, search: _Search[Any], spans_s: Sequence[float]) -> None:
+        """Record measurements in the session, and log the progress at intervals. On rank 0 only."""
         session, target = search.session, search.target
         if self._control.rank != 0:
             return
         if session is None or session.done:
-            if math.inf in spans_s:  # the kept setting cannot be run any more
+            if math.inf in spans_s:  # because the kept setting cannot be run any more
                 search.session = target.stays = None
             return
         self._guarded(search, partial(target.record, session, spans_s))
-        if search.session is None or session.done or time.monotonic() - self._told_s <= progress_every_s():
+        if search.session is None or session.done or time.monotonic() - self._logged_s <= progress_every_s():
             return
         progress = self._guarded(search, partial(target.progress, session))
         if progress is not None:
-            self._told_s = time.monotonic()
+            self._logged_s = time.monotonic()
             log_progress(logger, progress)
 
     def _guarded(self, search: _Search[Any] | None, action: Callable[[], _T]) -> _T | None:
-        """Run tuning code of rank 0; what it raises ends tuning instead of training."""
+        """Run tuning code of rank 0. An exception ends the search and tuning, not training."""
         try:
             return action()
         except Exception as err:
             stays = "what ran before" if search is not None and search.target.stays is not None else "the default"
-            words = "tuning has failed and ends here; %s runs from now on: %s"
-            logger.warning(words, stays, in_a_line(err, self._where()))
-            logger.debug("where it failed", exc_info=True)
+            message = "tuning has failed and ends here; %s runs from now on: %s"
+            logger.warning(message, stays, in_a_line(err, self._where()))
+            logger.debug("traceback of the failure", exc_info=True)
             self.failed = True
             if search is not None:
                 search.session = None

@@ -1,4 +1,4 @@
-"""Sessions that tune the knobs of one gradient pipeline: what they begin with, and what becomes of their results."""
+"""Searches for the knobs of one gradient pipeline: preparation, trial log, and storage of the results."""
 
 from __future__ import annotations
 
@@ -45,29 +45,28 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 SEED = 0
-"""Seed of all that the tuner draws: equal times give equal trials."""
+"""Seed of the tuner's random numbers: with equal measurements, two jobs run the same trials."""
 
 RETUNE_SEARCH_ITERATIONS, RETUNE_ITERATIONS = 12, 31
 """Iterations of a search after a change of communication time, without and with the final comparison."""
 
-
 MEASURED, MEASURED_IN_RETUNE = 2, 1
-"""Measured iterations of a trial. After a change one suffices, because a setting worth changing to shows in one."""
+"""Measured iterations of a trial. One in a re-tune, because a large gain shows in one iteration."""
 
 EARLIER_SETTINGS = 2
-"""Number of settings kept before in this job that are tried after a change of communication time."""
+"""Number of earlier results of this job that are tried again after a change of communication time."""
 
 
 class KnobSearch:
-    """Preparation, log and result of the sessions that tune one gradient pipeline. Exists on rank 0 only.
+    """Searches of one gradient pipeline with their log and results. Exists on rank 0 only.
 
     Attributes:
         default: setting without tuning.
-        stays: setting that runs without a session; None = the default.
+        stays: setting to run without a session; None = the default.
         times: step times of this rank.
-        retuning: the search follows a change of communication time.
-        given: setting that the user wants tried first; None = none.
-        model: model of the job for planners; None = there is none.
+        retuning: True in a search after a change of communication time.
+        given: setting of the user, which is the first trial; None = none.
+        model: model of the job for planners; None = none.
     """
 
     def __init__(
@@ -87,10 +86,10 @@ class KnobSearch:
             settings: settings of the job.
             cache: results of earlier jobs.
             default: setting without tuning.
-            arms: search techniques, None = the usual ones.
-            discarded_iterations: iterations after a change of setting that do not count.
-            presumed: planners are asked before trials have confirmed their model.
-            where: describes where training is, for the log of a failure.
+            arms: search techniques; None = the default ones.
+            discarded_iterations: iterations after a change of setting that are not measured.
+            presumed: True if planners propose settings before trials have confirmed their model.
+            where: returns a description of the current iteration, for the log of a failure.
         """
         self._settings, self._cache, self.default = settings, cache, default
         self._discarded_iterations = discarded_iterations
@@ -98,15 +97,15 @@ class KnobSearch:
         self._bandit: BanditArm | None = None  # None until a search begins
         self.model: PlanningModel | None = None
         self._planners: Sequence[Planner] = ()
-        self._learner: ContentionLearner | None = None  # None where contention is not learnt
+        self._learner: ContentionLearner | None = None  # None if contention is not learnt, or has been learnt
         self._layouts: Sequence[GradientLayout] = ()
         self._hit = CacheHit()
         self.stays: Knobs | None = None
         self._usual_default_s = math.nan
-        self._earlier: list[Knobs] = []  # what was kept before that, the last one first
+        self._earlier: list[Knobs] = []  # earlier results of this job, except `stays`, the newest first
         self.retuning = False
         self.given: Knobs | None = None
-        self._suggested: list[Knobs] = []  # by the generation before
+        self._suggested: list[Knobs] = []  # from an earlier generation of the job
         self.times = StepTimer()
         self._log = TrialLogWriter(settings.trial_log)
 
@@ -118,12 +117,14 @@ class KnobSearch:
         *,
         place: Sequence[int] = (),
     ) -> TuningSession | None:
-        """Return a session that checks the setting of an earlier job; None without one, or if `stays` is set now.
+        """Return a session that checks the setting of an earlier job; None if there is none.
+
+        If the ranks are placed as in an earlier generation of this job, set `stays` to the result of that generation.
 
         Args:
             layouts: layouts of the flat buffers.
             space: settings that may be chosen.
-            before: results of earlier generations of this job, one for each placement of ranks, the last one first.
+            before: results of earlier generations of this job, one for each placement of ranks, the newest first.
             place: for each rank, the first rank on its host.
         """
         self._layouts = layouts
@@ -132,34 +133,34 @@ class KnobSearch:
         if self._hit.exact is not None:
             session = self._begin(space, None)
         else:
-            self._go_on_from(before, space, tuple(place))
+            self._continue_from(before, space, tuple(place))
         if self._hit.message and self.stays is None:
             logger.info("%s", self._hit.message)
         return session
 
-    def _go_on_from(self, before: Sequence[Carried], space: KnobSpace, place: tuple[int, ...]) -> None:
-        """Keep an earlier generation's setting if the ranks are placed as before, else begin the search with it."""
+    def _continue_from(self, before: Sequence[Carried], space: KnobSpace, place: tuple[int, ...]) -> None:
+        """Set `stays` to the result of a generation with this placement, or begin the search from earlier results."""
         possible = [carried for carried in before if carried.knobs in space]
         here = next((carried for carried in possible if carried.place == place), None)
         if here is not None and here.settled:
-            logger.info("what ran before runs on: %s", here.knobs.describe())
+            logger.info("keeping the result of an earlier generation on these hosts: %s", here.knobs.describe())
             self.stays = here.knobs
         elif here is not None and here.trials:
-            logger.info("tuning goes on after %d trials", len(here.trials))
+            logger.info("tuning continues after %d trials of an earlier generation", len(here.trials))
             self._hit = replace(self._hit, history=here.trials)
         elif possible:
             self._suggested = [possible[0].knobs]
             counts = (n for each in (place, possible[0].place) for n in (len(each), len(set(each))))
-            logger.info("tuning anew for %d ranks (hosts: %d), from what ran on %d (hosts: %d)", *counts)
+            logger.info("tuning again for %d ranks (hosts: %d), from the setting of %d ranks (hosts: %d)", *counts)
 
     def retune(self, running: Knobs, layouts: Sequence[GradientLayout], *, ratio: float, iteration: int) -> None:
-        """Prepare a search after a change of communication time; its result is compared with the running setting.
+        """Prepare a search after a change of communication time. The running setting becomes the default of the search.
 
         Args:
             running: the running setting.
             layouts: layouts of the flat buffers.
-            ratio: communication time now over the time when the setting was chosen; NaN = not known.
-            iteration: training iterations so far.
+            ratio: communication time now, divided by the time when the setting was chosen; NaN = unknown.
+            iteration: number of training iterations so far.
         """
         logger.info("%s", describe_change(ratio, RETUNE_ITERATIONS))
         self.retuning, self.stays, self._layouts, self._hit = True, running, layouts, CacheHit()
@@ -177,13 +178,13 @@ class KnobSearch:
         promising: KnobSpace,
         make_model: Callable[[], PlanningModel | None],
     ) -> TuningSession:
-        """Begin a search in the session that has asked for it, or in a new one.
+        """Begin a search in the given session, or in a new one. Return the session.
 
         Args:
-            session: the session; None = a new one is made.
+            session: session that has checked the setting of an earlier job without success; None = make a new one.
             space: settings that may be chosen.
-            promising: settings from which techniques choose while trials confirm the planners' model.
-            make_model: fits the planners' model; None = there is none.
+            promising: settings from which search techniques choose while trials confirm the planners' model.
+            make_model: returns the model for planners; None = planners cannot be used.
         """
         self.model = self._attempt(make_model, None)
         self._planners, self._learner = (), None
@@ -195,7 +196,7 @@ class KnobSearch:
                 rng = np.random.default_rng(SEED)
                 self._learner = self._attempt(functools.partial(learn, self.model, rng=rng), None)
         draws = () if self._learner is None else self._learner.draws
-        self._tell_pace()
+        self._update_pace()
         self._bandit = bandit = self._make_bandit(space, promising)
         proposals = self._cache.first_proposals(self._layouts, space, self.model)
         for proposal in proposals:
@@ -213,8 +214,8 @@ class KnobSearch:
         try:
             return action()
         except Exception as err:
-            logger.warning("tuning goes on without planners: %s", in_a_line(err, self._where()))
-            logger.debug("where they failed", exc_info=True)
+            logger.warning("tuning continues without planners, which have failed: %s", in_a_line(err, self._where()))
+            logger.debug("traceback of the failure", exc_info=True)
             return otherwise
 
     def _make_bandit(self, space: KnobSpace, promising: KnobSpace) -> BanditArm:
@@ -232,25 +233,25 @@ class KnobSearch:
             planners=self._planners,
             where=self._where,
         )
-        # A thread has a stack of its own. Modules that arms import may keep errors of failed imports, and these errors
-        # would keep the user's frames, with the model in them.
+        # In another thread, because modules that arms import may keep exceptions of failed imports. The traceback of
+        # such an exception keeps all frames of its stack alive. Here, these would include user code and its model.
         with ThreadPoolExecutor(max_workers=1) as stack:
             return stack.submit(build).result()
 
     def record(
         self, session: TuningSession, spans_s: Sequence[float], *, iteration: int, backward_s: Sequence[float] = ()
     ) -> None:
-        """Hand the measurements of the current assignment to the session, the log and watchers.
+        """Record the measurements of the current assignment in the session and the log, and notify watchers.
 
         Args:
             session: the session.
             spans_s: communication times, `(n_measured,)`; infinite if the setting could not be run.
-            iteration: last iteration of the assignment.
-            backward_s: backward times of this rank in the same iterations, `(n_measured,)`; empty if none has run.
+            iteration: number of the last iteration of the assignment.
+            backward_s: backward times of this rank in the same iterations, `(n_measured,)`; empty if it was not run.
         """
         assignment = session.assignment
         if assignment.purpose is Purpose.DEFAULT:
-            self._tell_pace()
+            self._update_pace()
         if self._learner is not None:
             self._learn(self._learner, session, spans_s, backward_s)
         forecast = self._planners[0].forecast if self._planners else None
@@ -285,9 +286,9 @@ class KnobSearch:
         spans_s: Sequence[float],
         backward_s: Sequence[float],
     ) -> None:
-        """Learn contention from an assignment, and give it to the planners once enough has been learned."""
+        """Learn contention from an assignment. Update the planners' model once the learner has enough measurements."""
         knobs, model = session.assignment.knobs, self.model
-        assert model is not None  # as there is a learner
+        assert model is not None  # because there is a learner
         both = zip(spans_s, backward_s or [math.nan] * len(spans_s), strict=True)
         seen = [Observation(knobs=knobs, span_s=span, backward_s=backward) for span, backward in both]
         learnt = self._attempt(lambda: learner.learn(model, seen), self.model)
@@ -300,8 +301,8 @@ class KnobSearch:
         if not self.retuning:
             self._log.knows(learnt)
 
-    def _tell_pace(self) -> None:
-        """Give the planners the pace of later iterations, because the profile is of the slower first ones."""
+    def _update_pace(self) -> None:
+        """Update the model to the usual pace of iterations, because the profiled first iterations were slower."""
         if self.model is None:
             return
         if self.times.usual is not None:
@@ -328,14 +329,14 @@ class KnobSearch:
         if self.retuning:
             stored = self._keep_condition(session)
             proposer = self._name(result.arm)
-            told = describe_retune(result, default=self.default, earlier=self._earlier, proposer=proposer)
+            text = describe_retune(result, default=self.default, earlier=self._earlier, proposer=proposer)
         else:
-            # On a shared host the result is in doubt: the next job continues the search.
+            # If measurements were too noisy to confirm the result, the next job continues the search.
             stored = self._cache.keep(result, session.trials, complete=not result.doubt, links=self._links)
-            told = describe_result(result, self.times.usual, self._name(result.arm))
+            text = describe_result(result, self.times.usual, self._name(result.arm))
             self._usual_default_s = result.default_span_s
-        logger.info("%s%s", told, "; stored in the registry" if stored else "")
-        self._tell_pace()  # for the report, and for `sirtaki plan`
+        logger.info("%s%s", text, "; stored in the registry" if stored else "")
+        self._update_pace()  # because the log, and `sirtaki plan`, show the model
         self._log.ended(result, iteration=iteration, usual=self.times.usual)
         if watchers.watching:
             event = Decision(
@@ -354,10 +355,10 @@ class KnobSearch:
         self.stays = result.knobs
 
     def _keep_condition(self, session: TuningSession) -> bool:
-        """Store the result beside that of the search before, because it holds only as long as the change lasts."""
+        """Store the result for the current network condition only. The result of the first search stays stored."""
         default_s = next((trial.span_s for trial in session.trials if trial.knobs == self.default), math.nan)
         condition = condition_of(default_s / self._usual_default_s)
-        result = replace(session.result, default_span_s=default_s, gain=None)  # which is over what ran
+        result = replace(session.result, default_span_s=default_s, gain=None)  # the gain is over the running setting
         return bool(condition) and self._cache.keep(
             result, session.trials, complete=True, links=self._links, condition=condition
         )
@@ -375,7 +376,7 @@ class KnobSearch:
         self._log.close()
 
     def close(self) -> None:
-        """Stop watching for the model's graph."""
+        """Close the cache."""
         self._cache.close()
 
     def _begin(

@@ -1,4 +1,4 @@
-"""The gradient pipeline as a target of tuning: what it runs, measures and prepares on all ranks."""
+"""Gradient pipeline of one optimizer as a tuning target, with its router, controller and measurements."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ MEASURED_LOSS = 20
 def allowed_compressors(
     control: ControlPlane, settings: Settings, reduction: Reduction, space: KnobSpace, params: Sequence[torch.Tensor]
 ) -> tuple[str, ...]:
-    """Return the compressors that the tuner may use for these gradients, as rank 0 allows. Collective."""
+    """Return the compressors that the tuner may use for these gradients, by the settings of rank 0. Collective."""
     allowed: tuple[str, ...] = control.broadcast(settings.lossy)
     why = ""
     if not allowed:
         return ()
     if reduction.compression is not None or reduction.wire_dtype:
-        why = "compression= of the optimizer says how these gradients travel"
+        why = "compression= of the optimizer compresses these gradients already"
     elif not settings.tunes:
         why = "nothing is tuned"
     elif reduction.op is not ReduceOp.SUM:
@@ -85,7 +85,7 @@ def allowed_compressors(
         dtypes = ", ".join(sorted({str(param.dtype).removeprefix("torch.") for param in params}))
         why = f"gradients of {dtypes} cannot be compressed"
     elif not any(goes_through_sockets(route) for route in space.routes):
-        why = "gradients travel through sockets on no route here"
+        why = "no route that is available here uses sockets"
     if why and control.rank == 0:
         logger.warning("SIRTAKI_LOSSY=%s has no effect: %s", ",".join(allowed), why)
     return () if why else allowed
@@ -146,13 +146,13 @@ class PipelineTarget(TunableTarget[Knobs]):
     """The gradient pipeline of one optimizer: reduces gradients, and can run with any `Knobs`.
 
     Attributes:
-        synchroniser: the pipeline. Its iterations must be ended by `finish`.
-        controller: runs the search for the fastest knobs.
-        knobs: the running setting.
+        synchroniser: the pipeline. Call `finish` of this target, not of the pipeline.
+        controller: controller of the search for the fastest knobs.
+        knobs: running setting.
         space: settings that may be chosen.
-        router: carries units.
-        tuning: the search has not ended yet.
-        overlap: deferral of the end of iterations into the next forward pass; None = not wanted.
+        router: sends units.
+        tuning: True until the search has ended.
+        overlap: deferral of updates into the next forward pass; None = not requested.
     """
 
     def __init__(
@@ -171,14 +171,14 @@ class PipelineTarget(TunableTarget[Knobs]):
         """Open the router and the pipeline. Collective.
 
         Args:
-            control: the ranks.
+            control: control plane of the participating ranks.
             settings: settings of the job.
             params: parameters whose gradients are reduced, the same on all ranks.
             names: names of the parameters.
             reduction: operation, scaling and compression of every gradient.
-            arms: search techniques, None = the usual ones.
+            arms: search techniques; None = the default ones.
             carried: results of the earlier generations of an elastic job; None if the job is not elastic.
-            overlaps: updates are to be deferred into the next forward pass. The value of rank 0 holds.
+            overlaps: True to defer updates into the next forward pass. The value of rank 0 is used on all ranks.
             rank: rank of this process in messages; None = its rank in `control`.
 
         Raises:
@@ -186,21 +186,21 @@ class PipelineTarget(TunableTarget[Knobs]):
         """
         self._control = control = control.scope()
         self._given = given_to_all(control, settings.plan, ranks_stay=carried is None)
-        self._carried = carried  # None where ranks stay, and nothing is brought nor left
+        self._carried = carried  # None if the job is not elastic
         self._key = "" if carried is None else key_of(names, params)
-        self._kept: Knobs | None = None  # by the last warm-up or re-tune of this generation
+        self._kept: Knobs | None = None  # result of the last search in this generation
         self.router = open_router(control, settings, params)
         self.router.between_nodes = reduction.compression is not None
-        total_bytes = sum(param.numel() * reduction.travels_as(param.dtype).itemsize for param in params)
+        total_bytes = sum(param.numel() * reduction.wire_dtype_for(param.dtype).itemsize for param in params)
         self._choose = partial(default_knobs, total_bytes=total_bytes, one_node=control.one_node)
         space = knob_space(self.router, settings, total_bytes)
         if isinstance(reduction.compression, PowerSgd) and settings.unit_bytes is None:
-            # Whole matrices compress more, and a unit takes two rounds however little is left of it.
+            # Large units, because whole matrices compress more and each unit takes two rounds.
             low, high = space.unit_bytes
             space = replace(space, unit_bytes=(max(low, high // 4), high))
         self._allowed = allowed_compressors(control, settings, reduction, space, params)
         self._named, self._embeddings = list(zip(names, params, strict=True)), tuple[str, ...]()
-        self._to_measure = 0  # iterations until the loss of compression is logged
+        self._loss_iterations = 0  # iterations until the precision lost by compression is logged
         space = replace(space, lossy=self._allowed)
         self.space, self.default = open_default(space, control, self.router, self._choose)
         self.synchroniser = self._sync = GradientPipeline(
@@ -215,7 +215,7 @@ class PipelineTarget(TunableTarget[Knobs]):
             rank=rank,
         )
         self.knobs = self.default
-        self._total_bytes, self._told_s = total_bytes, math.nan
+        self._total_bytes, self._reported_s = total_bytes, math.nan
         self._arms = arms
         self.tuning = settings.tunes
         wanted, tries = control.broadcast((overlaps, self.tuning))
@@ -224,7 +224,7 @@ class PipelineTarget(TunableTarget[Knobs]):
         self._profiled: IterationReport | None = None
         self._report = IterationReport(span_s=math.nan, backward_s=math.nan)  # of the last iteration
         self._backward_s: list[float] = []  # of the measurements of one assignment
-        self._promising: Sequence[Route] = ()  # by the probes of the first search
+        self._promising: Sequence[Route] = ()  # fast routes by the probes of the first search
         self._changed: Sequence[Route] = ()  # routes to be probed again after a change of communication time
         self._measured: Measured | None = None
         self._search: KnobSearch | None = None  # on rank 0
@@ -239,9 +239,9 @@ class PipelineTarget(TunableTarget[Knobs]):
                     TuningCache(settings, params, hosts_by_rank(control, settings), kinds),
                     default=self.default,
                     arms=arms,
-                    # On a device with streams the first report after a change is of the iteration before it.
+                    # On a device with streams, the first report after a change is of the iteration before it.
                     discarded_iterations=2 if self.on_streams else 1,
-                    # The ranks of one host communicate on the processors that compute, which no probe has shown.
+                    # On one host, communication and compute share the processors, which the probes do not show.
                     presumed=self.on_streams or not control.one_node,
                     where=self._sync.where,
                 )
@@ -250,16 +250,16 @@ class PipelineTarget(TunableTarget[Knobs]):
             logger.info("gradients of %s between %d ranks: %s", count, control.size, self._intention(settings))
 
     def _intention(self, settings: Settings) -> str:
-        """Describe what will happen, and how to switch it off, in one line."""
+        """Return the part of the first log line that describes the setting and the tuning."""
         if not self.tuning:
             no_log = NO_LOG if settings.trial_log else ""
             return f"{self.default.describe()}; {tuning_off(settings)}{no_log}"
         if not self.space.has_choices:
-            return f"{self.default.describe()}, which is all that there is to choose from"
+            return f"{self.default.describe()}; not tuned, because no other setting is possible"
         return f"{self.default.describe()}; {tuning_ahead(settings)}"
 
     def _default_plan(self, layout: GradientLayout) -> CommPlan:
-        """Return the untuned plan of a new layout, for which shared memory may be exhausted. Collective."""
+        """Return the default plan of a new layout. Choose a new default if shared memory is exhausted. Collective."""
         if self.default.route not in self.router.routes:
             space = still_possible(self.space, self.router)
             self.space, self.default = open_default(space, self._control, self.router, self._choose)
@@ -267,29 +267,29 @@ class PipelineTarget(TunableTarget[Knobs]):
 
     @property
     def model(self) -> PlanningModel | None:
-        """Return the model for planners, on rank 0; None on other ranks, and if nothing was probed."""
+        """Model of the job for planners; None if nothing was probed, and on all ranks but rank 0."""
         return None if self._search is None else self._search.model
 
     @property
     def on_streams(self) -> bool:
-        """Return whether gradients are on a device with streams."""
+        """True if the gradients are on a device with streams."""
         return self.router.device.streams
 
     @property
-    def can_put_off(self) -> bool:
-        """Return whether the end of this iteration may be deferred: once all units are launched, it sends nothing."""
+    def can_defer(self) -> bool:
+        """True if the end of this iteration may be deferred, because it sends nothing after all units are launched."""
         ready = self.overlap is not None and self.overlap.ready
-        return ready and not self.tuning and not self._to_measure and self._sync.can_defer
+        return ready and not self.tuning and not self._loss_iterations and self._sync.can_defer
 
     def finish(self, *, joined: bool = False) -> None:
-        """Wait until all gradients are reduced, and choose the setting of the next iteration. Collective.
+        """Block until all gradients are reduced, and choose the setting of the next iteration. Collective.
 
         Args:
-            joined: this rank has no data any more and takes part with zeros.
+            joined: True if this rank has no more data and contributes zeros.
         """
         report = self._sync.finish(joined=joined)
         if watchers.watching:
-            self._tell(report)
+            self._notify_watchers(report)
         if self.tuning and self._search is not None:
             self._search.times.note(report)
         if report.profiled:
@@ -304,20 +304,20 @@ class PipelineTarget(TunableTarget[Knobs]):
                 self._after_tuning(report, joined=joined)
 
     def _after_tuning(self, report: IterationReport, *, joined: bool) -> None:
-        """Handle the end of an iteration in which no search was under way. Collective at some of them."""
+        """Handle the end of an iteration without a search: drift, loss of compression, overlap. Collective."""
         if self._drift is not None:
             self._watch(self._drift, self._report.span_s, self._sync.drift)
-        if self._to_measure and not self.tuning:
+        if self._loss_iterations and not self.tuning:
             self._measure_loss()
         elif self.overlap is not None and not self.tuning:
             self.overlap.iteration_ended(report, self._sync, profiled=self._profiled, joined=joined)
 
-    def _tell(self, report: IterationReport) -> None:
-        """Report an iteration to watchers. Its step time is the time since the report before."""
-        before_s, self._told_s = self._told_s, time.perf_counter()
+    def _notify_watchers(self, report: IterationReport) -> None:
+        """Report an iteration to watchers. Its step time is the time since the previous report."""
+        before_s, self._reported_s = self._reported_s, time.perf_counter()
         event = IterationEnded(
             number=self._sync.iteration,
-            step_s=self._told_s - before_s,
+            step_s=self._reported_s - before_s,
             communication_s=report.span_s,
             exposed_s=max(0.0, report.span_s - report.backward_s),
             n_bytes=self._total_bytes,
@@ -328,7 +328,7 @@ class PipelineTarget(TunableTarget[Knobs]):
     # ── before the search ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _after_profiling(self, report: IterationReport) -> None:
-        """Begin the search when the order of gradients is known for the first time, later go on. Collective."""
+        """Handle a new order of gradients: begin the search, or run the knobs on the new layouts. Collective."""
         if self.overlap is not None:
             if self.overlap.trying:
                 self.knobs = self.overlap.default.knobs
@@ -339,7 +339,7 @@ class PipelineTarget(TunableTarget[Knobs]):
         if self._drift is not None:
             self._drift.reordered()
             self._sync.vote_drift(Drift.USUAL)
-        self._take_given()
+        self._use_given()
         if self.tuning and not self.controller.tries(self):
             if self._search is not None:
                 self._search.default = self.default
@@ -348,21 +348,21 @@ class PipelineTarget(TunableTarget[Knobs]):
             try:
                 self.apply(self.knobs)
             except (PlanError, TransportError) as err:
-                logger.info("%s cannot be run any more: %s", self.knobs.describe(), err)
+                logger.info("%s cannot be run any more, and the default runs instead: %s", self.knobs.describe(), err)
                 self.knobs = self.default
 
     def _learn_classes(self, *, first: bool) -> None:
-        """Find the classes of units that there are; embeddings show in the first profile. Collective."""
+        """Update the unit classes in the space. In the first profile, also detect embeddings. Collective."""
         if first:
             self._embeddings = self._control.broadcast(embeddings_among(self._named))
         sizes = {self.default.unit_bytes, self.space.unit_bytes[1]}
-        there = {
+        found = {
             layout.class_of(unit.start, unit.stop)
             for layout in self._layouts
             for size in sizes
             for unit in self.default.but(unit_bytes=size).to_plan(layout).units
         }
-        self.space = replace(self.space, classes=tuple(kind for kind in UnitClass if kind in there))
+        self.space = replace(self.space, classes=tuple(kind for kind in UnitClass if kind in found))
 
     @property
     def _layouts(self) -> tuple[GradientLayout, ...]:
@@ -371,8 +371,8 @@ class PipelineTarget(TunableTarget[Knobs]):
             return layouts
         return tuple(replace(layout, embeddings=self._embeddings) for layout in layouts)
 
-    def _take_given(self) -> None:
-        """Try the user's plan first, or run it if nothing is tuned. Has an effect once."""
+    def _use_given(self) -> None:
+        """Make the user's plan the first trial, or run it if nothing is tuned. Has an effect once."""
         given, self._given = self._given, None
         if given is not None:
             must_run = not self.tuning and self._carried is None
@@ -386,7 +386,7 @@ class PipelineTarget(TunableTarget[Knobs]):
 
     @property
     def stays(self) -> Knobs | None:
-        """Setting that runs without a session, on rank 0; None = the default."""
+        """Setting to run without a session, on rank 0; None = the default."""
         return None if self._search is None else self._search.stays
 
     @stays.setter
@@ -395,15 +395,15 @@ class PipelineTarget(TunableTarget[Knobs]):
             self._search.stays = knobs
 
     def recall(self) -> TuningSession | None:
-        """Return a session that checks what an earlier job has found. On rank 0."""
+        """Return a session that checks the setting of an earlier job; None if there is none. On rank 0."""
         assert self._search is not None
         before = [] if self._carried is None else self._carried.of(self._key)
         return self._search.recall(self._layouts, self.space, before, place=self._control.hosts)
 
     def prepare(self) -> None:
-        """Measure links and compute for a search. Collective."""
+        """Probe the routes for a search, unless no planner needs it. Collective."""
         assert self._profiled is not None
-        # Planners plan one flat buffer; of several, each would have to know what the others do.
+        # Planners plan one flat buffer. They cannot plan several that share the network.
         if self._arms is None and len(self._layouts) == 1:
             probed = replace(self.space, routes=tuple(self._changed) or self.space.routes)
             now_s = self._report.span_s if self._changed and self._report.span_s > 0.0 else self._profiled.span_s
@@ -417,12 +417,12 @@ class PipelineTarget(TunableTarget[Knobs]):
         self.space, self._measured = found.space, found
 
     def search(self, session: TuningSession | None) -> TuningSession:
-        """Begin a search with what `prepare` has measured. On rank 0."""
+        """Begin a search with the measurements of `prepare`. On rank 0."""
         search, found, report, layouts = self._search, self._measured, self._profiled, self._layouts
         assert search is not None
         assert found is not None
         assert report is not None
-        ready_s = [*self._sync.in_layout_order(report.ready_s), report.backward_s]  # the flags are there at the end
+        ready_s = [*self._sync.in_layout_order(report.ready_s), report.backward_s]  # flags are ready at the end
 
         def make_model() -> PlanningModel | None:
             return found.model(layouts[0], ready_s, report.backward_s, search.times.cold_between_s)
@@ -435,12 +435,12 @@ class PipelineTarget(TunableTarget[Knobs]):
         self.knobs = knobs
 
     def measured_s(self) -> float:
-        """Return the communication time of this iteration; NaN on a rank that has joined."""
+        """Return the communication time of this iteration in seconds; NaN on a rank that has joined."""
         self._backward_s.append(self._report.backward_s)
         return self._report.span_s
 
     def record(self, session: TuningSession, spans_s: Sequence[float]) -> None:
-        """Hand measurements to the session and the log. On rank 0."""
+        """Record measurements in the session and the log. On rank 0."""
         assert self._search is not None
         ran = math.inf not in spans_s
         backward_s = self._backward_s[-len(spans_s) :] if ran else []
@@ -448,32 +448,32 @@ class PipelineTarget(TunableTarget[Knobs]):
         self._backward_s.clear()
 
     def progress(self, session: TuningSession) -> TuningProgress | None:
-        """Describe how far the search is; None after a change of communication time."""
+        """Return the progress of the search; None for a search after a change of communication time."""
         if self._search is None or self._search.retuning:
             return None
         return describe_progress(session, self._search.times.usual)
 
     def keep(self) -> None:
-        """Close what the kept setting does not need. Collective."""
+        """Close the streams that the kept setting does not use. Collective."""
         self.tuning, self._kept = False, self.knobs
         self.router.keep_only(plans_for(self.knobs, self._layouts))
-        self._to_measure = MEASURED_LOSS if self.knobs.lossy else 0
+        self._loss_iterations = MEASURED_LOSS if self.knobs.lossy else 0
         if self._sync.compressed is not None:
             self._sync.compressed.cost()
             self._sync.compressed.measures = bool(self.knobs.lossy)
 
     def report(self, session: TuningSession) -> None:
-        """Store and log the result. On rank 0."""
+        """Store and log the result of the search. On rank 0."""
         if self._search is not None:
             self._search.report(session, iteration=self._sync.iteration)
 
     # ── after the search ─────────────────────────────────────────────────────────────────────────────────────────
 
     def _measure_loss(self) -> None:
-        """Count an iteration with compression; after the last one, log on rank 0 what was lost. Collective."""
-        self._to_measure -= 1
+        """Count an iteration with compression. After the last one, log the loss of all ranks on rank 0. Collective."""
+        self._loss_iterations -= 1
         compressed = self._sync.compressed
-        if self._to_measure or compressed is None:
+        if self._loss_iterations or compressed is None:
             return
         compressed.measures = False
         cost = Cost(*self._control.total(np.array(compressed.cost())).tolist())
@@ -481,24 +481,27 @@ class PipelineTarget(TunableTarget[Knobs]):
             logger.info("%s", describe_lossy(self.knobs, cost, MEASURED_LOSS, "all ranks"))
 
     def keep_overlap(self) -> None:
-        """Take note that the search of the overlap has ended. Collective."""
+        """Close the streams that only the search of the overlap needed. Collective."""
         self.router.keep_only(self._sync.plans)
         if self._drift is not None:
             self._drift.reordered()
 
     @property
     def link_and_forward_s(self) -> tuple[LinkModel | None, float]:
-        """The link of the running route, and the time between communications; None = not known. On rank 0."""
+        """Model of the running route's link, and the usual time between communications in seconds. On rank 0.
+
+        (None, 0.0) while they are not measured.
+        """
         usual = None if self._search is None else self._search.times.usual
         if usual is None or self.model is None:
             return None, 0.0
         return self.model.link_between_hosts(self.knobs.route), usual.between_s
 
     def _watch(self, drift: DriftWatch, span_s: float, agreed: Drift) -> None:
-        """Watch communication time. Collective if all ranks have agreed that it has changed, else sends nothing."""
+        """Update the trend of communication time. If all ranks report a change, begin a search, which is collective."""
         if agreed is not Drift.USUAL and drift.due:
             if self.overlap is not None and self.overlap.ready:
-                self.overlap.begin()  # a re-tune needs all ranks, who may be anywhere when this iteration ends
+                self.overlap.begin()  # stops deferring first, because a search needs all ranks at the same point
             else:
                 self._retune(drift)
             return
@@ -507,7 +510,7 @@ class PipelineTarget(TunableTarget[Knobs]):
             self._sync.vote_drift(drift.drift)
 
     def _retune(self, drift: DriftWatch) -> None:
-        """Begin a short search that compares settings with the running one. Collective."""
+        """Begin a short search, whose result must be faster than the running setting. Collective."""
         if (search := self._search) is not None:
             iteration = self._sync.iteration
             self.controller.attempt(
@@ -522,20 +525,20 @@ class PipelineTarget(TunableTarget[Knobs]):
         self.controller.begin(self, recalls=False)
 
     def remember(self) -> None:
-        """Store what an unfinished search has found, so that the next job continues from it. Idempotent."""
+        """Store the trials of an unfinished search, so that the next job continues the search. Idempotent."""
         if (search := self._search) is not None:
             session = self.controller.release(self)
             self.controller.attempt(lambda: search.remember(session))
 
     def close(self) -> None:
-        """End all threads, and store what an unfinished search has found. Called once.
+        """End all threads, and store the trials of an unfinished search. Called once.
 
-        The control plane's `reclaim` closes what only all ranks together can close.
+        `ControlPlane.reclaim` later closes the router, because that is collective.
         """
         if self._carried is not None and self._carried.going_on and (self._kept or self.controller.tries(self)):
             self._carried.leave(self._key, self._left_behind())
-        compressed, iterations = self._sync.compressed, MEASURED_LOSS - self._to_measure
-        if self._to_measure and iterations and compressed is not None and self._search is not None:
+        compressed, iterations = self._sync.compressed, MEASURED_LOSS - self._loss_iterations
+        if self._loss_iterations and iterations and compressed is not None and self._search is not None:
             logger.info("%s", describe_lossy(self.knobs, compressed.cost(), iterations, "rank 0"))
         self.remember()
         if (search := self._search) is not None:

@@ -1,4 +1,4 @@
-"""Targets of tuning: the interface between `TuningController` and the parts of Sirtaki that have settings."""
+"""Interface between `TuningController` and the parts of Sirtaki whose settings it tunes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from sirtaki.engine.console import TuningProgress
 
 
 class TunableTarget(ABC, Generic[S]):
-    """A part of a job that runs with one of several settings.
+    """A part of a job that can run with different settings.
 
-    Methods marked "Collective." run on all ranks in the same order. The others run on rank 0 only, and what they raise
-    ends tuning, not training.
+    The controller calls methods marked "Collective." on all ranks in the same order, and methods without this mark on
+    rank 0 only. An exception in a method without the mark ends tuning, not training.
 
     Attributes:
-        default: setting without tuning, the same on all ranks.
+        default: setting without tuning; the same on all ranks.
         stays: setting to run without a session, on rank 0; None = the default.
-        slowest: an iteration takes as long as on the slowest rank; else as on the rank that was last to arrive, whose
-            time holds no waiting.
-        iterations: iterations of one measurement. Only the end of the last one needs the other ranks.
+        slowest: True if a measurement is the longest time of any rank. False if it is the shortest: the time of the
+            rank that begins communication last, and so does not wait for other ranks.
+        iterations: iterations of one measurement. Only the last one ends with communication between ranks.
     """
 
     default: S
@@ -31,43 +31,43 @@ class TunableTarget(ABC, Generic[S]):
     iterations: int = 1
 
     def recall(self) -> TuningSession[S] | None:
-        """Return a session that checks what an earlier job has found; None if nothing was found."""
+        """Return a session that checks the setting of an earlier job; None if there is no such setting."""
         return None
 
     def prepare(self) -> None:  # most targets have nothing to measure
-        """Measure what a search needs to know. Collective."""
+        """Measure the inputs of a search. Collective."""
 
     @abstractmethod
     def search(self, session: TuningSession[S] | None) -> TuningSession[S]:
-        """Begin a search in the session that has asked for it, or in a new one."""
+        """Begin a search, and return its session: the given one, whose check of a setting has failed, or a new one."""
 
     @abstractmethod
     def apply(self, setting: S) -> None:
         """Run a setting from the next iteration on. Collective.
 
         Raises:
-            PlanError: the setting cannot be run. Raised on all ranks alike.
-            TransportError: as above.
+            PlanError: the setting cannot be run. Raised on all ranks.
+            TransportError: a transport cannot run the setting. Raised on all ranks.
         """
 
     @abstractmethod
     def measured_s(self) -> float:
-        """Return the seconds of the measurement that has just ended on this rank; NaN voids it on all ranks.
+        """Return the result of the measurement that has just ended on this rank, in seconds.
 
-        Runs on all ranks and sends nothing.
+        NaN discards the measurement on all ranks. Called on all ranks. Non-blocking.
         """
 
     def record(self, session: TuningSession[S], spans_s: Sequence[float]) -> None:
-        """Hand the measurements of the current assignment to the session."""
+        """Record the measurements of the current assignment in the session."""
         session.record(spans_s)
 
     def progress(self, session: TuningSession[S]) -> TuningProgress | None:
-        """Describe how far the search is; None if nothing is to be reported."""
+        """Return the progress of the search for the log; None = nothing is logged."""
         return None
 
     @abstractmethod
     def keep(self) -> None:
-        """Take note that the search has ended, and that its result runs. Collective."""
+        """Release what only the search needed. Called when the search has ended and its result runs. Collective."""
 
     @abstractmethod
     def report(self, session: TuningSession[S]) -> None:

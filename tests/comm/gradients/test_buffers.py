@@ -222,7 +222,7 @@ def changed(*, replaced: bool = False, written: bool = False) -> ReadyGradients:
     ],
 )
 def test_changes_by_which_ranks_would_differ_are_a_problem(done: dict[str, bool], said: RankFlags, words: str) -> None:
-    problem = EditCheck().look(changed(**done), ["a", "b"], said)
+    problem = EditCheck().problem(changed(**done), ["a", "b"], said)
     assert problem.startswith(words)
     assert bool(problem) == bool(words)
     assert not words or "because b had no gradient" in problem or "another rank" in problem
@@ -233,7 +233,7 @@ def test_a_replaced_gradient_is_warned_of_once(caplog: pytest.LogCaptureFixture)
     edits = EditCheck()
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            edits.look(changed(replaced=True), ["a", "b"], RankFlags(replaced=True))
+            edits.problem(changed(replaced=True), ["a", "b"], RankFlags(replaced=True))
     assert [record.getMessage().split(",")[0] for record in caplog.records] == [
         "the gradient of a was replaced before it was reduced"
     ]
@@ -241,10 +241,10 @@ def test_a_replaced_gradient_is_warned_of_once(caplog: pytest.LogCaptureFixture)
 
 def test_a_device_learns_of_peers_an_iteration_later_and_of_its_own_rank_at_once() -> None:
     edits = EditCheck()
-    own = edits.look(changed(written=True), ["a", "b"], RankFlags())
-    assert edits.hear_late(own, RankFlags()) == own != ""
-    assert edits.hear_late("", RankFlags(written=True)) == "", "this rank has said so"
-    assert "iteration before" in edits.hear_late("", RankFlags(written=True))
+    own = edits.problem(changed(written=True), ["a", "b"], RankFlags())
+    assert edits.delayed_problem(own, RankFlags()) == own != ""
+    assert edits.delayed_problem("", RankFlags(written=True)) == "", "this rank has said so"
+    assert "iteration before" in edits.delayed_problem("", RankFlags(written=True))
 
 
 ALL = [RankFlags(*map(bool, bits)) for bits in itertools.product((0, 1), repeat=FLAG_COUNT)]

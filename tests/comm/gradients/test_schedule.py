@@ -56,9 +56,9 @@ def test_units_of_two_dtypes_are_merged_by_the_readiness_of_their_last_gradient(
 def test_parameters_are_together_that_share_all_their_units() -> None:
     units = units_of([(4,), (4,), (4,)], 6)
     plan = LaunchSchedule(units, range(3), held=lambda unit: False)
-    assert plan.together(0) == [0]
-    assert plan.together(2) == [2]
-    assert plan.together(1) == [0, 1, 2]  # it lies in both
+    assert plan.reduced_with(0) == [0]
+    assert plan.reduced_with(2) == [2]
+    assert plan.reduced_with(1) == [0, 1, 2]  # it lies in both
 
 
 ITEM_BYTES = 4

@@ -223,11 +223,11 @@ def test_a_gradient_found_to_be_sparse_is_sent_dense_until_all_ranks_agree() -> 
             rank.params[name].grad = torch.ones(ROWS, WIDTH)
         if rank.rank == 1:
             rank.params["b"].grad = rows(1)
-            dense = rank.known.as_it_travels("b")
+            dense = rank.known.to_wire_format("b")
             assert not dense.is_sparse
             assert rank.params["b"].grad is dense
             assert rank.known.found == {"b"}
-        assert rank.known.looks_new("b")
+        assert rank.known.is_unagreed("b")
         assert rank.known.agree()
         assert rank.known.known == {"b"}
         assert rank.params["b"].grad is not None
@@ -236,8 +236,8 @@ def test_a_gradient_found_to_be_sparse_is_sent_dense_until_all_ranks_agree() -> 
         rank.known.watch(rank.params)
         assert rank.known.names == {"b"}
         assert rank.known.found == set()
-        assert not rank.known.looks_new("b")
-        assert rank.known.as_it_travels("b") is rank.params["b"].grad
+        assert not rank.known.is_unagreed("b")
+        assert rank.known.to_wire_format("b") is rank.params["b"].grad
         assert not rank.known.agree()
 
     on_ranks(act, known="")
@@ -246,8 +246,8 @@ def test_a_gradient_found_to_be_sparse_is_sent_dense_until_all_ranks_agree() -> 
 def test_where_sparse_ones_are_made_dense_nothing_is_found() -> None:
     def act(rank: Rank) -> None:
         rank.params["a"].grad = rows(1)
-        assert not rank.known.looks_new("a")
-        assert not rank.known.as_it_travels("a").is_sparse
+        assert not rank.known.is_unagreed("a")
+        assert not rank.known.to_wire_format("a").is_sparse
         assert not rank.known.agree()
         assert rank.known.known == set()
 

@@ -29,14 +29,14 @@ def test_non_finite_gradients_are_named_with_their_share(
     control: ControlPlane, caplog: pytest.LogCaptureFixture
 ) -> None:
     nan, inf, check = float("nan"), float("inf"), NanCheck(control)
-    check.look("overflows in its sum", torch.full((4,), 6e4, dtype=torch.float16))
-    check.look("empty", torch.zeros(0))
+    check.inspect("overflows in its sum", torch.full((4,), 6e4, dtype=torch.float16))
+    check.inspect("empty", torch.zeros(0))
     with caplog.at_level(logging.ERROR, logger="sirtaki"):
         check.finish([], [])
         assert caplog.text == ""
-        check.look("cancels", torch.tensor([inf, 1.0, -inf, nan]))
+        check.inspect("cancels", torch.tensor([inf, 1.0, -inf, nan]))
         places, values = torch.tensor([[3]]), torch.tensor([[1.0, nan]])
-        check.look("sparse", torch.sparse_coo_tensor(places, values, (9, 2), check_invariants=True))
+        check.inspect("sparse", torch.sparse_coo_tensor(places, values, (9, 2), check_invariants=True))
         late, never = torch.zeros(1), torch.zeros(1)  # which came without a hook
         late.grad = torch.tensor([nan])
         check.finish([1, 1], [("late", late), ("never", never)])

@@ -64,7 +64,7 @@ def test_gradients_that_may_not_be_compressed_are_reported(run_ranks: RunRanks) 
     unset = {
         "SIRTAKI_LOSSY=int8,powersgd:2,topk:0.05 has no effect: " + why
         for why in (
-            "compression= of the optimizer says how these gradients travel",
+            "compression= of the optimizer compresses these gradients already",
             "gradients of complex64 cannot be compressed",
         )
     }
