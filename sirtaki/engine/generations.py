@@ -350,7 +350,12 @@ class Generations:
             try:
                 ranks = self.current.connect(timeout_s=settings.start_timeout_s, heartbeat_s=settings.heartbeat_s)
             except CommError as err:
-                logger.info("generation %d ended before all ranks had connected: %s", self.number, err)
+                logger.info(
+                    "elastic restart failed: generation %d lost a connection before all ranks had connected (%s); "
+                    "retrying with the next generation",
+                    self.number,
+                    err,
+                )
                 continue
             self._membership.on_loss(_failing(ranks))
             logger.info(

@@ -934,7 +934,8 @@ def fitted_links(probes: Mapping[Route, Sequence[LinkProbe]]) -> dict[Route, Lin
         logger.debug("%s: α = %.3g ms, o = %.3g ms, G = %s MB/s", name, 1e3 * link.alpha_s, 1e3 * link.host_s, curve)
     if unfit:
         logger.info(
-            "the times of %s fit no model, as is usual on one host: planners skip it, search techniques still try it",
+            "the times of %s fit no cost model, as is usual on one host. Planners skip it, search techniques try it. "
+            "No action is needed.",
             ", ".join(unfit),
         )
     return links

@@ -207,7 +207,11 @@ class TrialLogWriter:
             self._file.write(json.dumps({**whose, **record}) + "\n")
             self._file.flush()
         except (OSError, ValueError, TypeError) as err:  # TypeError, because arms may put any values into knobs
-            logger.warning("the trial log cannot be written any more: %s", err)
+            logger.warning(
+                "the trial log %s cannot be written any more (%s): later trials are missing in it. Training continues.",
+                self._file.name,
+                err,
+            )
             self.close()
 
     def close(self) -> None:
@@ -378,7 +382,7 @@ def read_log(path: Path) -> TrialLog:
         try:
             data = json.loads(line)
             if not isinstance(data, dict):
-                raise TypeError(f"a JSON {type(data).__name__} where an object was expected")
+                raise TypeError(f"each line must be a JSON object, but this one is a {type(data).__name__}")
             if int(data.get("version", 1)) > VERSION:
                 raise ConfigError(
                     f"its version is {data['version']}, but this release reads up to {VERSION}: install a newer release"
@@ -388,7 +392,10 @@ def read_log(path: Path) -> TrialLog:
             is_incomplete = number > 1 and number == len(lines) and not line.endswith("\n")
             if is_incomplete and isinstance(err, json.JSONDecodeError):
                 break
-            raise ConfigError(f"line {number} of {path} is not part of a log of trials: {err!r}") from err
+            reason = repr(err) if isinstance(err, KeyError) else str(err)
+            raise ConfigError(
+                f"line {number} of {path} is not part of a trial log, so the log cannot be read: {reason}"
+            ) from err
     measured = [log for log in logs.values() if any(m.succeeded for m in log.measurements)]
     measured = measured or [log for log in logs.values() if log.sparse]
     if not measured:

@@ -120,7 +120,7 @@ def test_a_plain_record_with_one_span_is_read_too(log_of):
     [
         ("", "no measured trial"),
         ("nonsense\n", "line 1"),
-        ("[1]\n", "an object was expected"),
+        ("[1]\n", "must be a JSON object, but this one is a list"),
         ('{"knobs": {}, "iteration": 1}\n', "line 1"),
         (json.dumps(trial(3, "x", knobs(), -1.0, None)) + "\n", "Expected `float` > 0.0"),
         (json.dumps(trial(3, "x", knobs(), None, None)) + "\n", "no measured trial"),
