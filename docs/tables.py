@@ -89,13 +89,13 @@ FIGURES: Sequence[tuple[str, str, str, str]] = (
         "| resnet50, 4 ranks: tuned step",
     ),
     (
-        "four emulated nodes, link 400 Mbit/s, one flow at most 100",
+        "four emulated nodes, link 400 Mbit/s, connections at most 100 Mbit/s",
         "netlab",
         "| capped | untuned |",
         "| capped | tuned |",
     ),
     ("the same, divided by the best DDP tuned by hand", "netlab", "", "| tuned step / the best DDP tuned by hand"),
-    ("four emulated nodes, one flow fills the link", "netlab", "| equal | untuned |", "| equal | tuned |"),
+    ("four emulated nodes, one connection fills the link", "netlab", "| equal | untuned |", "| equal | tuned |"),
 )
 """Rows of the README's table: description, name of the kept result, and how the lines in the result begin that hold the
 untuned and the tuned figure."""
@@ -106,8 +106,8 @@ def figures_table() -> str:
     rows = []
     for what, stem, *lines in FIGURES:
         text = (DOCS.parent / "bench" / "results" / f"{stem}.md").read_text(encoding="utf-8")
-        rows.append((what, *(_ratio(text, line) if line else "" for line in lines), f"`python -m bench.{stem}`"))
-    return _table(("step ÷ DDP's", "untuned", "tuned", "command"), rows)
+        rows.append((what, *(_ratio(text, line) if line else "not compared" for line in lines)))
+    return _table(("step ÷ DDP's", "untuned", "tuned"), rows)
 
 
 def _ratio(text: str, begin: str) -> str:
