@@ -10,12 +10,12 @@ from torch.autograd.graph import Node
 
 
 def in_backward() -> bool:
-    """Return whether this thread runs a backward pass. A hook of recomputed activations runs in one, too."""
+    """Return whether this thread runs a backward pass. True also in hooks that run while activations are recomputed."""
     return torch._C._current_graph_task_id() != -1
 
 
 def when_backward_ends(callback: Callable[[], None]) -> None:
-    """Call `callback` when the backward pass ends that this thread runs. It is not called if the pass raises."""
+    """Call `callback` when this thread's current backward pass ends. It is not called if the pass raises an error."""
     Variable._execution_engine.queue_callback(callback)
 
 

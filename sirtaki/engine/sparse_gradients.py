@@ -1,7 +1,7 @@
 """Reduce the sparse gradients of one optimizer: sum the rows of all ranks, by the `SparsePlan` of each parameter.
 
 The fastest algorithm for a parameter is chosen from the accesses of the first iterations, from probes and from the
-registry. Sparse gradients bypass the flat buffers, once all ranks agree which parameters are sparse.
+registry. Once all ranks agree which parameters have sparse gradients, these gradients bypass the flat buffers.
 """
 
 from __future__ import annotations
@@ -51,19 +51,21 @@ logger = logging.getLogger(__name__)
 # ── probes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 PAIR_BYTES = 256 * 1024
-"""Bytes that each rank sends to each peer in a large exchange. A large all-reduce has this size times the ranks."""
+"""Bytes that each rank sends to each peer in a large probe exchange. A large probe all-reduce has `PAIR_BYTES` times
+the number of ranks.
+"""
 
 SMALL_BYTES = 64
 OTHER_STREAMS = (8, 2, 1)
-"""Numbers of streams to try after the current one, which is always tried."""
+"""Numbers of streams that probes time, in this order, after the current number of streams, which is always timed."""
 
 REPEATS = 3
 BUDGET_S = 1.0
-"""Seconds after which no further number of streams is tried."""
+"""Seconds of probing after which no further number of streams is timed."""
 
 ADDED_ROWS, ADDED_WIDTH = 8192, 64
 CLEARLY = 0.9
-"""A different number of streams is used only if its time is below this share of the usual one's."""
+"""Another number of streams is used only if its probe takes less than this fraction of the current number's time."""
 
 
 class Times(NamedTuple):
@@ -78,12 +80,12 @@ class Times(NamedTuple):
 
 
 def measure(control: ControlPlane, lanes: SparseLanes, *, streams: int | None) -> CollectiveCosts:
-    """Time collectives, and make the lanes use the fastest numbers of streams. Collective. The lanes must be idle.
+    """Time collectives, and make `lanes` use the fastest number of streams. Collective. `lanes` must be idle.
 
     Args:
         control: control plane of the job.
-        lanes: connections for sparse gradients.
-        streams: fixed number of streams. None for any.
+        lanes: connections that carry sparse gradients.
+        streams: number of streams that the user has fixed. None if the fastest number may be chosen.
     """
 
     def timed(act: Callable[[int], None]) -> Times:
@@ -146,11 +148,11 @@ def fastest(times: Mapping[int, Times], *, usual: int) -> int:
 # ── the registry ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 OF_ROWS = ("streams", "transport")
-"""Knobs that also apply to sparse gradients if the user has fixed them."""
+"""Names of the knobs whose user-fixed values also apply to sparse gradients."""
 
 
 def skew_of(counts: TouchCounts) -> Skew:
-    """Return the skew of the counted accesses.
+    """Return how unevenly the counted accesses are distributed over the rows of a parameter.
 
     Raises:
         RegistryError: no access was counted.
@@ -159,7 +161,7 @@ def skew_of(counts: TouchCounts) -> Skew:
 
 
 def plan_of(record: RowsRecord, counts: TouchCounts) -> SparsePlan:
-    """Return the stored algorithm as a plan for these rows, with the stored number of hot rows."""
+    """Return a plan for the counted rows, with the algorithm and the number of frequent rows of a registry record."""
     is_hot = record.path is SparsePath.HOT_COLD
     return SparsePlan(
         path=record.path,
@@ -175,12 +177,12 @@ HOST_KINDS = (TransportKind.SHARED_MEMORY, TransportKind.GLOO, TransportKind.MPI
 
 
 class _Running(NamedTuple):
-    """A gradient being reduced.
+    """A sparse gradient that is being reduced.
 
     Attributes:
-        work: the reduction.
-        gradient: gradient as given by autograd.
-        version: its version counter when it became ready. None if it replaces a missing gradient.
+        work: handle of the reduction in progress.
+        gradient: local gradient, as computed by autograd.
+        version: version counter of `gradient` when it became ready. None if `gradient` replaces a missing one.
     """
 
     work: SparseWork
@@ -189,20 +191,20 @@ class _Running(NamedTuple):
 
 
 class SparseReductions:
-    """Reduces the sparse gradients of one optimizer between several ranks.
+    """Reduces the sparse gradients of one optimizer over several ranks.
 
-    Plans are equal on all ranks, because they follow from values that all ranks share. They change between iterations
-    only.
+    Each parameter's `SparsePlan` is equal on all ranks, because it is computed from values that all ranks have. Plans
+    change only between iterations.
     """
 
     def __init__(self, control: ControlPlane, settings: Settings, reduction: Reduction, *, prefix: str = "") -> None:
-        """Open the lanes. Collective.
+        """Open the connections (lanes) for sparse gradients. Collective.
 
         Args:
             control: control plane of the participating ranks.
-            settings: settings of the job.
-            reduction: scale factors of every gradient.
-            prefix: prefix of operation names in recordings.
+            settings: settings of the job, which may fix the transport and the number of streams.
+            reduction: factors by which gradients are multiplied before and after they are summed.
+            prefix: prefix of the names of sparse reductions in recordings.
         """
         self._control, self._settings = control, settings
         self._factor = reduction.prescale * reduction.postscale
@@ -217,7 +219,7 @@ class SparseReductions:
         self._complete = self._warned = self._closed = False
         self._fixed: SparsePath | None
         self._tries: bool
-        self._streams: int | None  # fixed number of streams, None for any
+        self._streams: int | None  # number fixed by the user. None = the tuner chooses
         self._fixed, self._tries, kind, self._streams = control.broadcast(
             (
                 settings.sparse,
@@ -227,15 +229,15 @@ class SparseReductions:
             )
         )
         if kind is TransportKind.SHARED_MEMORY and not control.one_node:
-            kind = None  # shared memory does not connect nodes
+            kind = None  # because shared memory does not connect different nodes
         streams = self._streams or DEFAULT_STREAMS
         lanes = SparseLanes(control, timeout_s=settings.transport_timeout_s, kind=kind, streams=streams)
         self._log = TrialLogWriter(settings.trial_log if self._tries and control.rank == 0 else None)
         self._worker = SparseWorker(lanes, control.failures, prefix=prefix)
 
     def watch(self, params: Mapping[str, torch.Tensor]) -> None:
-        """Reduce sparse gradients of these parameters, by name, from now on. Call on all ranks, between iterations."""
-        self._params, self._order = params, list(params)[::-1]  # the usual order of the backward pass
+        """Set the parameters whose sparse gradients are reduced, by name. Call on all ranks, between iterations."""
+        self._params, self._order = params, list(params)[::-1]  # the backward pass usually runs in reverse
         for name, param in params.items():
             form = RowFormat(param.shape[0], param[:1].numel(), param.dtype)
             if name not in self._targets or self._targets[name].form != form:
@@ -251,12 +253,12 @@ class SparseReductions:
 
     @property
     def plans(self) -> dict[str, SparsePlan]:
-        """Return the plans of the next iteration, by name."""
+        """Return the plan of each parameter for the next iteration, by parameter name."""
         return {name: target.plan for name, target in self.targets.items()}
 
     @property
     def summaries(self) -> list[SparseSummary]:
-        """Return the decisions until now, in the order in which gradients are launched. Equal on all ranks."""
+        """Return a summary of the chosen plan of each parameter, in launch order. Equal on all ranks."""
         return [summary for name in self._order if (summary := self._targets[name].summary) is not None]
 
     # ── an iteration ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -276,8 +278,8 @@ class SparseReductions:
 
         Args:
             name: name of the parameter.
-            gradient: the gradient, sparse or dense.
-            version: its version counter when it became ready. None if it replaces a missing gradient.
+            gradient: local gradient of the parameter, sparse or dense.
+            version: version counter of `gradient` when it became ready. None if `gradient` replaces a missing one.
         """
         given, one = gradient.detach(), self._targets[name]
         if not given.is_sparse or given.sparse_dim() != 1:
@@ -291,10 +293,10 @@ class SparseReductions:
         self._running[name] = _Running(work, gradient, version)
 
     def fill_missing(self, *, joined: bool) -> None:
-        """Start to reduce the missing gradients: `.grad` as it is, or no rows if it is None.
+        """Start to reduce the missing gradients. Each contributes the present `.grad`, or no rows if that is None.
 
         Args:
-            joined: ignore `.grad`, because this rank has called `join()`.
+            joined: contribute no rows instead of `.grad`, because this rank has called `join()`.
         """
         if not self._complete:
             self._warn_of_lost_edits()
@@ -324,12 +326,12 @@ class SparseReductions:
                 )
 
     def reduce(self, interrupted: Interrupted | None) -> bool:
-        """Wait for all gradients of this iteration, and assign them to `.grad`, coalesced.
+        """Wait until all gradients of this iteration are reduced, and assign them, coalesced, to `.grad`.
 
-        A `.grad` that user code has set to None in the meantime stays None.
+        A `.grad` that user code has set to None during the reduction stays None.
 
         Returns:
-            Whether all are assigned. False if `interrupted` ended the wait.
+            True if all reduced gradients were assigned. False if `interrupted` ended the wait.
         """
         if self._complete:
             return True
@@ -360,7 +362,9 @@ class SparseReductions:
     # ── between iterations ───────────────────────────────────────────────────────────────────────────────────────
 
     def end_iteration(self) -> None:
-        """Record the iteration, and choose plans if accesses are known. Collective in iterations that choose.
+        """Record the iteration, and choose plans for parameters whose accesses are now known.
+
+        Collective in iterations that choose plans.
 
         Call after `reduce`, before the first gradient of the next iteration.
         """
@@ -387,7 +391,7 @@ class SparseReductions:
         self._worker.begin(self._order)
 
     def _choose(self, learned: Sequence[RowsTarget]) -> None:
-        """Begin with the plans of earlier jobs, otherwise with those that probes predict to be fastest. Collective."""
+        """Choose the first plan of each parameter: an earlier job's, or else the predicted fastest one. Collective."""
         recalled = self._recalled({one.name: (one.form, one.learned) for one in learned if one.may_recall})
         tried = [one for one in learned if one.name in recalled and one.recall_plan(recalled[one.name])]
         if unknown := [one for one in learned if one.name not in recalled]:
@@ -424,7 +428,7 @@ class SparseReductions:
         return {name: plan for name, plan in self._control.broadcast(found).items() if plan is not None}
 
     def _remember(self, target: RowsTarget) -> None:
-        """Store the plan that is kept, on rank 0."""
+        """Store the plan that tuning has kept for `target` in the registry. Does nothing on ranks other than 0."""
         decision = target.decision
         learned, plan = decision.learned, decision.plan
         if not self._topology or learned is None:
@@ -458,7 +462,7 @@ class SparseReductions:
         )
 
     def _summarise(self, watched: Mapping[str, RowsTarget]) -> None:
-        """Log decided plans. Collective in the iteration that completes the first ones of a parameter, on all ranks."""
+        """Log newly chosen plans. Collective in the iteration that completes the first plans of a parameter."""
         if due := [one for one in watched.values() if one.mean is None and one.counts.n == LEARNING_ITERATIONS]:
             totals = self._control.total(np.array([float(one.looked_up) for one in due])).tolist()
             for one, total in zip(due, totals, strict=True):
@@ -472,7 +476,7 @@ class SparseReductions:
                 self._log.sparse(one.summary, iteration=self._iterations)
 
     def close(self) -> None:
-        """End all threads. Not collective. Idempotent."""
+        """End the transport threads for sparse gradients. Not collective. Idempotent."""
         if self._closed:
             return
         self._closed = True

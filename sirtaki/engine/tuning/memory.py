@@ -1,4 +1,4 @@
-"""The registry as a job uses it: it can fail in many ways, and none of them may end training."""
+"""Access to the registry during training. No failure of the registry may end training."""
 
 from __future__ import annotations
 
@@ -22,31 +22,36 @@ _R = TypeVar("_R", bound=StoredSetting)
 
 
 class SettingsMemory:
-    """Settings that earlier jobs found. Rank 0 reads and writes them. Only rank 0 has an instance.
+    """Reads and writes the registry of settings that earlier jobs found. Only rank 0 has an instance.
 
-    No method raises. Whatever goes wrong is logged as one warning, and the registry then looks empty. A damaged file is
-    renamed (`registry.db.broken-1`) and replaced. If a shared registry cannot be reached, the local one is used.
+    No method raises an error. The first error is logged as a warning, and the registry is then treated as empty. A
+    damaged file is renamed (`registry.db.broken-1`) and replaced. If a shared registry cannot be reached, the local
+    one is used.
 
-    Every action opens the registry and closes it again, because a job runs much longer than its search.
+    Each read or write opens the registry and closes it again, because a job runs much longer than its search.
 
     Attributes:
         warned: a warning was logged; further problems are logged at level DEBUG.
     """
 
     def __init__(self, url_or_path: str | None = None) -> None:
-        """Args: url_or_path: as `Settings.registry`; None = the user's registry, `REGISTRY_OFF` = none."""
+        """Store the registry's location. Opens nothing yet.
+
+        Args:
+            url_or_path: value of `Settings.registry`. None for the user's registry, `REGISTRY_OFF` for no registry.
+        """
         self._url_or_path = url_or_path
         self._off = url_or_path == REGISTRY_OFF
         self.warned = False
 
     def recall(self, kind: type[_R], key: Key, wanted: object, accept: Callable[[_R], _T | None]) -> _T | None:
-        """Return what `accept` makes of the nearest stored setting that it does not refuse; None if there is none.
+        """Return `accept(record)` for the nearest stored record for which that is not None. None without such a record.
 
         Args:
-            kind: type of the record.
-            key: only records with this key are considered.
-            wanted: what `kind.distance` compares a record with.
-            accept: returns None to refuse a record.
+            kind: type of the records to search.
+            key: key that a record must have.
+            wanted: description of this job. `kind.distance` computes a record's distance to it.
+            accept: converts a record to a result. Returns None to reject the record.
         """
 
         def first(store: Store) -> _T | None:
@@ -56,12 +61,15 @@ class SettingsMemory:
         return self.read(first, None)
 
     def similar(self, job: JobDescription) -> list[Neighbour]:
-        """Return the records of the most similar jobs, without this job's own, nearest first."""
+        """Return the records of the most similar other jobs, nearest first."""
         nothing: list[Neighbour] = []
         return self.read(lambda store: neighbours(store, job), nothing)
 
     def keep(self, record: StoredSetting, *, disproved: StoredSetting | None = None) -> bool:
-        """Store a record, as `Store.put`. Return False if it was not stored, also because the stored one is better."""
+        """Store a record with `Store.put`.
+
+        Return False if it was not stored because of an error, or because the record in the registry is better.
+        """
         return self.attempt(lambda store: store.put(record, disproved=disproved), False)
 
     @property
@@ -70,15 +78,15 @@ class SettingsMemory:
         return not (self._off or is_yet_to_be_made(self._url_or_path))
 
     def read(self, action: Callable[[Store], _T], otherwise: _T) -> _T:
-        """Return what `action` reads, or `otherwise` if there is no registry yet, or if the action fails."""
+        """Return the result of `action`. Return `otherwise` if there is no registry yet, or if `action` fails."""
         return self.attempt(action, otherwise) if self.exists else otherwise
 
     def attempt(self, action: Callable[[Store], _T], otherwise: _T) -> _T:
-        """Return the result of `action`, or `otherwise` if it fails. Creates the registry if there is none."""
+        """Return the result of `action`, or `otherwise` if it fails. Create the registry if it does not exist."""
         return otherwise if self._off else self.guard(lambda: self._run(action), otherwise)
 
     def guard(self, action: Callable[[], _T], otherwise: _T) -> _T:
-        """Return the result of `action`, which prepares or uses what is read; `otherwise` if it fails."""
+        """Return the result of `action`, or `otherwise` if it raises an error, which is logged."""
         try:
             return action()
         except Exception as err:
@@ -89,7 +97,7 @@ class SettingsMemory:
         try:
             store = self._open()
         except Exception:
-            self._off = True  # do not wait for a server or a lock once more
+            self._off = True  # because each further attempt could wait for a server or a lock again
             raise
         try:
             return action(store)

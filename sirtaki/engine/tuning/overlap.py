@@ -30,50 +30,53 @@ from .target import TunableTarget
 logger = logging.getLogger(__name__)
 
 MOST_TRIED = 8
-"""Maximum number of settings with deferred updates to try, including the tuner's own."""
+"""Maximum number of settings with deferred updates to try, including the setting that the tuner has chosen."""
 
 UNITS = 16
-"""Approximate number of units of the first setting besides the tuner's own, if nothing can be predicted."""
+"""Approximate number of units (buckets) of the first setting to try after the tuner's, if times cannot be predicted."""
 
 COUNTS = (4, 6, 8, 12, 16, 24)
-"""Approximate numbers of units of the settings whose iterations are predicted."""
+"""Approximate numbers of units (buckets) of the settings whose iteration times are predicted."""
 
 MOST_EXPECTED = 4
-"""Maximum number of settings to try because of a prediction."""
+"""Maximum number of settings to try because their predicted iteration time is short."""
 
 NEAR, NOT_FAR = 1.02, 1.1
-"""Factors on the shortest predicted iteration, up to which more units, and fewer streams, are preferred."""
+"""Tolerances on predicted iteration times, as factors on the shortest one.
+
+Within `NEAR`, the setting with fewer units (buckets) is preferred. Within `NOT_FAR`, the one with fewer streams is.
+"""
 
 WORTHWHILE = 0.01
-"""Minimum gain of deferred updates, as a share of the iteration time."""
+"""Minimum gain for which deferred updates are used, as a fraction of the iteration time."""
 
 SKIPPED, TIMED = 1, 2
-"""Iterations of one measurement before the timed ones, and timed ones.
+"""Numbers of untimed and of timed iterations in one measurement. The untimed iterations come first.
 
-In one more iteration, which ends with `step()`, the ranks agree on the time.
+One more iteration follows, which ends with `step()`. In it the ranks agree on the measured time.
 """
 
 BUDGET = 60
-"""Maximum measurements of a search, including the uncounted ones after a change of setting."""
+"""Maximum number of measurements in a search. A measurement discarded after a change of setting counts, too."""
 
 PREPARING = 2
-"""Iterations that end with `step()` before one may be deferred."""
+"""Number of iterations that must end with `step()` before the update of an iteration may be deferred."""
 
 
 @dataclass(frozen=True, slots=True)
 class OverlapChoice:
-    """A setting of one iteration.
+    """A setting to try: the communication setting, and whether updates are deferred.
 
     Attributes:
-        knobs: how gradients are cut into units.
-        is_deferred: the end of the iteration is deferred into the next forward pass.
+        knobs: communication setting, including how gradients are cut into units (buckets).
+        is_deferred: the optimizer update is deferred into the next forward pass.
     """
 
     knobs: Knobs
     is_deferred: bool
 
     def describe(self) -> str:
-        """Return the setting in words."""
+        """Return a description of the setting, for the log."""
         return f"{self.knobs.describe()}, updates {'deferred' if self.is_deferred else 'in step()'}"
 
 
@@ -83,7 +86,7 @@ class OverlapArm:
     name = "overlap"
 
     def __init__(self, tuned: Knobs, space: KnobSpace, layouts: Sequence[GradientLayout]) -> None:
-        """Begin with the tuned knobs.
+        """Create the arm. The tuned knobs are its first proposal.
 
         Args:
             tuned: knobs that the tuner has chosen.
@@ -96,9 +99,9 @@ class OverlapArm:
         self._taken_s: dict[OverlapChoice, float] = {}
 
     def expect(self, expected_s: Callable[[Knobs], float]) -> None:
-        """Choose the settings to propose first by their predicted iteration time.
+        """Choose, by predicted iteration time, the settings to propose first.
 
-        Choose at most one for each number of streams, because the cost of streams is hard to predict.
+        Choose at most one setting for each number of streams, because the cost of streams is hard to predict.
         """
         best: list[tuple[float, Knobs]] = []
         for streams in self._space.streams:
@@ -110,17 +113,17 @@ class OverlapArm:
         self._expected = near[:MOST_EXPECTED]
 
     def ask(self, n: int = 1) -> Sequence[Proposal[OverlapChoice]]:
-        """Propose the next setting. None after `MOST_TRIED` settings."""
+        """Return the next setting to try. Return no proposal after `MOST_TRIED` settings."""
         untried = (choice for choice in self._candidates() if choice not in self._taken_s)
         choice = next(untried, None) if len(self._taken_s) < MOST_TRIED else None
         return [] if choice is None else [Proposal(arm=self.name, knobs=choice)]
 
     def tell(self, trials: Sequence[Trial[OverlapChoice]]) -> None:
-        """Learn iteration times."""
+        """Record the measured iteration times of `trials`."""
         self._taken_s.update((trial.knobs, trial.span_s) for trial in trials if trial.knobs.is_deferred)
 
     def _candidates(self) -> Iterator[OverlapChoice]:
-        """Yield settings in the order in which to try them, including tried ones."""
+        """Yield settings in the order in which to try them, including those that were tried already."""
         yield OverlapChoice(self._tuned, is_deferred=True)
         if self._expected:
             yield from (OverlapChoice(knobs, is_deferred=True) for knobs in self._expected)
@@ -135,7 +138,10 @@ class OverlapArm:
         yield from self._allowed(best.unit_bytes, best.streams * 2)
 
     def _allowed(self, unit_bytes: int, streams: int) -> Iterator[OverlapChoice]:
-        """Yield one setting, or none if the user's settings or the number of streams forbid it."""
+        """Yield the tuned knobs with this unit size, cut to the allowed range, and this number of streams.
+
+        Yield nothing if the user's settings or the limit on streams forbid it.
+        """
         low, high = self._space.unit_bytes
         tuned = self._tuned
         if 1 <= streams <= max(2, tuned.streams):
@@ -145,7 +151,7 @@ class OverlapArm:
 
 
 def session_of(arm: OverlapArm, default: OverlapChoice) -> TuningSession[OverlapChoice]:
-    """Begin a search for the fastest setting with deferred updates, against the tuned knobs without."""
+    """Begin a search for the fastest setting with deferred updates. `default`, without them, is the baseline."""
     return TuningSession(
         space=Everything(),
         default=default,
@@ -158,7 +164,7 @@ def session_of(arm: OverlapArm, default: OverlapChoice) -> TuningSession[Overlap
 
 
 def tapered(knobs: Knobs, layout: GradientLayout) -> Knobs:
-    """Cut the layout into about equal units, except for the last two, which are a half and a quarter as large."""
+    """Cut the layout into units (buckets) of about equal size. The last two are a half and a quarter as large."""
     unit = knobs.unit_bytes // layout.itemsize_bytes
     half, quarter = unit // 2, unit // 4
     equal = layout.numel - half - quarter
@@ -170,7 +176,7 @@ def tapered(knobs: Knobs, layout: GradientLayout) -> Knobs:
 
 
 class Deferrable(Protocol):
-    """Part of `PipelineTarget` that deferred updates use."""
+    """The part of `PipelineTarget` that `ForwardOverlap` uses."""
 
     controller: TuningController
     synchroniser: GradientPipeline
@@ -179,11 +185,11 @@ class Deferrable(Protocol):
 
     @property
     def link_and_forward_s(self) -> tuple[LinkModel | None, float]:
-        """Return the model of the link, None if unknown, and the time between communications in seconds."""
+        """Return the link's cost model (None if unknown), and the time between two iterations' communication."""
         ...
 
     def apply(self, knobs: Knobs) -> None:
-        """Run these knobs from the next iteration on. Collective."""
+        """Use the setting `knobs` from the next iteration on. Collective."""
         ...
 
     def keep_overlap(self) -> None:
@@ -192,7 +198,7 @@ class Deferrable(Protocol):
 
 
 class ForwardOverlap(TunableTarget[OverlapChoice]):
-    """Deferred updates of one gradient pipeline, as a target of tuning in iteration times.
+    """Tuning target that decides, by iteration times, whether one gradient pipeline defers optimizer updates.
 
     Attributes:
         reads: indices of the parameters in the order in which this rank's forward pass reads them. Empty if unknown.
@@ -202,12 +208,12 @@ class ForwardOverlap(TunableTarget[OverlapChoice]):
     iterations = SKIPPED + TIMED + 1
 
     def __init__(self, control: ControlPlane, pipeline: Deferrable, *, tries: bool = False) -> None:
-        """Begin without deferred updates.
+        """Create the target. Updates are not deferred at first.
 
         Args:
             control: control plane of the job.
-            pipeline: the gradient pipeline.
-            tries: deferred updates are used only if they are proved faster. Equal on all ranks.
+            pipeline: gradient pipeline whose updates may be deferred.
+            tries: use deferred updates only if a search proves that they are faster. Equal on all ranks.
         """
         self._control, self._pipeline, self._tries = control, pipeline, tries
         self.reads: Sequence[int] = ()
@@ -220,18 +226,21 @@ class ForwardOverlap(TunableTarget[OverlapChoice]):
         self.begin()
 
     def begin(self) -> None:
-        """Restart the preparation and a search in progress, because the plan or order changes. Call on all ranks."""
+        """Restart the preparation, and any search in progress, because the plan or launch order changes.
+
+        Call on all ranks.
+        """
         self._prepared = 0
         self._pipeline.controller.abandon(self)
 
     def forget(self) -> None:
-        """Drop the result of the search, because the job is tuned again. Call on all ranks."""
+        """Forget whether deferred updates were faster, because the job is tuned again. Call on all ranks."""
         self._kept = None
         self.begin()
 
     @property
     def trying(self) -> bool:
-        """Return whether a search is in progress. Equal on all ranks."""
+        """Return whether a search over deferred updates is in progress. Equal on all ranks."""
         return self._pipeline.controller.tries(self)
 
     @property
@@ -245,17 +254,19 @@ class ForwardOverlap(TunableTarget[OverlapChoice]):
 
     @property
     def learning(self) -> bool:
-        """Return whether to learn the order of reads in this iteration. Equal on all ranks."""
+        """Return whether this iteration must record the order of parameter reads. Equal on all ranks."""
         return self._prepared == 1
 
     def iteration_ended(
         self, report: IterationReport, synchroniser: GradientPipeline, *, profiled: IterationReport | None, joined: bool
     ) -> None:
-        """Count an iteration without tuning or profiling of the pipeline. Collective at the last one that prepares.
+        """Count an iteration in which the pipeline was neither tuned nor profiled.
+
+        Collective in the last iteration of the preparation.
 
         Args:
             report: measurements of the iteration.
-            synchroniser: the pipeline.
+            synchroniser: the pipeline that reduced the iteration's gradients.
             profiled: measurements of the last order-profiling iteration. None if there was none.
             joined: this rank has called `join()`, so its measurements do not count.
         """
@@ -280,7 +291,7 @@ class ForwardOverlap(TunableTarget[OverlapChoice]):
         count = synchroniser.n_params
         own = np.zeros(2 * count + 3)
         if not joined and len(self.reads) > 0 and profiled is not None:
-            own[:count] = count  # parameters that are never read come last
+            own[:count] = count  # this default sorts parameters that are never read to the end
             own[list(self.reads)] = np.arange(len(self.reads))
             stretch = report.backward_s / profiled.backward_s if profiled.backward_s > 0.0 else 1.0
             own[count:-3] = stretch * np.array(profiled.ready_s)
@@ -303,7 +314,7 @@ class ForwardOverlap(TunableTarget[OverlapChoice]):
     # ── as a target of the controller ────────────────────────────────────────────────────────────────────────────
 
     def search(self, session: TuningSession[OverlapChoice] | None) -> TuningSession[OverlapChoice]:
-        """Begin a search. On rank 0."""
+        """Begin a search for the fastest setting with deferred updates. Called on rank 0 only."""
         pipeline, pace = self._pipeline, self._pace
         sync, arm = pipeline.synchroniser, OverlapArm(self.default.knobs, pipeline.space, pipeline.synchroniser.layouts)
         link, forward_s = pipeline.link_and_forward_s
@@ -318,21 +329,21 @@ class ForwardOverlap(TunableTarget[OverlapChoice]):
         return session_of(arm, self.default)
 
     def apply(self, choice: OverlapChoice) -> None:
-        """Run a setting from the next iteration on. Collective."""
+        """Use the setting `choice` from the next iteration on. Collective."""
         self._pipeline.apply(choice.knobs)
         self._now = choice
         if choice.is_deferred:
             self._reorder()
 
     def measured_s(self) -> float:
-        """Return the mean time of the timed iterations. 0 on a rank in `join()`, because it does not compute."""
+        """Return the mean duration of the timed iterations. Return 0 on a rank in `join()`, which does not compute."""
         return 0.0 if self._joined else (self._ends_s[-2] - self._ends_s[-2 - TIMED]) / TIMED
 
     def keep(self) -> None:
-        """Keep the current setting. Collective."""
+        """End the search and keep the current setting. Collective."""
         self._kept = self._now
         self._pipeline.keep_overlap()
 
     def report(self, session: TuningSession[OverlapChoice]) -> None:
-        """Log the result. On rank 0."""
+        """Log the result of the search. Called on rank 0 only."""
         logger.info("%s", describe_overlap(session, self.default.knobs))

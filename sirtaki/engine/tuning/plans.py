@@ -1,4 +1,4 @@
-"""Settings that a job may run: its knob space, the untuned default, plans from files, and probes of links."""
+"""Communication settings that a job may run: its knob space, the untuned default, plan files, and probes of links."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carried:
-    """Tuning result of one generation for one set of parameters.
+    """Tuning result, for one set of parameters, of one generation (the time between two restarts) of an elastic job.
 
     Attributes:
-        knobs: setting that ran last, or the best one if the warm-up was cut short.
-        settled: the warm-up had ended.
-        place: first rank on the host of each rank. Times measured with another placement are not comparable.
-        trials: trials of a warm-up that was cut short, on rank 0 only.
+        knobs: setting that ran last. If the warm-up was cut short, its best setting.
+        settled: the warm-up was complete.
+        place: for each rank, the lowest rank on its host. Times measured with another placement are not comparable.
+        trials: trials of a warm-up that was cut short. Set on rank 0 only.
     """
 
     knobs: Knobs
@@ -56,28 +56,30 @@ class Carried:
 
 @dataclass(slots=True)
 class CarriedTuning:
-    """Tuning results of earlier generations. Every rank keeps them, because any rank may be rank 0 of the next one.
+    """Tuning results of an elastic job from before its last restart (earlier generations).
+
+    Every rank keeps them, because any rank may become rank 0 after the next restart.
 
     Attributes:
-        going_on: another generation follows, so that an unfinished warm-up must store its trials here.
+        going_on: the job will restart with other ranks, so an unfinished warm-up must store its trials here.
     """
 
     going_on: bool = False
     _known: dict[str, dict[tuple[int, ...], Carried]] = field(default_factory=dict)
 
     def leave(self, key: str, carried: Carried) -> None:
-        """Store the result of a generation for the parameters `key`. Replace an older one with the same placement."""
+        """Store a tuning result for the parameters `key`. Replace an older result with the same placement of ranks."""
         at = self._known.setdefault(key, {})
         at.pop(carried.place, None)
         at[carried.place] = carried
 
     def of(self, key: str) -> list[Carried]:
-        """Return the stored results for the parameters `key`, one per placement, newest first."""
+        """Return the stored results for the parameters `key`: one per placement of ranks, newest first."""
         return list(self._known.get(key, {}).values())[::-1]
 
 
 def key_of(names: Sequence[str], params: Sequence[torch.Tensor]) -> str:
-    """Return a hash of the parameters' names, shapes and dtypes. It is equal on all ranks and in all generations."""
+    """Return a hash of the parameters' names, shapes and dtypes. It is equal on all ranks and after each restart."""
     text = ";".join(f"{name}{tuple(param.shape)}{param.dtype}" for name, param in zip(names, params, strict=True))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -85,7 +87,9 @@ def key_of(names: Sequence[str], params: Sequence[torch.Tensor]) -> str:
 DEFAULT_UNITS = 16
 DEFAULT_UNIT_BYTES = (512 * KIB, 4 * MIB)
 DEFAULT_UNIT_BYTES_NCCL = (4 * MIB, 32 * MIB)
-"""Default number of units per iteration, and limits of their size: enough units to overlap, few start-up costs.
+"""Default number of units (buckets) per iteration, and minimum and maximum size of a unit.
+
+There must be enough units to overlap with the backward pass, but each unit has a start-up cost.
 
 With NCCL the limits are near DDP's bucket of 25 MiB, because GPU links transfer more in the time of one start-up.
 """
@@ -96,11 +100,14 @@ DEFAULT_STREAMS = 4
 
 STREAM_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 MOST_UNITS = 4096
-"""Maximum number of units in a plan, unless the model has more gradients: start-up costs exceed any gain above it."""
+"""Maximum number of units (buckets) in a plan, because start-up costs exceed the gain of more units.
+
+A model with more gradients may have one unit per gradient.
+"""
 
 
 def knob_space(router: Router, settings: Settings, total_bytes: int) -> KnobSpace:
-    """Return the settings that may be tuned: all that the router supports and the user's settings allow.
+    """Return the range of settings for tuning: those that the router supports and the user's settings allow.
 
     Raises:
         ConfigError: the user has fixed a value that this job does not support.
@@ -138,12 +145,12 @@ def knob_space(router: Router, settings: Settings, total_bytes: int) -> KnobSpac
 
 
 def for_each_class(ways: Sequence[NcclWay]) -> tuple[NcclWays, ...]:
-    """Return a setting for each pair of an NCCL algorithm and a size class of units."""
+    """Return one setting for each NCCL algorithm and each size class of units (buckets): small or large."""
     return tuple(NcclWays.of(sizes[0], way) for sizes in WAY_BYTES for way in ways)
 
 
 def default_knobs(space: KnobSpace, *, total_bytes: int, one_node: bool) -> Knobs:
-    """Return the setting that runs without tuning: the best guess within `space`."""
+    """Return the untuned default: the setting in `space` that is usually fast."""
     low, high = space.unit_bytes
     transport, algorithm = space.routes[0]
     smallest, largest = DEFAULT_UNIT_BYTES_NCCL if transport is TransportKind.NCCL else DEFAULT_UNIT_BYTES
@@ -160,15 +167,15 @@ def default_knobs(space: KnobSpace, *, total_bytes: int, one_node: bool) -> Knob
 
 
 def plans_for(knobs: Knobs, layouts: Sequence[GradientLayout]) -> list[CommPlan]:
-    """Return one plan per layout. Explicit cuts apply to the first layout; the remaining ones are cut uniformly."""
+    """Return one plan per gradient layout. Explicit cuts apply to the first layout; other layouts are cut uniformly."""
     return [(knobs if number == 0 else knobs.but(cuts=None)).to_plan(layout) for number, layout in enumerate(layouts)]
 
 
 def checked_plans(knobs: Knobs, layouts: Sequence[GradientLayout]) -> list[CommPlan]:
-    """Return the plans of knobs from the registry or from an arm, after validation.
+    """Return the plans of `knobs`, which an arm or the registry has proposed, after validation.
 
     Raises:
-        PlanError: explicit cuts do not fit the layout, or there are more than `MOST_UNITS` units.
+        PlanError: explicit cuts do not fit the layout, or there are more than `MOST_UNITS` units (buckets).
     """
     most = max(MOST_UNITS, STREAM_COUNTS[-1] * len(layouts[0].sizes))
     if len(knobs.cuts or ()) > most:
@@ -180,7 +187,7 @@ def traffic(knobs: Knobs, layouts: Sequence[GradientLayout]) -> Hashable:
     """Return a key that is equal for knobs that send the same units in the same order on as many streams.
 
     Raises:
-        PlanError: see `checked_plans`.
+        PlanError: `knobs` do not fit the layouts.
     """
     return tuple(plan.on_fewest_streams().fingerprint() for plan in checked_plans(knobs, layouts))
 
@@ -203,14 +210,14 @@ FORMAT, FORMAT_VERSION = "sirtaki-plan", 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenPlan:
-    """A plan file of the user (`SIRTAKI_PLAN`): a setting, and the job that it fits.
+    """Content of the user's plan file (`SIRTAKI_PLAN`): a setting, and a description of the job that it fits.
 
     Attributes:
-        source: path of the file.
-        knobs: the setting.
+        source: path of the plan file.
+        knobs: communication setting to run.
         ranks: number of ranks of the job that the plan was made for.
-        sizes: number of elements of each gradient in each flat buffer, with control flags, in the order in which
-            gradients became ready.
+        sizes: for each flat buffer, the number of elements of each gradient, in the order in which gradients became
+            ready. Control flags count as a gradient.
         part_bytes: bytes of gradients after which a compiled graph is cut (`hvd.early_gradients`). 0: the graph is not
             cut. None: the plan does not cover compiled graphs.
     """
@@ -253,7 +260,7 @@ class GivenPlan:
 
     @classmethod
     def read(cls, path: str | Path) -> GivenPlan:
-        """Read a plan from a file, or from `plan.json` in a folder.
+        """Read the plan file `path`, or `plan.json` if `path` is a folder.
 
         Raises:
             ConfigError: the file cannot be read, or is not a plan.
@@ -269,7 +276,7 @@ class GivenPlan:
         return cls.from_json(data, source=str(path))
 
     def misfit(self, layouts: Sequence[GradientLayout], ranks: int, space: KnobSpace) -> str:
-        """Return why a job cannot run this plan, in one sentence. "" if it can."""
+        """Return one sentence on why a job with these layouts cannot run this plan. Return "" if it can."""
         if self.ranks != ranks:
             return f"the plan {self.source} is for {self.ranks} ranks, but this job has {ranks}"
         planned = sorted(sorted(sizes) for sizes in self.sizes)
@@ -290,15 +297,15 @@ class GivenPlan:
     def accepted(
         self, layouts: Sequence[GradientLayout], control: ControlPlane, space: KnobSpace, *, must_run: bool
     ) -> Knobs | None:
-        """Return the knobs if this job can run the plan, otherwise None. Rank 0 logs which.
+        """Return the plan's knobs if this job can run the plan, otherwise None. Rank 0 logs whether the plan is used.
 
-        All ranks return the same without communication, because all have the same arguments.
+        Every rank returns the same value without communication, because the arguments are equal on all ranks.
 
         Args:
-            layouts: gradient layouts that all ranks have agreed on.
+            layouts: gradient layouts, equal on all ranks.
             control: control plane of the job.
-            space: settings that may be chosen.
-            must_run: raise an error if the plan does not fit.
+            space: settings that this job may run.
+            must_run: raise an error if the plan does not fit, instead of returning None.
 
         Raises:
             ConfigError: the plan does not fit, and `must_run` is True. Raised on all ranks.
@@ -315,7 +322,7 @@ class GivenPlan:
 
 
 def _described(sizes: Sequence[Sequence[int]]) -> str:
-    # minus one, because the control flags are not a gradient
+    # One is subtracted because the control flags are stored as a gradient, but are none.
     return f"{sum(map(len, sizes)) - 1} of {sum(map(sum, sizes))} elements in all"
 
 
@@ -337,12 +344,12 @@ def given_to_all(control: ControlPlane, path: str | None, *, ranks_stay: bool = 
 
     Args:
         control: control plane of the job.
-        path: file or folder. Only rank 0's matters.
-        ranks_stay: the job is not elastic. In an elastic job, rank 0 may move to a host without the file, so that an
+        path: plan file, or a folder that contains `plan.json`. Only the value on rank 0 is used.
+        ranks_stay: the job is not elastic. In an elastic job, rank 0 may move to a host without the plan file, so an
             unreadable plan must not end the job.
 
     Returns:
-        The plan. None without `path`, or if an elastic job cannot read the plan.
+        The plan. None if `path` is None, or if rank 0 of an elastic job cannot read the plan.
 
     Raises:
         ConfigError: rank 0 cannot read the plan, and `ranks_stay` is True. Raised on all ranks.
@@ -364,7 +371,7 @@ def given_to_all(control: ControlPlane, path: str | None, *, ranks_stay: bool = 
 
 
 def still_possible(space: KnobSpace, router: Router) -> KnobSpace:
-    """Return `space` without routes and numbers of streams that failed to open. Equal on all ranks.
+    """Return `space` without the routes and numbers of streams that the router could not open. Equal on all ranks.
 
     Raises:
         TransportError: no route is left.
@@ -390,16 +397,16 @@ def still_possible(space: KnobSpace, router: Router) -> KnobSpace:
 def open_default(
     space: KnobSpace, control: ControlPlane, router: Router, choose: Callable[[KnobSpace], Knobs]
 ) -> tuple[KnobSpace, Knobs]:
-    """Open the streams of the untuned setting. If they fail to open, try the next best one. Collective.
+    """Open the streams of the untuned default. If this fails, open those of the next best setting. Collective.
 
     Args:
         space: settings that may be tuned.
         control: control plane of the job.
         router: router that opens the streams.
-        choose: returns the best guess in a space.
+        choose: returns the untuned default within a given space.
 
     Returns:
-        The space without routes that failed to open, and the default setting.
+        `space` without the routes that failed to open, and the setting whose streams are open.
 
     Raises:
         TransportError: no route can be opened. Raised on all ranks.
@@ -419,25 +426,25 @@ def open_default(
 
 
 STREAM_BYTES = MIB
-"""Bytes that each stream sends in one pass of a probe, if the time budget allows."""
+"""Bytes that each stream all-reduces in one pass of a probe, if the time budget allows it."""
 
 PASSES = 2
-"""Passes of a probe that are timed together, after an untimed one."""
+"""Number of passes of a probe that are timed together. An untimed pass runs before them."""
 
 SMALL_BYTES, LEAST_LARGE_BYTES = 64 * KIB, 128 * KIB
-"""Maximum size of a small unit, and minimum size of a large one. α is fitted from the difference of their times."""
+"""Maximum size of a small probe, and minimum size of a large one. The start-up time α is fitted from both times."""
 
 SOUNDING_BYTES = (4 * KIB, SMALL_BYTES)
 """Sizes of two single all-reduces, from which the durations of probes are predicted."""
 
 GOES_ON = 0.5
-"""Exponent of the expected gain from more streams, if bandwidth has grown in proportion to streams before."""
+"""Exponent with which bandwidth is expected to grow with more streams, if it has grown linearly in earlier probes."""
 
 LEAST_SHARE = 0.25
-"""Minimum share of an all-reduce's time that counts as transmission."""
+"""Minimum fraction of an all-reduce's time that is assumed to be transmission, not start-up time."""
 
 OTHERS = 3
-"""Number of optional probes to reserve time for, when a probe can be made smaller."""
+"""Number of optional probes for which a probe's size must leave time in the budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -446,7 +453,7 @@ class ProbeSize:
 
     Attributes:
         unit_bytes: size of each all-reduce.
-        rounds: number of all-reduces on each stream in one pass.
+        rounds: number of all-reduces on each stream in one pass of the probe.
     """
 
     unit_bytes: int
@@ -457,22 +464,25 @@ class ProbeBudget:
     """Time budget for the probes of one route. Predicts the duration of a probe from the earlier ones."""
 
     def __init__(self, soundings_s: tuple[float, float]) -> None:
-        """Begin with `soundings_s`, the times of one all-reduce of each of `SOUNDING_BYTES`, on one stream."""
+        """Create the budget from `soundings_s`: the seconds of one all-reduce of each size in `SOUNDING_BYTES`."""
         self._alpha_s, sounded_s = soundings_s
         self._sounded = self._rate(SOUNDING_BYTES[1], sounded_s)
-        self._probed: dict[int, float] = {}  # bytes a second by number of streams
+        self._probed: dict[int, float] = {}  # measured bytes per second, by number of streams
 
     def learn(self, *, streams: int, unit_bytes: int, round_s: float) -> None:
-        """Record the result of a probe."""
+        """Record the duration `round_s` of one round (one all-reduce on each stream) of a probe."""
         rate = self._rate(streams * unit_bytes, round_s)
         self._probed[streams] = max(rate, self._probed.get(streams, 0.0))
 
     def _rate(self, size_bytes: int, seconds: float) -> float:
-        # at least LEAST_SHARE, because a start-up time as long as the whole all-reduce is an outlier
+        # The minimum is needed because a start-up time as long as the whole all-reduce would be an outlier.
         return size_bytes / max(seconds - self._alpha_s, LEAST_SHARE * seconds)
 
     def expected_s(self, size: ProbeSize, *, streams: int) -> float:
-        """Return the expected duration of a probe. Bandwidth grows with streams half as fast as in earlier probes."""
+        """Return the expected duration of a probe, in seconds.
+
+        Assumes that bandwidth grows more slowly with the number of streams than it did in earlier probes (`GOES_ON`).
+        """
         probed = [(count, rate) for count, rate in self._probed.items() if count <= streams]
         count, rate = max(probed, default=(1, self._sounded))
         one = self._probed.get(1, rate)
@@ -481,17 +491,17 @@ class ProbeBudget:
         return (1 + PASSES) * size.rounds * (self._alpha_s + streams * size.unit_bytes / rate)
 
     def size(self, unit_bytes: int, streams: int, *, left_s: float, needed_more: int) -> ProbeSize | None:
-        """Return the largest probe that fits into the budget.
+        """Return the size of the largest probe that fits into the time budget.
 
         Args:
-            unit_bytes: maximum unit size.
-            streams: number of streams.
-            left_s: remaining budget in seconds. May be negative.
-            needed_more: number of required probes that remain, including this one. 0 if this one is optional.
+            unit_bytes: maximum size of one all-reduce.
+            streams: number of concurrent streams.
+            left_s: remaining time budget in seconds. May be negative.
+            needed_more: number of required probes that remain, including this one. 0 if this probe is optional.
 
         Returns:
-            The size. If the probe is required, the smallest size is returned even without time for it. None if an
-            optional probe does not fit.
+            The probe's size. A required probe that does not fit gets the smallest size. None if an optional probe does
+            not fit.
         """
         share_s = left_s / (needed_more + OTHERS)
         sizes = list(_sizes(unit_bytes))
@@ -502,7 +512,7 @@ class ProbeBudget:
 
 
 def _sizes(unit_bytes: int) -> Iterable[ProbeSize]:
-    """Yield sizes of a probe, largest first: fewer rounds, then smaller units."""
+    """Yield probe sizes, largest first: at first with fewer all-reduces per stream, then with smaller all-reduces."""
     least = min(unit_bytes, LEAST_LARGE_BYTES)
     stream_bytes = STREAM_BYTES
     while stream_bytes >= least:
@@ -514,21 +524,23 @@ def _sizes(unit_bytes: int) -> Iterable[ProbeSize]:
 UNIT_BYTES = (2 * MIB, 16 * MIB)
 MATRIX = 2048
 COMPUTE_STEPS = 16
-"""Number of matrix products to compute during the all-reduces: some milliseconds on a current GPU."""
+"""Number of matrix products that a probe computes during all-reduces. They take some milliseconds on a current GPU."""
 
 MOST_REDUCTIONS = 64
 
 REPETITIONS = 3
 CLEAR = 3.0
-"""Minimum effect of thread allowances, relative to the spread of repeated measurements, for tuning them."""
+"""Thread allowances are tuned if their effect is at least this multiple of the spread of repeated measurements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThreadProbe:
-    """Times with one thread allowance, measured `REPETITIONS` times. Each time is the slowest rank's.
+    """Times measured with one thread allowance (the GPU threads that an all-reduce may use).
+
+    Each time is that of the slowest rank, and is measured `REPETITIONS` times.
 
     Attributes:
-        threads: threads of each all-reduce. None for NCCL's own choice.
+        threads: maximum number of GPU threads of each all-reduce. None for NCCL's own choice.
         unit_bytes: size of each all-reduce.
         alone_s: times of an all-reduce without computation, `(REPETITIONS,)`.
         beside_s: times of an all-reduce during computation, `(REPETITIONS,)`.
@@ -544,12 +556,12 @@ class ThreadProbe:
     undisturbed_s: tuple[float, ...]
 
 
-@outside_modes  # because a mode of the user that counts operations must not count the matrix products
+@outside_modes  # because a TorchDispatchMode of the user must not count these matrix products
 def probe_threads(control: ControlPlane, router: Router, route: Route) -> list[ThreadProbe]:
-    """Measure all thread allowances of the router, and none, on one stream of `route`. Collective.
+    """Time all-reduces with each thread allowance of the router, and with NCCL's own choice, on one stream. Collective.
 
-    The computation during the all-reduces is a fixed one, because the tuner must decide before the first trial whether
-    allowances make a difference. `ContentionLearner` later corrects the results for the computation of the training.
+    Matrix products of constant size run at the same time instead of the training step, because the tuner must decide
+    before the first trial whether allowances matter. `ContentionLearner` later corrects the times for the real step.
     """
     device = router.device
     buffer = router.allocate(max(UNIT_BYTES) // 4, torch.float32)
@@ -589,7 +601,7 @@ def _round(
     matrix: torch.Tensor,
     product: torch.Tensor,
 ) -> tuple[float, float, float, float]:
-    """Return the times of one repetition, in the order of `ThreadProbe`, in seconds on this rank. Collective."""
+    """Measure one repetition on this rank, in seconds: the four times of `ThreadProbe`, in its order. Collective."""
     device = router.device
     device.synchronise()
     begin = device.record_event(timed=True)
@@ -599,7 +611,7 @@ def _round(
     computed = device.record_event(timed=True)
     device.synchronise()
     alone_s, undisturbed_s = device.elapsed_s(begin, reduced), device.elapsed_s(reduced, computed)
-    # Queue as many consecutive all-reduces as fill the time of the computation on every rank.
+    # Enough consecutive all-reduces must be queued to last as long as the computation on every rank.
     wanted = control.maximum(np.array([undisturbed_s / max(alone_s, 1e-6)]))[0]
     count = min(MOST_REDUCTIONS, max(1, round(float(wanted))))
     beside = device.make_stream()
@@ -620,9 +632,9 @@ def _compute(device: Device, matrix: torch.Tensor, product: torch.Tensor) -> Non
 
 
 def threads_matter(probes: Sequence[ThreadProbe]) -> bool:
-    """Return whether the allowance changes the time of all-reduces or of the computation by clearly more than noise.
+    """Return whether thread allowances change the time of all-reduces or of the computation by clearly more than noise.
 
-    Medians by allowance are compared with the spread of repetitions of one allowance, unit size by unit size.
+    For each unit size, the medians of the allowances are compared with the spread of one allowance's repetitions.
     """
     for unit_bytes in UNIT_BYTES:
         for quantity in ("beside_s", "compute_s"):
@@ -636,10 +648,10 @@ def threads_matter(probes: Sequence[ThreadProbe]) -> bool:
 
 
 def contention_model(probes: Sequence[ThreadProbe], *, alpha_s: float) -> ContentionModel | None:
-    """Fit LIBRA's g, p and q to the probes. Log a line and return None if they do not fit.
+    """Fit LIBRA's contention parameters g, p and q to the probes. Log a line and return None if the fit fails.
 
     Args:
-        probes: probes without an allowance, and with at least two allowances.
+        probes: probes with NCCL's own choice of threads, and with at least two thread allowances.
         alpha_s: start-up time of an all-reduce on the same route.
     """
     counted = [(probe.threads, probe) for probe in probes if probe.threads is not None]
@@ -662,7 +674,7 @@ def contention_model(probes: Sequence[ThreadProbe], *, alpha_s: float) -> Conten
 
 
 def _most_like_none(probes: Sequence[ThreadProbe]) -> int:
-    """Return the allowance whose times are nearest to the times without an allowance, as ratios."""
+    """Return the thread allowance whose times differ least, as ratios, from those with NCCL's own choice."""
     log_s = {
         (probe.threads, probe.unit_bytes): np.log(np.median([probe.alone_s, probe.beside_s, probe.compute_s], axis=1))
         for probe in probes
@@ -676,19 +688,22 @@ def _most_like_none(probes: Sequence[ThreadProbe]) -> int:
 
 
 WAY_BYTES = ((64 * KIB, 512 * KIB), (4 * MIB, 16 * MIB))
-"""Unit sizes for probes of NCCL's algorithms, by size class."""
+"""Sizes of the all-reduces that probe NCCL's algorithms, for the classes of small and of large units."""
 
 PROMISING_WAY = 0.95
-"""An NCCL algorithm gets a trial if its time, relative to NCCL's own choice, is below this at some size of a class."""
+"""An NCCL algorithm gets a trial if, at some size of a class, it takes less than this fraction of the time of NCCL's
+own choice.
+"""
 
 WayTimes = Mapping[tuple[NcclWay | None, int], float]
-"""Seconds of an all-reduce on an idle network, by algorithm and bytes. None: NCCL's own choice. Without combinations
-that NCCL rejected.
+"""Seconds of an all-reduce on an idle network, by NCCL algorithm and bytes. The key None is NCCL's own choice.
+
+Combinations that NCCL rejected are missing.
 """
 
 
 def promising_ways(ways: Sequence[NcclWays], seconds: WayTimes) -> tuple[NcclWays, ...]:
-    """Return the algorithms that were clearly faster than NCCL's own choice at some size, fastest first."""
+    """Return the forced algorithms that were clearly faster than NCCL's own choice at some size, fastest first."""
     of_decided: dict[NcclWays, float] = {}
     for one in ways:
         for sizes in WAY_BYTES:
@@ -707,8 +722,8 @@ def probe_ways(control: ControlPlane, router: Router, route: Route, *, largest_b
 
     Args:
         control: control plane of the job.
-        router: router that sends the units.
-        route: transport and algorithm.
+        router: router that runs the all-reduces.
+        route: transport, and flat or hierarchical algorithm.
         largest_bytes: maximum unit size.
     """
     all_sizes = [size for sizes in WAY_BYTES for size in sizes if size <= largest_bytes]
@@ -721,7 +736,7 @@ def probe_ways(control: ControlPlane, router: Router, route: Route, *, largest_b
             plan = _one_unit(route, size, None, way)
             try:
                 router.open_plan(plan)
-            except PlanError as err:  # raised on all ranks
+            except PlanError as err:  # All ranks raise it, so they stay in step.
                 logger.info("not probed: %s", err)
                 break
             own_s = [_probe_s(control, router, plan, buffer, is_first=repeat == 0)[0] for repeat in range(MOST_REPEATS)]
@@ -734,7 +749,9 @@ def probe_ways(control: ControlPlane, router: Router, route: Route, *, largest_b
 
 SHORT_S = 0.02
 MOST_REPEATS = 3
-"""A probe is repeated until it has taken `SHORT_S` in all, or `MOST_REPEATS` times, because short ones are noisy."""
+"""Short probes are noisy, so a probe is repeated until its runs have taken `SHORT_S` in all, up to `MOST_REPEATS`
+times.
+"""
 
 SHAPES = (
     (64 * KIB, 1),
@@ -747,13 +764,13 @@ SHAPES = (
     (MIB, 2),
     (256 * KIB, 1),
 )
-"""Probes in the order of their importance: maximum bytes of a unit, and number of streams."""
+"""Shapes of probes, most important first: maximum bytes of one all-reduce, and number of streams."""
 
 NEEDED_FIRST, NEEDED, ENOUGH = 3, 2, 3
-"""Required shapes on the first route, required shapes on each further route, and maximum on each further route."""
+"""Numbers of probe shapes: required on the first route, required on each other route, maximum on each other route."""
 
 TOO_SLOW = 3
-"""A route is hopeless if its bandwidth is less than the fastest route's, divided by this factor."""
+"""A route is not tried if its bandwidth is below that of the fastest route, divided by this factor."""
 
 
 def probe_routes(
@@ -762,21 +779,21 @@ def probe_routes(
     """Time a few all-reduces on each route, for about `budget_s` in all. Collective.
 
     On slow links, probes are smaller (`ProbeBudget`), and only required shapes may exceed the budget. On one host, a
-    hopeless route gets only the required probes, because its streams share processors instead of links.
+    route slower than `TOO_SLOW` allows gets only the required probes, because its streams share processors, not links.
 
     Args:
         control: control plane of the job.
-        router: router that sends the units.
-        routes: routes to measure, most important first. The first one is measured with more shapes.
+        router: router that runs the all-reduces.
+        routes: routes to measure, most important first. The first route is measured with more shapes.
         max_streams: maximum number of streams to open.
         budget_s: time budget in seconds, including the opening of connections. The minimum over all ranks applies.
     """
-    # All ranks must measure the same shapes. So they decide by the maximum of their clocks and the minimum budget.
+    # All ranks must measure the same shapes, so they use the longest elapsed time and the smallest budget of all ranks.
     budget_s = float(control.minimum(np.array([budget_s]))[0])
     buffer = router.allocate(max_streams * STREAM_BYTES // 4, torch.float32)
     found: dict[Route, list[LinkProbe]] = {route: [] for route in routes}
     needed_after = NEEDED_FIRST + NEEDED * (len(routes) - 1)
-    fastest = 0.0  # bytes a second
+    fastest = 0.0  # bytes per second of the fastest route so far
     begin_s = time.perf_counter()
     for route in routes:
         shapes, needed = (SHAPES, NEEDED_FIRST) if route == routes[0] else (SHAPES[:ENOUGH], NEEDED)
@@ -790,7 +807,7 @@ def probe_routes(
         small_s, large_s, spent_s = control.maximum(np.array(measured_s)).tolist()
         budget = ProbeBudget((small_s, large_s))
         seen: set[tuple[int, int]] = set()
-        carried = 0.0  # bytes a second
+        carried = 0.0  # bytes per second of this route so far
         most = min(max_streams, router.max_streams([route]))
         for number, (unit_bytes, streams) in enumerate(shapes):
             if number >= needed and control.one_node and TOO_SLOW * carried < fastest:
@@ -832,10 +849,10 @@ def probe_routes(
 
 
 def narrowed(space: KnobSpace, probes: Mapping[Route, Sequence[LinkProbe]], *, default: Knobs) -> KnobSpace:
-    """Remove settings from `space` that are hopeless by the probes, because a trial of them is expensive.
+    """Return `space` without settings that the probes show to be very slow, because trials of them would be expensive.
 
-    Hopeless are routes below `TOO_SLOW`, and numbers of streams with less than half the best bandwidth of the default's
-    route. The default is never removed.
+    Removed are routes slower than `TOO_SLOW` allows, and numbers of streams with less than half the best bandwidth of
+    the default's route. The default itself is never removed.
     """
     rates = {
         route: _rates([probe for probe in measured if probe.unit_bytes > SMALL_BYTES])
@@ -858,7 +875,7 @@ def narrowed(space: KnobSpace, probes: Mapping[Route, Sequence[LinkProbe]], *, d
 
 
 def _rates(probes: Sequence[LinkProbe]) -> dict[int, float]:
-    """Return bytes per second by number of streams. The fastest of repeated probes counts."""
+    """Return the measured bytes per second by number of streams, from the fastest of repeated probes."""
     rates: dict[int, float] = {}
     for probe in probes:
         rate = probe.streams * probe.unit_bytes / probe.round_s
@@ -867,7 +884,7 @@ def _rates(probes: Sequence[LinkProbe]) -> dict[int, float]:
 
 
 def _probe_plan(route: Route, size: ProbeSize, streams: int) -> CommPlan:
-    """Return a plan with `size.rounds` units on each stream, assigned round-robin."""
+    """Return a plan with `size.rounds` units (all-reduces) on each stream, assigned round-robin."""
     transport, algorithm = route
     numel = size.unit_bytes // 4
     units = tuple(
@@ -892,9 +909,9 @@ def _sounding_s(control: ControlPlane, router: Router, route: Route, buffer: Fla
 def _probe_s(
     control: ControlPlane, router: Router, plan: CommPlan, buffer: FlatBuffer, *, is_first: bool
 ) -> tuple[float, float]:
-    """Return the seconds of `PASSES` consecutive passes, and the number of processors in use, on this rank. Collective.
+    """Time `PASSES` consecutive passes of a plan. Return seconds and processors in use on this rank. Collective.
 
-    If `is_first`, an untimed pass runs before. It opens connections, touches memory, grows congestion windows, and uses
+    If `is_first`, an untimed pass runs first. It opens connections, touches memory, grows congestion windows, and uses
     up the burst that traffic shapers grant to an idle link. The timed passes follow without a barrier, because a pause
     would make the link idle again.
     """
@@ -912,7 +929,7 @@ def _probe_s(
 
 
 def _pass(router: Router, plan: CommPlan, buffer: FlatBuffer, *, times: int) -> None:
-    """Submit all units `times` times, and wait until all are reduced. Collective."""
+    """Submit all units (all-reduces) of `plan` `times` times, and wait until all are reduced. Collective."""
     router.wait_for([work for _ in range(times) for work in router.all_reduce_plan(buffer, plan, scale=0.0)])
 
 
@@ -942,21 +959,22 @@ def fitted_links(probes: Mapping[Route, Sequence[LinkProbe]]) -> dict[Route, Lin
 
 
 PROBE_S, SPANS, MOST_PROBING_S = 0.2, 3, 5.0
-"""Time budget of probing: `PROBE_S` plus `SPANS` times the communication time of an iteration, at most
+"""Parts of the time budget of probing: `PROBE_S` plus `SPANS` times an iteration's communication time, at most
 `MOST_PROBING_S`.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Result of probing.
+    """Result of probing the network before the first trial.
 
     Attributes:
-        space: settings that may be chosen.
-        promising: `space` without settings that are hopeless by the probes. Used as long as the model is believed.
-        links: probes of each route. Empty without planners.
-        threads: probes of thread allowances. Empty if allowances make no difference.
-        host: see `PlanningModel`.
+        space: settings that may be tried.
+        promising: `space` without very slow settings according to the probes. The tuner uses it as long as trials
+            confirm the planners' model.
+        links: probes of each route. Empty if planners are not used.
+        threads: probes of GPU thread allowances. Empty if allowances make no difference.
+        host: processors that the ranks of this host share, for the planners' model.
     """
 
     space: KnobSpace
@@ -966,9 +984,9 @@ class Measured:
     host: SharedHost | None = None
 
     def with_routes(self, routes: Sequence[Route], *, promising: Sequence[Route]) -> Measured:
-        """Return a copy in which `routes` may be chosen, and of the promising routes only `promising` remain.
+        """Return a copy with `routes` in the space, and `promising` in the promising part of the space.
 
-        A route that was slow on an idle network is too expensive to try while the model is believed.
+        A route that was slow on an idle network is too expensive to try while trials confirm the planners' model.
         """
         narrow = replace(self.promising, routes=tuple(route for route in routes if route in promising))
         return replace(self, space=replace(self.space, routes=tuple(routes)), promising=narrow)
@@ -980,9 +998,10 @@ class Measured:
 
         Args:
             layout: gradients in the order in which they become ready.
-            ready_s: time at which each gradient became ready, `(n_gradients,)`, in the order of `layout`.
-            backward_s: time at which the backward pass ended.
-            between_s: seconds from the last reduced gradient to the first ready one of the next step. NaN if unknown.
+            ready_s: time at which each gradient became ready, `(n_gradients,)`, in the order of `layout`, in seconds.
+            backward_s: time at which the backward pass ended, on the same clock.
+            between_s: seconds from the last reduced gradient of a step to the first ready gradient of the next step.
+                NaN if unknown.
         """
         links = fitted_links(self.links)
         if not links or not all(map(math.isfinite, ready_s)):
@@ -995,20 +1014,22 @@ class Measured:
 
 
 def without_planners(space: KnobSpace) -> Measured:
-    """Return a result without probes. Threads and NCCL's algorithms are not tuned, because their effect is unknown."""
+    """Return a result without probes, for jobs without planners. Its space does not contain thread allowances and NCCL
+    algorithms, because their effect is unknown.
+    """
     space = replace(space, threads=space.threads[:1], nccl=())
     return Measured(space=space, promising=space)
 
 
 def measure(control: ControlPlane, router: Router, space: KnobSpace, *, default: Knobs, span_s: float) -> Measured:
-    """Probe the routes of a space. Collective.
+    """Probe the routes of `space`. Collective.
 
     Args:
         control: control plane of the job.
-        router: router that sends the probes.
-        space: settings that may be chosen.
-        default: untuned setting. It stays in the space.
-        span_s: communication time of an iteration, in seconds. Probing may take longer if it is long.
+        router: router that runs the probes' all-reduces.
+        space: settings that may be tried.
+        default: untuned default. It is never removed from the space.
+        span_s: communication time of an iteration, in seconds. The time budget of probing grows with it.
     """
     budget_s = min(PROBE_S + SPANS * span_s, MOST_PROBING_S)
     try:
@@ -1017,12 +1038,12 @@ def measure(control: ControlPlane, router: Router, space: KnobSpace, *, default:
         threads = probe_threads(control, router, space.routes[0]) if len(space.threads) > 1 else []
         if space.nccl:
             largest_bytes = space.unit_bytes[1]
-            # On one node NCCL's own choice is right, and links are not the bottleneck.
+            # On one node, NCCL's algorithms are not probed, because links are not the bottleneck there.
             seconds = (
                 {} if control.one_node else probe_ways(control, router, space.routes[0], largest_bytes=largest_bytes)
             )
             space = replace(space, nccl=promising_ways(space.nccl, seconds))
-    except (PlanError, TransportError, TuningError) as err:  # raised on all ranks, which agree on plans and times
+    except (PlanError, TransportError, TuningError) as err:  # All ranks raise it, because plans and times are equal.
         logger.warning("the network could not be probed, tuning continues without planners: %s", err)
         return without_planners(space)
     if not threads or not threads_matter(threads):

@@ -1,4 +1,4 @@
-"""Write and read the trial log: one JSON line per trial, re-tune and result."""
+"""Write and read the trial log: one JSON line for each trial, each re-tune and each result of tuning."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class StepTime:
     """Durations of the parts of a training step.
 
     Attributes:
-        backward_s: the backward pass, from the first ready gradient on. Communication overlaps with it.
-        between_s: time from the last reduced gradient to the first ready gradient of the next step.
+        backward_s: duration of the backward pass from its first ready gradient on. Communication overlaps with it.
+        between_s: time from the last reduced gradient of a step to the first ready gradient of the next step.
     """
 
     backward_s: float
@@ -48,7 +48,7 @@ class StepTime:
         return max(0.0, span_s - self.backward_s)
 
     def at_this_pace(self, cold: Profile) -> Profile:
-        """Scale `cold`, a profile of the slower first iterations, to the speed of later iterations."""
+        """Return `cold`, the profile of the slower first iterations, scaled to the speed of later iterations."""
         compute_s, forward_s = min(cold.compute_s, self.backward_s), min(cold.forward_s, self.between_s)
         pace = compute_s / cold.compute_s if cold.compute_s > 0.0 else 1.0
         ready_s = tuple(min(pace * moment_s, compute_s) for moment_s in cold.ready_s)
@@ -56,7 +56,7 @@ class StepTime:
 
 
 class StepTimer:
-    """Measures `StepTime` of a job.
+    """Measures the typical `StepTime` of a job.
 
     Attributes:
         cold_between_s: `StepTime.between_s` of the last order-profiling iteration. NaN before the first one.
@@ -68,7 +68,7 @@ class StepTimer:
         self._warm: list[StepTime] = []
 
     def note(self, report: IterationReport) -> None:
-        """Record an iteration. Call as soon as it has ended."""
+        """Record the times of an iteration. Call as soon as the iteration has ended."""
         now_s = time.perf_counter()
         between_s = now_s - report.span_s - self._finished_s
         self._finished_s = now_s
@@ -78,12 +78,14 @@ class StepTimer:
             self._warm.append(StepTime(backward_s=report.backward_s, between_s=between_s))
 
     def pause(self) -> None:
-        """Exclude the time until the end of the next iteration, because tuning takes it."""
+        """Exclude the time from now to the end of the next iteration, because tuning work runs in it."""
         self._finished_s = math.nan
 
     @property
     def usual(self) -> StepTime | None:
-        """Return the typical duration of each part. None before the first scheduled iteration.
+        """Return the typical duration of each part of a step. None before the first scheduled iteration.
+
+        An iteration is scheduled once the launch order of units (buckets) has been profiled.
 
         Uses the 10th percentile of backward passes, because concurrent communication slows them down.
         """
@@ -99,7 +101,7 @@ class StepTimer:
 logger = logging.getLogger(__name__)
 
 VERSION = 2
-"""Version of the format. Version 1 has no `version`, no `tuner` and no predictions."""
+"""Version of the log format. Lines of version 1 have no `version`, no `tuner` and no predicted times."""
 
 
 @functools.cache
@@ -117,7 +119,7 @@ def _finite(value: float) -> float | None:
 
 
 class TrialLogWriter:
-    """Appends to the trial log. If the file cannot be written, logs a warning, and training continues."""
+    """Appends lines to the trial log's file. If that fails, a warning is logged, and training continues."""
 
     def __init__(self, path: str | None) -> None:
         self._file: IO[str] | None = None
@@ -133,10 +135,10 @@ class TrialLogWriter:
         self._write({"event": "model", **model.to_json()})
 
     def retunes(self, running: Knobs, ratio: float, *, iteration: int) -> None:
-        """Write that a re-tune begins after `iteration`.
+        """Write that a re-tune (a second search after the warm-up) begins after `iteration`.
 
         Args:
-            running: the current setting.
+            running: setting that is in use.
             ratio: communication time now, relative to the time when `running` was chosen.
             iteration: number of the training iteration.
         """
@@ -153,14 +155,14 @@ class TrialLogWriter:
         predicted_s: float | None,
         forecast: Forecast | None,
     ) -> None:
-        """Write the result of an assignment.
+        """Write the result of an assignment: a setting that ran for some iterations.
 
         Args:
-            assignment: the assignment that ran.
+            assignment: the setting, and why it ran.
             spans_s: measured communication times, in seconds.
             iteration: training iteration at which the assignment ended.
             best_span_s: communication time of the best setting so far, in seconds.
-            credits: AUC of each arm after this trial.
+            credits: the bandit's AUC credit of each arm after this trial.
             predicted_s: communication time predicted by the planners' model. None without a prediction.
             forecast: accuracy of the planners' model, including this trial. None without a model.
         """
@@ -181,7 +183,7 @@ class TrialLogWriter:
         )
 
     def ended(self, result: SessionResult, *, iteration: int, usual: StepTime | None) -> None:
-        """Write the result of the warm-up. `usual`: typical durations of the parts of a step."""
+        """Write the result of the warm-up, and `usual`, the typical durations of the parts of a step."""
         self._write(
             {
                 "event": "result",
@@ -226,13 +228,13 @@ Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True, rename={"credits": "auc"}):
-    """Result of one assignment, as read from the log.
+    """Result of one assignment (a setting that ran for some iterations), as read from the log.
 
     Attributes:
         iteration: training iteration at which the assignment ended.
         arm: name of the arm that proposed the setting.
-        purpose: "default", "trial", "finals", …
-        knobs: the setting.
+        purpose: why the setting ran: "default", "trial", "finals", …
+        knobs: setting that ran.
         span_s: median communication time in seconds. Infinite if the setting failed.
         was_best: the setting was the best one up to this trial.
         best_s: best communication time after this trial, in seconds.
@@ -261,12 +263,13 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True, rename={"credits": 
 
 
 class LoggedResult(msgspec.Struct, frozen=True, kw_only=True, rename={"span_s": "best_span_s"}):
-    """Result of a warm-up, as read from the log. If the warm-up did not end: the best setting until then.
+    """Result of a warm-up, as read from the log. Describes the best setting so far if the warm-up did not end.
 
     Attributes:
         span_s, default_span_s: communication times of the kept setting and of the default, in seconds.
         backward_s, between_s: see `StepTime`. None if the log has no such value.
-        gain: proved gain over the default. None if the default was kept, if the warm-up did not end, or in older logs.
+        gain: proved gain over the default. None if the default was kept, if the warm-up did not end, or if an older
+            release wrote the log.
     """
 
     knobs: Knobs
@@ -287,14 +290,15 @@ class LoggedResult(msgspec.Struct, frozen=True, kw_only=True, rename={"span_s": 
 
 
 class Retune(msgspec.Struct, kw_only=True):
-    """A short search after the warm-up.
+    """A short search for a faster setting after the warm-up, as read from the log.
 
     Attributes:
         iteration: training iteration after which the search began.
-        ratio: communication time at the begin, relative to the time when `running` was chosen. None if not logged.
+        ratio: communication time when the search began, relative to the time when `running` was chosen. None if the
+            log does not contain it.
         running: setting that ran before the search.
-        measurements: results of assignments, in order of time.
-        result: result of the search, with `running` as the default. None if the log ends before.
+        measurements: results of the search's assignments, in order of time.
+        result: result of the search, with `running` as the default. None if the log ends before the search does.
     """
 
     iteration: int
@@ -306,13 +310,13 @@ class Retune(msgspec.Struct, kw_only=True):
 
 @dataclass(slots=True, kw_only=True)
 class TrialLog:
-    """Log of one job and optimizer, as read from a file.
+    """Log of one optimizer in one job, as read from a file.
 
     Attributes:
         measurements: results of the warm-up's assignments, in order of time.
         result: result of the warm-up. None if the warm-up did not end.
-        model: the planners' model. None if the log has none.
-        retunes: searches after the warm-up.
+        model: the planners' cost model of the job. None if the log does not contain one.
+        retunes: searches after the warm-up, in order of time.
         process: id of the process that wrote the log. "" in logs of older releases.
         sparse: chosen algorithms of sparse gradients, by parameter name, of all optimizers of the job.
     """
@@ -351,7 +355,7 @@ class TrialLog:
 
     @property
     def outcome(self) -> LoggedResult:
-        """Return the result. If the warm-up did not end, make one from the last best setting."""
+        """Return the result of the warm-up. If the warm-up did not end, return one with the best setting so far."""
         if self.result is not None:
             return self.result
         succeeded = [m for m in self.measurements if m.succeeded]
@@ -366,7 +370,7 @@ class TrialLog:
 
 
 def read_log(path: Path) -> TrialLog:
-    """Read the log of the last job in `path`. It has no measurements if all gradients of the job are sparse.
+    """Read the log of the last job in `path`. `measurements` is empty if all gradients of the job are sparse.
 
     Raises:
         ConfigError: the file cannot be read, has an invalid line, or contains no measured trial.
@@ -446,7 +450,10 @@ def _add_to_log(log: TrialLog, data: Mapping[str, Any]) -> None:
 
 
 def _measurement(data: Mapping[str, Any], *, best_s: float) -> Measurement:
-    """Parse a measurement. `best_s`: best time before. Version 1 has `span_s` and `was_best` instead of `spans_s`."""
+    """Parse a measurement. `best_s` is the best time before it.
+
+    Lines of version 1 have `span_s` and `was_best` instead of `spans_s`.
+    """
     values = msgspec.convert(data.get("spans_s", [data.get("span_s")]), list[Seconds | None])
     spans_s = [span_s for span_s in values if span_s is not None]
     best_after_s = msgspec.convert(data.get("best_span_s"), Seconds | None) or best_s
