@@ -1,4 +1,4 @@
-"""Private names of `torch.distributed` about process groups that exist."""
+"""Queries about existing process groups that need private names of `torch.distributed`."""
 
 from __future__ import annotations
 
@@ -15,35 +15,36 @@ if TYPE_CHECKING:
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return the name of the backend that carries a process group's tensors on `device`: "gloo", "nccl"."""
+    """Return the name of the backend, such as "gloo", that a process group uses for tensors on `device`."""
     return str(group._get_backend(device).name())
 
 
 def may_add_groups_alone() -> bool:
-    """Return whether a subset of ranks may make a process group alone.
+    """Return whether a subset of ranks can create a process group without the remaining ranks.
 
-    They may not if the default group is bound to a device, because NCCL then splits its communicator. They may not if
-    the default group makes groups by itself, either.
+    False if the default group is bound to a device, because NCCL then splits its communicator, and if the default group
+    has its own way to create groups. In both cases all ranks must take part.
     """
     import torch.distributed as dist
 
-    world: Any = dist.group.WORLD  # Any: the stub lacks both attributes
+    world: Any = dist.group.WORLD  # Any, because PyTorch's type stub lacks the two attributes read below
     return not hasattr(world, "new_group") and world.bound_device_id is None
 
 
 def group_beside(group: dist.ProcessGroup, device: torch.device, token: str) -> dist.ProcessGroup:
-    """Make another process group of the same ranks, with the same backend and timeout. Collective over its ranks.
+    """Create a second process group of the ranks, backend and timeout of `group`. Collective over its ranks.
 
-    `torch.distributed.new_group` names a group by the number of groups that this rank is in. Ranks with different
-    numbers would not meet. The name could also be that of a destroyed group, whose addresses are still in the store.
+    `torch.distributed.new_group` is not used, because it names a group by the number of groups that a rank is in. Ranks
+    with different numbers would not connect. The name could also be that of a destroyed group, whose addresses are
+    still in the store.
 
     Args:
-        group: the process group to imitate.
-        device: where its tensors are.
-        token: part of the name, the same on all ranks and never used before.
+        group: process group to copy.
+        device: device of the new group's tensors.
+        token: part of the new group's name. It must be equal on all ranks, and unused before.
 
     Raises:
-        AttributeError, TypeError: this PyTorch makes process groups in another way.
+        AttributeError, TypeError: this PyTorch version creates process groups in another way.
     """
     import torch.distributed as dist
 
@@ -68,10 +69,9 @@ def group_beside(group: dist.ProcessGroup, device: torch.device, token: str) -> 
 
 
 def timeout_of(group: dist.ProcessGroup) -> Timeout | None:
-    """Return the timeout of a process group, the longest if it differs by device. None if PyTorch does not expose it.
+    """Return a function that returns a process group's current timeout in seconds. None if PyTorch does not expose it.
 
-    The timeout is a function. It returns the seconds that are set in `torch.distributed` at the time of the call, also
-    after the group has been destroyed.
+    The function returns the longest timeout if backends differ. It also works after the group has been destroyed.
     """
     found: list[Any] = [getattr(group._get_backend(each), "options", None) for each in group._device_types]
     options = [each for each in found if hasattr(each, "_timeout")]

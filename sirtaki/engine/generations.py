@@ -1,4 +1,7 @@
-"""Generations of an elastic job: how a rank learns the members of the next one, from an agent or from MPI."""
+"""Generations of an elastic job: how a rank learns, from its agent or from MPI, which ranks the next generation has.
+
+A generation is the time between two elastic restarts, in which the set of ranks does not change.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,9 @@ logger = logging.getLogger(__name__)
 
 
 def load_what_training_needs() -> None:
-    """Import what PyTorch imports with the first optimizer only, which takes as long as importing PyTorch. Idempotent.
+    """Import the modules that PyTorch imports when the first optimizer is created. Idempotent.
+
+    Their import takes as long as that of PyTorch.
 
     Does nothing if PyTorch is not imported.
     """
@@ -48,25 +53,25 @@ def load_what_training_needs() -> None:
         torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))], lr=0.1)
 
 
-# ── the membership that an agent keeps ───────────────────────────────────────────────────────────────────────────────
+# ── jobs with agents ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 LONG_S = 10.0
-"""Seconds of computation without polling, after which a rank reports it, so that it is not taken for a hanging rank."""
+"""A rank that computes this long without polling tells its agent, so that it is not taken for a hanging rank."""
 
 
 class AgentNews:
-    """Messages of the agent about the current generation.
+    """What the agent has reported about the current generation (the ranks since the last elastic restart).
 
     Attributes:
-        change: changes since the generation began.
-        lost: how the first dead member died. "" if none died.
+        change: kinds of membership changes since the generation began.
+        lost: how the first dead rank of the generation died. "" if none died.
     """
 
     def __init__(self) -> None:
         self.change, self.lost = Change(0), ""
 
     def update(self, messages: Sequence[ToRank]) -> Formed | Dismissal | None:
-        """Record messages. Return the answer to a request for the next generation, if `messages` contain it."""
+        """Record the agent's messages. Return the answer to this rank's request for a generation, if included."""
         found = None
         for message in messages:
             if isinstance(message, Changed):
@@ -78,10 +83,10 @@ class AgentNews:
 
 
 class AgentClient:
-    """Membership of a rank whose agent runs on the same host.
+    """Membership source of a rank that an agent on the same host has started.
 
     A thread receives the agent's messages, also while this rank waits in a collective operation. The driver detects a
-    lost host long before the heartbeat of this rank does.
+    lost host, and reports it through the agent, long before this rank's heartbeats would.
     """
 
     def __init__(self, sock: socket.socket, *, interface: str | None, one_host: bool = False) -> None:
@@ -95,7 +100,7 @@ class AgentClient:
         self._channel: JsonChannel[ToRank] = JsonChannel(sock, ToRank)
         self._interface, self._one_host = interface, one_host
         self._looked_s, self._longest_s = time.monotonic(), LONG_S
-        self._changed = free_in_forked_children(threading.Condition())  # guards the attributes below
+        self._changed = free_in_forked_children(threading.Condition())  # guards all attributes set after this line
         self._agent_news = AgentNews()
         self._answer: Formed | Dismissal | None = None
         self._report: Callable[[str], object] = _ignore
@@ -142,7 +147,7 @@ class AgentClient:
         self._channel.send(Finished())
 
     def _record_poll(self) -> None:
-        """Record a poll. Report the time since the last poll to the agent if it is the longest yet."""
+        """Record that this rank polls now. If no earlier interval between polls was longer, report it to the agent."""
         now_s = time.monotonic()
         looked_s, self._looked_s = self._looked_s, now_s
         if now_s - looked_s > self._longest_s:
@@ -189,11 +194,11 @@ _FLUSH_S = 1.0
 
 
 def _ignore(lost: str) -> None:
-    """Ignore a death while no `on_loss` callback is set."""
+    """Do nothing. Replaces the `on_loss` callback while none is set."""
 
 
 def open_agent(*, interface: str | None, environ: Mapping[str, str] = os.environ) -> AgentClient | None:
-    """Return the membership of this process. None if no agent started it.
+    """Open the connection to the agent that has started this process. Return None if no agent has.
 
     Raises:
         ConfigError: this process has inherited the variable but not the socket, because a script started it.
@@ -214,14 +219,14 @@ def open_agent(*, interface: str | None, environ: Mapping[str, str] = os.environ
     return AgentClient(sock, interface=interface, one_host=hosts == "one")
 
 
-# ── the membership of ranks that MPI has started to survive ───────────────────────────────────────────────────────────
+# ── jobs that mpiexec has started with fault tolerance ────────────────────────────────────────────────────────────────
 
 
 class SurvivingMembership:
-    """Membership of a rank that MPI started with fault tolerance: all ranks that MPI has not lost are members."""
+    """Membership source of a rank that mpiexec started with fault tolerance. All surviving ranks are members."""
 
     def __init__(self, survivors: Survivors, *, interface: str | None) -> None:
-        """`interface`: name of the network interface that connects the hosts. None for any."""
+        """Keep the surviving ranks and `interface`, the network interface that connects the hosts (None for any)."""
         self._survivors, self._interface = survivors, interface
         self.leave = survivors.leave
 
@@ -251,7 +256,7 @@ class SurvivingMembership:
             )
 
     def change(self) -> Change:
-        """Return REMOVED if MPI has lost a rank. Ranks are never added."""
+        """Return REMOVED if MPI has lost a rank, because ranks are never added to such a job."""
         return Change.REMOVED if self._survivors.lost() else Change(0)
 
     def on_loss(self, report: Callable[[str], object]) -> None:
@@ -265,7 +270,10 @@ class SurvivingMembership:
 
 
 def rank_order(survivors: Sequence[Member]) -> tuple[Member, ...]:
-    """Sort by rank. Ranks of a host are adjacent. Under this constraint, ranks that hold the state precede new ones."""
+    """Return the survivors in the order of their new ranks.
+
+    Ranks of one host are adjacent. Under this constraint, ranks that hold the job's state precede ranks without it.
+    """
     hosts = dict.fromkeys(each.host for each in survivors)
     there = {host: [each for each in survivors if each.host == host] for host in hosts}
     with_state_first = sorted(there.values(), key=lambda members: not any(each.has_state for each in members))
@@ -273,8 +281,9 @@ def rank_order(survivors: Sequence[Member]) -> tuple[Member, ...]:
 
 
 def open_survivors(settings: Settings, environ: Mapping[str, str] = os.environ) -> SurvivingMembership | None:
-    """Open the membership of this process over MPI's world. Collective. None if mpiexec ends all ranks when one is
-    lost.
+    """Open a membership source over MPI's world. Collective.
+
+    Returns None if mpiexec was started without fault tolerance, so that it ends all ranks when one is lost.
 
     Raises:
         CommError: there is no usable MPI library.
@@ -289,21 +298,21 @@ def open_survivors(settings: Settings, environ: Mapping[str, str] = os.environ) 
 
 
 class Generations:
-    """The generation of this process, and its transition to the next one.
+    """This process's place in an elastic job: its current generation, and the transition to the next one.
 
     Attributes:
-        current: current generation, or the last one. None before the first.
-        has_state: this process holds the job's state.
-        tuning: tuning results of earlier generations.
-        leave: ends this process with an exit code, if other ranks outlive it or it fails.
+        current: current generation; after its end, the last one. None before the first generation.
+        has_state: this process holds the training state of the job.
+        tuning: tuning results of earlier generations, in which the job had other ranks.
+        leave: ends this process with an exit code. Called if the process fails, or exits before other ranks.
     """
 
     def __init__(self, membership: MembershipSource, leave: Callable[[int], object] = os._exit) -> None:
-        """Keep the membership, which only the main thread may call."""
+        """Keep `membership`, the source of generations. Only the main thread may call it."""
         self._membership, self.leave = membership, leave
         self.current: Generation | None = None
         self.has_state = self._dismissed = False
-        from .tuning.plans import CarriedTuning  # imports PyTorch, which processes that do not train do without
+        from .tuning.plans import CarriedTuning  # imported late, because it imports PyTorch, which agents do not need
 
         self.tuning = CarriedTuning()
 
@@ -314,7 +323,7 @@ class Generations:
 
     @property
     def in_step(self) -> bool:
-        """Return whether all members are at the same point of the script: all are new, or none is."""
+        """Return whether all ranks of the generation are at the same point of the script: all are new, or none is."""
         return self.current is not None and len({each.has_state for each in self.current.membership.members}) == 1
 
     def change(self) -> Change:
@@ -327,9 +336,9 @@ class Generations:
             self._membership.finished()
 
     def join_next(self, settings: Settings) -> Communicator:
-        """Join the next generation and connect to its members. Collective over the members.
+        """Join the next generation and connect to its ranks. Collective over these ranks.
 
-        If a generation loses a member before all have connected, the rank joins the following generation.
+        If a rank is lost before all ranks have connected, join the generation after that one.
 
         Raises:
             Dismissed: the job does not need this process any more.
@@ -376,19 +385,20 @@ _opener: Callable[[], MembershipSource | None] | None = None
 
 
 def register(opener: Callable[[], MembershipSource | None] | None) -> None:
-    """Set the function that `init()` calls for the membership of this process. It returns None for jobs that are not
-    elastic.
+    """Set the function by which `init()` obtains the membership source of this process.
+
+    The function returns None for jobs that are not elastic. `register(None)` removes it.
     """
     global _opener
     _opener = opener
 
 
 of_process: Generations | None = None
-"""Generations of this process, after `of_this_process` has opened them. None in jobs that are not elastic."""
+"""Result of `of_this_process`, which also sets it. None before its first call, and in jobs that are not elastic."""
 
 
 def of_this_process(settings: Settings) -> Generations | None:
-    """Return the generations of this process, opened at the first call. None in jobs that are not elastic.
+    """Return this process's `Generations`, which the first call creates. None in jobs that are not elastic.
 
     Collective if mpiexec started the ranks with fault tolerance.
 

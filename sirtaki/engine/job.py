@@ -1,4 +1,4 @@
-"""A job on one rank: its control plane, reducers and watchers, and how the job ends."""
+"""One rank's view of the job: its control plane, gradient reducers and watchers, and how the job ends."""
 
 from __future__ import annotations
 
@@ -58,26 +58,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CLOSING_S = 10.0
-"""Seconds to wait for something that is being closed, such as a thread."""
+"""Maximum seconds to wait for the end of a thread or a queue that is being closed."""
 
 
 class Disposal:
-    """Queue of close functions. A thread calls them in order."""
+    """Queue of functions that close resources. A background thread calls them in order."""
 
     def __init__(self) -> None:
-        """Create the queue. `start` starts the thread."""
-        # SimpleQueue, because `put` may interrupt itself
+        """Create the queue. `start` starts the thread that calls the functions."""
+        # A SimpleQueue is used because a destructor may call `put` while `put` is running in the same thread.
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread if it is not running. Call before the first `put`."""
+        """Start the background thread if it is not running. Call before the first `put`."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="sirtaki-disposal", daemon=True)
             self._thread.start()
 
     def put(self, close: Callable[[], None]) -> None:
-        """Call `close` soon, in the thread. Non-blocking; callable from destructors."""
+        """Queue `close` for the background thread. Non-blocking. May be called from destructors."""
         self._queue.put(close)
 
     def drain(self) -> None:
@@ -91,19 +91,19 @@ class Disposal:
         while (close := self._queue.get()) is not None:
             try:
                 close()
-            except Exception:  # close the rest after any error
+            except Exception:  # because the remaining functions must be called after any error
                 logger.warning("an optimizer that was dropped could not be closed", exc_info=True)
-            del close  # because it references what it closed
+            del close  # because the function references the closed object, which could not be freed
 
     def stop(self) -> None:
-        """Run the queued functions, and end the thread."""
+        """Run the queued functions, and end the background thread."""
         self._queue.put(None)
         if self._thread is not None:
             self._thread.join(CLOSING_S)
 
 
 class JobObservers:
-    """Monitoring of a job: watchers, the metrics server, `sirtaki top`. Errors here never reach training."""
+    """Monitoring of a job: watchers, the metrics server, and `sirtaki top`. Its errors never reach training."""
 
     def __init__(self, job: Job, *, local_rank: int, generation: int) -> None:
         self._job, self._generation, self._began_s = job, generation, time.time()
@@ -122,7 +122,7 @@ class JobObservers:
                 logger.debug("`sirtaki top` will not list this job: %s", err)
 
     def _serve(self, host: str, port: int) -> MetricsServer | None:
-        from sirtaki.watch.prometheus import MetricsServer  # needs prometheus_client, which few jobs want
+        from sirtaki.watch.prometheus import MetricsServer  # imported late, because it needs prometheus_client
 
         try:
             return MetricsServer(self._count(), host=host, port=port, rank=self._job.rank, size=self._job.size)
@@ -132,14 +132,14 @@ class JobObservers:
             return None
 
     def _count(self) -> Totals:
-        """Return the totals of iterations. The first call starts adding them up."""
+        """Return totals over iterations since the first call, such as numbers of bytes and seconds."""
         if self._totals is None:
             self._totals = Totals()
             watchers.add(self._totals)
         return self._totals
 
     def _describe(self) -> dict[str, Any]:
-        """Return what `sirtaki top` shows. The first call starts adding up iterations."""
+        """Return the values that `sirtaki top` shows. Totals count from the first call on."""
         totals, job = self._count(), self._job
         gain = totals.gain
         return {
@@ -159,7 +159,7 @@ class JobObservers:
         }
 
     def close(self, *, for_good: bool) -> None:
-        """End monitoring. `for_good`: the job has ended, not only its generation."""
+        """End monitoring. `for_good` is True if the job ends, and False if it only restarts with other ranks."""
         if self._presence is not None:
             self._presence.close()
         if self._server is not None:
@@ -173,35 +173,37 @@ SHUTDOWN_S = 30.0
 """Seconds that `shutdown()` waits until all ranks have called it."""
 
 LEAVE_S = 5.0
-"""Maximum time in seconds between the agreement to leave a generation and its end on all ranks."""
+"""Maximum seconds from the agreement of all ranks to leave a generation of an elastic job to its end on all ranks."""
 
 DEVICE_S = 5.0
-"""Seconds for which a failed job may continue before a waiting device ends it."""
+"""Seconds after a job's failure until this process is ended if a GPU still waits for other ranks."""
 
 
 class Job:
-    """State of one initialised process. In an elastic job: state of one generation.
+    """Sirtaki's state in one process, from `init()` to `shutdown()`, or to the next restart of an elastic job.
 
     Attributes:
-        elastic: generations of this process. None if the job is not elastic, so that the loss of a rank ends it.
-        settled: scripts may communicate. False while new and old ranks have not synchronised in `elastic.run`.
-        training: the function that `elastic.run` repeats is running.
-        observed: monitoring of the job. None before and after.
-        part_bytes: sizes of parts of compiled graphs in the user's plan (`GivenPlan.part_bytes`). None if not given.
+        elastic: transition of this process between generations of an elastic job. None if the job is not elastic, so
+            that the loss of a rank ends it.
+        settled: the script may communicate. False until new and old ranks have synchronised in `elastic.run`.
+        training: the function that `elastic.run` repeats is running now.
+        observed: monitoring of the job. None before the job is open and after it is closed.
+        part_bytes: bytes of gradients after which the user's plan cuts a compiled graph (`GivenPlan.part_bytes`). None
+            without such a plan.
     """
 
     def __init__(self, settings: Settings, comm: Communicator, elastic: Generations | None = None) -> None:
-        """Open the job over `comm`, and take ownership of it. Collective.
+        """Open the job over `comm`, and take ownership of `comm`. Collective.
 
         Args:
             settings: settings of this process.
             comm: communicator of all ranks of the job.
-            elastic: generations of this process. None if the job is not elastic.
+            elastic: transition of this process between generations. None if the job is not elastic.
         """
         self.settings, self._ranks, self.elastic = settings, comm, elastic
         self.settled, self.training = elastic is None or elastic.in_step, False
         self.observed: JobObservers | None = None
-        # Steps that fail if another rank fails run first, because later steps would have to be undone.
+        # Collective steps run first: they fail if another rank fails, and later steps would then have to be undone.
         self.control = ControlPlane(comm, local_size=settings.local_size, interface=settings.gloo_interface)
         asked = settings.profile and replace(settings.profile, folder=os.path.abspath(settings.profile.folder))
         part_bytes = part_bytes_of(settings.plan) if self.control.rank == 0 else None
@@ -210,7 +212,7 @@ class Job:
         self.job, profile, self.part_bytes = self.control.broadcast(
             (f"{time.time_ns()}.{os.getpid()}", asked, part_bytes)
         )
-        # All ranks use the profile options of rank 0, because recording contains collective operations.
+        # All ranks use rank 0's profile options, because recording a profile needs collective operations.
         self.settings = settings = replace(settings, profile=profile)
         self.clock_offset_s = align_clocks(self.control) if settings.timeline is not None else None
         start_logging(settings, self.control.rank)
@@ -226,7 +228,7 @@ class Job:
             self.watchdog,
             partial(open_lanes, settings=settings, timeout_s=settings.transport_timeout_s),
         )
-        # Serial numbers of optimizers by process set, equal on all ranks of the set.
+        # The counters give each optimizer of a process set a serial number that is equal on all ranks of the set.
         self.serials: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
         self.disposal = Disposal()
         self.participants = ActiveReducers()
@@ -237,13 +239,13 @@ class Job:
 
     @property
     def engine(self) -> EagerEngine:
-        """Eager operations over all ranks."""
+        """The engine of eager operations (`hvd.allreduce` and similar) over all ranks."""
         engine = self.rank_sets[0].engine
         assert engine is not None
         return engine
 
     def _attend(self) -> None:
-        """Announce iterations and report long waits while this rank waits."""
+        """Announce iterations to ranks in `join()`, and report long waits. Called repeatedly while this rank waits."""
         self.joining.poll()
         self.blocked.poll()
 
@@ -253,21 +255,21 @@ class Job:
 
     @property
     def pipelines(self) -> list[GradientPipeline]:
-        """The pipelines that reduce the dense gradients of the participants. Thread-safe."""
+        """The pipelines that reduce dense gradients, one per active reducer. Thread-safe."""
         found = (participant.pipeline for participant in self.participants)
         return [pipeline for pipeline in found if pipeline is not None]
 
     @property
     def tunings(self) -> list[Tuning]:
-        """The targets that tune the pipelines. Thread-safe."""
+        """The tuning state of each active reducer. Thread-safe."""
         return [tuning for participant in self.participants if (tuning := participant.tuning) is not None]
 
     def _end_if_a_device_waits(self) -> None:
         """End the process if a GPU waits for other ranks of the failed job.
 
-        A waiting kernel, and work queued after it, cannot be cancelled. The main thread may hang in CUDA forever. If
-        it continued, it would update parameters with gradients that were never reduced. If no GPU waits, the main
-        thread may end the process itself.
+        A waiting GPU kernel, and the work queued after it, cannot be cancelled. The main thread may hang in CUDA
+        forever. If it went on, it would update parameters with gradients that were never reduced. If no GPU waits, the
+        main thread raises the error itself.
         """
 
         def ends() -> bool:
@@ -298,7 +300,7 @@ class Job:
         return self.control.failures.error
 
     def interrupt(self) -> list[str]:
-        """Store the results of the warm-up, and return descriptions of where this rank is."""
+        """Store the results of an unfinished warm-up. Return lines that describe what this rank is doing."""
         where = self.watchdog.progress()
         timeline.stop()
         recorder.end()
@@ -313,11 +315,11 @@ class Job:
                 participant.close("when its process set was removed")
 
     def close(self, timeout_s: float) -> bool:
-        """Wait until all ranks have called `close`, and then end all threads and free all communicators. Collective.
+        """Wait until all ranks have called `close`. Then end all threads and free all communicators. Collective.
 
         Returns:
-            False if a rank did not call it within `timeout_s`. No communicator is freed in this case, and this
-            method may be called again.
+            True if the job is closed. False if a rank did not call `close` within `timeout_s`. In this case no
+            communicator is freed, and `close` may be called again.
         """
         self._hide(for_good=True)
         self.control.failures.set_wait_callback(None)
@@ -339,15 +341,18 @@ class Job:
         if observed is not None:
             observed.close(for_good=for_good)
 
-    # ── where ranks come and go ──────────────────────────────────────────────────────────────────────────────────
+    # ── leaving a generation of an elastic job ───────────────────────────────────────────────────────────────────
 
     def give_up(self, reason: str) -> None:
-        """Leave the generation, and report the reason to all ranks. Not collective, non-blocking."""
+        """Send the reason why this rank leaves the generation to all ranks. Not collective, non-blocking."""
         self.control.failures.report(PeerLostError(reason))
         self._ranks.abort(reason)
 
     def wait_for_leave(self) -> None:
-        """Wait until all ranks know that all leave the generation. Collective, after all have agreed to leave."""
+        """Wait until all ranks know that every rank leaves the generation. Collective.
+
+        Call after all ranks have agreed to leave.
+        """
         together = False
         with contextlib.suppress(CommError):
             together = leave_together(self.control.comm, LEAVE_S)
@@ -377,7 +382,7 @@ class Job:
 
 _job: Job | None = None
 _ending: Job | None = None
-"""Job to close at the exit of this process. None once it has been closed on all ranks, or is being closed."""
+"""Job that must be closed when this process exits. None if there is no job, or if it is closed or being closed."""
 
 
 def current() -> Job:
@@ -401,14 +406,14 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, *, beside: ProcessGroup |
     """Start Sirtaki on all ranks. Collective. Idempotent.
 
     Args:
-        comm: None for all ranks that the launcher started; an mpi4py communicator; or a list of ranks, which only
-            the listed ranks pass.
-        beside: a PyTorch process group whose ranks become the job's. `comm` must be None.
+        comm: ranks of the job. None for all ranks that the launcher started. Otherwise an mpi4py communicator, or a
+            list of ranks. Only the listed ranks may call `init`.
+        beside: PyTorch process group whose ranks become the ranks of the job. `comm` must be None.
 
     Raises:
         ConfigError: an environment variable is invalid or needs a missing package, this rank is not in `comm`, or the
             launcher started more ranks than MPI has.
-        LaunchError: the job is elastic, and has no generation for this rank.
+        LaunchError: the job is elastic, and this rank cannot become a member of it.
         CommError: there is no usable MPI library, or a rank cannot be reached.
     """
     global _job, _ending, _has_hooks
@@ -429,8 +434,8 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, *, beside: ProcessGroup |
         _job = _next_generation(settings, elastic)
     control = _job.control
     if control.rank == 0 and control.size > 1 and settings.tunes and settings.registry != REGISTRY_OFF:
-        load_ahead(settings.registry)  # because all ranks would wait for it after the script has built its model
-    # Scripts read these variables, as under horovodrun.
+        load_ahead(settings.registry)  # imported now, because all ranks would wait for a later import
+    # These variables are set because scripts written for horovodrun read them.
     for name, value in (
         ("RANK", control.rank),
         ("SIZE", control.size),
@@ -441,7 +446,7 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, *, beside: ProcessGroup |
         *([("ELASTIC", 1)] if elastic is not None else []),
     ):
         os.environ[f"HOROVOD_{name}"] = str(value)
-    # setdefault, because an elastic launcher has set its own host name
+    # An existing value is kept, because an elastic launcher sets its own host names.
     os.environ.setdefault("HOROVOD_HOSTNAME", control.host_names[control.rank])
     _ending = _job
     if not _has_hooks:
@@ -454,7 +459,7 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, *, beside: ProcessGroup |
 
 
 def _next_generation(settings: Settings, elastic: Generations) -> Job:
-    """Open the next generation in which no member fails during opening. Collective over its members.
+    """Join generations of an elastic job until all ranks of one have opened the job. Collective over these ranks.
 
     Raises:
         SystemExit: the job does not need this rank any more. The exit code is 0.
@@ -477,11 +482,13 @@ def _next_generation(settings: Settings, elastic: Generations) -> Job:
 
 
 def leave(*, together: bool, reason: str = "") -> None:
-    """End this rank's part in the job or its generation. `init()` may join the next one. Idempotent.
+    """End this rank's part in the current job, or generation of an elastic job. Idempotent.
+
+    A later `init()` joins the next generation.
 
     Args:
-        together: all ranks have agreed to leave. Collective in this case.
-        reason: reason to report to all ranks if `together` is False.
+        together: all ranks have agreed to leave. In this case the function is collective.
+        reason: why this rank leaves. Sent to all ranks if `together` is False.
     """
     global _job, _ending
     if _job is None:
@@ -504,7 +511,7 @@ def shutdown() -> None:
     if _is_child:
         _job = None
         return
-    with contextlib.suppress(SirtakiError):  # the error was raised, or will be, where the missing gradients are used
+    with contextlib.suppress(SirtakiError):  # the script gets the error where it uses the missing gradients
         _job.participants.drain()
     job, _job = _job, None
     if job.close(SHUTDOWN_S):
@@ -523,22 +530,25 @@ VICTIM_S = 2.0
 """Seconds that a rank whose communication failed waits before it ends the job, so that the cause is printed first."""
 
 LOST_S = 15.0
-"""Same over MPI if another rank has exited or is about to: that rank ends the job, and its exit code must be kept."""
+"""Seconds that such a rank waits over MPI if another rank has exited or is exiting.
+
+That other rank ends the job, and its exit code must become the job's.
+"""
 
 EXIT_S = 5.0
-"""Seconds that a rank with a nonzero exit code waits in `close`, before it reports the failure to all ranks."""
+"""Seconds that a rank with a nonzero exit code waits in `Job.close`, before it reports the failure to all ranks."""
 
-_AGAIN_S = 60.0  # seconds per attempt to close the job
+_AGAIN_S = 60.0  # maximum seconds of one attempt to close the job, which is then repeated
 
 _exit_code: int | None = None
 _raised = False
 _has_hooks = False
 _is_child = False
-"""This process was forked from a rank. It may only query properties such as the rank."""
+"""True in processes that were forked from a rank. They may only query properties such as the rank."""
 
 
 def describe() -> str:
-    """Describe what this rank is doing. "" without a job."""
+    """Return a description of what this rank is doing in the job. Return "" without a job."""
     return "" if _ending is None else _ending.watchdog.describe()
 
 
@@ -566,7 +576,7 @@ def _install_hooks() -> None:
         global _ending, _raised
         job, _raised = _ending, True
         where = _interrupted(job) if job is not None and job.size > 1 else []
-        if where and _started_by_sirtakirun():  # the wrapper of sirtakirun prints the rank and the error itself
+        if where and _started_by_sirtakirun():  # because sirtakirun's wrapper prints the rank and the error itself
             error.add_note(f"This rank {'; '.join(where)}.")
         over_mesh = job is not None and job.backend is Backend.MESH
         printed_elsewhere = job is not None and (
@@ -574,7 +584,7 @@ def _install_hooks() -> None:
             or (over_mesh and job.size > 1 and isinstance(error, PeerLostError))
         )
         if not printed_elsewhere or _started_by_sirtakirun():
-            # because torch.distributed captures what its inner hooks print, and prints it only after the job has ended
+            # stderr is redirected because torch.distributed captures it, and prints it only after the job has ended.
             with contextlib.redirect_stderr(sys.__stderr__):
                 previous_hook(kind, error, trace)
         if job is None or job.size == 1:
@@ -582,7 +592,7 @@ def _install_hooks() -> None:
                 _leave(1)
             return
         _ending = None  # because the exit must not wait for other ranks
-        # Leave out the error's text if the previous hook has printed it.
+        # The error's text is omitted if the previous hook has printed it already.
         what = f"raised {kind.__name__}" + (f": {error}" if printed_elsewhere else "")
         if over_mesh and isinstance(error, PeerLostError):
             what = f"ends, since {error}"
@@ -599,7 +609,7 @@ def _install_hooks() -> None:
             job._ranks.abort(f"rank {job.rank} raised {kind.__name__}: {error}")
             _leave(1)
 
-    def on_exit(status: Any = None) -> NoReturn:  # Any: as in sys.exit
+    def on_exit(status: Any = None) -> NoReturn:  # Any, because sys.exit accepts any object
         global _exit_code
         _exit_code = status if isinstance(status, int) else int(status is not None)
         previous_exit(status)
@@ -615,16 +625,16 @@ def _become_child(_: object) -> None:
     global _ending, _is_child
     _is_child = _is_child or _job is not None or generations.of_process is not None
     _ending = None
-    if not _is_child:  # because the child may become a rank
+    if not _is_child:  # The process was forked before `init()`, so it may become a rank.
         at_exit(_at_exit)
     if not skip_finalize():
         atexit.register(_leave_before_mpi)
 
 
 def _finish_updates() -> None:
-    """Complete deferred updates before a fork, because the child has no thread that could."""
+    """Complete deferred updates before a fork, because the child process has no threads that could complete them."""
     if _job is not None and not _is_child and threading.current_thread() is threading.main_thread():
-        with contextlib.suppress(SirtakiError):  # the script's next step raises it
+        with contextlib.suppress(SirtakiError):  # the script's next step raises the error
             _job.participants.drain()
 
 
@@ -677,11 +687,11 @@ def _interrupted(job: Job) -> list[str]:
 
 
 def _report(job: Job, reason: str, where: list[str]) -> None:
-    """Print which rank ends the job, and where it was. sirtakirun prints the former itself."""
+    """Print which rank ends the job, and what it was doing. Under sirtakirun, print only what it was doing."""
     if where or not _started_by_sirtakirun():
         place = "".join(f"; it {text}" for text in where)
         then = "the job ends" if job.elastic is None else "it leaves the job"
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # standard error is closed, full or None
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # because stderr may be closed, full or None
             print(f"sirtaki: rank {job.rank} {reason}{place}; {then}", file=sys.__stderr__, flush=True)
 
 
@@ -691,7 +701,7 @@ def _started_by_sirtakirun() -> bool:
 
 
 def _outlives_others() -> bool:
-    """Return whether ranks may outlive this process, so that it must exit in a way that they detect."""
+    """Return whether other ranks may outlive this process, so that they must be able to detect its exit."""
     elastic = generations.of_process
     return not _is_child and elastic is not None and elastic.leave is not os._exit
 

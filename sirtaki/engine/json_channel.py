@@ -14,7 +14,7 @@ import msgspec
 from sirtaki.machine import in_forked_children
 
 LONGEST_BYTES = 8 * 2**20
-"""Maximum size of a message. A generation of ten thousand ranks fits."""
+"""Maximum bytes of a message. A list of ten thousand ranks fits."""
 
 _LENGTH = struct.Struct("<I")
 _PIECE_BYTES = 65536
@@ -23,7 +23,7 @@ Received = TypeVar("Received")
 
 
 def encoded(message: msgspec.Struct) -> bytes:
-    """Encode a message for `JsonChannel.send`. Encode once for several receivers."""
+    """Encode a message for `JsonChannel.send`, so that a message to several receivers is encoded only once."""
     text = msgspec.json.encode(message)
     return _LENGTH.pack(len(text)) + text
 
@@ -36,7 +36,7 @@ class JsonChannel(Generic[Received]):
 
         Args:
             sock: socket connected to the peer.
-            understood: class, or union of classes, of the messages to receive (Any: as in msgspec's decoder).
+            understood: class, or union of classes, of the messages to receive. Other messages are rejected.
         """
         self._sock = sock
         sock.setblocking(False)
@@ -46,11 +46,11 @@ class JsonChannel(Generic[Received]):
         self._events: selectors.BaseSelector | None = None
         self._data: Any = None
         self._waits_for = selectors.EVENT_READ
-        # because an open copy in a child would hide the close from the peer
+        # The socket is closed in forked children, because the peer would not notice a close while a child has a copy.
         in_forked_children(self, lambda channel: channel._sock.close())
 
     def watch(self, events: selectors.BaseSelector, data: Any) -> None:
-        """Register this channel with a selector, with `data`.
+        """Register this channel with a selector. The selector's events for the channel carry `data`.
 
         The selector reports the channel when it is readable, and when unsent data can be sent. Call `receive` in both
         cases. `close` unregisters the channel.
@@ -64,7 +64,7 @@ class JsonChannel(Generic[Received]):
         return self._sock.fileno()
 
     def send(self, message: msgspec.Struct | bytes) -> None:
-        """Send a message, or the output of `encoded`. Data that the socket does not accept now is queued.
+        """Send a message, or the output of `encoded`. Bytes that the socket does not accept yet are queued.
 
         Messages to a peer that has exited are dropped.
         """
@@ -72,7 +72,7 @@ class JsonChannel(Generic[Received]):
         self.flush()
 
     def flush(self) -> None:
-        """Send as much queued data as the socket accepts. `receive` reports if the peer has exited."""
+        """Send as many queued bytes as the socket accepts. If the peer has exited, `receive` raises an error later."""
         try:
             while self._out:
                 del self._out[: self._sock.send(self._out)]
@@ -116,16 +116,16 @@ class JsonChannel(Generic[Received]):
             del self._in[:end]
             try:
                 messages.append(self._decoder.decode(text))
-            except ValueError as err:  # raised by msgspec, also for bytes that are not UTF-8
+            except ValueError as err:  # msgspec raises it for invalid JSON and for bytes that are not UTF-8
                 raise ConnectionError(f"invalid message: {err}") from err
-        if self._ended and not messages:  # return the messages before the error
+        if self._ended and not messages:  # messages received before the end are returned first
             raise ConnectionError("the peer has closed the connection")
         return messages
 
     def close(self) -> None:
         """Close the channel. Idempotent."""
         if self._events is not None:
-            with contextlib.suppress(KeyError, ValueError):  # the selector may be closed
+            with contextlib.suppress(KeyError, ValueError):  # because the selector may be closed already
                 self._events.unregister(self)
             self._events = None
         self._sock.close()

@@ -1,4 +1,4 @@
-"""Open lanes for large tensors: of eager operations, torch.distributed's process groups and sharded models."""
+"""Open lanes (sets of connections) for large tensors: eager operations, process groups and sharded models."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ from .tuning.plans import default_knobs, knob_space
 logger = logging.getLogger(__name__)
 
 TYPICAL_BYTES = 25 << 20
-"""Tensor size for which the unit size is chosen: DDP's default bucket."""
+"""Tensor size for which the default unit (bucket) size of lanes is chosen: the default size of DDP's buckets."""
 
 SLOT_BYTES, SLOTS = 2 << 20, 4
-"""Size and number of slots in shared memory. Small slots stay in the processor's cache between writer and reader."""
+"""Size and number of buffers (slots) in shared memory. A small slot is still in the cache when it is read."""
 
 
 def open_lanes(ranks: Communicator, *, settings: Settings, timeout_s: float) -> UnitPipeline:
-    """Open lanes of the untuned default route, within the user's settings. Collective, from one thread per rank.
+    """Open lanes that all-reduce over the untuned default route or the user's choice. Collective.
+
+    Call from one thread per rank.
 
     Args:
-        ranks: communicator of the ranks. It belongs to the lanes until they are closed.
+        ranks: communicator of the ranks. The lanes own it until they are closed.
         settings: settings of this process.
         timeout_s: maximum time in seconds that a stream waits for a rank.
 
@@ -63,19 +65,21 @@ def open_lanes(ranks: Communicator, *, settings: Settings, timeout_s: float) -> 
 
 
 FLOWS = 8
-"""Approximate default number of connections of a rank for shards. Clouds limit the rate of each connection."""
+"""Approximate default number of connections of a rank for sharded models. Several are needed, because clouds limit the
+rate of each connection.
+"""
 
 
 def untuned_streams(lanes: ShardLanes, settings: Settings) -> int:
-    """Return the default number of connections to each peer."""
+    """Return the untuned number of connections from this rank to each peer."""
     return min(settings.streams or -(-FLOWS // lanes.peers), lanes.most_streams)
 
 
 def open_shards(control: ControlPlane, *, settings: Settings, timeout: Timeout) -> ShardLanes:
-    """Open untuned lanes for all-gathers and reduce-scatters. Collective, from one thread per rank.
+    """Open untuned lanes for all-gathers and reduce-scatters. Collective. Call from one thread per rank.
 
     Args:
-        control: control plane of at least two ranks. It belongs to the lanes until they are closed.
+        control: control plane of at least two ranks. The lanes own it until they are closed.
         settings: settings of this process.
         timeout: maximum time that an operation waits for a rank.
 
@@ -89,7 +93,7 @@ def open_shards(control: ControlPlane, *, settings: Settings, timeout: Timeout) 
 
 
 def control_of(ranks: Communicator, settings: Settings) -> ControlPlane:
-    """Open a control plane over `ranks`, with the simulated nodes of the settings. Collective."""
+    """Open a control plane over `ranks`. The settings may divide the ranks into simulated nodes. Collective."""
     raise_descriptor_limit()
     # Simulated nodes are ignored if their size does not divide the number of these ranks.
     pretended = settings.local_size if ranks.size % (settings.local_size or 1) == 0 else None

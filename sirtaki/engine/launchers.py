@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 
 from sirtaki.errors import ConfigError
 
-# below the kernel's ephemeral ports; the count is prime, so that consecutive jobs get different ports
+# Ports are below the kernel's ephemeral ports. Their count is prime, so that consecutive jobs get different ports.
 _FIRST_PORT, _PORTS = 20011, 10007
 
 _NEARER = ("OMPI_COMM_WORLD_SIZE", "MPI_LOCALRANKID", "TORCHELASTIC_RUN_ID")
-"""Variables of launchers whose daemons srun may have started. SLURM_PROCID is the daemon's rank in this case."""
+"""Variables of launchers that may run inside an srun task. If one is set, SLURM_PROCID is the rank of the launcher's
+daemon, not of this process.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +24,9 @@ class LauncherRank:
 
     Attributes:
         host, port: rendezvous address of the ranks. "" and 0 for a job of one rank.
-        attempt: id of the job and of its restart.
-        agent_store: torchrun hosts the store. Otherwise rank 0 does.
-        local_rank, local_size: rank and number of ranks on this node. Set for tasks of srun only.
+        attempt: text that identifies the job and the number of its restart.
+        agent_store: torchrun's agent hosts the rendezvous store. If False, rank 0 hosts it.
+        local_rank, local_size: rank on this node, and number of ranks on this node. Set for srun tasks only.
     """
 
     rank: int
@@ -38,12 +40,12 @@ class LauncherRank:
 
 
 def step_place(environ: Mapping[str, str] = os.environ) -> LauncherRank | None:
-    """Return the rank and rendezvous address of an srun task, if the job step has several tasks.
+    """Return the rank and rendezvous address of this srun task.
 
-    The address is the step's first node and a port derived from the job and step ids.
+    The address is the job step's first node, with a port derived from the job and step ids.
 
     Returns:
-        None if the step has one task, or if a launcher inside the step started this process.
+        None if the step has only one task, or if a launcher inside the step started this process.
 
     Raises:
         ConfigError: Slurm's variables contradict each other.
@@ -117,7 +119,8 @@ _PLACES = {
     "LOCAL_SIZE": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
 }
 
-# Set by any mpiexec, or by a batch system that starts MPI ranks: the launchers above, MVAPICH, Cray and IBM.
+# Each mpiexec, and each batch system that starts MPI ranks, sets one of these variables. They cover Open MPI, Hydra,
+# PMIx, MVAPICH, Cray and IBM.
 _OF_MPI = (
     "OMPI_COMM_WORLD_SIZE",
     "PMI_RANK",
@@ -131,16 +134,16 @@ _OF_MPI = (
 )
 
 HOROVOD_NAMES = {name: f"HOROVOD_{name}" for name in _PLACES}
-"""Variables that Horovod scripts read, by quantity."""
+"""Names of the variables that Horovod scripts read, by quantity ("RANK", "SIZE", …)."""
 
 TORCH_NAMES = {"RANK": "RANK", "SIZE": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_RANK", "LOCAL_SIZE": "LOCAL_WORLD_SIZE"}
-"""Variables that `torch.distributed.init_process_group()` and torchrun scripts read, by quantity."""
+"""Names of the variables that `init_process_group()` and torchrun scripts read, by quantity ("RANK", "SIZE", …)."""
 
 AGENT = "SIRTAKI_AGENT"
-"""Set in ranks of an elastic job: the file descriptor of the socket to the agent that started the rank."""
+"""Variable with the file descriptor of the socket to the agent that started this rank. Set in elastic jobs only."""
 
 BAR = "SIRTAKI_BAR"
-"""Set by a launcher that draws the progress bar for its ranks."""
+"""Variable that a launcher sets if it draws the tuning progress bar for its ranks."""
 
 _REMEDY = "start it with `sirtakirun -np {size} python …`"
 _SRUN_REMEDY = (

@@ -1,4 +1,7 @@
-"""Membership of an elastic job: generations (lists of ranks), and the messages between a rank and its agent."""
+"""Membership of an elastic job: its generations, and the messages between a rank and its agent.
+
+A generation is the list of ranks between two elastic restarts.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +19,22 @@ from sirtaki.errors import CommError
 
 
 class Dismissed(CommError):
-    """Raised in a rank that the job does not need any more. The rank exits with code 0."""
+    """The elastic job does not need this rank any more. The rank must exit with code 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """One membership of an elastic job, as this process connects to it. It ends when its members change.
+    """One generation of an elastic job: its ranks until the next elastic restart, and the rank of this process.
 
-    Ranks of one host are adjacent. Under this constraint, members that hold the job's state precede new ones, in their
-    previous order. So rank 0 holds the state unless all members are new. If any member is new, all members must
+    Ranks of one host are adjacent. Under this constraint, ranks that hold the job's state precede new ones, and keep
+    their previous order. So rank 0 holds the state unless all ranks are new. If any rank is new, all ranks must
     synchronise, even if the previous generation reported no added rank.
 
     Attributes:
-        membership: its ranks, and the generation's number, which ascends from 1.
+        membership: ranks of the generation, and its number, which ascends from 1.
         rank: rank of this process.
         listeners: sockets at which this process accepts connections of its peers.
-        why_in_vain: returns why a member will not connect, "" if all may. Non-blocking.
+        why_in_vain: returns the reason if some rank will certainly not connect, otherwise "". Non-blocking.
     """
 
     membership: Membership
@@ -40,7 +43,7 @@ class Generation:
     why_in_vain: Callable[[], str] = field(default=lambda: "", repr=False)
 
     def connect(self, *, timeout_s: float, heartbeat_s: float | None) -> MeshCommunicator:
-        """Connect all members pairwise, see `connect_members`. Collective."""
+        """Connect all ranks of the generation pairwise. Collective."""
         return connect_members(
             self.membership,
             self.listeners,
@@ -52,22 +55,25 @@ class Generation:
 
 
 class Change(Flag):
-    """Difference between the current and the next generation."""
+    """Kinds of changes between the current and the next generation: ranks were added, or ranks were removed."""
 
     ADDED = 1
     REMOVED = 2
 
 
 class MembershipSource(Protocol):
-    """Source of the generations of a rank: the agent of its host, or MPI. Call from one thread at a time."""
+    """Source from which a rank obtains the generations of an elastic job: the agent of its host, or MPI.
+
+    Call from one thread at a time.
+    """
 
     def join(self, *, after: int, has_state: bool, timeout_s: float) -> Generation:
-        """Join the next generation. Blocks until all its members have called `join`.
+        """Join the next generation. Blocks until all ranks of that generation have called `join`.
 
         Args:
-            after: number of the generation that this rank leaves. 0 if it has been in none.
-            has_state: this rank has synchronised in some generation, so it holds the job's state. A rank without the
-                state must not become the rank whose state all members copy.
+            after: number of the generation that this rank leaves. 0 if the rank has not been in one.
+            has_state: this rank has synchronised in an earlier generation, so it holds the job's state. A rank without
+                the state must not become the rank whose state all ranks copy.
             timeout_s: maximum wait in seconds.
 
         Raises:
@@ -77,18 +83,18 @@ class MembershipSource(Protocol):
         ...
 
     def change(self) -> Change:
-        """Return what has changed since the current generation began; 0 means no change. Non-blocking.
+        """Return how membership has changed since the current generation began. 0 means no change. Non-blocking.
 
-        The result contains REMOVED if a member has died. A rank that does not communicate, or that waits for a
-        connection, learns of the death only here.
+        The result contains REMOVED if a rank of the generation has died. A rank that does not communicate, or that
+        waits for a connection, learns of the death only by this method.
         """
         ...
 
     def on_loss(self, report: Callable[[str], object]) -> None:
-        """Call `report` once with the cause of the first death of a member, until the next `join`.
+        """Set the function to call when a rank of the generation dies. It is dropped at the next `join`.
 
-        `report` runs in any thread, possibly before `on_loss` returns. It ends waits for a dead rank. Deaths that the
-        control plane detects itself need not be reported.
+        `report` is called once, with the cause of the first death, in any thread, possibly before `on_loss` returns. It
+        ends waits for the dead rank. Deaths that the control plane detects itself need not be reported.
         """
         ...
 
@@ -109,23 +115,23 @@ class Proof:
 
 
 class Join(Struct, tag=True, frozen=True, kw_only=True):
-    """The rank asks for the next generation. Its slot and number are not set."""
+    """Request of a rank to join the next generation. The slot and number of `member` are not set."""
 
     member: Member
 
 
 class Patience(Struct, tag=True, frozen=True):
-    """Report of a rank that it computed for `seconds` without polling for membership changes."""
+    """Report of a rank that it has computed for `seconds` without polling for membership changes, but does not hang."""
 
     seconds: float
 
 
 class Finished(Struct, tag=True, frozen=True):
-    """Report of a rank that it has completed its work."""
+    """Report of a rank that its script has completed."""
 
 
 class Formed(Struct, tag=True, frozen=True, kw_only=True):
-    """The next generation, in which the receiver has rank `rank`."""
+    """Answer to `Join`: the next generation, in which the receiver has rank `rank`."""
 
     rank: int
     membership: Membership
@@ -136,7 +142,7 @@ class Dismissal(Struct, tag=True, frozen=True):
 
 
 class Changed(Struct, tag=True, frozen=True):
-    """Notification that the generation is about to change. `lost`: how the first dead member died, "" if none died."""
+    """Notification that the generation will change. `lost` says how the first dead rank died; "" if none died."""
 
     change: Change
     lost: str = ""

@@ -1,8 +1,8 @@
 """Find the MPI library that mpi4py loads, and the mpiexec that belongs to it.
 
-A machine may have several MPI libraries (a PyPI wheel, the distribution's, a module of the cluster). Ranks that were
-started by the mpiexec of another library each have a world of one rank. The library is detected in a subprocess,
-because importing `mpi4py.MPI` loads it permanently.
+A machine may have several MPI libraries: from PyPI, from the Linux distribution, from a module of the cluster. If the
+mpiexec of one library starts ranks that load another library, each rank has an MPI world of size one. The library is
+detected in a subprocess, because importing `mpi4py.MPI` loads the library permanently.
 """
 
 import os
@@ -21,7 +21,7 @@ from sirtaki.errors import LaunchError
 _NAMES = ("mpiexec", "mpiexec.hydra", "mpiexec.openmpi", "mpiexec.mpich", "mpirun", "orterun")
 _PROBE_TIMEOUT_S = 60.0
 
-# Runs with the ranks' interpreter. `initialize = False`, because the probe must not start MPI.
+# The Python interpreter of the ranks runs this program. `initialize = False` is set, because it must not start MPI.
 _PROBE = """
 import importlib.metadata, importlib.util, json, os
 if importlib.util.find_spec("sirtaki") is None:
@@ -50,15 +50,15 @@ print(json.dumps({
 
 
 class Launcher(Enum):
-    """Families of mpiexec that accept the same command line."""
+    """Families of mpiexec programs. All programs of a family accept the same command line."""
 
     OPEN_MPI = "Open MPI"
-    HYDRA = "Hydra"  # MPICH's, also in Intel MPI and MVAPICH
+    HYDRA = "Hydra"  # the mpiexec of MPICH, Intel MPI and MVAPICH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MpiLibrary:
-    """The MPI library of one Python interpreter.
+    """The MPI library that mpi4py loads in one Python interpreter.
 
     Attributes:
         vendor: vendor as reported by mpi4py, such as "Open MPI".
@@ -108,7 +108,7 @@ def find_mpi_library(python: str) -> MpiLibrary:
 
 
 def find_mpiexec(library: MpiLibrary) -> Path:
-    """Return the mpiexec of `library`: search folders near the library first, then PATH.
+    """Return the mpiexec that belongs to `library`. Folders near the library are searched first, then PATH.
 
     Raises:
         LaunchError: there is no mpiexec, or none belongs to this library.
@@ -126,7 +126,7 @@ def find_mpiexec(library: MpiLibrary) -> Path:
 
 
 def _candidates(library: Path | None) -> Iterator[Path]:
-    """Yield existing mpiexec files, each once, most likely first."""
+    """Yield the paths of existing mpiexec programs without duplicates, most likely ones first."""
     folders: list[Path] = []
     if library is not None:
         for place in (library, library.resolve()):
@@ -152,7 +152,10 @@ def _version_text(mpiexec: Path) -> str:
 
 
 def _belongs(library: MpiLibrary, version_text: str) -> bool:
-    """Compare vendor and version. Derivatives of MPICH print only their own name, so the family must suffice."""
+    """Return whether `version_text`, printed by an mpiexec, fits the library's vendor and version.
+
+    Derivatives of MPICH print only their own name, so for them the family of mpiexec is compared.
+    """
     version = ".".join(map(str, library.version))
     match library.vendor:
         case "Open MPI":

@@ -1,4 +1,4 @@
-"""Active reducers of a job, `join()`, and detection of deadlocks between ranks."""
+"""The gradient reducers in use in a job, the protocol of `join()`, and detection of deadlocks between ranks."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ Key = tuple[int, int]
 
 
 class WaitStage(IntEnum):
-    """Progress of a rank within one iteration."""
+    """Stages of one iteration of a gradient reducer, in which a rank may wait for other ranks."""
 
     ASK = 0
-    """The rank asks whether any rank has gradients of parameters that are shared by several optimizers."""
+    """The rank asks all ranks whether any of them has gradients of parameters that several optimizers share."""
     REDUCE = 1
-    """All gradients of the rank are ready, and it waits until they are reduced."""
+    """All gradients of the rank are ready, and the rank waits until they are reduced."""
     FINISH = 2
     """The rank ends the iteration."""
 
 
 Reached = tuple[int, WaitStage]
-"""Number of an iteration, counted from the reducer's creation, and the progress of a rank within it."""
+"""How far a rank has come in a reducer: number of the iteration since the reducer's creation, and stage in it."""
 
 
 class IterationCounter:
@@ -50,7 +50,8 @@ class IterationCounter:
 
     Attributes:
         finished: number of completed iterations, including failed ones.
-        waiting: stage that this rank waits in, and when the wait began (`time.monotonic()`). None if it does not wait.
+        waiting: stage in which this rank waits, and time when the wait began (`time.monotonic()`). None if the rank
+            does not wait.
     """
 
     def __init__(self) -> None:
@@ -59,7 +60,7 @@ class IterationCounter:
 
     @contextmanager
     def waits(self, stage: WaitStage) -> Iterator[None]:
-        """Mark this rank as waiting. A long wait is reported to the watchdog and to all ranks."""
+        """Mark this rank as waiting in `stage` within the context. Long waits are reported to all ranks."""
         self.waiting = stage, time.monotonic()
         try:
             yield
@@ -77,10 +78,10 @@ class IterationCounter:
 
 
 class Tuning(Protocol):
-    """Tuning of the gradients of a participant.
+    """Tuning of the gradient communication of one reducer.
 
     Attributes:
-        knobs: the current setting.
+        knobs: setting that is in use now.
         tuning: True while settings are tried.
     """
 
@@ -88,16 +89,16 @@ class Tuning(Protocol):
     tuning: bool
 
     def remember(self) -> None:
-        """Store what an unfinished warm-up has found. Idempotent."""
+        """Store the trials of an unfinished warm-up, so that a later job can continue from them. Idempotent."""
 
 
 class ActiveReducer(Protocol):
-    """A reducer of gradients that takes part in collective iterations.
+    """A gradient reducer, which ends each iteration by a collective operation.
 
     Attributes:
-        key: id of the reducer, equal on all its ranks.
-        ranks: participating ranks, by their rank in the job.
-        progress: counter of this rank's iterations.
+        key: id of the reducer, equal on all ranks that use it.
+        ranks: ranks that use the reducer, as ranks of the whole job.
+        progress: counter of the iterations that this rank has completed.
     """
 
     key: Key
@@ -106,7 +107,10 @@ class ActiveReducer(Protocol):
 
     @property
     def failed_in(self) -> int | None:
-        """Return the number of the backward pass that raised in this iteration (`n_begun`). None if none raised."""
+        """Return the number (`ActiveReducers.n_begun`) of the backward pass that raised an error in this iteration.
+
+        None if no backward pass raised one.
+        """
 
     @property
     def given(self) -> int:
@@ -118,50 +122,50 @@ class ActiveReducer(Protocol):
 
     @property
     def pipeline(self) -> GradientPipeline | None:
-        """Return the pipeline of its dense gradients. None if nothing is reduced. Thread-safe."""
+        """Return the pipeline that reduces the dense gradients. None if there are none. Thread-safe."""
 
     @property
     def tuning(self) -> Tuning | None:
-        """Return the tuning of its dense gradients. None if nothing is reduced. Thread-safe."""
+        """Return the tuning of dense gradients. None if there are none. Thread-safe."""
 
     def contribute_zeros(self) -> None:
-        """Contribute zeros to an iteration that no training rank has begun to end. Called on ranks in `join()`."""
+        """Contribute zeros to the current iteration, before training ranks end it. Called on ranks in `join()`."""
 
     def finish(self, *, joined: bool = False) -> None:
-        """End an iteration. Collective.
+        """End the current iteration: wait until its gradients are reduced. Collective.
 
         Args:
-            joined: contribute zeros, because this rank has called `join()`.
+            joined: contribute zeros instead of gradients, because this rank has called `join()`.
         """
 
     def drain(self) -> None:
-        """Wait until no deferred end of an iteration is pending. Not collective."""
+        """Wait until deferred updates of earlier iterations are complete. Not collective."""
 
     def flush(self) -> None:
-        """Launch the remaining units once all gradients of this iteration are ready. Non-blocking."""
+        """Launch the remaining units (buckets) if all gradients of this iteration are ready. Non-blocking."""
 
     def drop_failed(self) -> None:
-        """End the iteration if a backward pass raised in it, and leave `.grad` as it is. Collective in this case."""
+        """End the iteration if a backward pass failed in it. Do not change `.grad`. Collective in this case."""
 
     def drop_accumulated(self) -> None:
         """Discard gradients of an incomplete accumulation (`backward_passes_per_step`)."""
 
     def close(self, reason: str) -> None:
-        """Stop reducing gradients because of `reason`. Not collective. Idempotent."""
+        """Close the reducer because of `reason`, so that it reduces no more gradients. Not collective. Idempotent."""
 
 
 def _is_busy(participant: ActiveReducer) -> bool:
-    """Return whether a device is still working on iterations that have ended on the host. Thread-safe."""
+    """Return whether a GPU is still reducing gradients of iterations that the CPU has ended. Thread-safe."""
     return participant.pipeline is not None and participant.pipeline.in_flight.busy
 
 
 class ActiveReducers:
-    """Reducers of one job that are in use or not yet garbage-collected, oldest first. Holds weak references.
+    """Weak references to the gradient reducers of one job that are not closed, oldest first.
 
     Attributes:
-        n_begun: number of backward passes begun on this rank, counted at a reducer's first gradient. All reducers
-            that fail in one pass read the same number; the next pass has another one.
-        last_finished: reducer whose iteration this rank ended last.
+        n_begun: number of backward passes begun on this rank. A pass is counted at a reducer's first gradient. All
+            reducers that fail in one pass read the same number, and read another number in the next pass.
+        last_finished: reducer whose iteration ended last on this rank.
     """
 
     def __init__(self) -> None:
@@ -198,13 +202,13 @@ class ActiveReducers:
                 participant.drop_failed()
 
     def drain(self) -> None:
-        """Wait until no deferred end of an iteration is pending. Not collective."""
+        """Wait until deferred updates of all reducers are complete. Not collective."""
         for participant in self:
             participant.drain()
 
     @property
     def in_use(self) -> list[ActiveReducer]:
-        """The newest reducer, and the reducer that was stepped last."""
+        """Return the newest reducer, and the reducer whose optimizer was stepped last."""
         last = None if self.last_finished is None else self.last_finished()
         return [*list(self)[-1:], *([] if last is None else [last])]
 
@@ -212,17 +216,17 @@ class ActiveReducers:
 SHORTEST_PAUSE_S = 50e-6
 LONGEST_PAUSE_S = 2e-3
 PAUSE = 0.05
-"""Polling interval of a joined rank, relative to the time since the last message."""
+"""Polling interval of a rank in `join()`, as a fraction of the time since its last message."""
 
 
 @dataclass(slots=True)
 class _Participation:
-    """Participation of this rank in the current iteration of one reducer.
+    """This rank's part in the current iteration of one gradient reducer.
 
     Attributes:
-        reached: progress of this rank.
+        reached: iteration and stage that this rank has reached.
         announced_to: ranks in `join()` that have received `reached`.
-        ended: the iteration has ended on the host. A device may still wait for a rank that has called `join()` since.
+        ended: the CPU has ended the iteration. A GPU may still wait for a rank that has called `join()` meanwhile.
     """
 
     key: Key
@@ -241,23 +245,23 @@ class JoinProtocol:
         self._participants, self._rank_sets = participants, rank_sets
         self._courier, self._watchdog = courier, watchdog
         self._lock = free_in_forked_children(threading.Lock())
-        self._round = 0  # completed rounds of `join()`
+        self._round = 0  # how often all ranks have completed a `join()`
         self._joined: dict[int, int] = {}  # rank → value of `_round` when it called `join()`
         self._participations: list[_Participation] = []  # in the order in which this rank began them
         self._finished: Counter[int] = Counter()  # iterations by process set
 
-    # ── a rank that trains ───────────────────────────────────────────────────────────────────────────────────────
+    # ── called on ranks that train ───────────────────────────────────────────────────────────────────────────────
 
     @property
     def any_joined(self) -> bool:
         """Return whether any rank is in `join()`.
 
-        All training ranks agree on this after an iteration in which that rank took part.
+        The result is equal on all training ranks after an iteration to which the rank in `join()` contributed zeros.
         """
         return any(number >= self._round for number in self._joined.values())
 
     def announce(self, participant: ActiveReducer, stage: WaitStage) -> None:
-        """Record that this rank takes part in an iteration of `participant`, and announce it to joined ranks.
+        """Record that this rank has reached `stage` in `participant`'s iteration, and announce it to ranks in `join()`.
 
         Does not poll for messages, because usually no rank is in `join()`. This rank polls while it waits.
         """
@@ -286,19 +290,20 @@ class JoinProtocol:
                     self._participations.remove(participation)
 
     def forget(self, key: Key) -> None:
-        """Mark the iteration of reducer `key` as ended. Any thread, at any time; takes no lock."""
+        """Mark the iteration of reducer `key` as ended. Thread-safe; takes no lock."""
         for participation in self._participations:
             if participation.key == key:
                 participation.ended = True
 
     def _forget_ended(self) -> None:
-        """Remove iterations that have also ended on the device, because joined ranks may drop their reducers."""
+        """Remove iterations that have ended on the CPU and on the GPU."""
         busy = {participant.key for participant in self._participants if _is_busy(participant)}
         self._participations = [each for each in self._participations if not each.ended or each.key in busy]
 
     def poll(self) -> None:
-        """Announce the current iterations to newly joined ranks. Thread-safe, non-blocking. Called while this rank
-        waits.
+        """Announce the current iterations to ranks that have newly called `join()`. Thread-safe, non-blocking.
+
+        Called while this rank waits.
         """
         if self._lock.acquire(blocking=False):
             try:
@@ -315,13 +320,13 @@ class JoinProtocol:
                     participation.announced_to.add(rank)
                     self._courier.send(rank, Tag.ITERATION, (participation.key, participation.reached))
 
-    # ── a rank in `join()` ────────────────────────────────────────────────────────────────────────────────────────
+    # ── called on ranks in `join()` ───────────────────────────────────────────────────────────────────────────────
 
     def join(self) -> int:
         """Contribute zeros to the iterations of training ranks until all ranks call `join()`. Collective.
 
         Returns:
-            The rank that joined last.
+            The rank that called `join()` last.
 
         Raises:
             CommError: the job failed, or this rank has dropped an optimizer that training ranks step.
@@ -330,7 +335,7 @@ class JoinProtocol:
         assert engine is not None
         self._participants.drain()
         failures = self._watchdog.failures
-        # Because a device may wait for a rank in `join()`.
+        # This rank's GPU may still wait for a rank in `join()`, which needs this rank's announcements.
         wait_for(lambda: not any(_is_busy(participant) for participant in self._participants), failures=failures)
         all_have_joined = engine.join((self._finished[GLOBAL], self._finished.total()))
         with self._lock:
@@ -340,7 +345,7 @@ class JoinProtocol:
         joined = {self._courier.rank}
         try:
             moved_s = time.monotonic()
-            # A rank announces all its iterations before it joins.
+            # The loop may end when all ranks have joined, because a rank announces all its iterations before it joins.
             while not all_have_joined.wait(_pause_s(moved_s)) or len(joined) < self._courier.size:
                 self._watchdog.failures.check()
                 with self._lock:
@@ -366,24 +371,24 @@ def _pause_s(moved_s: float) -> float:
 
 
 class _Substitute:
-    """Takes part in the iterations of training ranks with zeros, on a rank in `join()`.
+    """Contributes zeros to the iterations of training ranks, on a rank in `join()`.
 
-    Iterations of one process set have the same order on all members, iterations of different sets do not. Therefore
-    each set has a thread.
+    Iterations of one process set have the same order on all its ranks. Iterations of different process sets do not.
+    Therefore each process set has its own thread.
     """
 
     def __init__(self, participants: ActiveReducers, courier: MessageBoard, watchdog: Watchdog) -> None:
         self._participants, self._courier, self._watchdog = participants, courier, watchdog
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch's
         self._reached: defaultdict[Key, dict[int, Reached]] = defaultdict(dict)  # by rank
-        self._announced: list[tuple[Key, Reached]] = []  # iterations that not all training ranks have reached
+        self._announced: list[tuple[Key, Reached]] = []  # not yet reached by all training ranks
         self._begun: dict[Key, Reached] = {}
         self._tasks: dict[int, queue.SimpleQueue[Callable[[], None] | None]] = {}
         self._threads: list[threading.Thread] = []
         self._error: BaseException | None = None
 
     def poll(self, joined: set[int]) -> bool:
-        """Read announcements, and take part in iterations that all training ranks have reached.
+        """Read announcements, and contribute zeros to iterations that all training ranks have reached.
 
         Args:
             joined: ranks that have called `join()`.
@@ -401,7 +406,7 @@ class _Substitute:
             self._reached[key][rank] = reached
             if (key, reached) not in self._announced:
                 self._announced.append((key, reached))
-        for announced in list(self._announced):  # in the order in which devices wait for the iterations
+        for announced in list(self._announced):  # in order of announcement, in which GPUs wait for the iterations
             key, (number, stage) = announced
             participant, by_rank = self._participant(key), self._reached[key]
             training = [rank for rank in participant.ranks if rank not in joined]
@@ -415,7 +420,7 @@ class _Substitute:
         return bool(messages)
 
     def _catch_up(self, participant: ActiveReducer, target: Reached) -> None:
-        """Begin all stages up to `target`, because training ranks do not wait for the end of each."""
+        """Run all stages of `participant`'s iterations up to `target`. Training ranks do not wait at each stage."""
         iteration, stage = self._begun.get(participant.key, (participant.progress.finished - 1, WaitStage.FINISH))
         while (iteration, stage) < target:
             if stage is WaitStage.REDUCE:
@@ -453,12 +458,12 @@ class _Substitute:
         while (task := tasks.get()) is not None:
             try:
                 task()
-            except BaseException as err:  # the main thread raises it
+            except BaseException as err:  # stored, so that the main thread can raise it
                 self._error = err
                 return
 
     def close(self) -> None:
-        """Accept no more tasks. Queued tasks are completed."""
+        """End the threads after their queued tasks are completed. Accept no more tasks."""
         for tasks in self._tasks.values():
             tasks.put(None)
 
@@ -475,14 +480,14 @@ class _Substitute:
 
 
 REPORT_S = 0.05
-"""Seconds after which a wait is reported to all ranks, if this rank has gradients of an incomplete iteration."""
+"""A rank that has gradients of an incomplete iteration reports a wait to all ranks after this many seconds."""
 
 REPORT_ANYWAY_S = 1.0
-"""Seconds after which a wait is reported otherwise. `REPORT_S` once this rank has been needed elsewhere."""
+"""Any other rank reports a wait after this many seconds. Once a deadlock was detected, it reports after `REPORT_S`."""
 
 
 class _AwaitedOperation(NamedTuple):
-    """An eager operation that a rank waits for; `concluded` operations were completed or launched before it."""
+    """An eager operation for which a rank waits. `concluded` operations were completed or launched before it."""
 
     process_set: int
     name: str
@@ -490,7 +495,7 @@ class _AwaitedOperation(NamedTuple):
 
 
 class _AwaitedIteration(NamedTuple):
-    """An iteration of a reducer that a rank waits in, and its stage."""
+    """An iteration of a reducer in which a rank waits, and the stage that the rank has reached."""
 
     key: Key
     reached: Reached
@@ -502,7 +507,7 @@ class _Blocked:
 
     Attributes:
         waits_for: operation or iteration in which the rank waits.
-        given: by reducer, the number of iterations to which the rank has contributed all its gradients.
+        given: number of iterations to which the rank has contributed all its gradients, by reducer.
     """
 
     waits_for: _AwaitedOperation | _AwaitedIteration
@@ -510,7 +515,7 @@ class _Blocked:
 
 
 class BlockedRanks:
-    """Exchanges reports of long waits between ranks, and detects waits that end only if this rank stops waiting."""
+    """Exchanges reports of long waits between ranks, and detects deadlocks that end if this rank stops waiting."""
 
     def __init__(
         self, participants: ActiveReducers, rank_sets: RankSets, courier: MessageBoard, joining: JoinProtocol
@@ -522,7 +527,10 @@ class BlockedRanks:
         self._report_anyway_s = REPORT_ANYWAY_S
 
     def poll(self) -> None:
-        """Report a changed wait of this rank to all ranks. Thread-safe, non-blocking. Called while this rank waits."""
+        """If this rank waits for something new, report it to all ranks. Thread-safe, non-blocking.
+
+        Called while this rank waits.
+        """
         if self._lock.acquire(blocking=False):
             try:
                 self._read()
@@ -536,9 +544,9 @@ class BlockedRanks:
     def must_stop_waiting(self, participant: ActiveReducer) -> bool:
         """Return whether this rank must stop waiting for the current iteration of `participant` to be reduced.
 
-        True if some rank waits for an operation or iteration that this rank has not begun, and the iteration cannot
-        complete: a waiting rank lacks some of its gradients, or a rank is in `join()`. A rank in `join()` contributes
-        zeros only after all training ranks have reached the iteration.
+        True if two conditions hold. Some rank waits for an operation or iteration that this rank has not begun. And the
+        current iteration cannot complete: a waiting rank lacks some of its gradients, or a rank is in `join()`, which
+        contributes zeros only after all training ranks have reached the iteration.
         """
         with self._lock:
             self._read()
@@ -563,7 +571,7 @@ class BlockedRanks:
             for participant in participants
             if (waiting := participant.progress.waiting) is not None
         ]
-        if not waits:  # Reducers perform eager operations, too, so these waits count only if no reducer waits.
+        if not waits:  # Eager operations are considered last, because a waiting reducer may itself wait for one.
             waits = [
                 (awaited[1], _AwaitedOperation(number, awaited[0], engine.rounds.completed))
                 for number, engine in self._rank_sets.engines()

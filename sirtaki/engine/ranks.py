@@ -1,4 +1,4 @@
-"""Connect the ranks of a job: choose MPI or the mesh for the control plane, and open its communicator."""
+"""Connect the ranks of a job: choose MPI or a mesh of TCP connections, and open the job's communicator."""
 
 from __future__ import annotations
 
@@ -24,15 +24,13 @@ if TYPE_CHECKING:
 
 
 def choose_backend(settings: Settings, environ: Mapping[str, str] = os.environ) -> Backend:
-    """Return the backend that the user has set, otherwise the one that fits the launcher. A single rank needs no
-    MPI.
-    """
+    """Return the backend of the control plane: the user's choice, otherwise the one that fits the launcher."""
     if settings.control is not None:
         return settings.control
     if started_by_torchrun(environ):
         return Backend.MESH
     if started_by_mpi(environ):
-        # srun can start ranks for MPI, depending on the site. A job without mpi4py does not need MPI.
+        # Whether srun starts ranks for MPI depends on the site. Without mpi4py, the mesh is chosen.
         without_mpi = started_by_srun(environ) and find_spec("mpi4py") is None
         return Backend.MESH if without_mpi else Backend.MPI
     if environ.get("RANK") and environ.get("WORLD_SIZE"):
@@ -42,7 +40,7 @@ def choose_backend(settings: Settings, environ: Mapping[str, str] = os.environ) 
 
 
 def open_beside(settings: Settings, group: ProcessGroup) -> Communicator:
-    """Open a mesh of the ranks of a PyTorch process group, in the same order. Collective over the group.
+    """Connect the ranks of a PyTorch process group by a mesh. Ranks keep their order. Collective over the group.
 
     Raises:
         CommError: a rank cannot be reached.
@@ -69,17 +67,17 @@ def open_beside(settings: Settings, group: ProcessGroup) -> Communicator:
 
 
 def settings_beside(group: ProcessGroup) -> Settings:
-    """Return this process's settings. If they do not limit the wait for missing ranks, use the timeout of `group`."""
+    """Return this process's settings. If they set no limit for missing ranks, the limit is the timeout of `group`."""
     timeout = timeout_of(group)
     return Settings.from_environ() if timeout is None else Settings.from_environ(stall_shutdown_s=timeout)
 
 
 def open_at_store(settings: Settings, store: Store, *, rank: int, size: int, timeout_s: float) -> Communicator:
-    """Open a mesh of the ranks of a process group that is being created. Collective over these ranks.
+    """Connect, by a mesh, the ranks of a process group that is being created. Collective over these ranks.
 
     Args:
         settings: settings of this process.
-        store: store used by these ranks only.
+        store: store for the rendezvous, which only these ranks use.
         rank: rank of this process in the group.
         size: number of ranks in the group.
         timeout_s: maximum time to wait until all ranks have connected, in seconds.
@@ -101,12 +99,12 @@ def open_at_store(settings: Settings, store: Store, *, rank: int, size: int, tim
 
 
 def open_ranks(settings: Settings, comm: Sequence[int] | MPI.Comm | None = None) -> Communicator:
-    """Open the communicator of all ranks of the job. Collective. The job frees it last.
+    """Open the communicator of all ranks of the job. Collective. The job owns it and frees it at its end.
 
     Args:
         settings: settings of this process.
-        comm: None for all ranks that the launcher started; an mpi4py communicator; or a list of ranks, which only
-            the listed ranks pass.
+        comm: ranks of the job. None for all ranks that the launcher started. Otherwise an mpi4py communicator, or a
+            list of ranks. Only the listed ranks may call this function.
 
     Raises:
         ConfigError: variables are missing or contradict each other, or this rank is not in `comm`.

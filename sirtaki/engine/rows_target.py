@@ -1,4 +1,4 @@
-"""Tune the reduction of one sparse gradient: learn accesses, try plans, keep one, and detect changed accesses."""
+"""Tune the reduction of one sparse gradient: count row accesses, try plans, keep the fastest, detect changes."""
 
 from __future__ import annotations
 
@@ -32,42 +32,42 @@ logger = logging.getLogger(__name__)
 
 
 class RowsTarget(TunableTarget[SparsePlan]):
-    """Choice of the plan for one parameter's rows.
+    """Tuning target that chooses the reduction algorithm (`SparsePlan`) for one parameter's sparse gradients.
 
     Attributes:
         name: name of the parameter.
-        form: format of its rows.
-        decision: the current plan, its candidates and their times.
-        kept: the plan stays until accesses change. False while accesses are learned or plans are tried.
-        checks: the first candidate is the plan of an earlier job, and the second one is gathering.
-        may_recall: the plan of an earlier job may be used.
-        looked_up: rows in this rank's gradients, summed over the counted iterations.
-        counts: accesses in the first iterations, or since the last change of accesses.
-        mean: rows in a gradient, mean over iterations and ranks. None before the ranks have agreed on it.
-        summarised: `summary` describes the current decision.
-        summary: summary of the newest decision.
+        form: number, size and dtype of the parameter's rows.
+        decision: current plan, and the plans to choose from with their times.
+        kept: the plan stays until row accesses change. False while accesses are counted or plans are tried.
+        checks: an earlier job's plan is compared with gathering.
+        may_recall: an earlier job's plan may be used.
+        looked_up: number of rows in this rank's gradients, summed over the counted iterations.
+        counts: row accesses in the first iterations, or since accesses have changed.
+        mean: mean number of rows in a gradient, over iterations and ranks. None until ranks have exchanged it.
+        summarised: `summary` describes the current `decision`.
+        summary: summary of the newest decision, for the log and the report.
     """
 
     def __init__(
         self, name: str, form: RowFormat, control: ControlPlane, *, fixed: SparsePath | None, tries: bool
     ) -> None:
-        """Begin to learn accesses if there is a choice.
+        """Create the target. It counts row accesses first if there are several plans to choose from.
 
         Args:
             name: name of the parameter.
-            form: format of its rows.
+            form: number, size and dtype of the parameter's rows.
             control: control plane of the job.
-            fixed: path fixed by the user. None for any.
-            tries: plans may be tried. If False, the fixed path or gathering is used.
+            fixed: algorithm that the user has fixed. None if any algorithm may be chosen.
+            tries: plans may be tried. If False, the fixed algorithm or gathering is used.
         """
         self.name, self.form, self.decision = name, form, SparseDecision()
         self._control, self._fixed, self._patience = control, fixed, LEAST_WATCHED
         self.checks, self.may_recall = False, fixed is None
         self._learning: TouchCounts | None = None
-        self._left = 0  # iterations until accesses are known
+        self._left = 0  # number of iterations in which accesses must still be counted
         self._watch: AccessWatch | None = None
         self._span_s = 0.0
-        self._spans_s: dict[SparsePlan, list[float]] = {}  # on rank 0
+        self._spans_s: dict[SparsePlan, list[float]] = {}  # measured times of each plan, filled on rank 0 only
         self.looked_up, self.counts = 0, TouchCounts()
         self.mean: float | None = None
         self.summarised = False
@@ -85,27 +85,30 @@ class RowsTarget(TunableTarget[SparsePlan]):
 
     @property
     def plan(self) -> SparsePlan:
-        """Return the plan of the next iteration."""
+        """Return the plan by which the next iteration reduces the rows."""
         return self.decision.plan
 
     @property
     def learning(self) -> bool:
-        """Return whether accesses are being learned."""
+        """Return whether row accesses are still being counted, before a plan is chosen."""
         return self._learning is not None
 
     @property
     def has_learned(self) -> bool:
-        """Return whether accesses are known. Call `recall_plan` or `choose` before the next iteration if so."""
+        """Return whether enough row accesses were counted.
+
+        If True, the caller must call `recall_plan` or `choose` before the next iteration.
+        """
         return self._learning is not None and self._left <= 0
 
     @property
     def learned(self) -> TouchCounts:
-        """Return the accesses, once `has_learned`."""
+        """Return the counted row accesses. Call only if `has_learned` is True."""
         assert self._learning is not None
         return self._learning
 
     def count_iteration(self, work: SparseWork) -> None:
-        """Count an iteration, in which the rows were reduced by `plan`."""
+        """Record an iteration whose gradient `plan` has reduced. `work` is the completed reduction."""
         reduced, ranks = work.reduced, self._control.size
         self._span_s = work.span_s
         by_rank = [indices.numpy() for indices in reduced.by_rank] if self._learning is not None else ()
@@ -126,18 +129,18 @@ class RowsTarget(TunableTarget[SparsePlan]):
             self._learn()
 
     def recall_plan(self, plan: SparsePlan) -> bool:
-        """Use the plan of an earlier job with a similar access skew. Gathering replaces it if proved faster.
+        """Use `plan`, which an earlier job with a similar access skew has kept. Gathering replaces it if proved faster.
 
         Returns:
-            Whether the plan must be tried: `TuningController.begin` must follow.
+            True if the two must be compared. The caller must then call `TuningController.begin`.
         """
         return self._take([GATHER] if plan == GATHER else [plan, GATHER], [], checks=True)
 
     def choose(self, predicted: VolumeModel) -> bool:
-        """Use the plan that the model predicts to be fastest. Another one replaces it if proved faster.
+        """Use the plan that `predicted` expects to be fastest. Another plan replaces it if proved faster.
 
         Returns:
-            Whether there is another plan to try: `TuningController.begin` must follow.
+            True if other plans must be tried. The caller must then call `TuningController.begin`.
         """
         plans = predicted.candidates(self._fixed)
         return self._take(plans, [predicted.seconds(plan) for plan in plans], checks=False)
@@ -162,7 +165,7 @@ class RowsTarget(TunableTarget[SparsePlan]):
     # ── as a target of the controller ────────────────────────────────────────────────────────────────────────────
 
     def search(self, session: TuningSession[SparsePlan] | None) -> TuningSession[SparsePlan]:
-        """Begin a search among the candidates. On rank 0."""
+        """Begin a search for the fastest of the candidate plans. Called on rank 0 only."""
         return TuningSession(
             space=Everything(),
             default=self.default,
@@ -172,20 +175,23 @@ class RowsTarget(TunableTarget[SparsePlan]):
         )
 
     def apply(self, plan: SparsePlan) -> None:
-        """Reduce rows by this plan from the next iteration on. Sends nothing."""
+        """Reduce this parameter's sparse gradients by `plan` from the next iteration on. Not collective."""
         self.decision.plan = plan
 
     def measured_s(self) -> float:
-        """Return the time of this iteration's reduction."""
+        """Return the seconds that this iteration's reduction of the sparse gradient took on this rank."""
         return self._span_s
 
     def record(self, session: TuningSession[SparsePlan], spans_s: Sequence[float]) -> None:
-        """Hand measurements to the session. On rank 0."""
+        """Pass measured times to the search `session`, and keep a copy of them. Called on rank 0 only."""
         self._spans_s.setdefault(session.assignment.knobs, []).extend(spans_s)
         session.record(spans_s)
 
     def keep(self) -> None:
-        """Keep the current plan. If gathering beat a plan of an earlier job, let the model choose next. Collective."""
+        """End the search and keep the current plan. Collective.
+
+        If gathering was faster than an earlier job's plan, the cost model chooses the next plan.
+        """
         decision = self.decision
         measured = [statistics.median(self._spans_s.get(plan, [float("nan")])) for plan in decision.candidates]
         decision.measured_s = self._control.broadcast(measured)
@@ -196,7 +202,7 @@ class RowsTarget(TunableTarget[SparsePlan]):
             self._keep()
 
     def report(self, session: TuningSession[SparsePlan]) -> None:
-        """Log the result. On rank 0."""
+        """Log the result of the search. Called on rank 0 only."""
         plans = self.decision.candidates
         if self.kept:
             others = ", ".join(plan.describe() for plan in plans if plan != self.plan)

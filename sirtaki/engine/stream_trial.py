@@ -1,8 +1,9 @@
-"""Measure whether NCCL streams overlap, and the gain. `sirtaki doctor` runs this on all GPUs of a machine.
+"""Measure whether all-reduces on two NCCL streams overlap, and how much time that saves.
 
     sirtakirun -np 8 python -m sirtaki.engine.stream_trial
 
-prints one JSON object from rank 0. Each rank uses the GPU of its local rank.
+`sirtaki doctor` runs this program on all GPUs of a machine. Rank 0 prints one JSON object. Each rank uses the GPU of
+its local rank.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ ROUNDS = 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamTrial:
-    """Times of equal units on one and on two streams.
+    """Times of all-reducing the same units (buckets) on one stream and on two streams.
 
     Attributes:
-        transport: name of the transport.
+        transport: name of the transport that was measured.
         max_streams: maximum number of streams on this machine.
         one_s: median seconds on one stream, on the slowest rank.
         two_s: median seconds on two streams, on the slowest rank. None if two streams are not possible.
@@ -73,7 +74,7 @@ def try_streams(control: ControlPlane, router: Router) -> StreamTrial:
             router.wait_for(router.all_reduce_plan(buffer, plan, scale=0.0))
             end = router.device.record_event(timed=True)
             router.device.wait_for(end)
-            if round_number:  # the first round is not counted, because it opens connections
+            if round_number:  # The first round is not counted, because connections are opened in it.
                 times_s[streams].append(router.device.elapsed_s(begin, end))
     slowest = {
         streams: float(control.maximum(np.array([statistics.median(taken)]))[0]) for streams, taken in times_s.items()
@@ -82,7 +83,7 @@ def try_streams(control: ControlPlane, router: Router) -> StreamTrial:
 
 
 def main() -> None:
-    """Run the trial on the GPUs of this job, and print the result. Collective."""
+    """Measure one and two streams on the GPUs of this job, and print the result on rank 0. Collective."""
     job.init()
     current = job.current()
     if torch.cuda.is_available():

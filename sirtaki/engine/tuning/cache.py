@@ -42,15 +42,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 INDIFFERENCE = 0.02
-"""Minimum relative error of a model's prediction. It is larger if the fit of the link is worse."""
+"""Minimum relative error assumed for predicted times. If the residual of a link's fit is larger, it is used instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstProposal:
-    """A setting to begin with.
+    """A setting, derived from an earlier job, that the tuner tries first.
 
     Attributes:
-        knobs: the setting.
+        knobs: communication setting to try.
         arm: name of the arm that found the setting in the earlier job, or that planned it again for this job.
         message: origin of the setting, for the log.
     """
@@ -67,14 +67,14 @@ def first_proposals(
     space: KnobSpace,
     model: PlanningModel | None,
 ) -> list[FirstProposal]:
-    """Return the settings to try first, in this order.
+    """Return the settings that the tuner tries first, in this order.
 
     Args:
         starts: settings of similar jobs, adapted to this job, most similar first.
-        layouts: gradient layouts of this job. Settings that do not fit are left out.
-        space: settings that may be chosen.
-        model: planners' model of this job. None if it could not be measured. Without a model, no setting is planned
-            again or left out as too slow.
+        layouts: gradient layouts of this job. Settings that do not fit them are omitted.
+        space: settings that this job may try.
+        model: planners' cost model of this job. None if it could not be measured. Without a model, planners do not
+            compute settings again, and no setting is omitted as too slow.
     """
     planners = {} if model is None else {one.name: one for one in make_planners(space=space, model=model)}
 
@@ -93,7 +93,7 @@ def first_proposals(
             proposals.append(proposal)
     if model is None or not proposals:
         return proposals
-    return _promising(proposals, planned(next(iter(planners))), model)  # the first planner is the best one in general
+    return _promising(proposals, planned(next(iter(planners))), model)  # the first planner is usually the best one
 
 
 def _carried_over(start: WarmStart, layouts: Sequence[GradientLayout]) -> FirstProposal | None:
@@ -108,9 +108,7 @@ def _carried_over(start: WarmStart, layouts: Sequence[GradientLayout]) -> FirstP
 def _promising(
     proposals: Sequence[FirstProposal], rivals: Sequence[Knobs], model: PlanningModel
 ) -> list[FirstProposal]:
-    """Return the proposals that the model predicts to be about as fast as the best one, or for which it has no
-    prediction.
-    """
+    """Return the proposals that are predicted to be about as fast as the best one, and those without a prediction."""
     expected_s = [model.expected_s(proposal.knobs) for proposal in proposals]
     known_s = [span_s for span_s in [*expected_s, *(model.expected_s(knobs) for knobs in rivals)] if span_s is not None]
     doubt = max([INDIFFERENCE, *(link.residual for link in model.links.values())])
@@ -126,20 +124,20 @@ def _promising(
 
 
 OTHER_TIMES, OTHER_TIMES_ON_ONE_HOST = 1.5, 3.0
-"""Factor by which communication time may differ from the stored one before the link counts as a different one.
+"""If the communication time differs from the stored time by more than this factor, the link is taken to have changed.
 
-It is larger on one host, because other jobs on its processors slow communication down for a while.
+The factor is larger on one host, because other jobs on its processors slow communication down for a while.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheHit:
-    """Entry of this job in the registry, from an earlier run.
+    """This job's entry in the registry, which an earlier run has stored.
 
     Attributes:
-        exact: result of a completed warm-up.
-        history: trials of a warm-up that was cut short.
-        message: origin of the entry, for the log. "" if there is none.
+        exact: result of the earlier run's warm-up, if the warm-up was complete.
+        history: trials of the earlier run's warm-up, if the warm-up was cut short.
+        message: origin of the entry, for the log. "" if the registry has no entry of this job.
     """
 
     exact: Remembered | None = None
@@ -171,24 +169,27 @@ class Hardware:
 
 
 def _label(text: str) -> str:
-    """Return `text` without characters that a graph's label must not contain, cut to 200 characters."""
+    """Return the first 200 characters of `text`, without characters that are not allowed in a label of the registry."""
     return "".join(character for character in text if character.isprintable())[:200]
 
 
 def condition_of(ratio: float) -> str:
-    """Return `ratio`, the relative duration of the default setting, rounded to a power of two. "" if 1 or unknown."""
+    """Return the network condition as text: `ratio`, rounded to a power of two. Return "" if that is 1 or unknown.
+
+    `ratio` is the duration of the default setting, relative to an earlier one.
+    """
     power = round(math.log2(ratio)) if 0.0 < ratio < math.inf else 0
     return f"{2.0**power:g}×" if power else ""
 
 
 def hosts_by_rank(control: ControlPlane, settings: Settings) -> list[str]:
-    """Return the host name of each rank. Simulated nodes count as hosts, because one node's results differ."""
+    """Return the host name of each rank. Each simulated node counts as a host, because it is tuned like one."""
     simulated = control.local_size if settings.local_size else control.size
     return [f"{host}/{rank // simulated}" for rank, host in enumerate(control.hosts)]
 
 
 def cluster_fingerprint(control: ControlPlane, settings: Settings) -> str:
-    """Return the fingerprint of the topology of ranks that compute on the CPU. Collective."""
+    """Return a hash of the topology (hosts, devices, placement of ranks) of a job on CPUs. Collective."""
     hosts = hosts_by_rank(control, settings)
     kinds = control.all_gather(Hardware.here(torch.device("cpu")))
     return Topology.from_ranks(
@@ -199,7 +200,10 @@ def cluster_fingerprint(control: ControlPlane, settings: Settings) -> str:
 
 
 class TuningCache:
-    """Reads stored settings of this job and of similar ones, and stores its result. No method raises an error."""
+    """Reads the settings that this job and similar jobs have stored, and stores this job's result in the registry.
+
+    No method raises an error.
+    """
 
     def __init__(
         self,
@@ -208,11 +212,11 @@ class TuningCache:
         hosts: Sequence[str],
         kinds: Sequence[Hardware] = (),
     ) -> None:
-        """Begin to record the model's graph.
+        """Start recording the graph of the model, which identifies similar jobs.
 
         Args:
-            settings: settings of this process, with the location of the registry.
-            parameters: parameters whose gradients are reduced.
+            settings: settings of this process. They contain the location of the registry.
+            parameters: parameters whose gradients are reduced. Their graph is recorded.
             hosts: host name of each rank. Simulated nodes have different names.
             kinds: hardware of each rank. Empty if unknown.
         """
@@ -224,7 +228,7 @@ class TuningCache:
         self._asked: tuple[Sequence[GradientLayout], KnobSpace] | None = None
         self._own: JobRecord | None = None
         self._disproved: JobRecord | None = None
-        self._neighbours: list[Neighbour] | None = None  # None = not looked for yet
+        self._neighbours: list[Neighbour] | None = None  # similar jobs. None = the registry was not searched yet
         self._found_by: dict[Knobs, str] = {}
         if settings.registry != REGISTRY_OFF:
             self._memory.guard(lambda: self._recorder.start(parameters), None)
@@ -234,9 +238,9 @@ class TuningCache:
         self._recorder.stop()
 
     def look_up(self, layouts: Sequence[GradientLayout], space: KnobSpace) -> CacheHit:
-        """Return the stored result of this job. The model must have run forward once.
+        """Look up this job's own entry in the registry. The model must have run forward once before.
 
-        `first_proposals` returns the settings of similar jobs.
+        Settings of similar jobs are returned by `first_proposals`.
         """
         self._recorder.stop()
         self._asked = layouts, space
@@ -249,8 +253,11 @@ class TuningCache:
         return self._memory.read(look, CacheHit())
 
     def _described(self) -> JobDescription | None:
-        """Return the description of this job. None if no graph was recorded. Lazy, because networkx loads slowly."""
-        asked, self._asked = self._asked, None  # computed once, because a failure would repeat
+        """Return the description of this job. None if no graph was recorded.
+
+        Computed at the first call, because networkx loads slowly.
+        """
+        asked, self._asked = self._asked, None  # cleared, so that a failing computation is not repeated
         if asked is not None:
             self._job = self._job_of(*asked)
         return self._job
@@ -273,7 +280,7 @@ class TuningCache:
                 device=layout.device,
                 versions={"torch": ".".join(torch.__version__.split(".")[:2]), "sirtaki": sirtaki.__version__},
                 gradients=gradients_fingerprint((each.dtype, each.sizes) for each in layouts),
-                # Jobs find lossy settings only if they allow the same compressors.
+                # Jobs share settings with compression only if they allow the same compressors.
                 fixed=fixed_knobs(self._settings, space.lossy),
             ),
             model=graph,
@@ -324,22 +331,25 @@ class TuningCache:
         )
 
     def disprove(self) -> None:
-        """Let `keep` replace this job's stored record, because it was not fast in this run, or the link has changed."""
+        """Allow `keep` to replace this job's stored record with a slower result.
+
+        Called if the stored setting was not fast in this run, or if the link has changed.
+        """
         self._disproved = self._own
 
     def look_again(self) -> None:
-        """Search for similar jobs again at the next call, because links have changed."""
+        """Make the next `first_proposals` search the registry for similar jobs again, because links have changed."""
         self._neighbours = None
 
     def first_proposals(
         self, layouts: Sequence[GradientLayout], space: KnobSpace, model: PlanningModel | None
     ) -> list[FirstProposal]:
-        """Return the settings of similar jobs to try first.
+        """Return the settings of similar jobs that the tuner tries first.
 
         Args:
             layouts: gradient layouts of this job.
-            space: settings that may be chosen.
-            model: planners' model of this job. None if it could not be measured.
+            space: settings that this job may try.
+            model: planners' cost model of this job. None if it could not be measured.
         """
         nothing: list[FirstProposal] = []
         if not self._memory.exists or (self._own is not None and not self._own.complete):
@@ -370,11 +380,12 @@ class TuningCache:
         """Store the result of the warm-up. Return whether it was stored.
 
         Args:
-            result: result of the session.
-            trials: trials of the session.
-            complete: the warm-up was not cut short.
-            links: measured model of each route.
-            condition: see `EntryKey`. A result with a condition is stored in addition to the job's own record.
+            result: result of the tuning session.
+            trials: all trials of the tuning session.
+            complete: the warm-up was complete, not cut short.
+            links: measured cost model of the link, for each route.
+            condition: network condition in which the result was measured, as by `condition_of`. A result with a
+                condition is stored in addition to the job's own record.
         """
         if not all(0 < span < math.inf for span in (result.best_span_s, result.default_span_s)):
             return False
@@ -390,7 +401,7 @@ class TuningCache:
             before = self._disproved
             kept = store.put(record, disproved=before)
             if kept and before is not None and before.complete and before.key == record.key:
-                # Keep the earlier setting under a condition, because the communication time may change back.
+                # The earlier setting is stored again, under a condition, because the network may change back.
                 now = condition_of(before.default_span_s / record.default_span_s)
                 if now:
                     store.put(structs.replace(before, key=structs.replace(before.key, condition=now)))
@@ -409,7 +420,7 @@ class TuningCache:
         links: Mapping[Route, LinkModel],
     ) -> JobRecord:
         knobs = result.knobs
-        # The session has only confirmed a stored setting, so the record keeps the trials of the earlier run.
+        # If the session has only confirmed the stored setting, the new record keeps the trials of the earlier run.
         checked = own is not None and own.complete and own.knobs == knobs
         link = links.get(knobs.route)
         if link is None and own is not None and own.knobs.route == knobs.route:
