@@ -1,9 +1,10 @@
-"""A strategy for Lightning 2: DDP over Sirtaki's process group, with tuned gradient communication.
+"""Strategy for Lightning 2: DDP over Sirtaki's process group, with tuned gradient communication.
 
     trainer = lightning.Trainer(strategy=sirtaki.lightning.SirtakiStrategy(), accelerator="cpu", devices=4)
 
-Importing this module also registers names: `Trainer(strategy="sirtaki")`, and `--trainer.strategy=sirtaki` of a
-LightningCLI. Supports the packages `lightning` and `pytorch_lightning`; uses the one that the script has imported.
+Importing this module also registers the strategy's names, for `Trainer(strategy="sirtaki")` and the LightningCLI's
+option `--trainer.strategy=sirtaki`. Of the packages `lightning` and `pytorch_lightning`, the module uses the one that
+the script has imported.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ NEEDED = "sirtaki.lightning needs Lightning 2: pip install lightning"
 _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def _lightning(module: str) -> Any:  # Any: an optional package
+def _lightning(module: str) -> Any:  # Any, because the package is optional and may not be installed
     names = ("lightning.pytorch", "pytorch_lightning")
     for name in sorted(names, key=lambda name: name not in sys.modules):
         try:
@@ -35,10 +36,9 @@ def _lightning(module: str) -> Any:  # Any: an optional package
 
 
 def _detect_launchers() -> None:
-    """Make Lightning detect the launchers of a process by its environment.
+    """Make Lightning load MPI only in processes that mpiexec has started, and treat sirtakirun like torchrun.
 
-    Ranks of `sirtakirun` look like those of torchrun. To detect mpiexec, Lightning would load and initialise MPI, which
-    takes 16 MiB of /dev/shm in each process, whatever its launcher.
+    By itself, Lightning would load and initialise MPI in each process, which takes 16 MiB of /dev/shm.
     """
     environments = _lightning("plugins.environments")
     torchrun, mpi = environments.TorchElasticEnvironment, environments.MPIEnvironment
@@ -54,7 +54,7 @@ _DDPStrategy: Any = _strategies.DDPStrategy
 
 
 class SirtakiStrategy(_DDPStrategy):  # type: ignore[misc]
-    """Lightning's DDP over the backend "sirtaki". Accepts the arguments of `DDPStrategy`.
+    """Lightning's `DDPStrategy` over the process group backend "sirtaki". Accepts the arguments of `DDPStrategy`.
 
     Ranks may be started by Lightning, torchrun, `sirtakirun` or mpiexec.
     """
@@ -65,26 +65,27 @@ class SirtakiStrategy(_DDPStrategy):  # type: ignore[misc]
         """Configure the strategy.
 
         Args:
-            tuned: reduce gradients with `sirtaki.torch.ddp.attach` from the first step on, without communication hooks.
-                If
-                False, DDP reduces the first step, and all steps of models that cannot be attached.
-            process_group_backend: backend of all other communication, and of gradients that are not tuned.
-            options: arguments of Lightning's `DDPStrategy` (Any: as defined there) and of DistributedDataParallel.
+            tuned: reduce and tune gradients by `sirtaki.torch.ddp.attach` from the first step on. Communication hooks
+                are not supported. If False, DDP reduces the first step, and all steps of models that cannot be
+                attached.
+            process_group_backend: backend of the process group, which carries all other communication, and gradients
+                that Sirtaki does not reduce.
+            options: arguments of Lightning's `DDPStrategy` and of DistributedDataParallel.
 
         Raises:
-            ConfigError: `tuned` with a communication hook.
+            ConfigError: `tuned` is True, and there is a communication hook.
         """
         if tuned and options.get("ddp_comm_hook") is not None:
             raise ConfigError("SirtakiStrategy(tuned=True) uses its own communication hook; remove ddp_comm_hook")
         if options.get("cluster_environment") is None and all(os.environ.get(name) for name in _PLACE):
-            # sirtakirun sets the variables, too, but not the one by which Lightning detects torchrun.
+            # sirtakirun sets torchrun's variables, except for the one by which Lightning detects torchrun.
             options["cluster_environment"] = _lightning("plugins.environments").TorchElasticEnvironment()
         register()
         super().__init__(process_group_backend=process_group_backend, **options)
         self._tuned = tuned
 
     def _register_ddp_hooks(self) -> None:
-        """Attach the model. Lightning calls this after wrapping the model."""
+        """Attach the model, so that Sirtaki reduces its gradients. Lightning calls this after wrapping the model."""
         if not self._tuned:
             super()._register_ddp_hooks()
             return
@@ -93,7 +94,7 @@ class SirtakiStrategy(_DDPStrategy):  # type: ignore[misc]
         ddp.attach(self.model)
 
     def teardown(self) -> None:
-        """Shut down. Collective. Lightning calls this at the end of each method of the trainer."""
+        """Shut down Sirtaki. Collective. Lightning calls this at the end of each method of the trainer."""
         from sirtaki.torch import ddp, shutdown
 
         if isinstance(getattr(self.model, "reducer", None), ddp.IdleReducer):

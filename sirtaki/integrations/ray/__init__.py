@@ -1,1 +1,1 @@
-"""Ranks as Ray's actors, and Ray Train's; scripts import `sirtaki.ray`."""
+"""Implementation of `sirtaki.ray`: ranks that are Ray actors (`RayExecutor`), and a configuration for Ray Train."""

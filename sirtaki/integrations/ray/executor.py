@@ -1,10 +1,11 @@
-"""Horovod's `RayExecutor`: functions on ranks that are Ray actors.
+"""`RayExecutor`, with Horovod's interface: calls functions on ranks that are Ray actors.
 
-Ranks of a fixed job share a placement group and are ordered once (`FixedRanks`). Elastic jobs follow the rules of
-`sirtakirun --min-np`, with Ray's nodes as hosts (`ElasticRanks`): each rank has its own placement group
-(`WorkerSlots`). It stays reserved while the rank is restarted, tells an autoscaler how many ranks are wanted, and
-becomes a slot of another node if Ray moves it after a loss. Ray starts and kills the actors, and reports how they
-ended. Each actor connects to the process of the executor to request generations (`RayCrew`).
+In jobs with a fixed number of ranks, all ranks share a placement group (`FixedRanks`). Elastic jobs follow the rules of
+`sirtakirun --min-np`, with Ray's nodes as hosts (`ElasticRanks`). There, each rank has its own placement group
+(`WorkerSlots`). The group stays reserved while the rank is restarted, tells Ray's autoscaler how many ranks are wanted,
+and becomes a slot of another node if Ray moves it after a node's loss. Ray starts and kills the actors, and reports how
+they ended. Each actor connects to the executor's process, which tells it the ranks after each elastic restart
+(`RayCrew`).
 """
 
 from __future__ import annotations
@@ -61,18 +62,18 @@ from .ranks import (
 from .ray_logger import Log, receiving_log
 
 GRACE_S = 10.0
-"""Seconds that the remaining ranks have to detect a rank's failure."""
+"""Seconds that other ranks have to detect the failure of a rank, before the executor ends them."""
 
 
 def start_actor(cls: type[Any], demand: Demand, environ: Mapping[str, str], group: Any, bundle: int) -> Any:
-    """Start an actor with these environment variables. Return Ray's handle.
+    """Start a Ray actor in a placement group. Return its handle.
 
     Args:
         cls: class of the actor.
-        demand: resources of a rank.
+        demand: number of CPUs and GPUs that the actor needs.
         environ: environment variables of the actor's process.
         group: placement group for the actor.
-        bundle: index of the bundle in the group; -1 for any.
+        bundle: index of the resource bundle in the placement group. -1 for any bundle.
     """
     place = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
     options = {"num_cpus": demand.cpus, "num_gpus": demand.gpus, "scheduling_strategy": place}
@@ -80,27 +81,27 @@ def start_actor(cls: type[Any], demand: Demand, environ: Mapping[str, str], grou
 
 
 def cause_of(errors: Sequence[BaseException]) -> BaseException:
-    """Return the first error that is not a consequence of another rank's failure. Otherwise the first error."""
+    """Return the first error that another rank's failure has not caused. If there is none, return the first error."""
     return next((err for err in errors if not isinstance(err, CommError)), errors[0])
 
 
 class FixedRanks:
-    """Ranks of one executor with a fixed number of ranks, from start to shutdown."""
+    """The ranks of an executor whose number of ranks is fixed, from `RayExecutor.start` to `shutdown`."""
 
     def __init__(self, settings: RaySettings, shape: Shape, variables: Mapping[str, str]) -> None:
-        """Start all ranks, and wait for them.
+        """Start all ranks, and wait until they are ready.
 
         Args:
-            settings: settings of the executor.
+            settings: time limits and network interfaces.
             shape: number and placement of the ranks.
-            variables: environment variables set by the user.
+            variables: environment variables that the user has set for the ranks.
 
         Raises:
             LaunchError: Ray lacks resources.
         """
         self._calls, self._lost = itertools.count(1), ""
         self._group, self._owns_group = _room(settings, shape)
-        self.actors: list[Any] = []  # Any: Ray's handles, in rank order
+        self.actors: list[Any] = []  # Ray's actor handles, in rank order
         try:
             self._start(settings, shape, variables)
         except BaseException:
@@ -127,7 +128,7 @@ class FixedRanks:
         )
 
     def make_executables(self, make: Callable[[], Any]) -> None:
-        """Create the user's object on each rank. Collective if its `__init__` is."""
+        """Create the user's object on each rank by `make`. Collective if `make` is."""
         self._wait([actor.make_executable.remote(make) for actor in self.actors])
 
     def execute(self, fn: Callable[[Any], Any], listeners: Sequence[Callable[[Any], object]]) -> list[Any]:
@@ -141,7 +142,7 @@ class FixedRanks:
             The results, in rank order.
 
         Raises:
-            Exception: error of the function on a rank. With several errors, the one that caused the others.
+            Exception: error of `fn` on a rank. If several ranks failed, the error that caused the others.
         """
         self._check()
         call, sent = next(self._calls), ray.put(fn)
@@ -160,7 +161,7 @@ class FixedRanks:
         return [actor.execute.remote(call, sent) for actor in self.actors]
 
     def close(self) -> None:
-        """End all actors. Idempotent."""
+        """End all actors, and free their placement group. Idempotent."""
         for actor in self.actors:
             ray.kill(actor)
         self.actors = []
@@ -176,10 +177,10 @@ class FixedRanks:
             )
 
     def _wait(self, references: Sequence[Any], meanwhile: Callable[[], None] = lambda: None) -> list[Any]:
-        """Wait for all results, and return them in rank order.
+        """Wait for the results of all ranks, and return them in rank order.
 
-        Raises the error of a failed rank after a grace period. Ends all ranks if some are still running then, or if a
-        process has exited.
+        If a rank fails, raise its error after a grace period (`GRACE_S`). If some ranks are still running then, or if a
+        rank's process has exited, end all ranks first.
         """
         pending, failed_s = list(references), float("inf")
         found: dict[Any, Any] = {}
@@ -190,11 +191,11 @@ class FixedRanks:
                 for reference in done:
                     try:
                         found[reference] = ray.get(reference)
-                    except Exception as err:  # errors of users, of any type, and of Ray
+                    except Exception as err:  # because user code may raise any error, and Ray its own
                         errors.append(err)
                         failed_s = min(failed_s, time.monotonic())
                 meanwhile()
-        except BaseException:  # Ctrl-C: do not wait for the ranks
+        except BaseException:  # because after Ctrl-C, the ranks must be ended without waiting
             self._end("it was interrupted")
             raise
         if not errors:
@@ -210,12 +211,12 @@ class FixedRanks:
 
 
 def last_line(error: BaseException) -> str:
-    """Return the last line of an error, which is most informative in long errors of Ray."""
+    """Return the last line of an error's text, which is the most informative one in Ray's long errors."""
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
 def _room(settings: RaySettings, shape: Shape) -> tuple[Any, bool]:
-    """Return a placement group for the ranks, and whether this executor owns it."""
+    """Return a placement group for the ranks, and whether this executor owns it and must remove it."""
     current = ray.util.get_current_placement_group() if shape.uses_current_group else None
     if current is not None:
         return current, False
@@ -233,31 +234,31 @@ def _room(settings: RaySettings, shape: Shape) -> tuple[Any, bool]:
 
 
 class WorkerSlots:
-    """Slots for ranks of one executor. Thread-safe."""
+    """Places for the ranks of an elastic executor (slots): one Ray placement group for each. Thread-safe."""
 
     def __init__(self, demand: Demand, *, least: int, most: int | None) -> None:
         """Request placement groups from Ray.
 
         Args:
-            demand: resources of a rank.
+            demand: number of CPUs and GPUs of a rank.
             least: minimum number of slots to request.
-            most: number of slots to request. None for as many as Ray's nodes could hold if they were empty.
+            most: maximum number of slots to request. None for as many as Ray's nodes could hold if they were empty.
         """
         self._demand, self._least, self._most = demand, least, most
         self._lock, self._is_closed = threading.Lock(), False
         self._groups: dict[str, Any] = {}
-        self._names: dict[str, str] = {}  # host names, by node
-        self._taken: dict[int, str] = {}  # placement groups, by worker
+        self._names: dict[str, str] = {}  # host names, by Ray's node id
+        self._taken: dict[int, str] = {}  # ids of assigned placement groups, by worker
         self.ask()
 
     def ask(self) -> Mapping[str, int]:
-        """Return the current slots by host. Requests more from Ray if there are too few.
+        """Return the current number of slots of each host. Request more slots from Ray if there are too few.
 
         Raises:
             LaunchError: Ray does not answer.
         """
         with self._lock:
-            if self._is_closed:  # the job has ended during the query
+            if self._is_closed:  # because the job may have ended during the query
                 return {}
             try:
                 wanted = self._most or max(self._least, self._capacity())
@@ -270,10 +271,10 @@ class WorkerSlots:
             return dict(found)
 
     def assign(self, worker: int, host: str) -> Any:
-        """Return a free placement group on `host`, and assign it to the worker until `release`.
+        """Assign a free placement group on `host` to a worker until `release`, and return the group.
 
         Raises:
-            OSError: there is none.
+            OSError: the host has no free placement group.
         """
         with self._lock:
             for group, node in self._found(self._alive()).items():
@@ -283,17 +284,17 @@ class WorkerSlots:
         raise OSError(f"Ray has no free slot on {host} any more")
 
     def release(self, worker: int) -> None:
-        """Free the slot of a worker."""
+        """Free the slot (placement group) that is assigned to a worker."""
         with self._lock:
             self._taken.pop(worker, None)
 
     def has_node(self, host: str) -> bool:
-        """Return whether Ray has a living node for the host."""
+        """Return whether the Ray node with the name `host` is alive."""
         with self._lock:
             return any(self._names[node] == host for node in self._alive())
 
     def close(self) -> None:
-        """Return all placement groups to Ray. Idempotent."""
+        """Remove all placement groups of the executor from Ray. Idempotent."""
         with self._lock:
             self._is_closed = True
             for group in self._groups.values():
@@ -304,14 +305,14 @@ class WorkerSlots:
         return sum(self._demand.fitting(node["Resources"]) for node in ray.nodes() if node["Alive"])
 
     def _alive(self) -> set[str]:
-        """Return living nodes. Assigns names to new ones."""
+        """Return the ids of Ray's living nodes. Assign host names to new nodes."""
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
         for node in sorted(addresses.keys() - self._names.keys()):
             self._names[node] = host_name(node, addresses[node], [self._names.get(each, "") for each in addresses])
         return set(addresses)
 
     def _found(self, alive: Collection[str]) -> dict[str, str]:
-        """Return the nodes of created placement groups, by group."""
+        """Return the node id of each placement group that Ray has created, by group id."""
         table = ray.util.placement_group_table()
         found = {}
         for group in self._groups:
@@ -323,7 +324,9 @@ class WorkerSlots:
 
 
 def host_name(node: str, address: str, taken: Collection[str]) -> str:
-    """Return a host name: the address, with the node's id if several nodes share an address, as in tests."""
+    """Return a host name for a Ray node: its address. The node's id is added if another node has the address, as in
+    tests.
+    """
     return f"{address}-{node[:6]}" if address in taken else address
 
 
@@ -332,7 +335,7 @@ _KILLED = 137
 
 @dataclass(eq=False)
 class RankHandle:
-    """A rank, as seen by the executor's process."""
+    """The executor's view of one elastic rank: its Ray actor, its connection, and its result."""
 
     worker: int
     there: HostOfActors
@@ -342,7 +345,7 @@ class RankHandle:
 
 
 class HostOfActors:
-    """Ranks of one host. Carries out the decisions of `AgentRules`."""
+    """The ranks of one host of an elastic job. Starts, kills and notifies them, as `AgentRules` decides."""
 
     def __init__(self, host: str, crew: RayCrew) -> None:
         self.host, self._crew = host, crew
@@ -350,19 +353,19 @@ class HostOfActors:
         self.rules = AgentRules(self, host=host, proof=crew.proof, now_s=time.monotonic())
 
     def start_rank(self, worker: int, slot: int) -> None:
-        """Start an actor on the host. Ray has reserved its resources, so the slot is ignored."""
+        """Start an actor for a worker on this host. `slot` is ignored, because Ray has reserved the resources."""
         del slot
         self.ranks[worker] = self._crew.start_actor(worker, self)
 
     def ask_to_end(self, worker: int) -> None:
-        """Do nothing, because running Ray actors cannot be interrupted. They are killed after the time limit."""
+        """Do nothing, because a running Ray actor cannot be interrupted. It is killed after the time limit."""
 
     def kill(self, worker: int) -> None:
         """Kill the worker's actor."""
         ray.kill(self.ranks[worker].actor)
 
     def send_to_rank(self, worker: int, message: ToRank) -> None:
-        """Send a message to a rank. Ignored if the rank has not connected."""
+        """Send a message to a worker's rank. Drop the message if the rank has not connected."""
         if (rank := self.ranks.get(worker)) is not None and rank.channel is not None:
             rank.channel.send(message)
 
@@ -373,13 +376,13 @@ class HostOfActors:
 
 
 class RayCrew:
-    """All ranks of an elastic job.
+    """All Ray actors of an elastic job, as the driver of elastic jobs controls them.
 
     Attributes:
-        heard: events that the driver has not received yet.
+        heard: events that `poll` has not returned to the driver yet.
         proof: credentials with which ranks authenticate to each other.
-        results: results of functions, by worker.
-        errors: errors of functions.
+        results: return values of the user's function, by worker.
+        errors: errors that the user's function has raised.
     """
 
     def __init__(
@@ -393,16 +396,16 @@ class RayCrew:
         call: Any,
         log: Log,
     ) -> None:
-        """Begin without ranks, and listen.
+        """Listen for ranks to connect. No rank is started yet.
 
         Args:
-            slots: slots for ranks.
-            endpoint: addresses at which ranks connect.
-            demand: resources of a rank.
+            slots: placement groups for ranks.
+            endpoint: addresses at which this process accepts connections of ranks.
+            demand: number of CPUs and GPUs of a rank.
             environ: environment variables of a rank's process.
             interface: network interface that connects the hosts. None for any.
-            call: Ray's reference to the user's function.
-            log: receives values that ranks log.
+            call: Ray's object reference to the user's function.
+            log: receives the values that rank 0 logs.
         """
         self._slots, self._demand, self._environ, self._interface = slots, demand, environ, interface
         self._call, self._log = call, log
@@ -423,20 +426,20 @@ class RayCrew:
         return list(self._hosts)
 
     def start(self, host: str) -> None:
-        """Add a host without starting anything. A host that is lost at this time reports nothing."""
+        """Add a host, without starting a rank. If its Ray node is lost, the driver gets no report of it."""
         self._hosts[host] = HostOfActors(host, self)
         if self._slots.has_node(host):
             self._hosts[host].rules.meet_driver([], time.monotonic())
             self.wake()
 
     def stop(self, host: str) -> None:
-        """Remove a host and its ranks."""
+        """Remove a host, and kill its ranks."""
         if (there := self._hosts.pop(host, None)) is not None:
             for rank in list(there.ranks.values()):
                 self._forget(rank)
 
     def send_to(self, hosts: Iterable[str], message: ToAgent) -> None:
-        """Pass a message to the rules of each of these hosts. Unused hosts are ignored."""
+        """Pass a message of the driver to the `AgentRules` of each of these hosts. Skip hosts that are not started."""
         for host in hosts:
             if (there := self._hosts.get(host)) is not None:
                 there.rules.driver_message(message, time.monotonic())
@@ -461,8 +464,8 @@ class RayCrew:
             yield self.events.popleft()
 
     def close(self, number: int | None = None) -> None:
-        """End all actors, and stop listening. See `RunningCrew`."""
-        del number  # the driver of actors handles no signals
+        """End all actors, and stop listening."""
+        del number  # unused, because the driver of actors handles no signals
         for host in self.hosts:
             self.stop(host)
         self.board.close()
@@ -485,12 +488,12 @@ class RayCrew:
         return RankHandle(worker, there, actor, answer)
 
     def _awaited(self, worker: int) -> RankHandle | None:
-        """Return the rank of a worker that has not connected yet. None if there is none."""
+        """Return the worker's rank if its actor was started but has not connected yet. Otherwise return None."""
         found = (there.ranks.get(worker) for there in self._hosts.values())
         return next((rank for rank in found if rank is not None and rank.channel is None), None)
 
     def _welcome(self, worker: int, sock: socket.socket) -> None:
-        """Add the connection of a rank that has authenticated."""
+        """Store the connection of a worker whose rank has authenticated."""
         if (rank := self._awaited(worker)) is not None:
             rank.channel = JsonChannel(sock, FromRank)
             rank.channel.watch(self.board.events, rank)
@@ -501,7 +504,7 @@ class RayCrew:
         try:
             for message in rank.channel.receive():
                 rank.there.rules.rank_message(rank.worker, message)
-        except ConnectionError:  # its end is detected soon
+        except ConnectionError:  # ignored, because the end of the rank's process is detected soon
             rank.channel.close()
 
     def _reap(self, rank: RankHandle) -> None:
@@ -539,29 +542,29 @@ class RayCrew:
 
 
 _LATER_S = 30.0
-"""Seconds that a rank waits longer than this process, because this process can name missing ranks."""
+"""Seconds by which a rank waits longer than the executor, because only the executor's error names missing ranks."""
 
 
 _NOTICE_S = 10.0
-"""Seconds of waiting for resources after which the user is informed."""
+"""Seconds of waiting for Ray's resources after which the executor informs the user."""
 
 
 def _print(text: str) -> None:
-    """Print a line of the driver. Ray prints the output of ranks."""
+    """Print a line of the elastic driver's output. The output of ranks is printed by Ray."""
     print(f"sirtaki: {text}", file=sys.stderr, flush=True)
 
 
 class ElasticRanks:
-    """Elastic ranks of one executor, from start to shutdown. Each call starts its own ranks."""
+    """The ranks of an elastic executor, from `RayExecutor.start` to `shutdown`. Each `call` starts new ranks."""
 
     def __init__(self, settings: RaySettings, policy: Policy, demand: Demand, variables: Mapping[str, str]) -> None:
         """Request resources from Ray.
 
         Args:
-            settings: settings of the executor.
-            policy: policy of each call.
-            demand: resources of a rank.
-            variables: environment variables set by the user.
+            settings: time limits and network interfaces.
+            policy: numbers of ranks, and limits of restarts, of each elastic job.
+            demand: number of CPUs and GPUs of a rank.
+            variables: environment variables that the user has set for the ranks.
         """
         self._settings, self._policy, self._demand = settings, policy, demand
         self._variables = {"HOROVOD_ELASTIC_TIMEOUT": f"{policy.timeout_s + _LATER_S:g}", **variables}
@@ -571,21 +574,21 @@ class ElasticRanks:
 
     @property
     def actors(self) -> list[Any]:
-        """Return Ray's handles of current members, in rank order. Thread-safe."""
+        """Return Ray's actor handles of the current ranks, in rank order. Thread-safe."""
         if self._crew is None or self._members is None:
             return []
         actors = self._crew.actors
         return [actors[worker] for worker in self._members.member_list.members if worker in actors]
 
     def call(self, fn: Callable[[], Any], listeners: Sequence[Callable[[Any], object]]) -> list[Any]:
-        """Call the function on all ranks, current and new, until all members have returned.
+        """Call `fn` on all ranks, including ranks that join later, until it has returned on all current ranks.
 
         Returns:
-            The results of the last members, in rank order.
+            The results of the ranks that were in the job at its end, in rank order.
 
         Raises:
             LaunchError: too few ranks are left.
-            Exception: error of the function on a rank, if no rank is left.
+            Exception: error of `fn` on a rank, if no rank is left.
         """
         settings = self._settings
         environ = actor_environ(os.environ, self._variables, self._demand, settings)
@@ -604,7 +607,7 @@ class ElasticRanks:
             exit_code = run_job(crew, members, _print, self._slots.ask(), self._asking(members))
         if exit_code == 128 + signal.SIGINT:
             raise KeyboardInterrupt
-        # ranks never end like this, because Ray kills them with SIGKILL
+        # This process has received the signal, not a rank, because Ray kills ranks with SIGKILL.
         if exit_code in (128 + signal.SIGTERM, 128 + signal.SIGHUP):
             raise SystemExit(exit_code)
         if exit_code:
@@ -614,7 +617,10 @@ class ElasticRanks:
         return [result for result in found if not isinstance(result, RankDismissed)]
 
     def _asking(self, members: JobMembers) -> Callable[[], Mapping[str, int]]:
-        """Return the discovery function. It informs the user once if the job cannot start for lack of resources."""
+        """Return the function by which the driver discovers hosts.
+
+        The function informs the user once if the job cannot start because Ray lacks resources.
+        """
         note_s = time.monotonic() + _NOTICE_S
 
         def ask() -> Mapping[str, int]:
@@ -630,12 +636,12 @@ class ElasticRanks:
         return ask
 
     def close(self) -> None:
-        """Return the resources. Idempotent."""
+        """Return all reserved resources to Ray. Idempotent."""
         self._slots.close()
 
 
 class RayExecutor:
-    """Starts ranks as actors, and calls functions on them. Methods and arguments have Horovod's names."""
+    """Starts ranks as Ray actors, and calls functions on them. Methods and arguments have Horovod's names."""
 
     @classmethod
     def create_settings(
@@ -646,7 +652,7 @@ class RayExecutor:
         placement_group_timeout_s: float = 100.0,
         nics: str | Iterable[str] | None = None,
     ) -> RaySettings:
-        """Return settings for the executor. ssh is not used, so two arguments have no effect.
+        """Return settings for the executor. The two ssh arguments have no effect, because ssh is not used.
 
         Args:
             timeout_s: seconds that ranks wait for each other in `init()`.
@@ -694,12 +700,11 @@ class RayExecutor:
             cpus_per_worker: CPUs of a rank. Also its `OMP_NUM_THREADS`, unless that is set.
             use_gpu: each rank has a GPU, or `gpus_per_worker` GPUs.
             gpus_per_worker: GPUs of a rank.
-            use_current_placement_group: place the ranks in the placement group of this process, if it has one. No
-                effect
+            use_current_placement_group: place the ranks in the placement group of this process, if it has one. Ignored
                 in elastic jobs.
             min_workers: minimum number of ranks of an elastic job. None for a fixed number of ranks.
             max_workers: maximum number of ranks. None for as many as Ray's nodes can hold.
-            reset_limit: maximum number of generations after the first. None for no limit.
+            reset_limit: maximum number of elastic restarts. None for no limit.
             cooldown_range: shortest and longest time in seconds for which a host is excluded after repeated failures.
             elastic_timeout: seconds to wait for enough ranks.
             override_discovery: no effect: hosts are always Ray's nodes.
@@ -764,12 +769,12 @@ class RayExecutor:
         executable_kwargs: Mapping[str, Any] | None = None,
         extra_env_vars: Mapping[str, str] | None = None,
     ) -> None:
-        """Start the ranks, and wait for them. Starts Ray on this machine if it is not running.
+        """Start the ranks, and wait until they are ready. Start Ray on this machine if it is not running.
 
-        In elastic jobs, this only requests resources: each call starts its own ranks.
+        In elastic jobs, `start` only requests resources, because each call of a function starts new ranks.
 
         Args:
-            executable_cls: class of an object to create on each rank. `execute` passes it to its function.
+            executable_cls: class of an object to create on each rank. `execute` passes the object to its function.
             executable_args: positional arguments of the class.
             executable_kwargs: keyword arguments of the class.
             extra_env_vars: environment variables of the ranks.
@@ -802,17 +807,17 @@ class RayExecutor:
     def execute(
         self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[[Any], object]] | None = None
     ) -> list[Any]:
-        """Call `fn(executable)` on each rank, and wait.
+        """Call `fn(executable)` on each rank, and wait for the results.
 
         Args:
-            fn: function of the rank's object, or of None if `start` was called without a class.
+            fn: function to call. Its argument is the rank's object, or None if `start` was called without a class.
             callbacks: functions to call in this process with the values that rank 0 passes to `ray_logger.log`.
 
         Returns:
-            The results, in rank order. In elastic jobs, of the last members.
+            The results, in rank order. In elastic jobs, those of the ranks that were in the job at its end.
 
         Raises:
-            Exception: error of the function on a rank, with its own class.
+            Exception: error that `fn` raised on a rank, with its original class.
             LaunchError: too few ranks are left in an elastic job.
         """
         started = self._started
@@ -828,17 +833,17 @@ class RayExecutor:
         kwargs: Mapping[str, Any] | None = None,
         callbacks: Sequence[Callable[[Any], object]] | None = None,
     ) -> list[Any]:
-        """Like `execute`, with `fn(*args, **kwargs)`."""
+        """Call `fn(*args, **kwargs)` on each rank, and wait for the results. See `execute`."""
         given, named = tuple(args or ()), dict(kwargs or {})
         return self.execute(lambda _: fn(*given, **named), callbacks)
 
     def run_remote(
         self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
     ) -> list[Any]:
-        """Like `run`, without waiting.
+        """Call `fn(*args, **kwargs)` on each rank, without waiting for the results.
 
         Returns:
-            References for `ray.get`, in rank order.
+            Ray's references to the results, for `ray.get`, in rank order.
         """
         given, named = tuple(args or ()), dict(kwargs or {})
         return self._staying("run_remote()").run_remote(lambda _: fn(*given, **named))
@@ -848,7 +853,7 @@ class RayExecutor:
         return self._staying("execute_single()").execute_single(fn)
 
     def shutdown(self) -> None:
-        """End the ranks, even if they are busy. Idempotent. `start` may be called again."""
+        """End the ranks, even if they are running a function. Idempotent. `start` may be called again."""
         if self._ranks is not None:
             self._ranks.close()
             self._ranks = None

@@ -1,7 +1,7 @@
 """Ranks that are Ray actors: their resources, placement, environment variables, and code.
 
-An actor's process survives an error of the user's function, so all ranks must be notified. The process of a
-script ends with the error, which other ranks detect themselves.
+If the user's function raises an error, the actor's process goes on, so the error must be reported to all ranks. (In
+other jobs, a failed script ends its process, which other ranks detect.)
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class RaySettings:
     """Settings of `RayExecutor`.
 
     Attributes:
-        timeout_s: seconds that ranks wait for each other in `init()`, and an elastic job for a rank's process.
-        placement_group_timeout_s: seconds to wait for resources.
+        timeout_s: maximum seconds that ranks wait for each other in `init()`, and that an elastic job waits until a
+            rank's process has started.
+        placement_group_timeout_s: maximum seconds to wait until Ray has reserved resources.
         interfaces: comma-separated network interfaces that connect the hosts. "" for any.
     """
 
@@ -49,7 +50,7 @@ class RaySettings:
 
 
 def interface_names(nics: str | Iterable[str] | None) -> str:
-    """Join names such as `"eth0"`, `"eth0,eth1"` or a collection with commas."""
+    """Return interface names, given as text (`"eth0,eth1"`) or as a collection, as one comma-separated text."""
     if nics is None:
         return ""
     return nics if isinstance(nics, str) else ",".join(sorted(nics))
@@ -57,10 +58,10 @@ def interface_names(nics: str | Iterable[str] | None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """Resources of a rank.
+    """Resources that Ray must reserve for one rank.
 
     Attributes:
-        cpus, gpus: CPUs and GPUs of a rank. Fractions are allowed.
+        cpus, gpus: number of CPUs and of GPUs of a rank. Fractions are allowed.
     """
 
     cpus: float = 1
@@ -71,7 +72,7 @@ class Demand:
             raise ConfigError(f"a rank cannot have {self.cpus:g} CPUs and {self.gpus:g} GPUs")
 
     def bundle(self, ranks: int = 1) -> dict[str, float]:
-        """Return the resources of `ranks` ranks, as a bundle for Ray."""
+        """Return the resources of `ranks` ranks together, in the format of a Ray bundle."""
         wanted = {"CPU": self.cpus * ranks, "GPU": self.gpus * ranks}
         return {name: amount for name, amount in wanted.items() if amount}
 
@@ -85,9 +86,9 @@ class Shape:
     """Number and placement of ranks.
 
     Attributes:
-        ranks: ranks of the job, or ranks per host if `hosts` is set.
-        hosts: number of different hosts. None for any placement, packed on few hosts.
-        demand: resources of each rank.
+        ranks: number of ranks of the job. If `hosts` is set: number of ranks on each host.
+        hosts: number of different hosts. None for as few hosts as possible.
+        demand: number of CPUs and GPUs of each rank.
         uses_current_group: place the ranks in the placement group of this process, if it has one.
     """
 
@@ -122,15 +123,15 @@ def elastic_policy(
     cooldown_s: tuple[float, float] | None = None,
     timeout_s: float = 600.0,
 ) -> Policy:
-    """Return the membership policy of an elastic job.
+    """Return the membership policy of an elastic job: its numbers of ranks, and limits of restarts.
 
     Args:
         start: initial number of ranks. None for `least`.
         least: minimum number of ranks.
         most: maximum number of ranks. None for no limit.
-        reset_limit: see `Policy`.
-        cooldown_s: see `Policy`.
-        timeout_s: see `Policy`.
+        reset_limit: maximum number of elastic restarts. None for no limit.
+        cooldown_s: shortest and longest seconds for which a host is excluded after repeated failures.
+        timeout_s: maximum seconds to wait for enough ranks.
 
     Raises:
         ConfigError: numbers contradict each other.
@@ -157,12 +158,12 @@ _CARRIED = ("SIRTAKI_", "HOROVOD_", "NCCL_", "GLOO_")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorPlace:
-    """Placement of an actor.
+    """Where Ray has placed an actor.
 
     Attributes:
-        host: equal for actors that share memory and loopback.
-        address: address of the node in Ray.
-        gpus: GPUs that Ray has assigned.
+        host: id of the host. It is equal for actors that share memory and the loopback interface.
+        address: network address of the actor's Ray node.
+        gpus: ids of the GPUs that Ray has assigned to the actor.
     """
 
     host: tuple[str, ...]
@@ -171,20 +172,20 @@ class ActorPlace:
 
 
 def in_rank_order(places: Sequence[ActorPlace]) -> list[int]:
-    """Return positions in `places` in rank order: ranks of a host are adjacent, hosts in order of first appearance."""
+    """Return the indices of `places` in rank order: ranks of a host are adjacent, hosts are in order of appearance."""
     first: dict[tuple[str, ...], int] = {}
     for number, place in enumerate(places):
         first.setdefault(place.host, number)
-    return sorted(range(len(places)), key=lambda number: first[places[number].host])  # sorted() is stable
+    return sorted(range(len(places)), key=lambda number: first[places[number].host])  # because sorted() is stable
 
 
 def place_variables(places: Sequence[ActorPlace]) -> list[dict[str, str]]:
-    """Return the variables of each rank: those of Horovod and torchrun, and the GPUs of its host.
+    """Return each rank's environment variables: those that horovodrun and torchrun set, and the visible GPUs.
 
     Ranks see all GPUs of the job on their host, so that `cuda.set_device(hvd.local_rank())` works.
 
     Args:
-        places: placements, in rank order.
+        places: placements of the actors, in rank order.
     """
     ranks_of = Counter(place.host for place in places)
     gpus_of: dict[tuple[str, ...], list[str]] = {}
@@ -218,10 +219,10 @@ def actor_environ(
     """Return the environment variables of an actor's process, in addition to Ray's.
 
     Args:
-        environ: environment of this process. Its settings are passed on.
-        added: variables set by the user, with higher priority.
-        demand: resources of a rank.
-        settings: settings of the executor.
+        environ: environment of this process. Sirtaki's and Horovod's settings in it are passed on.
+        added: variables that the user has set for the ranks. They override `environ`.
+        demand: number of CPUs and GPUs of a rank.
+        settings: time limits and network interfaces.
     """
     interfaces = settings.interfaces
     own = {name: value for name, value in rank_environ(environ, {}).items() if name.startswith(_CARRIED)}
@@ -244,7 +245,7 @@ _T = TypeVar("_T")
 
 
 def call_reporting_errors(fn: Callable[[], _T]) -> _T:
-    """Call `fn`. If it raises, leave the job, so that all ranks fail with the reason."""
+    """Call `fn`. If it raises an error, leave the job, so that all ranks fail with that error as the reason."""
     try:
         return fn()
     except BaseException as err:
@@ -258,7 +259,7 @@ def leave_job(reason: str) -> None:
     Args:
         reason: reason to report to all ranks.
     """
-    if "sirtaki.torch" not in sys.modules:  # init() has not been called, and importing sirtaki.torch takes seconds
+    if "sirtaki.torch" not in sys.modules:  # so init() was not called. Importing sirtaki.torch would take seconds.
         return
     from sirtaki.engine import job
     from sirtaki.torch.basics import detach_all
@@ -271,11 +272,11 @@ class Rank:
     """Actor of a rank. Ray prints the class name in front of the rank's output."""
 
     def __init__(self) -> None:
-        self._store: Any = None  # a TCPStore
-        self._executable: Any = None  # an object of the user's class
+        self._store: Any = None  # the TCPStore of the rendezvous, on rank 0
+        self._executable: Any = None  # the rank's object of the user's class
 
     def place(self) -> ActorPlace:
-        """Return where Ray has placed this process."""
+        """Return where Ray has placed this actor."""
         import ray
 
         gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
@@ -284,44 +285,44 @@ class Rank:
         )
 
     def prepare(self, variables: Mapping[str, str]) -> None:
-        """Set environment variables, before code of the user runs."""
+        """Set environment variables. Call before any code of the user runs."""
         os.environ.update(variables)
 
     def open_store(self, *, one_host: bool, interfaces: str) -> tuple[str, int]:
-        """Open the store for the rendezvous at a free port, and return its address. Rank 0 only."""
+        """Open the store for the rendezvous at a free port. Return its host and port. Called on rank 0 only."""
         import ray
 
         addresses = own_addresses(interfaces) if interfaces else [ray.util.get_node_ip_address()]
         host = LOOPBACK if one_host else addresses[0]
-        # multi_tenant: `init()` opens the store again, and `init_process_group()` of the user may
+        # multi_tenant is set because `init()`, and perhaps the user's `init_process_group()`, open the store again.
         self._store = serve_store(host, timeout=datetime.timedelta(seconds=300), multi_tenant=True)
         return host, self._store.port
 
     def make_executable(self, make: Callable[[], Any]) -> None:
-        """Create the user's object, which is passed to functions."""
+        """Create this rank's object by `make`. `execute` passes it to the user's functions."""
         self._executable = call_reporting_errors(make)
 
     def execute(self, call: int, fn: Callable[[Any], Any], log: Any = None) -> Any:
-        """Call the function with the user's object, or with None.
+        """Call the user's function with this rank's object, or with None if there is no object.
 
         Args:
-            call: number of the call, equal on all ranks.
+            call: serial number of the call, equal on all ranks.
             fn: function of the user.
-            log: Ray's queue for values passed to `ray_logger.log`. None without listeners.
+            log: Ray queue for values that are passed to `ray_logger.log`. None if nothing receives them.
         """
         ray_logger.configure(log)
-        # so that a rank that missed one rendezvous can join the next
+        # Each call has its own rendezvous, so that a rank that missed one can join the next.
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(call)
         return call_reporting_errors(lambda: fn(self._executable))
 
 
 @dataclass(frozen=True, slots=True)
 class RankDismissed:
-    """Result of a rank that the job does not need any more."""
+    """Result of `ElasticRank.train` on a rank that the job does not need any more."""
 
 
 class ElasticRank:
-    """Actor of an elastic rank, used for one call. Ray prints the class name in front of the rank's output."""
+    """Actor of one rank of an elastic job. Ray prints the class name in front of the rank's output."""
 
     def train(
         self,
@@ -331,17 +332,17 @@ class ElasticRank:
         fn: Callable[[], Any],
         log: Any = None,
     ) -> Any:
-        """Call the function as a member of the job.
+        """Connect to the executor, and call `fn` as a rank of the elastic job.
 
         Args:
-            reach: connects to the executor's process.
-            host: host of this rank, as named by the job.
+            reach: opens an authenticated connection to the executor's process.
+            host: name of this rank's host in the job.
             interface: network interface that connects the hosts. None for any.
             fn: function of the user.
-            log: see `ray_logger.configure`.
+            log: Ray queue for values that are passed to `ray_logger.log`. None if nothing receives them.
 
         Returns:
-            The result of the function, or `RankDismissed`.
+            The result of `fn`. `RankDismissed` if the job does not need this rank any more.
         """
         from sirtaki.engine import job
 

@@ -1,4 +1,4 @@
-"""Send values from rank 0 to the callbacks of the executor: `ray_logger.log({"loss": 0.1})`."""
+"""Send values from rank 0 to callbacks in the executor's process: `ray_logger.log({"loss": 0.1})`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _queue: Any = None
 
 
 def log(values: Any) -> None:
-    """Pass values to the executor's callbacks. Does nothing on ranks above 0, or without callbacks.
+    """Send values to the callbacks of `RayExecutor.execute`. Does nothing on ranks above 0, or without callbacks.
 
     Args:
         values: any picklable object, usually numbers by name.
@@ -21,23 +21,23 @@ def log(values: Any) -> None:
 
 
 def configure(queue: Any) -> None:
-    """Set the queue that `log` writes to. None to disable it."""
+    """Set the Ray queue that `log` writes to. With None, `log` does nothing."""
     global _queue
     _queue = queue
 
 
 class Log:
-    """Receiving end of the log.
+    """The executor's end of `ray_logger`: receives the values that rank 0 logs.
 
     Attributes:
-        queue: queue for `configure`. None without listeners.
+        queue: Ray queue that rank 0 must pass to `configure`. None if there are no listeners.
     """
 
     def __init__(self, queue: Any, listeners: Sequence[Callable[[Any], object]]) -> None:
         self.queue, self._listeners = queue, listeners
 
     def deliver(self) -> None:
-        """Call the listeners with all received values."""
+        """Call each listener with each value received since the last call."""
         while self.queue is not None and not self.queue.empty():
             values = self.queue.get()
             for listener in self._listeners:
@@ -46,7 +46,7 @@ class Log:
 
 @contextlib.contextmanager
 def receiving_log(listeners: Sequence[Callable[[Any], object]]) -> Iterator[Log]:
-    """Receive values within the context, if there is a listener."""
+    """Yield a `Log` that receives values within the context. Without listeners, it receives nothing."""
     if not listeners:
         yield Log(None, ())
         return
