@@ -3,7 +3,7 @@
 SirtakiError
 ├── ConfigError          (ValueError)    a setting or option that is invalid
 ├── NotInitializedError  (ValueError)    an operation before `init()`
-├── PlanError            (ValueError)    knobs or a plan that do not fit the gradients
+├── PlanError            (ValueError)    a setting (knobs) or plan that does not fit the gradients
 ├── CommError            (RuntimeError)  communication failed; `hvd.HorovodInternalError` is this class
 │   ├── MismatchError                    ranks disagree about an operation
 │   ├── PeerLostError                    a rank died, left or raised
@@ -31,11 +31,11 @@ from pathlib import Path
 
 
 def in_a_line(error: BaseException, where: str = "") -> str:
-    """Return an error's type, message and source line as one line of text, to log an error that does not end the job.
+    """Return an error's type, message and source line as one line of text. For logging errors that do not end the job.
 
     Args:
         error: the error. Without a traceback, the source line is omitted.
-        where: position in training when the error was raised, such as an iteration. Empty = unknown.
+        where: position in training at which the error was raised, such as an iteration. "" if unknown.
     """
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f"{os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}" for frame in frames[-1:]]
@@ -56,7 +56,7 @@ class NotInitializedError(SirtakiError, ValueError):
 
 
 class PlanError(SirtakiError, ValueError):
-    """Knobs or a plan do not fit the gradients or the transport."""
+    """A communication setting (knobs) or a plan does not fit the gradients or the transport."""
 
 
 class CommError(SirtakiError, RuntimeError):
@@ -110,7 +110,7 @@ class CorruptStoreError(RegistryError):
     """A registry's file is damaged, or is not a registry.
 
     Attributes:
-        path: the file; None = unknown.
+        path: the registry's file. None if unknown.
     """
 
     def __init__(self, message: str, path: Path | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Types of fields that are read from files and databases, and the functions that check them.
+"""Types of the fields of records that are read from files and databases, and functions that check the fields.
 
 msgspec validates values by these types: text must be printable, sizes are limited, and NaN and booleans are not
 accepted as numbers.
@@ -30,13 +30,13 @@ Number = Annotated[float, Meta(ge=0, le=1e18)]
 Positive = Annotated[float, Meta(ge=1e-9, le=1e18)]
 
 
-def checked(kind: type[T], data: Any, *, at: str = "") -> T:  # Any: what json.loads gives
+def checked(kind: type[T], data: Any, *, at: str = "") -> T:  # data is Any, because json.loads returns it
     """Convert lists, dicts and numbers, as parsed from JSON, to the type `kind`.
 
     Args:
-        kind: the result's type.
+        kind: type of the result.
         data: parsed JSON.
-        at: name of `data`, with which field paths in error messages begin.
+        at: name of `data`. The path of a field in an error message begins with it.
 
     Raises:
         RegistryError: a field is missing, unknown or invalid. The message begins with the field's path.
@@ -51,9 +51,9 @@ def parsed(kind: type[T], text: str | bytes, *, at: str = "") -> T:
     """Parse JSON text to a value of the type `kind`.
 
     Args:
-        kind: the result's type.
-        text: JSON.
-        at: name of the text, with which field paths in error messages begin.
+        kind: type of the result.
+        text: JSON text.
+        at: name of the text. The path of a field in an error message begins with it.
 
     Raises:
         RegistryError: a field is missing, unknown or invalid, or the text is not JSON.
@@ -64,7 +64,7 @@ def parsed(kind: type[T], text: str | bytes, *, at: str = "") -> T:
         raise RegistryError(_message(err, at)) from err
 
 
-def plain(value: object) -> Any:  # Any: JSON's
+def plain(value: object) -> Any:  # returns Any, because JSON values have several types
     """Convert a value to the dicts, lists, strings and numbers of JSON."""
     return msgspec.json.decode(msgspec.json.encode(value, enc_hook=_base))
 

@@ -59,8 +59,8 @@ def cpu_quota() -> float | None:
     """Return the smallest cgroup CPU limit in cores; None if there is none."""
     limits = []
     for folder in _cgroup_folders("cpu"):
-        quota, _, period = _read(folder / "cpu.max").partition(" ")  # version 2
-        quota = quota or _read(folder / "cpu.cfs_quota_us")  # version 1: -1 = no limit
+        quota, _, period = _read(folder / "cpu.max").partition(" ")  # file of cgroup version 2
+        quota = quota or _read(folder / "cpu.cfs_quota_us")  # version 1, where -1 means no limit
         period = period or _read(folder / "cpu.cfs_period_us")
         if quota.isdecimal() and period.isdecimal():
             limits.append(int(quota) / int(period))
@@ -143,7 +143,7 @@ def _act_in_child() -> None:
     while _exit_handlers:
         atexit.unregister(_exit_handlers.pop())
     if _in_children and (c10d := sys.modules.get("torch.distributed.distributed_c10d")) is not None:
-        for group, (_, store) in list(c10d._world.pg_map.items()):  # the script's own
+        for group, (_, store) in list(c10d._world.pg_map.items()):  # process groups that the script has created
             _never_destroy(group)
             _never_destroy(store)
     for reference, act in list(_in_children.values()):
@@ -161,7 +161,7 @@ def at_exit(act: Callable[[], object]) -> None:
 
 
 def forget_at_exit(act: Callable[[], object]) -> None:
-    """Unregister a handler of `at_exit`. Does nothing if `act` is not registered."""
+    """Unregister `act`, which `at_exit` has registered. Do nothing if it is not registered."""
     atexit.unregister(act)
     with contextlib.suppress(ValueError):
         _exit_handlers.remove(act)
@@ -171,11 +171,11 @@ _exit_handlers: list[Callable[[], object]] = []
 
 
 def finalize(owner: object, act: Callable[..., object], *arguments: Any) -> None:
-    """Call `act(*arguments)` when `owner` is garbage-collected. Not called in forked children or at interpreter exit.
+    """Call `act(*arguments)` when `owner` is garbage-collected, but not in forked children or at interpreter exit.
 
     Args:
         owner: the observed object, held by a weak reference. `act` and `arguments` must not refer to it.
-        act: function that any thread may call at any time, because the garbage collector does.
+        act: function that must be callable in any thread at any time, because the garbage collector calls it.
         arguments: arguments of `act`.
     """
     own = os.getpid()
@@ -191,7 +191,7 @@ Lock = TypeVar("Lock")
 
 
 def free_in_forked_children(lock: Lock) -> Lock:
-    """Make forked children start with a released `lock`, and return it. Accepts a lock, or a condition with its own."""
+    """Make `lock` free in forked children, whoever held it at the fork. Return `lock`, a lock or condition variable."""
     in_forked_children(lock, lambda lock: lock._at_fork_reinit())  # type: ignore[attr-defined]  # all lock types have it
     return lock
 
@@ -221,7 +221,7 @@ def private_in_forked_children(owner: object, address: int, length: int, descrip
         owner: object whose lifetime is that of the mapping.
         address: start of the mapping.
         length: size of the mapping in bytes.
-        descriptor: file descriptor of the mapped file, which is duplicated. None = children read zeros.
+        descriptor: file descriptor of the mapped file. The function duplicates it. If None, children read zeros.
     """
     duplicate, flags = -1, _MAP_PRIVATE_FIXED | mmap.MAP_ANONYMOUS
     if descriptor is not None:
@@ -247,7 +247,7 @@ def signal_name(number: int) -> str:
 
 
 def handle_signal(number: signal.Signals, handler: Callable[[int, FrameType | None], None]) -> None:
-    """Install a signal handler in this process. Forked children have the default handler."""
+    """Install a signal handler in this process. Forked children get the default handler instead."""
 
     def forget(handler: Callable[[int, FrameType | None], None]) -> None:
         if signal.getsignal(number) is handler:
@@ -282,7 +282,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def host_identity() -> tuple[str, ...]:
-    """Return a value that is equal for processes that share a host and network namespace, and hence loopback."""
+    """Return an id that is equal for processes that share a host and a network namespace, and hence the loopback."""
     found = [socket.gethostname()]
     with contextlib.suppress(OSError):  # /proc may be missing
         found.append(Path("/proc/sys/kernel/random/boot_id").read_text())
@@ -311,7 +311,7 @@ def interface_addresses() -> dict[str, str]:
 
 
 def own_addresses(interface: str | None) -> list[str]:
-    """Return the IPv4 addresses at which other hosts may reach this host, the likeliest first.
+    """Return the IPv4 addresses of this host at which other hosts may reach it, the likeliest address first.
 
     Args:
         interface: interface names to use, separated by commas. None = all interfaces but loopback.
@@ -351,7 +351,7 @@ def serve_store(host: str, port: int = 0, *, timeout: datetime.timedelta, multi_
     if port == 0 or host in (LOOPBACK, "localhost"):
         try:
             listener = socket.create_server((host, port), backlog=512)
-        except OSError:  # this process may already listen there, for the script's own process groups
+        except OSError:  # This process may already listen at the port, for process groups that the script has created.
             if not (port and multi_tenant):
                 raise
     if listener is None:
@@ -360,7 +360,7 @@ def serve_store(host: str, port: int = 0, *, timeout: datetime.timedelta, multi_
         )
 
     def serve(**options: bool) -> TCPStore:
-        handle = os.dup(listener.fileno())  # the store takes ownership
+        handle = os.dup(listener.fileno())  # duplicated, because the store closes its descriptor
         try:
             store = TCPStore(
                 host,
@@ -387,9 +387,9 @@ def serve_store(host: str, port: int = 0, *, timeout: datetime.timedelta, multi_
 class ReservedPorts:
     """Consecutive TCP ports that are reserved for this process's servers while the object is open.
 
-    A socket is bound to each port and does not listen. Servers that set SO_REUSEADDR, as Python's and PyTorch's do,
-    can listen on a reserved port. On Linux, the kernel does not assign it to a bind to port 0 or to an outgoing
-    connection.
+    A socket is bound to each port, but does not listen. Servers that set SO_REUSEADDR, as Python's and PyTorch's do,
+    can listen on a reserved port. Other programs do not get the port by chance: on Linux, the kernel assigns it neither
+    to a bind to port 0 nor to an outgoing connection.
 
     Attributes:
         first: the lowest port.
@@ -400,10 +400,10 @@ class ReservedPorts:
 
         Args:
             count: number of ports.
-            host: local address; "" = all IPv4 addresses.
+            host: local address on which to reserve the ports. "" = all IPv4 addresses.
 
         Raises:
-            OSError: no port is free.
+            OSError: there are not enough free ports.
         """
         while True:
             self._sockets = [self._bound(host, 0)]
@@ -411,7 +411,7 @@ class ReservedPorts:
             try:
                 self._sockets += [self._bound(host, self.first + number) for number in range(1, count)]
                 return
-            except (OSError, OverflowError):  # the next port is in use, or above 65535
+            except (OSError, OverflowError):  # because the next port is in use, or above 65535
                 self.close()
 
     @staticmethod
@@ -422,7 +422,7 @@ class ReservedPorts:
         except (OSError, OverflowError):
             holder.close()
             raise
-        # Set after the bind, because the bind must fail if another reservation has the port.
+        # SO_REUSEADDR is set after the bind, because the bind must fail if another process has reserved the port.
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         return holder
 
@@ -439,7 +439,7 @@ class ReservedPorts:
 
 
 def parse_address(text: str) -> Address:
-    """Split an aggregator's address, `host:port`.
+    """Split an aggregator's address `host:port` into host and port.
 
     Raises:
         ConfigError: the text is not an address with a port from 1 to 65535.

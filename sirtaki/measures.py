@@ -1,4 +1,4 @@
-"""Quantities that all packages use: the link model, the range of unit sizes, and measured speed-ups (`Gain`)."""
+"""Quantities that all packages use: the link model, limits of unit (bucket) sizes, and measured speed-ups (`Gain`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sirtaki.fields import Number, Positive
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkModel:
-    """Cost model of all-reduces on one route.
+    """Cost model of all-reduces over one route (a transport with a flat or hierarchical algorithm).
 
     Attributes:
         alpha_s: start-up time of one all-reduce. It takes no throughput from concurrent all-reduces (ASC-WFBP eq. 9).
@@ -23,7 +23,7 @@ class LinkModel:
             n = 1, 2, … streams are active. Each stream gets G(n) / n. G is constant beyond `max_streams`.
         host_s: processor time of one all-reduce, independent of its size. All streams share one processor, which works
             while the link transmits. An all-reduce ends when both processor and link have finished it.
-        residual: relative error (root mean square) of the fit; 0.0 for a described link.
+        residual: relative error (root mean square) of the fit to measured times. 0.0 if the model was not measured.
         busy: number of processors that a rank keeps busy during a single all-reduce. It is below 1 if the rank sleeps
             while it waits for messages. Relevant only if ranks of one host share its processors.
 
@@ -51,7 +51,7 @@ class LinkModel:
 
     @property
     def gamma(self) -> float:
-        """Return the slow-down of each of two concurrent all-reduces against a single one (ASC-WFBP's γ)."""
+        """Return by which factor two concurrent all-reduces are each slower than a single one (ASC-WFBP's γ)."""
         return 2 * self.throughput[0] / self.total_bytes_per_s(2)
 
     def total_bytes_per_s(self, active: int) -> float:
@@ -60,7 +60,7 @@ class LinkModel:
 
     @property
     def startup_s(self) -> float:
-        """Return the minimum time of one all-reduce, for planners whose model has only a start-up time (a)."""
+        """Return the time of an all-reduce of zero bytes, for planners whose model has a single start-up time (a)."""
         return self.alpha_s + self.host_s
 
     def together_s(self, unit_bytes: float, *, streams: int) -> float:
@@ -81,11 +81,14 @@ class LinkModel:
             self,
             alpha_s=self.alpha_s * hops,
             throughput=tuple(rate / volume for rate in self.throughput),
-            host_s=self.host_s * hops,  # each rank sends 2 (N − 1) messages
+            host_s=self.host_s * hops,  # because each rank sends 2 (N − 1) messages in a ring of N ranks
         )
 
     def differs_from(self, other: LinkModel) -> bool:
-        """Return whether a parameter differs by more than either fit's error, so that plans must be computed again."""
+        """Return whether a parameter of the models differs by more than the error of their fits.
+
+        In this case, plans that were computed with one model must be computed again with the other.
+        """
         tolerance = max(self.residual, other.residual, 0.01)
         width = max(len(self.throughput), len(other.throughput))
         pairs = [(self.alpha_s, other.alpha_s), (self.host_s, other.host_s)]
@@ -103,11 +106,11 @@ class LinkModel:
 
 
 SMALLEST_UNIT_BYTES, LARGEST_UNIT_BYTES = 64 * 1024, 256 * 1024**2
-"""Range of unit sizes that the tuner tries. The time of smaller units is only the start-up time."""
+"""Minimum and maximum unit (bucket) size that the tuner tries. Smaller units take only the start-up time."""
 
 
 def ring_ratios(from_ranks: int, to_ranks: int) -> tuple[float, float]:
-    """Return by how much the hops, and the bytes per link, of a ring all-reduce change with the number of ranks.
+    """Return the factors by which hops, and bytes per link, of a ring all-reduce change with the number of ranks.
 
     Raises:
         TuningError: one of the rings has fewer than two ranks.
@@ -145,10 +148,10 @@ def faster(before_s: float, after_s: float) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """Measured speed-up of one setting over another, from rounds of a paired comparison.
+    """Speed-up of one setting over another, measured by a paired comparison.
 
     Attributes:
-        times: mean ratio of times, old to new; 1.07 = 7 % faster.
+        times: mean of old time divided by new time. 1.07 means 7 % faster.
         low, high: 95 % confidence interval of `times`.
 
     Raises:
@@ -165,11 +168,11 @@ class Gain:
 
     @property
     def proved(self) -> bool:
-        """Return whether the whole interval is above 1."""
+        """Return whether the speed-up is proved: the whole confidence interval is above 1."""
         return self.low > 1.0
 
     def pooled(self, other: Gain) -> Gain:
-        """Combine two measurements of one speed-up. Each is weighted by its inverse variance."""
+        """Combine two measurements of the same speed-up. Each is weighted by its inverse variance."""
         middles, halves = [], []
         for one in (self, other):
             middles.append(math.log(one.times))
@@ -180,7 +183,7 @@ class Gain:
         return Gain(times=math.exp(mean), low=math.exp(mean - half), high=math.exp(mean + half))
 
     def multiplied(self, other: Gain) -> Gain:
-        """Multiply two successive speed-ups: `other` is B over A, this one is C over B, the product is C over A.
+        """Multiply two successive speed-ups. If `other` is B over A, and this one is C over B, the product is C over A.
 
         The product's interval is conservative: its limits are the products of the limits.
         """
@@ -188,7 +191,7 @@ class Gain:
 
     def describe(self) -> str:
         """Format the gain: `7 % faster, ± 2`, or `2.31× faster, ± 0.04`."""
-        half = self.times - self.low  # a wide interval is asymmetric: its upper half is longer
+        half = self.times - self.low  # the lower half, because the upper half of a wide interval is longer
         if abs(self.times - 1.0) >= 1.0:
             return f"{self.times:.2f}× faster, ± {half:.2f}"
         digits = 0 if half >= 0.0095 else 1
@@ -197,7 +200,7 @@ class Gain:
 
 
 def describe_gain(gain: Gain | None, before_s: float, after_s: float) -> str:
-    """Format a measured gain with its interval; without one (None), the ratio of both times, marked as not proved."""
+    """Format a measured gain with its interval. If `gain` is None, format the times' ratio, marked as not proved."""
     if gain is not None:
         return gain.describe()
     ratio = faster(before_s, after_s)

@@ -54,7 +54,7 @@ def _process_group(store: Store, rank: int, size: int, timeout: timedelta) -> Pr
     import torch
     import torch.distributed as dist
 
-    # ShardedTensor uses the first of these devices that is not the CPU.
+    # The list has "cuda" only if there is a GPU, because ShardedTensor uses the first device that is not the CPU.
     dist.Backend.backend_capability[NAME] = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     group: ProcessGroup = importlib.import_module(PROCESS_GROUP).SirtakiProcessGroup(store, rank, size, timeout)
     return group

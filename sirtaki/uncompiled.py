@@ -1,13 +1,13 @@
-"""Keep Sirtaki's own code out of what `torch.compile` compiles.
+"""Prevent `torch.compile` from compiling Sirtaki's own code.
 
-Dynamo reaches code in two ways. It evaluates each Python frame that is called while compiled code runs: autograd calls
-gradient hooks in such frames if a compiled function calls `backward()`. And it inlines each function that a traced
-function calls. Sirtaki's functions communicate with other ranks, so neither may happen: a trace of the tuner takes
-minutes, and its graph would be wrong in the next step.
+Dynamo reaches code in two ways. First, it compiles each Python frame that is called while compiled code runs. If a
+compiled function calls `backward()`, autograd calls gradient hooks in such frames. Second, Dynamo inlines each function
+that a traced function calls. Neither may happen to Sirtaki's functions, because they communicate with other ranks: a
+trace of the tuner takes minutes, and its graph would be wrong in the next step.
 
-`torch.compiler.disable` prevents both, but its wrapper costs a microsecond a call, autograd calls a gradient hook for
-each gradient, and it loads Dynamo, which takes more than a second. The marks set here cost nothing where nothing is
-compiled, and load nothing:
+`torch.compiler.disable` prevents both, but it is too slow: its wrapper costs a microsecond for each gradient hook, and
+it loads Dynamo, which takes more than a second. This module sets two marks instead, which load nothing and cost nothing
+in jobs without compilation:
 
 - A code object's strategy (`set_code_exec_strategy`) excludes its frames, and all frames that they call.
 - A function's attribute `_torchdynamo_disable` excludes it from inlining. `torch.compiler.disable` sets it, too.
@@ -16,9 +16,10 @@ A function that is created at run time lacks this attribute. That is intended fo
 Compiled autograd inlines the hook, so the graph of a pass breaks only at the first and the last gradient. A marked hook
 would break the graph at every gradient.
 
-All of this is private to PyTorch and is used in this module only. Checked with PyTorch 2.13. Versions before 2.7
-exclude Sirtaki's frames one by one (`skip_code`), and the packages that Sirtaki calls as a whole (`trace_rules.add`);
-this was not checked in a compiled job. With a version that has neither, Dynamo also compiles Sirtaki's frames.
+Both marks are private to PyTorch, and only this module uses them. They were checked with PyTorch 2.13. With PyTorch
+versions before 2.7, Sirtaki's frames are excluded one by one (`skip_code`), and the packages that Sirtaki calls as a
+whole (`trace_rules.add`). This was not checked in a compiled job. With a version that has neither function, Dynamo also
+compiles Sirtaki's frames.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ import torch
 PACKAGE = "sirtaki"
 
 CALLED = ("optuna", "skopt", "sklearn", "scipy", "networkx", "sqlalchemy", "msgspec", "rich", "psutil")
-"""Packages that Sirtaki calls. Used only with PyTorch versions that exclude frames one by one."""
+"""Packages that Sirtaki calls. They must be excluded only with PyTorch versions that exclude frames one by one."""
 
 REASON = "it communicates with other ranks"
 
 _excluded = set[str]()
-"""Names of modules whose functions are marked."""
+"""Names of the Sirtaki modules whose functions are excluded from compilation."""
 
 
 def exclude_from_compilation() -> None:
@@ -65,10 +66,10 @@ def exclude_from_compilation() -> None:
 
 
 def unless_traced(hook: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a module hook so that it does nothing while Dynamo traces the module's call.
+    """Wrap a module hook so that the hook does nothing while Dynamo traces the module's call.
 
-    An excluded hook would break the graph, which `fullgraph=True` forbids. Before PyTorch 2.7, Dynamo cannot guard
-    hooks on all modules. There, the hook is excluded and breaks the graph.
+    A hook that is excluded from compilation would break the graph, which `fullgraph=True` forbids. Before PyTorch 2.7,
+    Dynamo cannot guard global module hooks. With these versions, the hook is excluded and breaks the graph.
     """
     if _exclude_each is _skip_code:
         excluded: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
@@ -141,7 +142,10 @@ def _nothing(code: CodeType) -> None:
 
 
 def _how_to_exclude() -> tuple[Callable[[CodeType], None], Callable[[CodeType], None]]:
-    """Return two functions that exclude a code object's frames: this PyTorch version's best way, and `skip_code`."""
+    """Return two functions that exclude a code object's frames from compilation.
+
+    The first one is the best function of this PyTorch version. The second one is `skip_code`.
+    """
     try:
         from torch._C._dynamo import eval_frame
     except ImportError:

@@ -1,4 +1,4 @@
-"""Meaning of a script's names in training: expressions, calls, and values that differ between ranks."""
+"""What a script's code does in training: which parts train, and which values differ between ranks."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Training:
     """The parts of a script that train.
 
     Attributes:
-        loops: loops over loaders whose body computes gradients, including comprehensions, in text order.
-        other_loops: loops over loaders whose body does not compute gradients.
-        relays: loops in generators that yield a loader's batches to another loop.
-        divided: loaders read by `loops`.
+        loops: loops over data loaders whose body computes gradients, including comprehensions, in text order.
+        other_loops: loops over data loaders whose body does not compute gradients.
+        relays: loops in generators that yield a data loader's batches to another loop.
+        divided: data loaders that `loops` read. Their data is divided among the ranks.
     """
 
     def __init__(self, flows: Flows) -> None:
@@ -71,11 +71,11 @@ class Training:
         )
 
     def backward_passes(self, within: cst.CSTNode | None = None) -> list[cst.Call]:
-        """Return all calls of `backward()`."""
+        """Return the calls of `backward()` in a part of the script. None for the whole script."""
         return [call for call in self.source.all(cst.Call, within) if called_attribute(call) == "backward"]
 
     def steps(self) -> Iterator[tuple[cst.Call, cst.BaseExpression]]:
-        """Yield calls that step an optimizer, directly or through a scaler, with the optimizer."""
+        """Yield each call that steps an optimizer, directly or through a gradient scaler, and the optimizer."""
         for call in self.source.all(cst.Call):
             if called_attribute(call) != "step" or not isinstance(call.func, cst.Attribute):
                 continue
@@ -85,20 +85,21 @@ class Training:
                 yield call, call.args[0].value
 
     def passes_are_counted(self) -> bool:
-        """Return whether all optimizers step after each backward pass; if not, gradients must be reduced in `step()`.
+        """Return whether all optimizers step after each backward pass. If not, gradients must be reduced in `step()`.
 
-        A backward pass may reach parameters of any optimizer: a generator's reaches the discriminator, an actor's the
-        critic. Gradients of an optimizer that does not step then are cleared or added to by the script.
+        A backward pass may reach the parameters of any optimizer. For example, the generator's backward pass also
+        reaches the discriminator. If an optimizer does not step after a pass, the script later clears the optimizer's
+        gradients, or accumulates more gradients.
         """
         return all(self._all_step_after(call) for call in self.backward_passes())
 
     def _all_step_after(self, call: cst.Call) -> bool:
-        """Return whether each optimizer steps after a backward pass in each case, and before the next pass."""
+        """Return whether each optimizer steps after the backward pass `call` and before the next, in every branch."""
         source = self.source
         waiting = {site for site in self.flows.made(TrackedKind.OPTIMIZER) if not self._is_made_later(site.call, call)}
         for step, optimizer in self.steps():
             if step.args and source.code(step.args[0].value) in source.function_of(call).split("."):
-                return waiting <= self._optimizers_of(step, optimizer, ())  # the closure that a step calls
+                return waiting <= self._optimizers_of(step, optimizer, ())  # the pass is in the closure of this step
         here: cst.CSTNode = source.statement(call)
         while not isinstance(here, cst.For | cst.While | cst.FunctionDef | cst.Module):
             block = source.parent(here)
@@ -113,7 +114,7 @@ class Training:
         return False
 
     def _stepped(self, node: cst.CSTNode, loops: tuple[cst.For, ...] = ()) -> set[Site]:
-        """Return the optimizers that step in any case in a part of the script."""
+        """Return the optimizers that step in a part of the script, whichever branches are taken."""
         if isinstance(node, cst.FunctionDef | cst.ClassDef | cst.Try | cst.While):
             return set()
         if isinstance(node, cst.If):
@@ -128,7 +129,10 @@ class Training:
         return set[Site]().union(*(self._optimizers_of(*each, loops) for each in there))
 
     def _optimizers_of(self, step: cst.Call, optimizer: cst.BaseExpression, loops: tuple[cst.For, ...]) -> set[Site]:
-        """Return the optimizers that certainly step in a call: the only one of its name, or all that a loop yields."""
+        """Return the optimizers that the call `step` certainly steps.
+
+        That is the only optimizer with the name, or all optimizers that a loop in `loops` yields.
+        """
         sites = set(self.flows.holds(optimizer, TrackedKind.OPTIMIZER))
         symbol = self.source.symbol(optimizer)
         if any(self.source.symbol(name) == symbol for loop in loops for name in self.source.all(cst.Name, loop.target)):
@@ -136,7 +140,7 @@ class Training:
         return sites if len(sites) == 1 and not any(self._is_repeated(site.call, step, ()) for site in sites) else set()
 
     def _is_repeated(self, made: cst.CSTNode, step: cst.Call, within: tuple[cst.FunctionDef, ...]) -> bool:
-        """Return whether there may be several objects of one call when a step is made."""
+        """Return whether the call `made` may have created several optimizers by the time of `step`."""
         for there in self.source.above(made):
             if self.source.contains(there, step):
                 return False
@@ -148,7 +152,10 @@ class Training:
         return False
 
     def _is_made_later(self, made: cst.Call, call: cst.Call) -> bool:
-        """Return whether an optimizer is made behind a backward pass, in the same function and in no loop of both."""
+        """Return whether `made` creates an optimizer after the backward pass `call`.
+
+        Both must be in the same function, and no loop may contain both.
+        """
         source = self.source
         if source.function_of(made) != source.function_of(call) or source.line(made) <= source.line(call):
             return False
@@ -156,9 +163,9 @@ class Training:
         return not any(source.contains(loop, made) for loop in loops)
 
     def loader_names(self, node: cst.BaseExpression) -> list[cst.BaseExpression]:
-        """Return the names of loaders in what a loop runs over: `loader` in `enumerate(tqdm(loader))`.
+        """Return the names of data loaders in the iterable of a loop: `loader` in `enumerate(tqdm(loader))`.
 
-        Of a name that is given to such a call (`bar = tqdm(loader)`), those in the call.
+        If the iterable is a name (`bar` with `bar = tqdm(loader)`), return the loaders in the assigned value.
         """
         if isinstance(node, cst.Call) and node.args:
             if node in self.flows.sites:
@@ -186,11 +193,11 @@ class Training:
         return any(self.source.symbol(name) == symbol for name in self.source.all(cst.Name, node))
 
     def is_divided(self, node: cst.BaseExpression) -> bool:
-        """Return whether an expression may be a loader that is divided."""
+        """Return whether an expression may be a data loader whose data is divided among the ranks."""
         return bool(set(self.flows.holds(node, TrackedKind.LOADER)) & set(self.divided))
 
     def epoch(self, loop: cst.CSTNode) -> str:
-        """Return the variable of an enclosing loop that counts passes. "" if there is none."""
+        """Return the variable of an enclosing loop that counts epochs. "" if there is no such loop."""
         counters = []
         for there in self.source.above(loop):
             if isinstance(there, cst.FunctionDef):
@@ -202,7 +209,7 @@ class Training:
         counters = [name for name in counters if name != "_"]
         return next((name for name in counters if "epoch" in name.lower()), counters[0] if counters else "")
 
-    # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── used by the constructor ──────────────────────────────────────────────────────────────────────────────────
 
     def _that_train(self) -> set[str]:
         found: set[str] = set()
@@ -219,7 +226,7 @@ class Training:
 
 
 def _counts(node: cst.BaseExpression) -> bool:
-    """Return whether a node is a range, or a progress bar around one."""
+    """Return whether an expression is a `range`, or a progress bar around a `range`."""
     if not isinstance(node, cst.Call):
         return False
     name = node.func.value if isinstance(node.func, cst.Name) else called_attribute(node)
@@ -229,7 +236,7 @@ def _counts(node: cst.BaseExpression) -> bool:
 
 
 class Over(Enum):
-    """Relation of a rank's value to the samples of its part of a batch."""
+    """How a rank's value depends on the samples of its part of a batch: one value per sample, a mean or a sum."""
 
     ALL = "the same on all ranks"
     ZERO = "nothing yet: a sum begins with it"
@@ -251,15 +258,15 @@ REDUCED = {Over.MEAN, Over.SUM}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """Knowledge about an expression.
+    """What `RankValues` knows about the value of an expression.
 
     Attributes:
-        over: relation to the samples of a rank.
-        sure: derived from the batch. Otherwise `over` is a guess from common usage.
-        number: a Python number, not a tensor.
-        dims: minimum number of axes, including the samples' axis.
-        container: may be a tuple, list or dictionary of such values.
-        items: values of the elements of a tuple.
+        over: how the value depends on the samples of a rank.
+        sure: `over` was derived from the batch. If False, `over` is a guess from common usage.
+        number: the value is a Python number, not a tensor.
+        dims: minimum number of axes of the tensor, including the axis of the samples.
+        container: the value may be a tuple, list or dictionary. The other attributes then describe its elements.
+        items: one `Value` for each element of a tuple.
     """
 
     over: Over = Over.ALL
@@ -283,7 +290,7 @@ MEAN, SUM = Value(over=Over.MEAN), Value(over=Over.SUM)
 
 
 def either(one: Value, other: Value) -> Value:
-    """Return the value of an expression that is one of two values."""
+    """Return what is known about an expression that has one of two values, such as after an `if`."""
     if one == other:
         return one
     if not one.own and not other.own:
@@ -306,7 +313,7 @@ def either(one: Value, other: Value) -> Value:
 
 
 def all_alike(values: Sequence[Value]) -> Value:
-    """Return the value of a container of these values."""
+    """Return the `Value` of a container whose elements have these values."""
     own = [value for value in values if value.own]
     if not own:
         return ALL
@@ -315,7 +322,7 @@ def all_alike(values: Sequence[Value]) -> Value:
 
 
 def combined(operator: cst.CSTNode, left: Value, right: Value) -> Value:
-    """Return the value of an element-wise arithmetic operation."""
+    """Return the `Value` of an element-wise arithmetic operation on two values."""
     own = [value for value in (left, right) if value.own]
     kinds, over = {value.over for value in own}, Over.UNKNOWN
     adds = isinstance(operator, cst.Add | cst.Subtract | cst.AddAssign | cst.SubtractAssign)
@@ -351,8 +358,9 @@ def combined(operator: cst.CSTNode, left: Value, right: Value) -> Value:
 
 
 def collected(value: Value) -> Value:
-    """Return the value as an element of a list. A count of samples becomes an ordinary number, a shape is not
-    tracked.
+    """Return the `Value` that remains known after a value is appended to a list.
+
+    A number of samples becomes an ordinary number. A shape is not tracked.
     """
     over = {Over.COUNT: Over.SUM, Over.SHAPE: Over.UNKNOWN}.get(value.over, value.over)
     return replace(value, over=over, items=tuple(collected(item) for item in value.items))
@@ -369,7 +377,7 @@ SHOWS = {
     "print", "format", "info", "debug", "warning", "error", "log", "add_scalar", "add_scalars", "set_postfix", "write",
     "set_postfix_str", "set_description", "append", "extend", "update", "put",
 }  # fmt: skip
-"""Functions and methods whose arguments leave the computation."""
+"""Names of functions and methods, such as `print`, whose arguments leave the computation."""
 
 ABOUT = {"isinstance", "type", "hasattr", "id", "callable", "range", "issubclass"}
 
@@ -380,7 +388,7 @@ ELEMENTWISE = {
     "clamp", "clamp_min", "clamp_max", "clip", "maximum", "minimum", "where", "masked_fill", "nan_to_num", "add", "sub",
     "mul", "div", "lerp", "atan", "logit", "xlogy", "round", "floor", "ceil", "fmod", "dropout", "relu6", "mish",
 }  # fmt: skip
-"""Element-wise functions and methods."""
+"""Names of element-wise functions and methods."""
 
 AXIS_AT = {
     "mean": 1, "sum": 1, "softmax": 1, "log_softmax": 1, "logsumexp": 1, "std": 1, "var": 1, "argmax": 1, "argmin": 1,
@@ -388,10 +396,10 @@ AXIS_AT = {
     "flip": 1, "gather": 1, "index_select": 1, "cat": 1, "concat": 1, "stack": 1, "flatten": 1, "norm": 2, "select": 1,
     "narrow": 1, "topk": 2, "sort": 1, "normalize": 2, "cosine_similarity": 2, "chunk": 2, "split": 2,
 }  # fmt: skip
-"""Position of the axis among the arguments. The tensor is the first argument."""
+"""Position of the axis among the arguments of functions along an axis. The tensor is the argument at position 0."""
 
 ALONG = {name: name in ("squeeze", "cat", "concat", "normalize", "cosine_similarity") for name in AXIS_AT}
-"""Functions along an axis, and whether they keep samples separate if no axis is given."""
+"""Names of functions along an axis, and whether they keep samples separate if no axis is given."""
 
 FEWER = {"logsumexp", "std", "var", "argmax", "argmin", "amax", "amin", "prod", "any", "all", "squeeze", "norm",
          "select", "cosine_similarity"}  # fmt: skip
@@ -402,10 +410,10 @@ NUMPY_CREATES = CREATES | {"uniform", "random", "standard_normal"}
 TENSOR_TYPE = re.compile(r"torch\.(cuda\.)?\w*Tensor")
 SEQUENCES = {"LSTM", "GRU", "RNN", "MultiheadAttention", "Transformer", "TransformerEncoder", "TransformerEncoderLayer",
              "TransformerDecoder", "TransformerDecoderLayer"}  # fmt: skip
-"""Modules whose samples are along the second axis by default."""
+"""Names of modules whose inputs have the samples along the second axis by default."""
 
 WEIGHED = {"crossentropy", "crossentropyloss", "nllloss"}
-"""Losses that divide by the total weight of the targets, which differs between ranks."""
+"""Names of losses that divide by the total weight of the targets, which differs between ranks."""
 
 UNWEIGHTED = "cross entropy is taken to count all targets alike; where some are -100, give it `ignore_index=-100`"
 
@@ -413,10 +421,10 @@ UNWEIGHTED = "cross entropy is taken to count all targets alike; where some are 
 class RankValues:
     r"""Follows values through a script, and records in `edits` where values of all ranks must be combined.
 
-    An abstract interpreter: it runs the script with a `Value` for every name and expression, each branch of an `if`,
-    each loop twice (because an iteration starts with the values of the one before), and each function once for each
-    combination of arguments. A `Value` is the relation to the samples of a rank. If branches give different values,
-    the result is UNKNOWN. Example:
+    This is an abstract interpreter. It runs the script with a `Value` instead of a number or tensor for every name and
+    expression. A `Value` says how the result depends on the samples of a rank. All branches of an `if` are run, and if
+    they give different values, the result is UNKNOWN. Each loop is run twice, because an iteration starts with the
+    values of the one before. Each function is run once for each combination of arguments. Example:
 
         for x, y in loader:                      x, y: ROWS, something of each sample
             each = (model(x) - y) ** 2           ROWS: a model is assumed to process each sample separately
@@ -425,12 +433,13 @@ class RankValues:
         print(total / len(data))                 the same on all ranks
 
     `total = ranks.total(total)` is inserted after the loop, because values that leave the computation must be equal on
-    all ranks. An UNKNOWN value that is printed causes a note. One in a condition (`if x.max() > 3: break`) is refused.
+    all ranks. If an UNKNOWN value is printed, the user gets a note. If a condition depends on it (`if x.max() > 3:
+    break`), the script is refused.
 
-    Losses must be right on average: gradients are averaged, so the *mean over the ranks* of the losses must equal the
-    loss of one process, or their sum if all losses are sums. This holds for a MEAN or SUM, a sum of MEANs, and a MEAN
-    times a value that is equal on all ranks. If a MEAN or SUM is used in another way, the ranks combine it there, with
-    `ranks.average` and `ranks.total`, through which gradients flow back to all ranks:
+    Gradients are averaged over ranks. Therefore the *mean over the ranks* of the losses must equal the loss of one
+    process. (If all losses are sums, the sum over the ranks must.) This holds for a MEAN or SUM, a sum of MEANs, and a
+    MEAN times a value that is equal on all ranks. If a MEAN or SUM is used in another way, it is combined over ranks at
+    that place by `ranks.average` or `ranks.total`, through which gradients flow back to all ranks:
 
         torch.sqrt(each.mean())                  torch.sqrt(ranks.average(each.mean()))
         (each * mask).sum() / mask.sum()         (each * mask).sum() / ranks.average(mask.sum())
@@ -445,12 +454,12 @@ class RankValues:
     """
 
     def __init__(self, training: Training, edits: Edits, *, ranks: str) -> None:
-        """`ranks`: name of `sirtaki.torch.ranks` in the script."""
+        """Store the name `ranks` that `sirtaki.torch.ranks` has in the script."""
         self._training, self._flows, self._source = training, training.flows, training.source
         self._edits, self._ranks = edits, ranks
         self.batches: set[cst.CSTNode] = set()
         self.losses: dict[Over, int] = {}
-        self._env: dict[Symbol, Value] = {}  # values of names at the current place
+        self._env: dict[Symbol, Value] = {}  # value of each variable at the current place
         self._wrapped: dict[cst.CSTNode, Over] = {}
         self._meant: set[cst.Call] = set()
         self._losses = {
@@ -459,7 +468,7 @@ class RankValues:
             if isinstance(call.func, cst.Attribute)
             for name in self._source.all(cst.Name, call.func.value)
         }
-        self._calling: list[str] = []  # functions being followed that were called with values of one rank
+        self._calling: list[str] = []  # functions on the call stack that got rank-dependent arguments
         self._fresh: set[Symbol] = set()
         self._in_loop: list[cst.For] = []  # enclosing training loops
         self._branches = 0
@@ -474,7 +483,7 @@ class RankValues:
         }
 
     def follow(self) -> None:
-        """Follow the whole script."""
+        """Run the whole script in the abstract interpreter, and record where values must be combined."""
         self._block(self._source.module)
         called = {name for name, _ in self._called}
         for name, function in self._source.functions.items():
@@ -537,7 +546,7 @@ class RankValues:
             self._block(node)
 
     def _closure(self, node: cst.FunctionDef) -> None:
-        """Follow a nested function with the values known at its definition."""
+        """Run the body of a nested function with the values that variables have at its definition."""
         if self._training.trains(node.body):
             kept, self._returned = self._returned, []
             self._block(node.body)
@@ -546,7 +555,7 @@ class RankValues:
     def _for(self, loop: cst.For) -> None:
         trains = loop in self._training.loops
         value = self._value(loop.iter)
-        for _ in range(2):  # twice, because an iteration starts with the values of the one before
+        for _ in range(2):  # run twice, because an iteration starts with the values of the one before
             self._put(loop.target, BATCH if trains else _element(value))
             if isinstance(loop.target, cst.Tuple) and (_is_enumerated(loop.iter) or _are_items(loop.iter)):
                 self._put(loop.target.elements[1].value, BATCH if trains else value)
@@ -611,7 +620,10 @@ class RankValues:
             self._edits.refuse(line, f"cannot tell whether `{self._source.code(node.value)}` is a mean or a sum")
 
     def _sums_up_in(self, node: cst.AugAssign) -> cst.For | None:
-        """Return the loop after which a sum may be combined: the sum starts before the loop, and is not read inside."""
+        """Return the loop after which a running sum may be combined over ranks. None if there is none.
+
+        The sum must start before the loop, and must not be read inside the loop.
+        """
         if not self._in_loop or not isinstance(node.target, cst.Name):
             return None
         loop, name = self._in_loop[-1], node.target.value
@@ -628,7 +640,7 @@ class RankValues:
         return None
 
     def _function(self, function: cst.FunctionDef, given: dict[str, Value]) -> Value:
-        """Return the value that a function returns for these arguments."""
+        """Return the `Value` that a function of the script returns for the argument values `given`."""
         scope = self._source.name_of(function)
         names = [param.name.value for param in parameters(function)]
         key = (scope, tuple(given.get(name, ALL) for name in names))
@@ -656,7 +668,7 @@ class RankValues:
     # ── expressions ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _put(self, target: cst.BaseExpression, value: Value) -> None:
-        """Record an assignment."""
+        """Record that `value` is assigned to `target`."""
         if isinstance(target, cst.Tuple | cst.List):
             for position, element in enumerate(target.elements):
                 known = len(value.items) == len(target.elements)
@@ -671,7 +683,7 @@ class RankValues:
                 self._env[symbol] = replace(value, over=Over.MEAN, sure=False) if is_loss else value
 
     def _is_placed_by_samples(self, node: cst.BaseExpression) -> bool:
-        """Return whether a statement changes elements selected by samples, such as `counts[label] += 1`."""
+        """Return whether the index of an assignment depends on samples, as in `counts[label] += 1`."""
         return (
             isinstance(node, cst.Subscript)
             and self._any(*(self._value(part) for element in node.slice for part in _parts(element))).own
@@ -682,15 +694,16 @@ class RankValues:
         return isinstance(node, cst.Name) and node.value in self._losses
 
     def _decide(self, test: cst.BaseExpression) -> None:
-        """Require that all ranks evaluate a condition equally."""
+        """Combine or refuse rank-dependent values in a condition, so that all ranks evaluate it equally."""
         value = self._value(test)
         if value.own and not self._share(test):
             text = self._source.code(test)
             self._edits.refuse(test, f"ranks may decide differently, each by its own data: `{text}`")
 
     def _share(self, node: cst.BaseExpression) -> bool:
-        """Combine the largest parts of an expression that are means or sums. Return False if another rank-dependent
-        part is left.
+        """Combine the largest parts of an expression that are means or sums over ranks.
+
+        Return False if another rank-dependent part is left.
         """
         value = self._value(node)
         if not value.own:
@@ -712,11 +725,11 @@ class RankValues:
         self._edits.wrap(node, f"{self._function_for(over)}({{it}})")
 
     def _function_for(self, over: Over) -> str:
-        """Return the function that combines such values of all ranks."""
+        """Return the code of the function that combines means, sums or counts of all ranks."""
         return f"{self._ranks}.average" if over is Over.MEAN else f"{self._ranks}.total"
 
     def _value(self, node: cst.BaseExpression) -> Value:
-        """Return the value of an expression."""
+        """Return the `Value` of an expression."""
         if node in self.batches:
             return BATCH
         if isinstance(node, cst.Name):
@@ -761,8 +774,9 @@ class RankValues:
         return replace(value, number=isinstance(node, cst.FormattedString))
 
     def _of_operation(self, node: cst.BinaryOperation) -> Value:
-        """Return the value of an arithmetic operation. Operands that must cover the whole batch are combined over
-        ranks.
+        """Return the `Value` of an arithmetic operation.
+
+        Operands that must be of the whole batch are combined over ranks.
         """
         left, right = self._value(node.left), self._value(node.right)
         if isinstance(node.operator, cst.MatrixMultiply):
@@ -777,14 +791,14 @@ class RankValues:
         return combined(node.operator, self._whole(node.left, left), self._whole(node.right, right))
 
     def _whole(self, node: cst.BaseExpression, value: Value) -> Value:
-        """Combine a mean, a sum or a count over the ranks. Return any remaining value unchanged."""
+        """Combine `node` over ranks if its value is a mean, sum or count. Return the value of the result."""
         if value.over not in REDUCED | {Over.COUNT}:
             return value
         self._wrap(node, value.over)
         return replace(value, over=Over.WHOLE)
 
     def _any(self, *values: Value) -> Value:
-        """Return the value of an unknown computation with these values."""
+        """Return the `Value` of the result of an unknown computation from these values."""
         return OWN if any(value.own for value in values) else ALL
 
     def _of_comprehension(self, node: cst.BaseComp) -> Value:
@@ -841,7 +855,7 @@ class RankValues:
     # ── calls ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _of_call(self, call: cst.Call) -> Value:
-        """Return the value of a call."""
+        """Return the `Value` of a call's result."""
         if call in self._training.reads:
             return BATCH
         name = called_attribute(call) or (call.func.value if isinstance(call.func, cst.Name) else "")
@@ -874,10 +888,10 @@ class RankValues:
             return self._shown(call, name, values)
         if name in ABOUT:
             return ALL
-        if name == "zip" and len(values) == 1 and call.args[0].star:  # columns of rows
+        if name == "zip" and len(values) == 1 and call.args[0].star:  # `zip(*rows)` returns columns
             return values[0]
         if name == "len" and values and values[0].over in REDUCED:
-            return ALL  # of a list of such values
+            return ALL  # because the argument is a list of such values
         if name == "len" and values:
             return _at(replace(values[0], over=Over.SHAPE, sure=values[0].over in EACH), 0) if values[0].own else ALL
         if name in ("float", "int", "round") and self._source.is_builtin(full):
@@ -888,7 +902,7 @@ class RankValues:
             return Value(over=Over.ROWS, dims=2)
         if self._is_tensor_type(call.func) and values:
             return Value(over=Over.ROWS, dims=2) if _has_batch_size(values) else values[0]
-        if full == "torch.autograd.Variable" and values:  # a tensor, since PyTorch 0.4
+        if full == "torch.autograd.Variable" and values:  # because Variable returns a tensor since PyTorch 0.4
             return values[0]
         if full == "torch.autograd.grad":
             return self._of_slopes(call)
@@ -908,14 +922,16 @@ class RankValues:
             kinds = {value.over for value in values if value.own and not value.items}
             over = Over.ROWS if kinds <= EACH else Over.PART
             return Value(over=over, dims=2) if kinds and (kinds <= EACH or kinds == {Over.PART}) else OWN
-        if any(value.number and value.over is not Over.COUNT for value in values):  # numbers outlive the batch
+        if any(
+            value.number and value.over is not Over.COUNT for value in values
+        ):  # numbers may be used after the batch
             pairs = zip(call.args, values, strict=True)
             left = [arg for arg, value in pairs if value.own and not self._share(arg.value)]
             return OWN if left else ALL
         return OWN
 
     def _is_tensor_type(self, node: cst.BaseExpression) -> bool:
-        """Return whether that is `torch.FloatTensor`, or a name that the script gives to such types only."""
+        """Return whether `node` is a type such as `torch.FloatTensor`, or a name that always holds such a type."""
         if not dotted(node).endswith("Tensor"):
             return False
         symbol = self._source.symbol(node)
@@ -929,7 +945,7 @@ class RankValues:
         return all(TENSOR_TYPE.fullmatch(self._source.full_name(part)) for part in types)
 
     def _of_slopes(self, call: cst.Call) -> Value:
-        """Return what `torch.autograd.grad` computes: of inputs for each sample, or of parameters over the samples."""
+        """Return the `Value` of `torch.autograd.grad`: per-sample gradients of inputs, or gradients of parameters."""
         outputs, inputs = argument(call, "outputs", 0), argument(call, "inputs", 1)
         if outputs is None or inputs is None:
             return OWN
@@ -957,8 +973,8 @@ class RankValues:
         return bool(made) or in_module or self._source.code(call.func) in self._models
 
     def _of_method(self, call: cst.Call, name: str, base: Value) -> Value:
-        """Return the value of a method call on a rank-dependent object."""
-        if name in ("items", "values", "get", "keys"):  # a container of such values
+        """Return the `Value` of a method call on a rank-dependent object."""
+        if name in ("items", "values", "get", "keys"):  # The object is a dictionary of rank-dependent values.
             return base
         if name in ("format", "append", "extend"):  # methods that tensors do not have
             return self._shown(call, name, [self._value(arg.value) for arg in call.args])
@@ -980,7 +996,7 @@ class RankValues:
     def _of_tensors(
         self, call: cst.Call, name: str, given: list[cst.BaseExpression], args: Sequence[cst.Arg]
     ) -> Value | None:
-        """Return the value of a torch function or method, with the tensor as first argument. None for unknown ones."""
+        """Return the `Value` of a torch function or method. Its tensor is the first argument. None if it is unknown."""
         value = self._value(given[0])
         if isinstance(given[0], cst.ListComp | cst.GeneratorExp) and name in ("stack", "cat", "array", "tensor"):
             over = self._value(given[0].for_in.iter).over
@@ -1042,7 +1058,7 @@ class RankValues:
         return None
 
     def _elementwise(self, given: Sequence[cst.BaseExpression]) -> Value:
-        """Return the value of an element-wise function of these nodes. Means and sums among them are combined first."""
+        """Return the `Value` of an element-wise function of `given`. Means and sums in `given` are combined first."""
         values = [self._value(node) for node in given]
         kinds = {value.over for value in values if value.own}
         rest = kinds - REDUCED - {Over.COUNT}
@@ -1057,7 +1073,7 @@ class RankValues:
     def _of_reduction(
         self, call: cst.Call, name: str, value: Value, given: list[cst.BaseExpression], axis: cst.BaseExpression | None
     ) -> Value:
-        """Return the value of `mean()` or `sum()`, over samples or along other axes."""
+        """Return the `Value` of `mean()` or `sum()`, over the samples or along other axes."""
         over = Over.MEAN if name == "mean" else Over.SUM
         if value.over in REDUCED:
             return value
@@ -1074,7 +1090,7 @@ class RankValues:
         return Value(over=over, sure=value.sure and followed)
 
     def _axes(self, node: cst.BaseExpression, dims: int) -> tuple[int, ...]:
-        """Return the axes in an expression, if none is the samples' axis. Otherwise nothing."""
+        """Return the axes that an expression names. Return () if one of them is the axis of the samples."""
         text = self._source.code(node).strip("()[]").rstrip(",").replace(" ", "")
         try:
             axes = tuple(map(int, text.split(",")))
@@ -1083,7 +1099,7 @@ class RankValues:
         return axes if all(axis > 0 or -dims < axis < 0 for axis in axes) else ()
 
     def _of_loss(self, call: cst.Call, full: str, name: str) -> Value | None:
-        """Return the value of a loss. Its reduction is a mean unless specified."""
+        """Return the `Value` of a loss. Its reduction is a mean unless the call specifies another one."""
         made = self._flows.holds(call.func, TrackedKind.LOSS)
         is_torchs = full.startswith("torch.nn.functional.") and (
             "loss" in name or "entropy" in name or name == "kl_div"
@@ -1123,8 +1139,9 @@ class RankValues:
         return "mean" if given is None else self._source.code(given).strip("\"'")
 
     def _of_own_function(self, call: cst.Call, functions: list[cst.FunctionDef], values: list[Value]) -> Value:
-        """Return the value of a function of the script. Its body is followed, unless all arguments are plain
-        numbers.
+        """Return the `Value` of a call of a function that the script defines.
+
+        The function's body is run in the interpreter, unless all arguments are plain numbers.
         """
         is_module = any(self._source.derives(self._source.class_of(function), "Module") for function in functions)
         own = [value for value in values if value.own]
@@ -1169,7 +1186,7 @@ def _has_batch_size(values: Sequence[Value]) -> bool:
 
 
 def _element(value: Value) -> Value:
-    """Return the value of the elements that a loop over this value yields."""
+    """Return the `Value` of the elements that a loop over `value` yields."""
     if value.items:
         return all_alike(value.items)
     one_sample = value.over in EACH | {Over.PART} and not value.container
@@ -1177,7 +1194,7 @@ def _element(value: Value) -> Value:
 
 
 def _at(value: Value, position: int) -> Value:
-    """Return the value at a position of a tuple. In a shape, the first element is the number of samples."""
+    """Return the `Value` of a tuple's element. If the tuple is a shape, element 0 is the number of samples."""
     if value.over is not Over.SHAPE:
         return replace(value, items=(), container=False)
     if position:
@@ -1186,7 +1203,7 @@ def _at(value: Value, position: int) -> Value:
 
 
 def _multiplied(left: Value, right: Value) -> Value:
-    """Return the value of a matrix product. Samples stay separate unless the product is along the sample axis."""
+    """Return the `Value` of a matrix product. Samples stay separate unless the product is along the sample axis."""
     if not left.own and not right.own:
         return combined(cst.Multiply(), left, right)
     if left.over is not Over.ROWS or (right.own and right.over is not Over.ROWS):
@@ -1196,7 +1213,7 @@ def _multiplied(left: Value, right: Value) -> Value:
 
 
 def _mean_of(template: str, call: cst.BaseExpression) -> cst.BaseExpression:
-    """Fill a template with the tensor of `tensor.mean()` or `torch.mean(tensor)`."""
+    """Replace `{it}` in a template by the tensor whose mean is `tensor.mean()` or `torch.mean(tensor)`."""
     assert isinstance(call, cst.Call)
     inner = call.args[0].value if call.args else call.func.value  # type: ignore[attr-defined]  # an attribute
     return cst.helpers.parse_template_expression(template, it=inner)
@@ -1204,7 +1221,7 @@ def _mean_of(template: str, call: cst.BaseExpression) -> cst.BaseExpression:
 
 def _parts(node: cst.CSTNode) -> list[cst.BaseExpression]:
     """Return the direct sub-expressions of a node."""
-    if isinstance(node, cst.Attribute | cst.Arg):  # not the name after the dot or before the `=`
+    if isinstance(node, cst.Attribute | cst.Arg):  # without the name after the dot or before the `=`
         return [node.value]
     found: list[cst.BaseExpression] = []
     for child in node.children:

@@ -1,4 +1,4 @@
-"""Source of a translated script: syntax tree, edits, and data flow of tracked values."""
+"""The script that is translated: its syntax tree, edits of it, and the data flow of tracked objects."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ from sirtaki.errors import TranslationError
 Node = TypeVar("Node", bound=cst.CSTNode)
 
 Symbol = tuple[str, str]
-"""Scope and name of a variable: ("", x) in the module, ("f", x) in a function, ("class C", x) for an attribute of
-self."""
+"""Scope and name of a variable: ("", x) for a global variable, ("f", x) for a local variable of function f, ("class C",
+x) for the attribute `self.x`.
+"""
 
 
 class Source:
-    """Queries about the syntax of a script, independent of its meaning."""
+    """Syntax tree of a script, with queries about nodes and names."""
 
     def __init__(self, text: str, *, as_written: bool = False) -> None:
         """Parse the script.
 
         Args:
             text: text of the script.
-            as_written: do not move statements that share a line to separate lines. No statement can be inserted between
-                them.
+            as_written: leave several statements on one line as they are. If False, they are moved to separate lines, so
+                that statements can be inserted between them.
 
         Raises:
             TranslationError: the text is not valid Python.
@@ -86,11 +87,11 @@ class Source:
         return self._parents[node]
 
     def statement(self, node: cst.CSTNode) -> cst.BaseStatement:
-        """Return the line or compound statement that contains a node. Other statements can be inserted before and after
-        it.
-        """
+        """Return the innermost statement that contains a node, and before and after which lines can be inserted."""
         for there in (node, *self.above(node)):
-            if isinstance(there, cst.BaseStatement) and not isinstance(self.parent(there), cst.If):  # no `elif`
+            if isinstance(there, cst.BaseStatement) and not isinstance(
+                self.parent(there), cst.If
+            ):  # because an `elif` is an If inside an If
                 return there
         raise AssertionError("a node outside of all statements")
 
@@ -101,7 +102,7 @@ class Source:
     # ── names ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def function_of(self, node: cst.CSTNode) -> str:
-        """Return the function that contains a node, as "f", "C.f" or "f.g". "" for the module."""
+        """Return the name of the function that contains a node, as "f", "C.f" or "f.g". "" if no function does."""
         return next((self.name_of(there) for there in self.above(node) if isinstance(there, cst.FunctionDef)), "")
 
     def name_of(self, node: cst.FunctionDef | cst.ClassDef) -> str:
@@ -110,11 +111,11 @@ class Source:
         return ".".join([*reversed(around), node.name.value])
 
     def class_of(self, node: cst.CSTNode) -> str:
-        """Return the class whose method contains a node. "" if there is none."""
+        """Return the name of the class whose method contains a node. "" if no method does."""
         return next((there.name.value for there in self.above(node) if isinstance(there, cst.ClassDef)), "")
 
     def symbol(self, node: cst.BaseExpression) -> Symbol | None:
-        """Return the symbol of a name or of `self.name`. None for other expressions."""
+        """Return the `Symbol` (scope and name) of a variable or of `self.x`. None for other expressions."""
         if isinstance(node, cst.Name):
             function = self.function_of(node)
             while function:
@@ -140,7 +141,7 @@ class Source:
         return ""
 
     def names(self) -> set[str]:
-        """Return all names in the script."""
+        """Return all variable names that occur in the script."""
         return {node.value for node in self.all(cst.Name)}
 
     def imports(self, package: str) -> bool:
@@ -168,7 +169,7 @@ class Source:
         """Return whether a name is a Python builtin that the script does not redefine."""
         return hasattr(builtins, name) and name not in self.functions
 
-    # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── used by the constructor ──────────────────────────────────────────────────────────────────────────────────
 
     def _imports(self) -> Iterator[tuple[str, str]]:
         for node in self.all(cst.Import):
@@ -236,10 +237,10 @@ def _statement_lines(wrapper: MetadataWrapper) -> list[int]:
 
 
 def undefined_names(text: str) -> set[str]:
-    """Return the names that code uses before the module defines them, or that nothing defines.
+    """Return the names that the script `text` uses before it defines them, or never defines.
 
     Raises:
-        SyntaxError: it is no Python.
+        SyntaxError: `text` is not valid Python.
     """
     compile(text, "script", "exec", dont_inherit=True)
     module = symtable.symtable(text, "script", "exec")
@@ -264,7 +265,7 @@ def undefined_names(text: str) -> set[str]:
 
 
 def _names_at_once(node: ast.AST) -> tuple[set[str], set[str]]:
-    """Return the names that a statement loads and binds when it is run, without bodies of functions."""
+    """Return the names that a statement reads, and those that it binds, when it runs. Function bodies do not count."""
     if isinstance(node, ast.Name):
         return ({node.id}, set()) if isinstance(node.ctx, ast.Load) else (set(), {node.id})
     loads, stores = set[str](), set[str]()
@@ -286,7 +287,7 @@ def _names_at_once(node: ast.AST) -> tuple[set[str], set[str]]:
 
 
 NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler, ast.MatchAs, ast.MatchStar)
-"""Syntax nodes that bind their own name."""
+"""Syntax nodes that bind the name in their attribute `name`."""
 
 MODULE_NAMES = {"__file__", "__name__", "__doc__", "__spec__", "__package__", "__loader__", "__annotations__"}
 
@@ -335,7 +336,7 @@ def called_attribute(call: cst.Call) -> str:
 
 
 def argument(call: cst.Call, keyword: str, position: int | None = None) -> cst.BaseExpression | None:
-    """Return the argument with this keyword or in this position (from 0). None if there is none."""
+    """Return the argument of `call` with this keyword or at this position (from 0). None if the call has none."""
     for arg in call.args:
         if arg.keyword is not None and arg.keyword.value == keyword:
             return arg.value
@@ -347,11 +348,11 @@ Change = Callable[[cst.BaseExpression], cst.BaseExpression]
 
 
 class Edits:
-    """Planned changes of a script.
+    """Collects the changes that translate a script, until `applied` makes them.
 
     Attributes:
-        notes: (line, text) of notes for the user. Line 0 is the whole script.
-        obstacles: (line, reason) of code that cannot be translated.
+        notes: notes for the user, as (line, text). Line 0 stands for the whole script.
+        obstacles: code that cannot be translated, as (line, reason).
     """
 
     def __init__(self, source: Source) -> None:
@@ -370,30 +371,30 @@ class Edits:
         self._changes[node] = [lambda _: cst.parse_expression(code)]
 
     def change(self, node: cst.BaseExpression, change: Change) -> None:
-        """Replace an expression by a function of its changed code."""
+        """Replace an expression by `change(expression)`. The argument has all edits of its parts already."""
         self._changes[node].append(change)
 
     def wrap(self, node: cst.BaseExpression, template: str) -> None:
-        """Wrap an expression in code such as `f({it})`, at `it`. Repeated calls do nothing."""
+        """Wrap an expression in `template`, such as `f({it})`, where `{it}` is the expression. Idempotent."""
         if node not in self._wrapped:
             self._wrapped.add(node)
             self.change(node, lambda it: cst.helpers.parse_template_expression(template, it=it))
 
     def changes_in(self, node: cst.CSTNode) -> bool:
-        """Return whether an expression or a part of it changes."""
+        """Return whether an edit changes an expression or a part of it."""
         return node in self._changes or any(self.changes_in(child) for child in node.children)
 
     def touches(self, node: cst.CSTNode) -> bool:
-        """Return whether anything changes in a node, or in front of or behind a statement in it."""
+        """Return whether an edit changes something in a node, or inserts lines before or after a statement in it."""
         tables = (self._changes, self._before, self._after, self._around)
         return any(any(there in table for table in tables) for there in walk(node))
 
     def before(self, statement: cst.BaseStatement, *lines: str) -> None:
-        """Insert statements before a statement. Duplicates are skipped."""
+        """Insert `lines` before a statement. Lines that are inserted there already are skipped."""
         _add(self._before[statement], lines)
 
     def after(self, statement: cst.BaseStatement, *lines: str) -> None:
-        """Insert statements after a statement. Duplicates are skipped."""
+        """Insert `lines` after a statement. Lines that are inserted there already are skipped."""
         _add(self._after[statement], lines)
 
     def remove(self, statement: cst.BaseStatement) -> None:
@@ -401,11 +402,11 @@ class Edits:
         self._removed.add(statement)
 
     def put_into(self, statement: cst.BaseStatement, head: str) -> None:
-        """Move a statement into a block, such as `if hvd.rank() == 0`."""
+        """Move a statement into a block that begins with `head`, such as `if hvd.rank() == 0`."""
         self._around[statement] = head
 
     def refuse(self, where: cst.CSTNode | int, reason: str) -> None:
-        """Record that the script cannot be translated because of a node or a line."""
+        """Record that the script cannot be translated because of the code at `where`, a node or a line."""
         if (obstacle := (self._line(where), reason)) not in self.obstacles:
             self.obstacles.append(obstacle)
 
@@ -418,7 +419,7 @@ class Edits:
         return where if isinstance(where, int) else self._source.line(where)
 
     def applied(self, module: cst.Module) -> str:
-        """Return the text with all changes."""
+        """Return the script's text with all changes made."""
         return module.visit(_Applying(self)).code
 
 
@@ -459,7 +460,7 @@ def _add(lines: list[str], more: Iterable[str]) -> None:
 
 
 def keyword(name: str, code: str) -> cst.Arg:
-    """Return an argument `name=code`."""
+    """Return a node for the keyword argument `name=code`."""
     return cst.ensure_type(cst.parse_expression(f"f({name}={code})"), cst.Call).args[0]
 
 
@@ -470,7 +471,7 @@ def with_more(call: cst.BaseExpression, *added: cst.Arg) -> cst.Call:
 
 
 def parsed(lines: Iterable[str]) -> list[cst.BaseStatement]:
-    """Parse statements."""
+    """Parse lines of code to statement nodes."""
     return [cst.parse_statement(line) for line in lines]
 
 
@@ -483,16 +484,16 @@ def _block(head: str, body: Sequence[cst.BaseStatement]) -> cst.BaseStatement:
 PASSED_ON = {
     "enumerate", "iter", "zip", "list", "reversed", "cycle", "islice", "track", "tqdm", "trange", "next", "dict",
 }  # fmt: skip
-"""Functions that return their argument, by the last part of their names."""
+"""Last parts of the names of functions that return their argument."""
 
 SAME_OBJECT = {
     "to", "cuda", "cpu", "float", "double", "half", "train", "eval", "items", "values", "get", "requires_grad_",
 }  # fmt: skip
-"""Methods that return the same object."""
+"""Names of methods that return the object on which they are called."""
 
 
 class TrackedKind(Enum):
-    """Kinds of objects that are tracked."""
+    """Kinds of objects that `Flows` tracks through a script, such as models and optimizers."""
 
     LOADER = auto()
     OPTIMIZER = auto()
@@ -506,7 +507,7 @@ class TrackedKind(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Site:
-    """A call that creates a tracked object. `name` is the full name of the called function."""
+    """Call in a script that creates a tracked object. `name` is the full name of the called function."""
 
     kind: TrackedKind
     call: cst.Call
@@ -514,7 +515,7 @@ class Site:
 
 
 MOVES = (cst.Assign, cst.AnnAssign, cst.NamedExpr, cst.WithItem, cst.For, cst.Yield, cst.Return, cst.Call)
-"""Syntax that moves a tracked object."""
+"""Syntax nodes by which a tracked object gets into another variable, or out of a function."""
 
 _MAY_BE: dict[type[cst.CSTNode], tuple[str, ...]] = {
     cst.Subscript: ("value",),
@@ -526,7 +527,7 @@ _MAY_BE: dict[type[cst.CSTNode], tuple[str, ...]] = {
     cst.GeneratorExp: ("elt",),
     cst.DictComp: ("value",),
 }
-"""Parts of an expression that may be its value, or that it may contain."""
+"""Types of expressions, and their attributes with sub-expressions that may be in the expression's value."""
 
 Key = TypeVar("Key")
 
@@ -535,11 +536,11 @@ NOTHING: Values = frozenset()
 
 
 class Flows:
-    """Tracked objects that each name and expression of a script may hold.
+    """Data flow analysis: which tracked objects each name and expression of a script may hold.
 
     Attributes:
-        sites: creating calls, by call node.
-        relays: loops over a loader in generators that yield its batches.
+        sites: sites (calls that create a tracked object), by call node.
+        relays: loops over a data loader in generators that yield its batches.
     """
 
     def __init__(self, source: Source) -> None:
@@ -557,15 +558,15 @@ class Flows:
                 self._follow(node)
 
     def made(self, kind: TrackedKind) -> list[Site]:
-        """Return all sites of a kind, in text order."""
+        """Return all sites (creating calls) of objects of a kind, in text order."""
         return [site for site in self.sites.values() if site.kind is kind]
 
     def holds(self, node: cst.BaseExpression, kind: TrackedKind) -> list[Site]:
-        """Return the sites of a kind that an expression may hold."""
+        """Return the sites (creating calls) of the objects of a kind that an expression may hold."""
         return [site for site in self.values(node) if site.kind is kind]
 
     def values(self, node: cst.BaseExpression) -> Values:
-        """Return all sites that an expression may hold."""
+        """Return the sites (creating calls) of all tracked objects that an expression may hold."""
         symbol = self.source.symbol(node)
         if symbol is not None:
             return self._held.get(symbol, NOTHING)
@@ -590,7 +591,7 @@ class Flows:
                 return [] if init is None else [init]
             scopes = source.function_of(call).split(".")
             around = [".".join([*scopes[:depth], func.value]) for depth in range(len(scopes), 0, -1)]
-            for name in (*around, func.value):  # the innermost function with this name
+            for name in (*around, func.value):  # innermost scope first
                 if name in source.functions:
                     return [source.functions[name]]
         elif isinstance(func, cst.Attribute):
@@ -609,7 +610,7 @@ class Flows:
         return [method for method in forwards if method is not None]
 
     def bound(self, call: cst.Call, function: cst.FunctionDef) -> Iterator[tuple[str, cst.BaseExpression]]:
-        """Map the parameters of a function to the arguments of a call."""
+        """Yield pairs of a parameter name of `function` and the argument that `call` passes for it."""
         names = [param.name.value for param in parameters(function)]
         decorated = {self.source.code(decorator.decorator) for decorator in function.decorators}
         if self.source.class_of(function) and "staticmethod" not in decorated:
@@ -622,7 +623,7 @@ class Flows:
             if name is not None:
                 yield name, arg.value
 
-    # ── the fixpoint ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the analysis, repeated until nothing changes ─────────────────────────────────────────────────────────────
 
     def _follow(self, node: cst.CSTNode) -> None:
         if isinstance(node, cst.Assign):
@@ -635,7 +636,7 @@ class Flows:
         elif isinstance(node, cst.For):
             if _is_container(node.iter):
                 self._assign(node.target, node.iter)
-            else:  # also of `for i, optimizer in enumerate(optimizers)`
+            else:  # This case includes `for i, optimizer in enumerate(optimizers)`.
                 for each in self.source.all(cst.Name, node.target):
                     self._put(each, frozenset(self.holds(node.iter, TrackedKind.OPTIMIZER)))
         elif isinstance(node, cst.Yield):
@@ -652,7 +653,7 @@ class Flows:
                     self._add(self._held, (scope, name), self.values(value))
 
     def _relay(self, node: cst.Yield) -> None:
-        """Treat a generator that yields batches of a loader as a loader."""
+        """If a generator yields the batches of a loader, record that calls of the generator return the loader."""
         function = self.source.function_of(node)
         for there in self.source.above(node):
             if isinstance(there, cst.FunctionDef):
@@ -674,7 +675,7 @@ class Flows:
         self._put(target, self.values(value))
 
     def _at(self, value: cst.BaseExpression, position: int) -> Values:
-        """Return the sites that one element of a returned tuple may hold."""
+        """Return the sites (creating calls) of objects that the element `position` of the tuple `value` may hold."""
         if isinstance(value, cst.Call) and (functions := self.callees(value)):
             return self._union(
                 self._returned_at.get((self.source.name_of(function), position), NOTHING) for function in functions
@@ -699,7 +700,7 @@ class Flows:
             self._add(self._returned_at, (function, position), self.values(element.value))
 
     def _add(self, table: dict[Key, Values], key: Key, values: Values) -> None:
-        """Add sites to a table. New sites cause another pass over the script."""
+        """Add the sites `values` to a table entry. If one is new, the analysis makes another pass over the script."""
         known = table.get(key, NOTHING)
         if not values <= known:
             table[key] = known | values
@@ -750,7 +751,7 @@ class Flows:
 
 
 def _is_container(node: cst.BaseExpression) -> bool:
-    """Return whether iterating over an expression yields its elements, as for a literal, rather than batches."""
+    """Return whether an expression is a container, such as a list literal, whose elements a loop over it yields."""
     if isinstance(node, cst.Call):
         return called_attribute(node) in ("items", "values")
     return isinstance(node, cst.Tuple | cst.List | cst.Dict)

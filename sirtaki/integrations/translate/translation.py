@@ -35,12 +35,15 @@ from sirtaki.integrations.translate.source import (
 
 
 def free_name(source: Source, wanted: str) -> str:
-    """Return `wanted`, or another name if the script uses it."""
+    """Return `wanted`, or a similar name if the script uses `wanted` already."""
     return wanted if wanted not in source.names() else f"sirtaki_{wanted}"
 
 
 def import_lines(source: Source, place: cst.BaseStatement, *, hvd: str, ranks: str = "") -> list[str]:
-    """Return imports for a place behind a statement, and a setting that leaves parameters without gradients alone."""
+    """Return the import lines that the translated script needs after the statement `place`.
+
+    They include a setting by which unused parameters are not updated.
+    """
     as_ranks = "" if ranks == "ranks" else f" as {ranks}"
     return [
         *(["import os"] if "os" not in _imported_until(source, place) else []),
@@ -51,7 +54,7 @@ def import_lines(source: Source, place: cst.BaseStatement, *, hvd: str, ranks: s
 
 
 def begin(source: Source, edits: Edits, *, hvd: str, ranks: str, lines: list[str]) -> None:
-    """Put imports behind the script's own, and lines where it begins to do something."""
+    """Insert Sirtaki's imports after the script's imports, and `lines` before the first code that does something."""
     guard = next((there for there in source.module.body if m.matches(there, GUARD)), None)
     in_guard = isinstance(guard, cst.If) and not _does_something(source, guard)
     last = _last_import(source, edits, "" if in_guard else "\n".join(lines))
@@ -66,9 +69,9 @@ def begin(source: Source, edits: Edits, *, hvd: str, ranks: str, lines: list[str
 
 
 def _last_import(source: Source, edits: Edits, lines: str) -> cst.BaseStatement:
-    """Return the last import before functions, classes and what changes, or a later one that `lines` need.
+    """Return the statement after which imports are inserted: the last import before functions, classes and edited code.
 
-    The import may be in a `try`.
+    If `lines` need a name that a later import binds, return that import. An import may be inside a `try`.
     """
     found: cst.BaseStatement | None = None
     for statement in (body := _until_first_change(source, edits)):
@@ -87,7 +90,7 @@ def _last_import(source: Source, edits: Edits, lines: str) -> cst.BaseStatement:
 
 
 def _until_first_change(source: Source, edits: Edits) -> list[cst.BaseStatement]:
-    """Return the statements at the top before the first one that changes or shows something; at least one."""
+    """Return the top-level statements before the first one that is edited or prints something. At least one."""
     body: list[cst.BaseStatement] = list(source.module.body)
     for index, statement in enumerate(body):
         if isinstance(statement, cst.FunctionDef | cst.ClassDef) or m.matches(statement, GUARD):
@@ -104,7 +107,7 @@ def _imported_until(source: Source, last: cst.BaseStatement) -> set[str]:
 
 
 def _imported_by(statement: cst.CSTNode) -> set[str]:
-    """Return the names that a statement at the top imports."""
+    """Return the names that a top-level statement imports."""
     if isinstance(statement, cst.FunctionDef | cst.ClassDef):
         return set()
     found = set[str]()
@@ -118,7 +121,7 @@ GUARD = m.If(test=m.Comparison(left=m.Name("__name__")), body=m.IndentedBlock())
 
 
 def _does_something(source: Source, guard: cst.If) -> bool:
-    """Return whether top-level code depends on the rank: it creates, prints or trains something."""
+    """Return whether top-level code outside of `guard` (`if __name__ == …`) creates, prints or trains something."""
     for statement in source.module.body:
         if statement is guard or isinstance(statement, cst.FunctionDef | cst.ClassDef):
             continue
@@ -131,10 +134,10 @@ def _does_something(source: Source, guard: cst.If) -> bool:
 
 
 def place(source: Source, flows: Flows, edits: Edits, *, hvd: str) -> list[str]:
-    """Edit the code that names devices.
+    """Edit the code that names GPUs, so that each rank uses its own GPU.
 
     Returns:
-        Lines for the beginning of the script.
+        Lines to insert at the beginning of the script.
     """
     for text in source.all(cst.SimpleString):
         if re.fullmatch(r"""["']cuda:0["']""", text.value):
@@ -157,7 +160,7 @@ def place(source: Source, flows: Flows, edits: Edits, *, hvd: str) -> list[str]:
 
 
 def undo_wrapper(source: Source, flows: Flows, edits: Edits, call: cst.Call) -> None:
-    """Replace `Wrapper(model, …)` by `model`, and `wrapped.module` by `wrapped`."""
+    """Remove a model's wrapper: replace `Wrapper(model, …)` by `model`, and `wrapped.module` by `wrapped`."""
     inner = call.args[0].value
     assign = source.parent(call)
     same = isinstance(assign, cst.Assign) and len(assign.targets) == 1
@@ -173,26 +176,30 @@ def undo_wrapper(source: Source, flows: Flows, edits: Edits, call: cst.Call) -> 
 
 
 AT_STEP = 1_000_000
-"""A number of backward passes before a step that no script reaches, so that gradients are reduced in `step()`."""
+"""Number of accumulated backward passes that no script reaches. With it, gradients are reduced in `step()` only."""
 
 READS_GRADIENTS = {"clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "unscale_", "get_total_norm"}
 
 
 class Optimizers:
-    """Edits the code that creates and uses optimizers."""
+    """Edits the code of a script that creates and uses optimizers, so that they average gradients over ranks."""
 
     def __init__(self, training: Training, edits: Edits, *, hvd: str, ranks: str) -> None:
-        """Keep the names that `sirtaki.torch` and `sirtaki.torch.ranks` have in the script.
+        """Store the names `hvd` and `ranks` that `sirtaki.torch` and `sirtaki.torch.ranks` have in the script.
 
         Attributes:
-            uses_ranks: the translation calls a function of `sirtaki.torch.ranks`.
+            uses_ranks: the translated script calls a function of `sirtaki.torch.ranks`.
         """
         self._training, self._flows, self._edits, self._hvd = training, training.flows, edits, hvd
         self._ranks, self.uses_ranks = ranks, False
         self._source: Source = training.source
 
     def distribute(self, losses: dict[Over, int]) -> None:
-        """Distribute all optimizers. `losses`: kinds of losses of backward passes, with a line of each."""
+        """Wrap all optimizers in `DistributedOptimizer`.
+
+        Args:
+            losses: kinds of losses (means or sums) from which backward passes begin, and a line of the script for each.
+        """
         options, counted = "", self._training.passes_are_counted()
         if not counted:
             options += f", backward_passes_per_step={AT_STEP:_}"
@@ -216,7 +223,7 @@ class Optimizers:
         if not models:
             self._edits.refuse(call, f"cannot tell whose parameters `{source.code(call)}` has")
             return
-        if _binder(source, call) is not None:  # no statement can be inserted where the names are bound
+        if _binder(source, call) is not None:  # because no statement can be inserted into a lambda or comprehension
             self.uses_ranks = True
             self._edits.wrap(call, f"{self._ranks}.distributed({{it}}, {', '.join(models)}{options})")
             return
@@ -241,14 +248,17 @@ class Optimizers:
             self._edits.after(statement, *broadcasts, line)
 
     def _loops_around(self, model: cst.BaseExpression) -> str | None:
-        """Return the loops of the comprehension that gives a model its name; empty if none does, None for a lambda."""
+        """Return the `for` clauses of the comprehension that binds the model's name, as code.
+
+        "" if no comprehension binds the name. None if a lambda binds it.
+        """
         binder = _binder(self._source, model)
         if binder is None:
             return ""
         return self._source.code(binder.for_in) if isinstance(binder, cst.BaseComp) else None
 
     def _require_cleared(self) -> None:
-        """Refuse sums that are added to reduced gradients: the next reduction would add up what is a sum already."""
+        """Refuse scripts that add gradients to reduced sums, because the next reduction would sum the sums again."""
         clears = [call for call in self._source.all(cst.Call) if called_attribute(call) in ("zero_grad", "zero_")]
         by_hand = any(
             isinstance(node.target, cst.Attribute) and _is_gradient(node.target)
@@ -265,7 +275,7 @@ class Optimizers:
         return set(self._flows.holds(func.value, TrackedKind.OPTIMIZER)) if isinstance(func, cst.Attribute) else set()
 
     def _models(self, call: cst.Call) -> Iterator[cst.BaseExpression]:
-        """Yield the models whose parameters an optimizer gets."""
+        """Yield the models whose parameters are passed to an optimizer."""
         given = argument(call, "params", 0)
         if given is None:
             return
@@ -285,16 +295,16 @@ class Optimizers:
                 yield from self._receivers(origin, seen)
 
     def _root(self, node: cst.BaseExpression) -> cst.BaseExpression:
-        """Return `model` for `model.head`, because a part cannot be synchronised without the rest."""
+        """Return `model` for `model.head`, because initial weights of all parts of a model must be broadcast."""
         while isinstance(node, cst.Attribute) and not (isinstance(node.value, cst.Name) and node.value.value == "self"):
             made = self._flows.holds(node.value, TrackedKind.INSTANCE)
             if made and not any(self._source.derives(site.name, "Module") for site in made):
-                break  # an object that contains models
+                break  # because an object that is no Module only contains models
             node = node.value
         return node
 
     def _origins(self, name: cst.Name) -> Iterator[cst.CSTNode]:
-        """Yield the sources of a name in its function: expressions that are assigned, appended, or looped over."""
+        """Yield the expressions that are assigned to a name, appended to it, or looped over by it, in its function."""
         source, symbol = self._source, self._source.symbol(name)
         for assign in source.all(cst.Assign):
             if any(source.symbol(target.target) == symbol for target in assign.targets):
@@ -308,11 +318,11 @@ class Optimizers:
     # ── code that reads gradients ─────────────────────────────────────────────────────────────────────────────────────
 
     def _synchronise(self, *, sums: bool) -> None:
-        """Insert a synchronisation before code that reads gradients, and around the step that follows."""
+        """Insert `synchronize()` before code that reads gradients, and `skip_synchronize()` around the next step."""
         steps, seen = list(self._training.steps()), set[cst.CSTNode]()
         for call, optimizer in steps:
             if call.args and self._source.code(call.args[0].value) != self._source.code(optimizer):
-                continue  # the argument is a closure, and the optimizer reduces gradients after each of its calls
+                continue  # because the step's argument is a closure, after which the optimizer reduces gradients
             step = self._source.statement(call)
             alone = isinstance(step, cst.SimpleStatementLine) and len(step.body) == 1
             reads = self._reads_before(call) + ([] if alone else self._reads(step))
@@ -340,7 +350,7 @@ class Optimizers:
                 self._edits.note(node, f"`{self._source.code(node)}` is each rank's own until a step is made")
 
     def _for_each(self, call: cst.Call, place: cst.BaseStatement, line: str) -> str:
-        """Return a line for the optimizer of a call, at a place outside of the loops that bind its name."""
+        """Return `line`. If `place` is outside of the loops that bind the optimizer's name, add these loops."""
         names = {node.value for node in self._source.all(cst.Name, call)}
         for there in self._source.above(call):
             if there is place or self._source.contains(there, place):
@@ -354,7 +364,7 @@ class Optimizers:
         return self._flows.callees(node) if isinstance(node, cst.Call) else []
 
     def _reads_before(self, step: cst.Call, within: tuple[cst.CSTNode, ...] = ()) -> list[cst.CSTNode]:
-        """Return the code between a backward pass and a step, in the same function, that reads gradients."""
+        """Return the nodes between a backward pass and `step`, in the same function, that read gradients."""
         source, found = self._source, list[cst.CSTNode]()
         here: cst.CSTNode = source.statement(step)
         while not isinstance(here, cst.FunctionDef):
@@ -372,7 +382,10 @@ class Optimizers:
         return found
 
     def _in_front_of(self, read: cst.CSTNode, step: cst.BaseStatement) -> cst.BaseStatement:
-        """Return where to reduce gradients: before the branches and loops around a read that end before the step."""
+        """Return the statement before which gradients must be reduced, so that `read` sees reduced gradients.
+
+        It is the outermost branch or loop that contains `read`, but not `step`.
+        """
         here = self._source.statement(read)
         for there in self._source.above(here):
             if self._source.contains(there, step) or self._training.trains(there):
@@ -381,9 +394,7 @@ class Optimizers:
         return here
 
     def _reads(self, part: cst.CSTNode, within: tuple[cst.FunctionDef, ...] = ()) -> list[cst.CSTNode]:
-        """Return the code in a part of the script, after its last backward pass, that reads gradients. Includes called
-        functions.
-        """
+        """Return the nodes in `part`, or functions it calls, that read gradients after the last backward pass."""
         found: list[cst.CSTNode] = []
         for node in walk(part):
             if isinstance(node, cst.Call):
@@ -406,7 +417,7 @@ class Optimizers:
 
 
 def _binder(source: Source, node: cst.BaseExpression) -> cst.BaseComp | cst.Lambda | None:
-    """Return the comprehension or lambda between an expression and its statement that binds a name of it."""
+    """Return the comprehension or lambda that contains an expression and binds a name in it. None if there is none."""
     names, statement = {name.value for name in source.all(cst.Name, node)}, source.statement(node)
     for there in source.above(node):
         if there is statement:
@@ -427,7 +438,7 @@ def _is_gradient(node: cst.CSTNode) -> bool:
 
 
 def _assigned(source: Source, call: cst.Call) -> cst.BaseExpression | None:
-    """Return the target of an assignment that assigns only this call's value."""
+    """Return the target if the value of `call` is assigned to exactly one target. Otherwise return None."""
     assign = source.parent(call)
     alone = isinstance(assign, cst.Assign) and len(assign.targets) == 1
     target = assign.targets[0].target if alone else None  # type: ignore[attr-defined]  # an Assign
@@ -441,7 +452,7 @@ WRITES = {
     "sys.stderr.write",
     "matplotlib.pyplot.savefig", "matplotlib.pyplot.show",
 }  # fmt: skip
-"""Calls that only rank 0 executes."""
+"""Names of functions whose calls only rank 0 executes in the translated script."""
 
 WRITING_METHODS = {
     "savefig", "save_pretrained", "to_csv", "to_json", "write_text", "write_bytes", "unlink", "rmdir", "touch",
@@ -452,15 +463,15 @@ READS = {"torch.load", "numpy.load", "json.load", "pickle.load", "joblib.load"}
 
 
 class Output:
-    """Restricts a script's output to rank 0."""
+    """Edits a script so that only rank 0 prints and writes files."""
 
     def __init__(self, source: Source, flows: Flows, edits: Edits, *, hvd: str, ranks: str) -> None:
-        """`hvd`, `ranks`: names of `sirtaki.torch` and `sirtaki.torch.ranks` in the script."""
+        """Store the names `hvd` and `ranks` that `sirtaki.torch` and `sirtaki.torch.ranks` have in the script."""
         self._source, self._flows, self._edits, self._hvd, self._ranks = source, flows, edits, hvd, ranks
         self._writes = False
 
     def keep(self) -> None:
-        """Edit the whole script."""
+        """Edit all code of the script that prints or writes files."""
         for call in self._source.all(cst.Call):
             name, method = self._source.full_name(call.func), called_attribute(call)
             if name in WRITES or name.startswith(WRITING_PACKAGES) or method in WRITING_METHODS:
@@ -480,7 +491,7 @@ class Output:
 
     @property
     def begins_with(self) -> list[str]:
-        """Return lines for the beginning of the script that disable output on ranks above 0."""
+        """Return lines to insert at the beginning of the script. They disable output on ranks other than 0."""
         lines = []
         if "print" in self._source.names():
             lines.append(f"print = {self._ranks}.on_root(print)")
@@ -489,8 +500,10 @@ class Output:
         return lines
 
     def _on_root(self, call: cst.Call) -> None:
-        """Move a plain call into a block for rank 0. Wrap a call whose value is used, or that may communicate, in a
-        function.
+        """Make only rank 0 execute `call`.
+
+        A call that is a whole statement is moved into an `if` block. A call whose value is used, or that may
+        communicate, is wrapped in a function of `sirtaki.torch.ranks`.
         """
         parent = self._source.parent(call)
         line = self._source.parent(parent) if isinstance(parent, cst.Expr) else None
@@ -506,16 +519,18 @@ class Output:
             self._on_root(call)
 
     def _open(self, call: cst.Call) -> None:
-        """Make ranks other than 0 write to /dev/null."""
+        """Make `open` for writing open /dev/null on ranks other than 0."""
         receiver = call.func.value if isinstance(call.func, cst.Attribute) else None
-        if isinstance(receiver, cst.Name) and receiver.value in self._source.imported:  # gzip.open
+        if (
+            isinstance(receiver, cst.Name) and receiver.value in self._source.imported
+        ):  # a module's function, such as gzip.open
             receiver = None
         mode = argument(call, "mode", 1 if receiver is None else 0)
         text = "" if mode is None else self._source.code(mode).strip("\"'")
         if not set(text) & set("wax+"):
             return
         self._writes = True
-        if receiver is not None:  # a pathlib.Path
+        if receiver is not None:  # the method `open` of a pathlib.Path
             where = cst.parse_expression(f'{self._source.code(receiver)} if {self._hvd}.rank() == 0 else "/dev/null"')
             self._edits.change(call, lambda node: _opened(node, where))
         elif not call.args or call.args[0].keyword is not None:
@@ -549,7 +564,7 @@ FRAMEWORKS = {
     "catalyst": "Catalyst",
 }
 INNER_LOOPS = {"higher", "learn2learn", "torchopt", "torchmeta"}
-"""Packages whose inner loops train a copy of a model on the data of one rank."""
+"""Packages for meta-learning. Their inner loops train a copy of a model on the data of one rank."""
 
 FUNCTIONAL = ("torch.func.", "functorch.", "torch.autograd.functional.")
 STARTS_PROCESSES = {"torch.multiprocessing.spawn", "multiprocessing.Process", "torch.multiprocessing.Process"}
@@ -557,7 +572,7 @@ CLOCKS = {"time.time", "time.perf_counter", "time.monotonic", "datetime.datetime
 
 
 def look_for_what_cannot_be(training: Training, edits: Edits) -> None:
-    """Record obstacles."""
+    """Record, in `edits`, the code of a script that cannot be translated."""
     source = training.source
     for name, title in FRAMEWORKS.items():
         if source.imports(name):
@@ -587,7 +602,7 @@ def look_for_what_cannot_be(training: Training, edits: Edits) -> None:
 
 
 def _look_for_unknown_steps(training: Training, edits: Edits) -> None:
-    """Refuse optimizers that are not seen to be made: nothing would reduce their gradients."""
+    """Refuse steps of optimizers whose creation is not found in the script, because their gradients are not reduced."""
     source, known = training.source, {call for call, _ in training.steps()}
     clears = {
         source.code(call.func.value)
@@ -629,7 +644,7 @@ def _look_for_updates_by_hand(source: Source, edits: Edits) -> None:
     def uses_gradient(node: cst.CSTNode) -> bool:
         return has_gradient(node) or any(source.symbol(name) in named for name in source.all(cst.Name, node))
 
-    changes: list[tuple[cst.CSTNode, cst.BaseExpression, cst.CSTNode]]  # statement or call, what changes, by what
+    changes: list[tuple[cst.CSTNode, cst.BaseExpression, cst.CSTNode]]  # (statement or call, changed tensor, operand)
     changes = [
         (aug, aug.target, aug.value)
         for aug in source.all(cst.AugAssign)
@@ -646,7 +661,7 @@ def _look_for_updates_by_hand(source: Source, edits: Edits) -> None:
 
 
 COUNTS = r"grad|norm|total|sum|loss|count"
-"""Parts of names of gradient accumulators, which are not parameters."""
+"""Pattern of variable names, such as `grad_norm`, that are sums over gradients and not parameters."""
 
 
 def _look_for_clocks(training: Training, edits: Edits) -> None:
@@ -687,16 +702,16 @@ SPLITS = {"split", "chunk", "array_split"}
 
 
 class HandCut:
-    """Finds the data from which batches are taken, and divides it among the ranks."""
+    """Divides data among the ranks in scripts that cut batches themselves, without a data loader."""
 
     def __init__(self, training: Training, edits: Edits, *, ranks: str) -> None:
-        """`ranks`: name of `sirtaki.torch.ranks` in the script."""
+        """Store the name `ranks` that `sirtaki.torch.ranks` has in the script."""
         self._training, self._edits, self._ranks = training, edits, ranks
         self._source: Source = training.source
         self._functions = self._called_in_training()
 
     def divide(self, values: RankValues) -> None:
-        """Divide the data, and mark in `values` which expressions are parts of batches."""
+        """Divide the data among the ranks. Mark, in `values`, the expressions that are a rank's part of a batch."""
         flows = self._training.flows
         read = {site for loop in self._training.other_loops for site in flows.holds(loop.iter, TrackedKind.LOADER)}
         for site in flows.made(TrackedKind.LOADER):
@@ -728,7 +743,7 @@ class HandCut:
         self._edits.note(0, "each batch is divided among the ranks; learning rates stay as they are")
 
     def _trains(self, node: cst.CSTNode) -> bool:
-        """Return whether a node is executed during training."""
+        """Return whether the code of a node runs during training."""
         if self._source.function_of(node) in self._functions:
             return True
         around = (there for there in self._source.above(node) if isinstance(there, cst.For | cst.While))
@@ -753,7 +768,7 @@ class HandCut:
         return found
 
     def _slices(self) -> Iterator[cst.Subscript]:
-        """Divide slices such as `X[i : i + size]`, where an enclosing loop counts `i`."""
+        """Yield batches that are slices such as `X[i : i + size]`, where an enclosing loop counts `i`."""
         for node in self._source.all(cst.Subscript):
             if not self._trains(node) or not isinstance(node.slice[0].slice, cst.Slice):
                 continue
@@ -783,7 +798,7 @@ class HandCut:
                 yield call
 
     def _is_index(self, call: cst.Call) -> bool:
-        """Return whether random numbers pick samples: they, or their name, are an index or are looped over."""
+        """Return whether `call` draws the indices of samples: its result is used as an index or is looped over."""
         source = self._source
         assign = source.parent(call)
         drawn = {source.symbol(target) for target in targets(assign)} - {None}
@@ -807,9 +822,7 @@ class HandCut:
                     yield loop
 
     def _whole_sets(self) -> Iterator[cst.Name]:
-        """Divide data that is a single batch: names outside of the training loop that are passed to a model or a
-        loss.
-        """
+        """Yield names of single-batch data: set outside the training loop, and passed to a model or a loss."""
         found = {self._source.symbol(name) for name in self._whole_arguments()}
         made = {name for node in walk(self._source.module) for t in targets(node) for name in walk(t)}
         for name in self._source.all(cst.Name):
@@ -825,7 +838,7 @@ class HandCut:
                 yield name
 
     def _whole_arguments(self) -> Iterator[cst.Name]:
-        """Yield arguments of a model or a loss that are not created in the loop. Of a loss, the first two arguments."""
+        """Yield arguments of models, and first two arguments of losses, that are not created in the training loop."""
         models = {
             self._source.code(call.func.value)
             for call in self._source.all(cst.Call)
@@ -846,7 +859,7 @@ class HandCut:
                 if data is not None and data.value not in self._source.imported and not self._made_around(data):
                     into.append(data)
         if to_losses and not to_models:
-            return  # targets alone are not the data
+            return  # because the targets of a loss without the model's input are not the data
         yield from (*to_models, *to_losses)
 
     def _trains_here(self, node: cst.CSTNode) -> bool:
@@ -873,7 +886,7 @@ class HandCut:
 
 
 def _takes_all_rows(node: cst.Subscript) -> bool:
-    """Return whether a subscript leaves the first axis whole: `x[:, 0]`, `x[...]`, `x[None]`."""
+    """Return whether a subscript keeps all elements of the first axis: `x[:, 0]`, `x[...]`, `x[None]`."""
     first = node.slice[0].slice
     if isinstance(first, cst.Slice):
         return first.lower is None and first.upper is None
@@ -882,7 +895,7 @@ def _takes_all_rows(node: cst.Subscript) -> bool:
 
 
 def _receiver(node: cst.BaseExpression) -> cst.Name | None:
-    """Return `Y` for `Y`, `Y[:, 0]` or `Y.flip(1)`."""
+    """Return the name `Y` of the expression `Y`, `Y[:, 0]` or `Y.flip(1)`. None for other expressions."""
     if isinstance(node, cst.Call):
         return _receiver(node.func.value) if isinstance(node.func, cst.Attribute) else None
     if isinstance(node, cst.Attribute | cst.Subscript):
@@ -899,7 +912,7 @@ CALLS = {
     "barrier": "barrier",
     "destroy_process_group": "shutdown",
 }
-"""Functions of torch.distributed, called without relevant arguments, and their counterparts."""
+"""Functions of torch.distributed whose arguments may be dropped, and Sirtaki's functions that replace them."""
 
 OPERATIONS = {"SUM": "Sum", "AVG": "Average", "MIN": "Min", "MAX": "Max", "PRODUCT": "Product"}
 VARIABLES = {
@@ -909,13 +922,13 @@ VARIABLES = {
     "LOCAL_WORLD_SIZE": "local_size",
 }
 PLACES = (("num_replicas", "size"), ("rank", "rank"))
-"""Arguments of a sampler besides its data, and the counterparts of their values."""
+"""Arguments of DistributedSampler besides its data, and the functions of `sirtaki.torch` that return their values."""
 
 PACKAGE = "torch.distributed."
 
 
 class FromDdp:
-    """Translation of one script for DistributedDataParallel."""
+    """Translates one script that uses DistributedDataParallel."""
 
     def __init__(self, source: Source, edits: Edits) -> None:
         self._source, self._edits, self._hvd = source, edits, free_name(source, "hvd")
@@ -923,7 +936,7 @@ class FromDdp:
         self._training = Training(self._flows)
 
     def change(self) -> None:
-        """Collect the changes and the obstacles."""
+        """Record, in `edits`, the changes that translate the script, and the code that cannot be translated."""
         look_for_what_cannot_be(self._training, self._edits)
         if self._edits.obstacles:
             return
@@ -992,7 +1005,7 @@ class FromDdp:
             self._edits.note(call, "nobody calls this sampler's `set_epoch`: all epochs have one order")
 
     def _variable(self, node: cst.BaseExpression, text: str) -> None:
-        """Replace `int(os.environ["LOCAL_RANK"])` and similar expressions."""
+        """Replace an expression that reads an environment variable, such as `int(os.environ["LOCAL_RANK"])`."""
         name = text.strip("\"'")
         if name not in VARIABLES or (
             "environ" not in self._source.code(node) and "getenv" not in self._source.code(node)
@@ -1008,7 +1021,7 @@ class FromDdp:
         self._edits.replace(whole, f"{self._hvd}.{VARIABLES[name]}()")
 
     def _imports(self, ranks: str) -> None:
-        """Replace the imports of torch.distributed and of the wrapper."""
+        """Replace the imports of torch.distributed and of DistributedDataParallel."""
         gone, placed = {"torch.distributed", "torch.nn.parallel.DistributedDataParallel"}, False
         for statement in self._source.module.body:
             if not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) != 1:
@@ -1046,7 +1059,7 @@ def _is_import(statement: cst.CSTNode) -> bool:
 
 
 def change_imports(source: Source, edits: Edits) -> None:
-    """Collect the changes and the obstacles of a script for Horovod."""
+    """Record the changes that translate a Horovod script (its imports), and code that cannot be translated."""
     for node in walk(source.module):
         if isinstance(node, cst.ImportAlias) and _is_horovod(node.name):
             _change(source, edits, node, node.name)
@@ -1067,7 +1080,7 @@ def _change(source: Source, edits: Edits, node: cst.CSTNode, name: cst.BaseExpre
 
 
 def distribute(source: Source, edits: Edits) -> None:
-    """Collect the changes and the obstacles of a script for one process."""
+    """Record the changes that translate a script for one process, and code that cannot be translated."""
     flows = Flows(source)
     training = Training(flows)
     hvd, ranks = free_name(source, "hvd"), free_name(source, "ranks")
@@ -1137,7 +1150,10 @@ def _begin_pass(training: Training, edits: Edits, call: cst.Call, ranks: str) ->
 
 
 def _relay(training: Training, edits: Edits, relay: cst.For) -> None:
-    """Begin passes in an endless generator. The consuming loop begins passes of finite generators."""
+    """Insert code that begins a pass over the data before `relay`, a loop in a generator that repeats endlessly.
+
+    For other generators, nothing is inserted, because the loop that consumes them begins the pass.
+    """
     source = training.source
     if not any(isinstance(there, cst.While) for there in source.above(relay)):
         return
@@ -1149,7 +1165,7 @@ def _relay(training: Training, edits: Edits, relay: cst.For) -> None:
 
 
 def _agree(training: Training, edits: Edits, loop: Loop, ranks: str) -> None:
-    """Combine the sums of a loop that does not train, so that they are equal on all ranks except for rounding."""
+    """Insert code that adds up a loop's sums over all ranks, if the loop does not train (evaluation)."""
     source = training.source
     if not isinstance(loop, cst.For):
         return
@@ -1173,8 +1189,9 @@ def _refuse_batch_size(training: Training, edits: Edits, size: cst.BaseExpressio
 
 
 def _seeds(source: Source, ranks: str) -> list[str]:
-    """Return lines that make ranks agree on a seed if the script sets none, so that they split data and start
-    equally.
+    """Return lines that set the same seed on all ranks. Return none if the script sets a seed itself.
+
+    Ranks need equal seeds to divide the data, and to initialise weights, in the same way.
     """
     lines = []
     names = {source.full_name(call.func) for call in source.all(cst.Call)}
@@ -1196,8 +1213,8 @@ class Translation:
 
     Attributes:
         before: original text.
-        after: text that trains on several ranks. Equal to `before` if it does so already.
-        notes: (line, text) of notes for the user. Line 0 is the whole script.
+        after: translated text, which trains on several ranks. Equal to `before` if the script does so already.
+        notes: notes for the user, as (line, text). Line 0 stands for the whole script.
     """
 
     before: str
@@ -1205,7 +1222,7 @@ class Translation:
     notes: tuple[tuple[int, str], ...]
 
     def diff(self, name: str) -> str:
-        """Return the changes as a unified diff. "" if there are none."""
+        """Return the changes of the script `name` as a unified diff. "" if nothing was changed."""
         before, after = (text.splitlines(keepends=True) for text in (self.before, self.after))
         return "".join(difflib.unified_diff(before, after, fromfile=name, tofile=name))
 
@@ -1236,10 +1253,11 @@ def translate(text: str) -> Translation:
 
 
 def _require_sound(before: str, after: str) -> None:
-    """Refuse a translation that Python does not compile, or that uses a name which nothing defines.
+    """Refuse a translated text that Python cannot compile, or that uses an undefined name.
 
     Raises:
-        TranslationError: naming the line of the script, or its first one where the translation has added the name.
+        TranslationError: the text is refused. The error has the line of the original script, or line 1 if the
+            translation has added the name.
     """
     try:
         known = undefined_names(before)
