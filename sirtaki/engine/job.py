@@ -196,7 +196,7 @@ class Job:
         """Open the job over `comm`, and take ownership of `comm`. Collective.
 
         Args:
-            settings: settings of this process.
+            settings: values of this process's environment variables.
             comm: communicator of all ranks of the job.
             elastic: transition of this process between generations. None if the job is not elastic.
         """

@@ -34,7 +34,7 @@ def open_lanes(ranks: Communicator, *, settings: Settings, timeout_s: float) -> 
 
     Args:
         ranks: communicator of the ranks. The lanes own it until they are closed.
-        settings: settings of this process.
+        settings: values of this process's environment variables.
         timeout_s: maximum time in seconds that a stream waits for a rank.
 
     Raises:
@@ -80,7 +80,7 @@ def open_shards(control: ControlPlane, *, settings: Settings, timeout: Timeout) 
 
     Args:
         control: control plane of at least two ranks. The lanes own it until they are closed.
-        settings: settings of this process.
+        settings: values of this process's environment variables.
         timeout: maximum time that an operation waits for a rank.
 
     Raises:

@@ -193,7 +193,7 @@ class ActiveReducers:
         are kept, because a rank may have dropped their reducers, or retry them later.
 
         Args:
-            number: number of the pass, see `ActiveReducer.failed_in`.
+            number: number of the pass, as returned by `ActiveReducer.failed_in`.
         """
         if sum(participant.failed_in == number for participant in self) > 1:
             gc.collect()  # so that all ranks have collected the reducers that the script has dropped

@@ -76,7 +76,7 @@ def open_at_store(settings: Settings, store: Store, *, rank: int, size: int, tim
     """Connect, by a mesh, the ranks of a process group that is being created. Collective over these ranks.
 
     Args:
-        settings: settings of this process.
+        settings: values of this process's environment variables.
         store: store for the rendezvous, which only these ranks use.
         rank: rank of this process in the group.
         size: number of ranks in the group.
@@ -102,7 +102,7 @@ def open_ranks(settings: Settings, comm: Sequence[int] | MPI.Comm | None = None)
     """Open the communicator of all ranks of the job. Collective. The job owns it and frees it at its end.
 
     Args:
-        settings: settings of this process.
+        settings: values of this process's environment variables.
         comm: ranks of the job. None for all ranks that the launcher started. Otherwise an mpi4py communicator, or a
             list of ranks. Only the listed ranks may call this function.
 

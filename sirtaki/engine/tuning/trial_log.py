@@ -267,7 +267,7 @@ class LoggedResult(msgspec.Struct, frozen=True, kw_only=True, rename={"span_s": 
 
     Attributes:
         span_s, default_span_s: communication times of the kept setting and of the default, in seconds.
-        backward_s, between_s: see `StepTime`. None if the log has no such value.
+        backward_s, between_s: durations of a step's parts, as in `StepTime`. None if the log does not contain them.
         gain: proved gain over the default. None if the default was kept, if the warm-up did not end, or if an older
             release wrote the log.
     """

@@ -324,9 +324,7 @@ class WorkerSlots:
 
 
 def host_name(node: str, address: str, taken: Collection[str]) -> str:
-    """Return a host name for a Ray node: its address. The node's id is added if another node has the address, as in
-    tests.
-    """
+    """Return a host name for a Ray node: its address, followed by the node's id if another node has the same address."""
     return f"{address}-{node[:6]}" if address in taken else address
 
 
