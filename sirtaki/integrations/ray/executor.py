@@ -324,7 +324,7 @@ class WorkerSlots:
 
 
 def host_name(node: str, address: str, taken: Collection[str]) -> str:
-    """Return a host name for a Ray node: its address, followed by the node's id if another node has the same address."""
+    """Return a host name for a Ray node: its address, and the node's id if another node has the same address."""
     return f"{address}-{node[:6]}" if address in taken else address
 
 
