@@ -298,7 +298,7 @@ def open_survivors(settings: Settings, environ: Mapping[str, str] = os.environ) 
 
 
 class Generations:
-    """This process's place in an elastic job: its current generation, and the transition to the next one.
+    """Place of this process in an elastic job: its current generation, and the transition to the next one.
 
     Attributes:
         current: current generation; after its end, the last one. None before the first generation.

@@ -221,7 +221,7 @@ PAUSE = 0.05
 
 @dataclass(slots=True)
 class _Participation:
-    """This rank's part in the current iteration of one gradient reducer.
+    """Part of this rank in the current iteration of one gradient reducer.
 
     Attributes:
         reached: iteration and stage that this rank has reached.

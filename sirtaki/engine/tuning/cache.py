@@ -132,7 +132,7 @@ The factor is larger on one host, because other jobs on its processors slow comm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheHit:
-    """This job's entry in the registry, which an earlier run has stored.
+    """The registry's entry of this job, which an earlier run has stored.
 
     Attributes:
         exact: result of the earlier run's warm-up, if the warm-up was complete.

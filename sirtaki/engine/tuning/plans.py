@@ -767,7 +767,7 @@ SHAPES = (
 """Shapes of probes, most important first: maximum bytes of one all-reduce, and number of streams."""
 
 NEEDED_FIRST, NEEDED, ENOUGH = 3, 2, 3
-"""Numbers of probe shapes: required on the first route, required on each other route, maximum on each other route."""
+"""Numbers of probe shapes: required on the first route; required on each later route; maximum on each later route."""
 
 TOO_SLOW = 3
 """A route is not tried if its bandwidth is below that of the fastest route, divided by this factor."""

@@ -424,7 +424,7 @@ class RayCrew:
         return list(self._hosts)
 
     def start(self, host: str) -> None:
-        """Add a host, without starting a rank. If its Ray node is lost, the driver gets no report of it."""
+        """Add a host, without starting a rank. If its Ray node is lost, the driver gets no report."""
         self._hosts[host] = HostOfActors(host, self)
         if self._slots.has_node(host):
             self._hosts[host].rules.meet_driver([], time.monotonic())

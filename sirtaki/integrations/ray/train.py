@@ -38,7 +38,7 @@ class SirtakiConfig(TorchConfig):  # type: ignore[misc]
 
 
 class SirtakiBackend(_TorchBackend):  # type: ignore[misc]
-    """What Ray Train's controller does on the workers before and after the training loop."""
+    """Actions of Ray Train's controller on the workers, before and after the training loop."""
 
     def on_start(self, worker_group: Any, backend_config: SirtakiConfig) -> None:
         """Create PyTorch's process group on all workers, before the training loop."""

@@ -258,7 +258,7 @@ REDUCED = {Over.MEAN, Over.SUM}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """What `RankValues` knows about the value of an expression.
+    """Knowledge of `RankValues` about the value of an expression.
 
     Attributes:
         over: how the value depends on the samples of a rank.
