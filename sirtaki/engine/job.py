@@ -159,7 +159,7 @@ class JobObservers:
         }
 
     def close(self, *, for_good: bool) -> None:
-        """End monitoring. `for_good` is True if the job ends, and False if it only restarts with a changed list of ranks."""
+        """End monitoring. `for_good` is True if the job ends, and False if it restarts with other ranks."""
         if self._presence is not None:
             self._presence.close()
         if self._server is not None:
