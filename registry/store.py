@@ -594,7 +594,7 @@ def _record(kind: type[R], name: str, body: str, *graphs: bytes) -> R:
     }
     record = kind.from_json(data)
     if record.id != name:
-        raise RegistryError("its id does not match its key")
+        raise RegistryError("the id of the record does not match its key: the record was edited or damaged")
     return record
 
 

@@ -41,7 +41,9 @@ def require(arm: str, package: str, distribution: str) -> None:
         TuningError: the package is not installed.
     """
     if find_spec(package) is None:
-        raise TuningError(f"the {arm} arm needs {distribution}: pip install {distribution}, or do not select the arm")
+        raise TuningError(
+            f"the search technique {arm} needs {distribution}: pip install {distribution}, or do not select {arm}"
+        )
 
 
 @cache

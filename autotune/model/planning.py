@@ -54,7 +54,7 @@ class PlanningModel:
     def __post_init__(self) -> None:
         self.profile.check_fits(self.layout)
         if not self.links:
-            raise TuningError("a planning model must have the link of at least one route")
+            raise TuningError("a cost model needs a link (latency and bandwidth) for at least one route, found none")
 
     def simulator(self, route: Route) -> Simulator:
         """Create a simulator of the job's training iteration on a route (transport and algorithm)."""

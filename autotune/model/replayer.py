@@ -176,7 +176,7 @@ class ReplayGraph:
         for node in self.nodes:
             works = node.works
             if not 0 <= node.lane < len(self.lanes):
-                raise ReplayError(f"{node.name} needs lane {node.lane}, but there are only {len(self.lanes)} lanes")
+                raise ReplayError(f"{node.name} is in lane {node.lane}, but the graph has only {len(self.lanes)} lanes")
             if not 0 <= node.fixed_s < math.inf or not all(0 <= work.seconds < math.inf for work in works):
                 raise ReplayError(f"{node.name} must take a finite time that is not negative: {node}")
             if works and not all(0 <= work.server < len(self.servers) and work.jobs > 0 for work in works):

@@ -193,7 +193,7 @@ class _Reissue:
         for buffer in buffers:
             present = {index for number, index in ready if number == buffer.number}
             if not present:
-                raise ReplayError(f"not every rank recorded when the gradients of buffer {buffer.number} were ready")
+                raise ReplayError(f"some ranks did not record when gradients of buffer {buffer.number} became ready")
             offsets, queue = buffer.layout.offsets, list[OperationKey]()
             for unit in buffer.plan.units:
                 queue.append((buffer.number, unit.start, unit.stop))

@@ -158,7 +158,7 @@ def _sharded(options: Namespace) -> int:
             for space, one, span_s in found
         ),
     )
-    print("\nThese are calculated. The warm-up tries the fastest first, and keeps what is proved to be faster.")
+    print("\nThese times are predicted. The warm-up tries the fastest plan first, and keeps it if it is proved faster.")
     return 0
 
 

@@ -60,7 +60,7 @@ def main(options: Namespace) -> int:
     """
     log = read_log(options.log)
     if log.model is None:
-        raise ConfigError(f"{options.log} holds no profile; planners did not take part in that job")
+        raise ConfigError(f"{options.log} holds no profile, because no planner took part in the tuning of that job")
     model = fitted_to_trials(log.model, list(_trials(log)))
     route = next(iter(model.links))
     untuned = Knobs(unit_bytes=4 * MIB, streams=4, transport=route[0]) if log.default is None else log.default.knobs

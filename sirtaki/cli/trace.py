@@ -64,5 +64,5 @@ def main(options: argparse.Namespace) -> int:
     if written.groups is not None:
         print(f"which ranks act together, for ASTRA-sim's --comm-group-configuration: {written.groups}")
     if list(recording.ranks) != list(range(len(files))):
-        print(f"counted from 0 on, these are {of_ranks(tuple(recording.ranks))}")
+        print(f"files are numbered from 0; they are {of_ranks(tuple(recording.ranks))} of the job")
     return 0

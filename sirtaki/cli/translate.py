@@ -40,7 +40,7 @@ def main(options: Namespace) -> int:
     except TranslationError as err:
         for line, reason in err.obstacles:
             print(f"{options.script}:{line}: {reason}", file=sys.stderr)
-        print("nothing is changed; the tutorials show how to do it by hand", file=sys.stderr)
+        print("the script is not changed; the tutorials show how to convert it by hand", file=sys.stderr)
         return REFUSED
     print(translation.diff(str(options.script)) or "nothing to change", end="\n")
     for line, note in translation.notes:

@@ -163,7 +163,7 @@ class AgentClient:
         if answer is None and self._closed:
             raise CommError(f"the agent of this host has exited ({self._closed})")
         if answer is None:
-            raise CommError("the next generation was not formed in time")
+            raise CommError("the ranks of the next generation (after an elastic change) did not connect in time")
         self._looked_s = time.monotonic()
         return answer
 

@@ -199,7 +199,9 @@ class LocalSGD:
             self._interval = self.delay = FIRST_INTERVAL
         else:
             if sync_every <= 0 or sync_every % n:
-                raise ConfigError(f"sync_every= must be a positive multiple of the {n} fragments, not {sync_every}")
+                raise ConfigError(
+                    f"sync_every= must be a positive multiple of {n} (number of fragments), not {sync_every}"
+                )
             self._interval, self.delay = sync_every // n, delay or 0
             if not 0 <= self.delay <= self._interval:
                 raise ConfigError(

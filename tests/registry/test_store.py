@@ -354,7 +354,7 @@ def test_lists_show_the_readable_part_of_damaged_entries(store: Store, path: Pat
 def test_an_entry_under_the_id_of_another_job_is_not_believed_and_ids_are_no_patterns(store: Store, path: Path) -> None:
     store.put(make_entry())
     run_sql(path, "UPDATE entries SET id = 'a%x'")
-    with pytest.raises(RegistryError, match="its id does not match its key"):
+    with pytest.raises(RegistryError, match="the id of the record does not match its key"):
         store.find(JobRecord, "a%")
     with pytest.raises(RegistryError, match="no entry has an id"):
         store.find(JobRecord, "b%")

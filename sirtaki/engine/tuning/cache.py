@@ -164,7 +164,9 @@ class Hardware:
             name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
             return cls(host=_label(host_kind()), device=_label(name))
         except Exception:
-            logger.info("the kind of this machine could not be determined", exc_info=True)
+            logger.info(
+                "the type of this machine is unknown: the registry describes it by its device only", exc_info=True
+            )
             return cls(host="", device=device.type)
 
 
@@ -305,7 +307,7 @@ class TuningCache:
             if knobs not in space:
                 raise PlanError(f"{knobs.describe()} is not possible here")
             if knobs.cuts is not None and not same_order:
-                raise PlanError("its planned units are for gradients that become ready in another order")
+                raise PlanError("the stored plan is for gradients that become ready in another order")
             checked_plans(knobs, layouts)
         except PlanError as err:
             logger.info("the registry's entry %s cannot be run as it is: %s", own.id[:8], err)

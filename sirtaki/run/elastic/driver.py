@@ -948,7 +948,7 @@ def policy_of(options: argparse.Namespace, hosts: Hosts, *, timeout_s: float) ->
     start = start or least
     if not least <= start <= (most or start):
         raise ConfigError(
-            f"--min-np {least}, -np {start}{f', --max-np {most}' if most else ''}: the numbers must not decrease"
+            f"--min-np {least}, -np {start}{f', --max-np {most}' if most else ''}: must be --min-np <= -np <= --max-np"
         )
     on_failure = OnFailure(options.on_failure) if options.on_failure else None
     if on_failure is None:

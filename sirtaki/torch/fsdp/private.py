@@ -322,7 +322,7 @@ class FsdpGroup:
             self._group.wait_for_unshard()
             self._group.reshard()
         except RuntimeError as err:
-            raise ConfigError(f"attach() must be called once the parameters are initialised: {err}") from err
+            raise ConfigError(f"attach() must be called after the parameters are initialised: {err}") from err
         return [ReplicatedParam(self, self._group, each) for each in self._group.fsdp_params]
 
 

@@ -443,4 +443,4 @@ def _write_step(recorded: RecordedStep, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / SHARDED_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(recorded), indent=1))
     except OSError as err:
-        logger.warning("the traced step cannot be written: %s", err)
+        logger.warning("the trace of a step for `sirtaki optimize` cannot be written: %s", err)

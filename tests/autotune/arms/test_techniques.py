@@ -257,7 +257,7 @@ def test_a_missing_package_is_reported_at_once_and_nothing_is_loaded(folder: Pat
     require("test", "slow_one", "slow-one")
     assert "slow_one" not in sys.modules
     with pytest.raises(
-        TuningError, match="the test arm needs fast-one: pip install fast-one, or do not select the arm"
+        TuningError, match="the search technique test needs fast-one: pip install fast-one, or do not select test"
     ):
         require("test", "fast_one", "fast-one")
 

@@ -526,7 +526,7 @@ def test_chakra_traces_are_numbered_from_0_and_their_ranks_are_reported(
     told = capsys.readouterr()
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["job.0.et", "job.1.et"]
     assert "2 iterations of 2 ranks" in told.out
-    assert "counted from 0 on, these are ranks 0 and 2" in told.out
+    assert "files are numbered from 0; they are ranks 0 and 2 of the job" in told.out
     assert "rank 1 of 3 is missing" in told.err
     assert not (folder / TRACE_FILE).exists()
 

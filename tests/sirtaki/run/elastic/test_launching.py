@@ -123,8 +123,8 @@ def test_under_horovods_name_a_failure_drops_the_host_for_good_as_there() -> Non
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("-np", "1", "--min-np", "2"), "the numbers must not decrease"),
-        (("--min-np", "3", "--max-np", "2"), "the numbers must not decrease"),
+        (("-np", "1", "--min-np", "2"), "must be --min-np <= -np <= --max-np"),
+        (("--min-np", "3", "--max-np", "2"), "must be --min-np <= -np <= --max-np"),
         (("--min-np", "5"), "--min-np 5, but the hosts have only 4 slots, and discovery is off"),
         (("-np", "5", "--min-np", "2"), "-np 5, but the hosts have only 4 slots, and discovery is off"),
         (("--min-np", "1", "--blacklist-cooldown-range", "9", "3"), "the first must not exceed the second"),
