@@ -1,4 +1,4 @@
-"""Flat buffers: contiguous memory for all gradients of one dtype, in which they are reduced."""
+"""Flat buffers: contiguous memory for all gradients of one dtype, in which the ranks all-reduce them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Reduction:
         postscale: factor after the reduction.
         wire_dtype: pairs of a gradient's dtype and the dtype in which it is sent. Other dtypes are sent unchanged.
         compression: lossy compression of the gradients in their wire dtype; None = none.
-        feedback: error-feedback residuals of the compression.
+        feedback: residuals of error feedback: what compression has left out of each gradient, added to the next one.
     """
 
     op: ReduceOp = ReduceOp.SUM
@@ -56,15 +56,15 @@ class FlatGroup:
     Attributes:
         indices: indices of the parameters, in the order of the buffer.
         layout: sizes and names of the gradients in the buffer.
-        buffer: the memory.
-        places: tensors over the memory of each gradient, in the same order.
+        buffer: the flat buffer.
+        places: for each gradient, a tensor of its shape over its part of the buffer, in the same order.
     """
 
     def __init__(
         self, indices: list[int], params: Sequence[torch.Tensor], layout: GradientLayout, buffer: FlatBuffer
     ) -> None:
         self.indices, self.layout, self.buffer = indices, layout, buffer
-        # A gradient has its parameter's strides (torch's layout contract, on which fused optimizers rely).
+        # Give each place its parameter's strides, because autograd's gradients have them, as fused optimizers expect.
         self.places = [
             buffer.tensor.as_strided(params[index].shape, dense_strides(params[index]), offset)
             for index, offset in zip(indices, layout.offsets, strict=False)
@@ -80,7 +80,10 @@ def _group_by_dtype(
     router: Router,
     n_flags: int,
 ) -> list[FlatGroup]:
-    """Allocate a flat buffer for each dtype, and for the flags at the end of the first buffer. Collective."""
+    """Allocate a flat buffer for the gradients of each dtype. Collective.
+
+    The first buffer ends with `n_flags` control flags (messages between ranks, reduced with the gradients).
+    """
     by_dtype: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
     for index in order:
         dtype = params[index].dtype
@@ -91,7 +94,7 @@ def _group_by_dtype(
         device = router.device.torch_device.type
         piece = alignment(device, wire.itemsize)
         layout = GradientLayout(
-            # Rounded up so that each gradient starts at an aligned address. The padding stays zero.
+            # Round sizes up, so that each gradient starts at an aligned address. The padding stays zero.
             sizes=(*(-(-params[index].numel() // piece) * piece for index in indices), *flags),
             itemsize_bytes=wire.itemsize,
             dtype=str(wire).removeprefix("torch."),
@@ -103,7 +106,10 @@ def _group_by_dtype(
 
 
 REFERENCES = max(map(sys.getrefcount, [object()])) + 1
-"""Reference count of a view to which only `FlatBuffers.views` and a slice of it refer: user code does not."""
+"""Reference count of a view (a tensor over a gradient's part of a flat buffer) to which user code does not refer.
+
+Only the list `FlatBuffers.views` and a slice of it refer to the view then.
+"""
 
 _USERS = count_storage_users or (lambda storage: 0)
 _STRIDE = torch.Tensor.stride
@@ -115,7 +121,7 @@ class FlatBuffers:
 
     A *position* is an index in the expected order of the gradients. All lists are in this order, unless stated.
 
-    Sirtaki writes to `places`. User code gets `views`, separate tensors over the same memory, for two reasons:
+    Sirtaki writes to `places`. User code gets `views`, other tensors over the same memory, as `.grad`, for two reasons:
     `model.half()` and similar calls replace the memory of the tensor in `.grad`, and a view has a version counter that
     changes only if user code writes.
 
@@ -133,7 +139,7 @@ class FlatBuffers:
         places: tensors over the memory of each gradient in the flat buffers.
         addresses: memory addresses of the places.
         views: tensors that become `.grad` when a gradient is copied into its place.
-        lent: saved values that must be copied back into their places, by position.
+        lent: by position, old values of places that a tensor of user code shares; `restore` copies them back.
         outdated: True if a gradient had another dtype or other strides than its place, because its parameter changed.
     """
 
@@ -154,8 +160,9 @@ class FlatBuffers:
             params: parameters whose gradients are reduced, by index.
             names: names of the parameters, by index.
             reduction: determines the dtype in which gradients are sent.
-            router: allocates the memory.
-            n_flags: elements for control flags, at the end of the first buffer.
+            router: object that sends parts of the buffers over the transports, and allocates their memory.
+            n_flags: number of control flags (messages between ranks, reduced with the gradients), one element each, at
+                the end of the first buffer.
         """
         self._device, self.order, self.numbers = router.device, list(order), list(range(len(order)))
         self.position = [0] * len(order)
@@ -164,19 +171,22 @@ class FlatBuffers:
         self.params, self.names = [params[index] for index in order], [names[index] for index in order]
         self.groups = _group_by_dtype(order, params, names, reduction=reduction, router=router, n_flags=n_flags)
         first = self.groups[0]
-        # Only the real parts of complex flags are written. The memory may hold other values, which must not be reduced.
+        # Zero the control flags, because new memory may hold any values, and only real parts of complex flags are
+        # written later.
         self._device.launch(first.buffer.tensor[first.layout.offsets[-2] :].zero_)
         place_of = {i: place for group in self.groups for i, place in zip(group.indices, group.places, strict=True)}
         self.places = [place_of[index] for index in order]
         self.lent: dict[int, torch.Tensor] = {}
         self.views = list(map(self._make_view, self.places))
-        # Each view has its own storage, whose users PyTorch counts. The storages are kept so that their ids stay valid.
+        # Keep each view's storage and the number of tensors that use it: a larger number later means that user code has
+        # made another tensor over this memory. An id is valid only while its storage is kept.
         self._storages = list(map(self._storage_of, self.views))
         self._storage_ids = [storage._cdata for storage in self._storages]
         self._users = list(map(_USERS, self._storage_ids))
         self.addresses = [place.data_ptr() for place in self.places]
         self._dtypes = [param.dtype for param in self.params]
-        # A place of another dtype never becomes `.grad`. With one dimension, dense strides need no check.
+        # Record what `accept` compares: whether a place has another dtype than its parameter, so that it never becomes
+        # `.grad`, and the place's strides, except with one dimension, where all dense strides are equal.
         pairs = zip(self.places, self.params, strict=True)
         self._other_dtype = [place.dtype is not param.dtype for place, param in pairs]
         self._strides = [place.stride() if place.dim() > 1 else () for place in self.places]
@@ -184,7 +194,7 @@ class FlatBuffers:
 
     @property
     def layout_places(self) -> list[tuple[int, int]]:
-        """Number of the layout, and number within the layout, of each parameter, by index."""
+        """For each parameter, by index: number of the layout with its gradient, and the gradient's number in it."""
         places = {
             index: (number, place)
             for number, group in enumerate(self.groups)
@@ -194,22 +204,28 @@ class FlatBuffers:
 
     @property
     def layouts(self) -> tuple[GradientLayout, ...]:
-        """Layouts, one for each dtype. The first has one more entry, the control flags."""
+        """Layouts (sizes and names of the gradients in a flat buffer), one for each dtype.
+
+        The first layout has one more entry, the control flags (messages between ranks, reduced with the gradients).
+        """
         return tuple(group.layout for group in self.groups)
 
     @property
     def flags(self) -> torch.Tensor:
-        """Elements of the control flags, `(n_flags,)`. In a complex buffer, their real parts."""
+        """Elements of the control flags (messages between ranks) in the first buffer, `(n_flags,)`.
+
+        In a complex buffer, the real parts of these elements.
+        """
         first = self.groups[0]
         elements = first.buffer.tensor[first.layout.offsets[-2] :]
         return torch.view_as_real(elements)[:, 0] if elements.is_complex() else elements
 
     def has_flags(self, group: FlatGroup, stop: int) -> bool:
-        """Return whether a unit that ends at element `stop` of a group's buffer contains control flags."""
+        """Return whether a unit (bucket) that ends at element `stop` of a group's buffer contains control flags."""
         return group is self.groups[0] and stop > group.layout.offsets[-2]
 
     def move_from(self, before: FlatBuffers) -> None:
-        """Move every `.grad` that is a view of the previous buffers into these buffers."""
+        """Move every `.grad` that is a view of the older flat buffers `before` into these buffers."""
         for position, param in enumerate(self.params):
             old = before.position[self.order[position]]
             if param.grad is not None and param.grad is before.views[old] and before.is_intact(old):
@@ -217,23 +233,23 @@ class FlatBuffers:
                 param.grad = self.view(position) if self.fits(position) else param.grad.clone()
 
     def detach(self) -> None:
-        """Replace every `.grad` that is a view by a copy with memory of its own."""
+        """Replace every `.grad` that is a view of a flat buffer by a copy with memory of its own."""
         for param, view in zip(self.params, self.views, strict=True):
             if param.grad is view:
                 param.grad = view.clone()
 
     def _make_view(self, place: torch.Tensor) -> torch.Tensor:
-        # Through a capsule, because from_dlpack(tensor) also synchronises CUDA streams.
+        # Pass a DLPack capsule, because from_dlpack(tensor) would also synchronise CUDA streams.
         return from_dlpack(torch.to_dlpack(place)) if place.numel() else place.data  # type: ignore[attr-defined]  # torch has it
 
     def _storage_of(self, view: torch.Tensor) -> torch.UntypedStorage:
         return view.untyped_storage() if view.numel() else _EMPTY_STORAGE
 
     def accept(self, part: slice, gradients: Sequence[torch.Tensor]) -> bool:
-        """Return whether the views at these positions may replace the gradients as `.grad`.
+        """Return whether the views of the flat buffer at the positions `part` may replace `gradients` as `.grad`.
 
         False if another tensor shares the memory of a view, or if a gradient and its place differ in dtype or strides.
-        Differences in shape or device are not checked, because `.grad = view` raises then.
+        Differences in shape or device are not checked, because PyTorch raises an error for them at `.grad = view`.
         """
         if list(map(_USERS, self._storage_ids[part])) != self._users[part] or any(self._other_dtype[part]):
             return False
@@ -253,7 +269,7 @@ class FlatBuffers:
         return self.views[position]
 
     def fits(self, position: int) -> bool:
-        """Return whether a place may be the gradient of its parameter: same dtype, shape, strides and device."""
+        """Return whether a place may be its parameter's `.grad`: dtype, shape, strides and device are the same."""
         param, place = self.params[position], self.places[position]
         return (
             param.dtype is place.dtype
@@ -263,14 +279,14 @@ class FlatBuffers:
         )
 
     def fill(self, positions: Sequence[int], gradients: list[torch.Tensor]) -> None:
-        """Copy gradients into their places in one call.
+        """Copy gradients into their places in the flat buffers, with one call of PyTorch.
 
         Raises:
             ConfigError: a parameter was moved to another device, or has another shape.
         """
         targets = list(map(self.places.__getitem__, positions))
         try:
-            # no_grad, because gradients computed with create_graph=True have a graph.
+            # Copy under no_grad, because gradients computed with create_graph=True have a graph.
             with torch.no_grad():
                 self._device.launch(torch._foreach_copy_, targets, gradients)
         except RuntimeError:
@@ -281,15 +297,15 @@ class FlatBuffers:
             self._device.keep(gradients)
 
     def clear(self, position: int) -> torch.Tensor:
-        """Zero a place, and return its view."""
+        """Zero the place of one gradient in the flat buffer, and return the view over it."""
         self.preserve([position])
         self._device.launch(self.places[position].zero_)
         return self.views[position]
 
     def preserve(self, positions: Sequence[int]) -> None:
-        """Save the gradients in these places that user code still refers to, before the places are overwritten.
+        """Save earlier gradients that user code still refers to. Call before these places are overwritten.
 
-        The copies are made on the user's stream, so that user code may read them at once.
+        The copies are made on the CUDA stream of user code, so that user code may read them at once.
         """
         for position in positions:
             if position in self.lent:
@@ -304,13 +320,14 @@ class FlatBuffers:
                 self.view(position)
 
     def _is_kept(self, position: int) -> bool:
-        """Return whether user code refers to the view itself."""
+        """Return whether user code holds a reference to the view at a position."""
         return max(map(sys.getrefcount, self.views[position : position + 1])) > REFERENCES
 
     def view_for_misfit(self, position: int, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Return the view for a gradient that `accept` has refused; None if its dtype or strides are not its place's.
+        """Return the view of the flat buffer that may become `.grad` in place of a gradient that `accept` has refused.
 
-        Set `outdated` if the parameter was changed after the buffers were made.
+        Return None if the gradient and its place differ in dtype or strides. Set `outdated` if they differ because the
+        parameter was changed after the buffers were made.
 
         Raises:
             ConfigError: a parameter was moved to another device, or has another shape.
@@ -333,14 +350,14 @@ class FlatBuffers:
             )
 
     def copy_out(self, pairs: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Copy reduced gradients from their places into other tensors."""
+        """Copy reduced gradients from their places in the flat buffers into other tensors: pairs (position, target)."""
         if pairs:
             with torch.no_grad():  # because gradients computed with create_graph=True have a graph
                 targets, sources = [target for _, target in pairs], [self.places[position] for position, _ in pairs]
                 self._device.launch(torch._foreach_copy_, targets, sources)
 
     def restore(self, positions: Sequence[int]) -> None:
-        """Copy saved values back into these places, after the reduced gradients have been copied out."""
+        """Copy values that `preserve` has saved back into their places. Call after `copy_out` of reduced gradients."""
         for position in self.lent.keys() & set(positions):
             saved = self.lent.pop(position)
             self._device.launch(self.places[position].copy_, saved)

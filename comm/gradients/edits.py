@@ -23,15 +23,17 @@ class EditCheck:
         self._warned = self._had_problem = False
 
     def problem(self, ready: ReadyGradients, names: Sequence[str], all_flags: RankFlags) -> str:
-        """Return why the reduced gradients are undefined; empty if they are right. Call after they are assigned.
+        """Return why reduced gradients are undefined; empty if they are right. Call after they are assigned to `.grad`.
 
-        A gradient that user code has written in place is undefined. A replaced gradient is undefined if only some ranks
-        have waited in the backward pass: their later changes apply to the reduced gradient.
+        A gradient is undefined if user code has written to it in place before the reduction. If user code has set
+        `.grad` to another tensor, the gradient is undefined only if other ranks have waited for the reduction in the
+        backward pass, because user code then changes the reduced gradient there, and the local one here.
 
         Args:
             ready: this rank's gradients.
             names: names of the parameters, by position.
-            all_flags: flags of all ranks of this iteration; none set on a device with streams.
+            all_flags: control flags of all ranks, reduced with the gradients of this iteration. On a GPU none is set,
+                because the host reads them one iteration later.
         """
         problem, differ = "", all_flags.replaced and all_flags.complete
         if ready.lost_written:
@@ -59,11 +61,12 @@ class EditCheck:
         return f"{problem}{why}; {REMEDY}"
 
     def delayed_problem(self, problem: str, previous: RankFlags) -> str:
-        """Return the problem of an iteration on a device with streams, where flags are read one iteration later.
+        """Return why reduced gradients are undefined, on a GPU, where control flags are read one iteration later.
 
         Args:
-            problem: the problem that this rank has found in this iteration.
-            previous: flags of all ranks of the previous iteration, in which this rank may have had a problem.
+            problem: result of the method `problem` on this rank in this iteration.
+            previous: control flags of all ranks in the previous iteration. They are ignored if this rank has already
+                reported a problem for that iteration.
         """
         if not (problem or self._had_problem) and (previous.written or (previous.replaced and previous.complete)):
             problem = f"another rank has changed a gradient too early in the iteration before this one; {REMEDY}"

@@ -1,4 +1,4 @@
-"""Control flags that are reduced together with the gradients, in the last elements of the first flat buffer."""
+"""Control flags: messages between ranks, all-reduced with the gradients at the end of the first flat buffer."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ class Drift(Enum):
 
 
 class RankFlags(NamedTuple):
-    """Flags of one rank, or of all ranks. A flag of all ranks is set if any rank has set it.
+    """Control flags (messages between ranks) of one rank, or of all ranks. The latter are set if any rank has set them.
 
     Attributes:
-        reprofile: the rank requests a new profile of the order.
+        reprofile: the rank requests a new profile of the order in which gradients become ready.
         written: user code wrote to a gradient before it was reduced.
         replaced: user code replaced `.grad` before it was reduced. The reduced gradient takes its place.
         complete: all gradients were ready at the end of the backward pass, which has waited for the reduction.
-        not_slower: the communication time has not become clearly longer. Negated, because the sum over ranks shows
-            whether any rank has set a flag: if no rank has set this one, all ranks report a longer time.
-        not_faster: the communication time has not become clearly shorter. Negated for the same reason.
+        not_slower: the communication time has not become clearly longer. The flag is negated, because a sum over ranks
+            shows only whether any rank has set a flag: if no rank has set this one, all ranks report a longer time.
+        not_faster: the communication time has not become clearly shorter. If no rank has set this flag, all ranks
+            report a shorter time.
     """
 
     reprofile: bool = False
@@ -53,16 +54,16 @@ FLAG_COUNT = len(RankFlags._fields)
 
 
 class FlagTraffic:
-    """The flags of each iteration in a flat buffer.
+    """Writes this rank's control flags into a flat buffer, and reads the reduced flags of all ranks from it.
 
     Attributes:
         drift: trend of the communication time that this rank reports.
     """
 
     def __init__(self, device: Device, elements: torch.Tensor) -> None:
-        """Args: `elements`: elements of the flags in the flat buffer, `(FLAG_COUNT,)`."""
+        """Prepare the flags; `elements`, `(FLAG_COUNT,)`, are those for the flags in the flat buffer."""
         self._device, self._elements = device, elements
-        # All combinations of flags are on the device, so that `write` copies nothing from the host.
+        # Store all combinations of flags on the device, so that `write` copies nothing from the host.
         choices = torch.cartesian_prod(*[torch.arange(2, device="cpu")] * FLAG_COUNT)
         there = choices.to(device=device.torch_device, dtype=elements.dtype)
         self._choices = {tuple(map(bool, choice)): row for choice, row in zip(choices.tolist(), there, strict=True)}
@@ -71,15 +72,15 @@ class FlagTraffic:
         self.drift = Drift.USUAL
 
     def write(self, flags: RankFlags) -> None:
-        """Write this rank's flags and trend to the flat buffer. Call before the elements are reduced."""
+        """Write this rank's flags, and its trend of the communication time, to the flat buffer, to be reduced there."""
         choice = self._choices[(*flags[:-2], self.drift is not Drift.SLOWER, self.drift is not Drift.FASTER)]
         self._device.launch(self._elements.copy_, choice)
 
     def read(self) -> RankFlags:
-        """Return the flags of all ranks of this iteration; on a device with streams, of the iteration before.
+        """Return the flags of all ranks in this iteration; on a GPU, those of the previous iteration.
 
-        On such a device the host does not wait for the flags of this iteration. A copy to the host is launched instead,
-        and read in the next iteration. Call once an iteration, after the reduction.
+        On a GPU the host does not wait for the flags of this iteration. It launches a copy to the host, and reads that
+        copy in the next iteration. Call once an iteration, after the reduction.
         """
         if not self._device.streams:
             return RankFlags(*map(bool, self._elements.tolist()))
@@ -92,5 +93,5 @@ class FlagTraffic:
         return before
 
     def forget(self) -> None:
-        """Discard the flags that are being copied to the host."""
+        """Discard the flags that a GPU is copying to the host, so that the next `read` does not return them."""
         self._read = None

@@ -1,4 +1,4 @@
-"""Launched units of one iteration: launch, wait, and error messages that name the unit."""
+"""Launch the units (buckets) of one iteration and wait for them, with error messages that name the unit."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from .schedule import ScheduledUnit
 from .trace import IterationTrace
 
 NAMED_GRADIENTS = 6
-"""Largest number of gradients that an error lists. For a unit with more, it names the first and the last."""
+"""Most gradients that an error message about a unit (bucket) lists. Of more gradients, it names the first and last."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class LaunchedUnits:
-    """Launched units of one iteration, in launch order.
+    """Launched units (buckets) of one iteration, in launch order.
 
     Attributes:
-        router: sends units.
-        compressed: sends compressed units; None = no unit is compressed.
+        router: object that sends units over the transports.
+        compressed: object that sends compressed units; None = no unit is compressed.
         reduction: operation and scaling of every gradient.
-        failures: receives the errors of copies that transport threads run.
-        ready: ready gradients of the iteration, and their deferred copies.
-        planned: units of the schedule, for their numbers in errors.
+        failures: receives errors of transport threads that copy gradients into the flat buffers.
+        ready: ready gradients of the iteration, with the copies into the flat buffers that transport threads run.
+        planned: all units of the iteration in launch order, so that errors can number them.
         names: names of the parameters.
         place: rank and iteration, for errors.
         trace: records launches; None = the iteration is not traced.
         units: the launched units.
-        works: their all-reduces, in the same order.
+        works: all-reduces of `units`, in the same order.
     """
 
     router: Router
@@ -55,7 +55,9 @@ class LaunchedUnits:
     works: list[Work] = field(default_factory=list)
 
     def launch(self, unit: ScheduledUnit) -> None:
-        """Launch the all-reduce of a unit on its stream, after the deferred copies of its gradients. Non-blocking.
+        """Launch the all-reduce of a unit (bucket) on its stream. Non-blocking.
+
+        If gradients of the unit are not in the flat buffer yet, the transport's thread copies them there first.
 
         Raises:
             CommError: the transport has failed; the error names the unit.
@@ -89,16 +91,19 @@ class LaunchedUnits:
             self.trace.units.append((unit, work, issued))
 
     def _needed_copies(self, unit: ScheduledUnit) -> int:
-        """Return how many of the deferred copies must be run before the unit is sent."""
+        """Return how many of the deferred copies into the flat buffers must run before the unit (bucket) is sent."""
         copies, last, layout = self.ready.copies, unit.due[0], unit.group.layout
         if last not in copies.cut:
             return copies.count
-        # The last gradient is copied in pieces, and the unit needs only some of the pieces.
+        # The unit's last gradient is copied in pieces. Count only the pieces with elements of the unit.
         start = layout.offsets[unit.group.indices.index(self.ready.buffers.order[last])]
         return min(copies.count, copies.cut[last] - (start - unit.stop) // LARGE_ELEMENTS)
 
     def _copy_deferred(self, unit: ScheduledUnit, needed: int) -> None:
-        """Run the first `needed` copies, and scale the unit. A transport thread calls this before it sends the unit."""
+        """Run the first `needed` copies into the flat buffers, and multiply the unit (bucket) by `Reduction.prescale`.
+
+        A transport thread calls this before it sends the unit.
+        """
         try:
             self.ready.copies.copy(needed)
             self._prescale(unit)
@@ -110,10 +115,13 @@ class LaunchedUnits:
             self.router.device.launch(scale_, unit.group.buffer.tensor[unit.start : unit.stop], factor)
 
     def wait(self, interrupted: Interrupted | None, units: Sequence[ScheduledUnit] | None = None) -> bool:
-        """Block until units are reduced; None = all launched units. Return False if `interrupted` ends the wait.
+        """Block until the given units (buckets) are reduced, or all launched ones if `units` is None.
+
+        Returns:
+            False if `interrupted` has returned True before the units were reduced.
 
         Raises:
-            CommError: a reduction failed, or the job did; the error names the unit.
+            CommError: a reduction or the job has failed. The error names the unit.
         """
         works = self.works if units is None else [self.works[self.units.index(unit)] for unit in units]
         try:
@@ -124,9 +132,10 @@ class LaunchedUnits:
             raise error from error.__cause__
 
     def last_done(self, backward_ended: Event) -> Event:
-        """Return when the last unit was reduced, or when the backward pass ended if that was later.
+        """Return the time at which the last unit (bucket) was reduced, but at least that at which backward ended.
 
-        Call if the training thread has not waited for all units together. Where a time is unknown, return the current.
+        Return the current time on a GPU, or if the end of a unit is unknown. Call if the training thread has waited for
+        units one by one, so that it has not recorded the end of the last one.
         """
         moments = [backward_ended, *(work.times()[1] for work in self.works)]
         known = [moment for moment in moments if moment is not None]
@@ -135,7 +144,7 @@ class LaunchedUnits:
         return max(known)
 
     def with_place(self, error: Exception, unit: ScheduledUnit | None = None) -> CommError:
-        """Return the error as a `CommError` whose message names the rank, the iteration and the unit."""
+        """Return the error as a `CommError` whose message names the rank, the iteration and the unit (bucket)."""
         place = self.place
         if isinstance(error, CommError) and place in str(error):
             return error
@@ -152,7 +161,7 @@ class LaunchedUnits:
 
 
 def _is_reduced(work: Work) -> bool:
-    """Return whether the all-reduce of a unit has succeeded. Non-blocking."""
+    """Return whether the all-reduce of a unit (bucket) has succeeded. Non-blocking."""
     try:
         return work.is_done() and work.wait(WAIT_SLICE_S)
     except CommError:

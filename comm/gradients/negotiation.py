@@ -1,4 +1,4 @@
-"""Negotiation between ranks about which gradients are ready everywhere, while their order is profiled."""
+"""Negotiation between ranks about which gradients are ready on all of them, while the launch order is unknown."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Interrupted = Callable[[], bool]
 """Function that returns whether to stop waiting. Called repeatedly while a thread waits."""
 
 _given_up: list[Test] = []
-"""All-reduces that other ranks never joined. They are kept, because MPI still refers to their arrays."""
+"""Unfinished all-reduces, which other ranks have not joined. They are kept, because MPI still uses their arrays."""
 
 
 def agree(
     bits: Bits, *, comm: Communicator, failures: FailureBoard, closing: Callable[[], bool] = lambda: False
 ) -> Bits | None:
-    """Return the bits that are set on every rank, `(n,)`; None if `closing` ended the wait. Collective."""
+    """Return which of the bits are set on every rank, `(n,)`; None if `closing` has ended the wait. Collective."""
     packed = np.packbits(bits)
     test = comm.all_reduce(packed, Op.AND)
     wait_for(lambda: test() or closing(), failures=failures)
@@ -43,10 +43,10 @@ def agree(
 class ReadinessNegotiation:
     """Thread that determines during a backward pass which gradients are ready on all ranks.
 
-    Used while the order of the gradients is profiled on the host. The ranks all-reduce their ready bits in rounds. A
-    rank joins a round once `granularity_bytes` of its gradients have become ready since the last round, or once its
-    backward pass has ended. All ranks get the same results, so all stop after the round in which every gradient is
-    agreed.
+    Used on the CPU, while the order in which gradients become ready is measured. The ranks repeatedly all-reduce one
+    bit for each gradient (a round). A rank joins a round once `granularity_bytes` of its gradients have become ready
+    since the last round, or once its backward pass has ended. All ranks get the same results, so all stop after the
+    round in which every gradient is agreed: known to be ready on all ranks.
     """
 
     def __init__(self, comm: Communicator, failures: FailureBoard) -> None:
@@ -70,8 +70,10 @@ class ReadinessNegotiation:
 
         Args:
             sizes_bytes: size of each gradient, `(n_gradients,)`.
-            granularity_bytes: bytes of ready gradients after which this rank joins a round.
-            on_agreed: called by the thread with the indices of newly agreed gradients, ascending.
+            granularity_bytes: bytes of newly ready gradients after which this rank joins a round (an all-reduce of the
+                ready bits).
+            on_agreed: called by the thread with the indices of gradients that are now known to be ready on all ranks,
+                ascending.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="sirtaki-negotiation", daemon=True)
@@ -87,20 +89,21 @@ class ReadinessNegotiation:
         with self._wake:
             self._bits[index] = True
             self._fresh_bytes += int(self._sizes_bytes[index])
-            # With the last gradient, do not wait for `end`: the training thread may first wait for another optimizer.
+            # Treat the last gradient as the end of the pass, because the training thread may wait for another optimizer
+            # before it calls `end`.
             self._ended = bool(self._bits.all())
             if self._worth_a_round():
                 self._wake.notify()
 
     def end(self) -> None:
-        """End the backward pass: mark all gradients as ready. Non-blocking."""
+        """Mark all gradients of this rank as ready, because its backward pass has ended. Non-blocking."""
         with self._wake:
             self._bits[:] = True
             self._ended = True
             self._wake.notify()
 
     def wait(self, interrupted: Callable[[], bool] | None = None) -> bool:
-        """Block until every gradient is agreed. Return False if `interrupted` ends the wait.
+        """Block until every gradient is known to be ready on all ranks. Return False if `interrupted` ends the wait.
 
         Raises:
             CommError: the job has failed.
@@ -132,7 +135,7 @@ class ReadinessNegotiation:
         return self._ended or self._fresh_bytes >= self._granularity_bytes
 
     def _negotiate(self) -> None:
-        """Run rounds until all gradients of this backward pass are agreed."""
+        """Repeat the all-reduce of ready bits until all gradients of this pass are known to be ready on all ranks."""
         on_agreed = self._on_agreed
         assert on_agreed is not None
         agreed = np.zeros(self._bits.size, dtype=np.bool_)
@@ -157,7 +160,7 @@ class ReadinessNegotiation:
         self._on_agreed = None
 
     def close(self) -> bool:
-        """End the thread. Return False if the communicator is still in use by a round that other ranks did not join."""
+        """End the thread. Return False if an all-reduce that other ranks did not join still uses the communicator."""
         with self._wake:
             self._closing = True
             self._wake.notify()

@@ -1,8 +1,8 @@
 """Reduce gradients over all ranks while the backward pass still computes others.
 
-In one iteration, `GradientHooks` calls `ready_in_order` for gradients that become ready in the expected order, `ready`
-for all others, `reduce` at the end of a backward pass if every gradient is ready, and `finish`, which reduces in any
-case:
+Gradients lie in flat buffers, which are cut into units (buckets); a plan defines how. In one iteration, `GradientHooks`
+calls `ready_in_order` for gradients that become ready in the expected order, `ready` for all others, `reduce` at the
+end of a backward pass if every gradient is ready, and `finish`, which reduces in any case:
 
     ready_in_order, ready ─▶ _launch: the last gradient of a unit is ready, and all units before it are launched:
                              gradients are copied into the flat buffers, and the unit is sent over its stream
@@ -66,7 +66,7 @@ logger = logging.getLogger(__name__)
 NO_FLAGS = RankFlags()
 
 EVERY = range(sys.maxsize)
-"""All numbers of ready gradients: `ready` must be called for every gradient when it is ready."""
+"""Result of `GradientPipeline.begin_pass`: the caller must report each gradient when it is ready."""
 
 
 class GradientPipeline:
@@ -78,17 +78,18 @@ class GradientPipeline:
     Attributes:
         iteration: number of finished iterations.
         state: state of the current iteration: COLLECTING, LAUNCHED or REDUCED.
-        mode: rule for launching the units of the current iteration.
-        plans: current plans, one for each layout.
+        mode: rule for launching the units (buckets) of the current iteration.
+        plans: current plans (how flat buffers are cut into units and sent), one for each flat buffer.
         names: names of the parameters.
         n_params: number of parameters.
         device: device of the gradients.
-        profiling: True if the order of the gradients is profiled in this iteration; the same on all ranks.
+        profiling: True if the order in which gradients become ready is measured in this iteration; the same on all
+            ranks.
         problem: why the reduced gradients of this iteration are undefined; empty if they are right or not reduced yet.
         in_flight: the last iterations, which the device may still execute.
-        compressed: sends compressed units; None = no unit is compressed.
+        compressed: object that sends compressed units; None = no unit is compressed.
         drift: trend of the communication time that all ranks have reported with `vote_drift` in the last iteration; on
-            a device with streams, in the iteration before that.
+            a GPU, in the iteration before that.
     """
 
     plans: tuple[CommPlan, ...]
@@ -112,9 +113,9 @@ class GradientPipeline:
             params: parameters whose gradients are reduced, in the same order on all ranks.
             names: names of the parameters, for messages.
             control: control plane of the participating ranks.
-            router: sends units. The caller closes it.
+            router: object that sends units (buckets) over the transports. The caller closes it.
             reduction: operation, scaling and compression of every gradient.
-            default_plan: returns the first plan of a new layout; the same on all ranks.
+            default_plan: returns the first plan for a flat buffer of a given layout; the same on all ranks.
             unused_as_none: set `.grad` to None, not zeros, where no rank has computed a gradient.
             lossy: True if plans may compress units that `reduction` does not compress.
             rank: rank in messages; None = the rank in `control`.
@@ -134,7 +135,7 @@ class GradientPipeline:
         self._one_at_a_time = free_in_forked_children(threading.Lock())
         self.iteration = 0
         self.problem = ""
-        self._all_used = False  # True if this rank has a gradient of every parameter in this iteration
+        self._all_used = False  # becomes True if this rank has a gradient of every parameter in this iteration
         self.drift = Drift.USUAL
         self.in_flight = InFlight(self.device)
         self._order, self._edits = OrderProfiling(), EditCheck()
@@ -144,8 +145,8 @@ class GradientPipeline:
     # ── layouts and plans ────────────────────────────────────────────────────────────────────────────────────────
 
     def _make_buffers(self, order: Sequence[int]) -> FlatBuffers:
-        """Make flat buffers for this order of the parameters, and install the default plans. Collective."""
-        self.device.synchronise()  # because work on the device may still use the old buffers
+        """Make flat buffers for this order of the parameters, and cut them into units by default plans. Collective."""
+        self.device.synchronise()  # wait, because work on the device may still use the old buffers
         buffers = FlatBuffers(
             order,
             self._params,
@@ -156,16 +157,16 @@ class GradientPipeline:
         )
         self._ready = ReadyGradients(buffers)
         self._flags = FlagTraffic(self.device, buffers.flags[:FLAG_COUNT])
-        # Usage flags, one for each position: above zero if any rank has computed the gradient.
+        # Keep the usage flags apart, one for each position: above zero if any rank has computed the gradient.
         self._usage = buffers.flags[FLAG_COUNT:]
         self._install([self._default_plan(layout) for layout in buffers.layouts], buffers)
         return buffers
 
     def _install(self, plans: Sequence[CommPlan], buffers: FlatBuffers) -> None:
-        """Open the streams of the plans, and launch the units of these plans from now on. Collective.
+        """Open the streams (connections) of the plans, and launch the units (buckets) of these plans. Collective.
 
         Raises:
-            PlanError: a plan does not fit its layout, or has a route or streams that this job does not have.
+            PlanError: a plan does not fit its flat buffer, or has a route or streams that this job does not have.
             TransportError: streams could not be opened. Raised on all ranks.
         """
         if len(plans) != len(buffers.groups):
@@ -174,7 +175,7 @@ class GradientPipeline:
             if plan.numel != group.layout.numel:
                 raise PlanError(f"a plan of {plan.numel} elements for a layout of {group.layout.numel}")
             self._router.open_plan(plan)
-        # Usage flags are known when the backward pass ends, all other flags when the last gradient is ready.
+        # Hold units with usage flags until the backward pass ends. All other flags are known with the last gradient.
         self._schedule = LaunchSchedule(
             schedule(buffers.groups, plans, buffers.position),
             buffers.order,
@@ -186,14 +187,19 @@ class GradientPipeline:
 
     @property
     def layouts(self) -> tuple[GradientLayout, ...]:
-        """Current layouts, one for each dtype. The first has one more entry, the control flags."""
+        """Current layouts (sizes and names of the gradients in a flat buffer), one for each dtype.
+
+        The first layout has one more entry, the control flags (messages between ranks, reduced with the gradients).
+        """
         return self._buffers.layouts
 
     def use(self, plans: Sequence[CommPlan]) -> None:
-        """Run these plans, one for each layout, from the next iteration on. Collective. Call between iterations.
+        """Cut the flat buffers into units by these plans from the next iteration on. Collective.
+
+        Call between iterations, with one plan for each flat buffer.
 
         Raises:
-            PlanError: a plan does not fit its layout, or has a route or streams that this job does not have.
+            PlanError: a plan does not fit its flat buffer, or has a route or streams that this job does not have.
             MismatchError: the ranks' plans differ. Raised on all ranks.
         """
         if self.pending:
@@ -203,12 +209,13 @@ class GradientPipeline:
         self._begin_iteration()
 
     def reorder_units(self, pace: IterationPace) -> None:
-        """Launch units in the order in which the forward pass reads them, until plans change.
+        """Launch units (buckets) in the order in which the next forward pass reads parameters, until plans change.
 
         Call between iterations, with the same `pace` on all ranks.
         """
         units, _ = self.reordered_units(self.plans, pace)
-        # NCCL's communicators of one device share one order; the streams of other transports are independent.
+        # On a GPU, launch all units in one order on all ranks, because NCCL's communicators of a device require it. The
+        # streams of other transports are independent.
         order, one_order = self._buffers.order, self.device.streams
         self._schedule = LaunchSchedule(units, order, held=self._has_flags, one_order=one_order)
         self._begin_iteration()
@@ -216,9 +223,9 @@ class GradientPipeline:
     def reordered_units(
         self, plans: Sequence[CommPlan], pace: IterationPace
     ) -> tuple[list[ScheduledUnit], list[float]]:
-        """Return the units in the order of `reorder_units`, and the time at which each is complete, in seconds.
+        """Return the units (buckets) of `plans` in the order in which the next forward pass reads their parameters.
 
-        The times begin with the first ready gradient.
+        Also return the seconds from the first ready gradient until all gradients of each unit are ready.
         """
         usual = schedule(self._buffers.groups, plans, self._buffers.position)
         units = reorder_units(usual, pace, held=self._has_flags)
@@ -228,17 +235,20 @@ class GradientPipeline:
         return self._buffers.has_flags(unit.group, unit.stop)
 
     def in_layout_order(self, values: Sequence[float]) -> list[float]:
-        """Sort values by parameter index into the order of the gradients in the first layout."""
+        """Return values, given by parameter index, in the order of the gradients in the first flat buffer."""
         return [values[index] for index in self._buffers.groups[0].indices]
 
     # ── between iterations, and state ────────────────────────────────────────────────────────────────────────────
 
     def profile_again(self) -> None:
-        """Request that all ranks profile the order again. The profile begins a few iterations later."""
+        """Ask all ranks to measure the order of ready gradients again. They begin a few iterations later."""
         self._order.requested = True
 
     def vote_drift(self, drift: Drift) -> None:
-        """Report this trend of the communication time in the flags of each iteration. Call between iterations."""
+        """Report this trend of the communication time to all ranks, in each iteration from now on.
+
+        The trend is sent in control flags, which are reduced with the gradients. Call between iterations.
+        """
         if drift is not self._flags.drift:
             self._flags.drift = drift
             self._begin_iteration()
@@ -261,12 +271,12 @@ class GradientPipeline:
         """True if `reduce` may be called before `finish`: every gradient is ready, and they are not reduced yet."""
         if self.state is IterationState.REDUCED or len(self._ready.positions) < self.n_params:
             return False
-        # All ranks launch the pipelines of one GPU in the order of their steps.
+        # If several optimizers use the GPU, launch units in `step()`, because all ranks need the same launch order.
         return not (self.mode is LaunchMode.AT_END and self.device.users > 1)
 
     @property
     def can_defer(self) -> bool:
-        """True if `wait_for_one` may be used in this iteration, once all units are launched."""
+        """True if `wait_for_one` may be used in this iteration, once all units (buckets) are launched."""
         recorded = self._trace is not None and self._trace.recorded is not None
         return not (self.profiling or self._unused_as_none or recorded or self._buffers.lent)
 
@@ -295,7 +305,8 @@ class GradientPipeline:
         """Prepare the next iteration."""
         device, self.profiling = self.device, self._order.active
         if self._reduction.feedback.loaded and self.compressed is None and not device.streams:
-            # An earlier job has compressed gradients, and its error-feedback residuals are not sent yet.
+            # Open the object that sends compressed units also if only an earlier job has compressed gradients, because
+            # its residuals of error feedback (what compression left out) are not sent yet.
             self.compressed = CompressedUnits(
                 self._router, None, self._reduction.feedback, rank=self._control.rank, size=self._control.size
             )
@@ -313,7 +324,7 @@ class GradientPipeline:
         defers = self.mode is LaunchMode.IN_ORDER and self.compressed is None and not device.streams
         self._ready.begin(defers=defers)
         self.state = IterationState.COLLECTING
-        self._step = 0  # in `LaunchSchedule.launch_steps`, while the mode is IN_ORDER
+        self._step = 0  # index of the next entry of `LaunchSchedule.launch_steps`, while the mode is IN_ORDER
         self._launched = LaunchedUnits(
             router=self._router,
             compressed=None if self.profiling else self.compressed,
@@ -329,23 +340,23 @@ class GradientPipeline:
         self._backward_ended: Event = None
         self._reduced: Event = None
         self._ready_events: list[Event | None] = [None] * self.n_params if self.profiling else []
-        self._all_flags = NO_FLAGS  # flags of all ranks of this iteration; none on a device with streams
+        self._all_flags = NO_FLAGS  # control flags of all ranks in this iteration; on a GPU they are read later
         self._joined = self._one_by_one = False
 
     def _begin_collecting(self) -> None:
         """Fix the launch mode. Called for the first gradient of an iteration."""
         self._first_ready = self.device.record_event(timed=True)
         if self.device.streams and self.device.users > 1:
-            self.mode = LaunchMode.AT_END  # all ranks launch the pipelines of one GPU in the order of their steps
+            self.mode = LaunchMode.AT_END  # launch in `step()`, because all ranks need one launch order for a GPU
         elif self.mode is LaunchMode.NEGOTIATED:
             self._begin_negotiation()
 
     def begin_pass(self) -> Container[int]:
-        """Begin a backward pass, whose first gradient is ready.
+        """Begin a backward pass. Call when its first gradient is ready.
 
         Returns:
-            Numbers of gradients of this pass after which `ready_in_order` must be called, because a unit is complete;
-            `EVERY` = the caller must report each gradient when it is ready.
+            Numbers of ready gradients of this pass after which `ready_in_order` must be called, because all gradients
+            of a unit (bucket) are ready then; `EVERY` = the caller must report each gradient when it is ready.
         """
         n_ready = len(self._ready.positions)
         if self._first_ready is None:
@@ -356,7 +367,7 @@ class GradientPipeline:
         return frozenset(point - n_ready for point in points) if n_ready else points
 
     def ready_in_order(self, params: Sequence[torch.Tensor]) -> bool:
-        """Mark the gradients of these parameters as ready, and launch the units that they complete.
+        """Mark the gradients of these parameters as ready, and launch the units (buckets) that they complete.
 
         Returns:
             False if other gradients were expected, or if the mode is not IN_ORDER. Then nothing is done, and the
@@ -374,12 +385,14 @@ class GradientPipeline:
         return True
 
     def ready(self, index: int, gradient: torch.Tensor, version: int) -> None:
-        """Mark one gradient as ready, and launch the units that it completes. Once for each parameter. Thread-safe.
+        """Mark one gradient as ready, and launch the units (buckets) that it completes. Thread-safe.
+
+        Call at most once for each parameter in an iteration.
 
         Args:
             index: index of the parameter.
             gradient: `.grad` of the parameter.
-            version: version of `gradient` when it became ready.
+            version: version counter of `gradient` when it became ready.
         """
         with self._one_at_a_time:
             ready, device = self._ready, self.device
@@ -398,16 +411,17 @@ class GradientPipeline:
             if self.mode is LaunchMode.NEGOTIATED:
                 assert self._negotiation is not None
                 self._launch(())
-                # Bits are in the order of the flat buffer, so that agreed gradients are often adjacent in it.
+                # Negotiate positions, not parameter indices, so that gradients that become ready on all ranks together
+                # are often adjacent in the flat buffer and form one unit.
                 self._negotiation.set_ready(position)
             elif self.mode is LaunchMode.COUNTED and (numbers := self._schedule.count(index, self._counts)):
                 self._launch(numbers)
 
     def _launch(self, numbers: Sequence[int], *, since: int | None = None) -> None:
-        """Copy all ready gradients into the flat buffers, then launch the units with these numbers.
+        """Copy all ready gradients into the flat buffers, then launch the units (buckets) with these numbers.
 
-        On a device with streams, the copies run on another stream than the backward pass. `since`: see
-        `ReadyGradients.copy_in`.
+        On a GPU, the copies run on another CUDA stream than the backward pass. `since` is the number of gradients that
+        were ready before the last `add_in_order`, if user code cannot have changed later ones; otherwise None.
         """
         with self.device.beside():
             begin = None if self._trace is None else self.device.record_event(timed=True)
@@ -418,16 +432,19 @@ class GradientPipeline:
                 self._launched.launch(self._schedule.units[number])
 
     def contribute_zeros(self) -> None:
-        """Launch all units, with zeros if this rank has no gradients. For a rank that has joined. Non-blocking."""
+        """Launch all units (buckets), with zeros if this rank has no gradients. Non-blocking.
+
+        Called on a rank that has no more data (`join()`), so that other ranks can reduce their gradients.
+        """
         if not self._ready.positions:
             self._joined = True
-            self._flags.drift = Drift.USUAL  # because a rank without data measures no communication time
+            self._flags.drift = Drift.USUAL  # report no trend, because a rank without data measures no times
             for param in self._params:
                 param.grad = None
         self.flush()
 
     def flush(self) -> None:
-        """Fill in missing gradients, and launch the remaining units. Non-blocking."""
+        """Fill in the gradients that this rank has not computed, and launch the remaining units. Non-blocking."""
         if self.state is not IterationState.COLLECTING:
             return
         ready, self.problem = self._ready, ""
@@ -435,7 +452,7 @@ class GradientPipeline:
         ready.own = len(ready.positions)
         if self._unused_as_none:
             self._write_usage()
-        if not self.can_reduce:  # then the unit with the flags is not launched yet
+        if not self.can_reduce:  # write final flags, because the unit that contains them is not launched yet
             self._flags.write(
                 RankFlags(written=bool(ready.written), replaced=ready.replaced, reprofile=self._order.asks)
             )
@@ -456,10 +473,10 @@ class GradientPipeline:
             self._launch([number for number, unit in enumerate(units) if id(unit) not in launched])
 
     def reduce(self, interrupted: Interrupted | None) -> bool:
-        """Launch the remaining units, block until all gradients are reduced, and assign them to `.grad`.
+        """Launch the remaining units (buckets), block until all gradients are reduced, and assign them to `.grad`.
 
-        Called at the end of backward if every gradient is ready, so that user code then sees reduced gradients, as with
-        DDP.
+        Called at the end of backward if every gradient is ready, so that user code sees reduced gradients after
+        `backward()`, as with DDP.
 
         Args:
             interrupted: returns True if the training thread must stop waiting because another collective operation
@@ -497,7 +514,7 @@ class GradientPipeline:
         return True
 
     def _write_usage(self) -> None:
-        """Write this rank's usage flags: 1 for each parameter with a gradient."""
+        """Write this rank's usage flags into the flat buffer: 1 for each parameter with a gradient, 0 for others."""
         ready = self._ready
         present: Sequence[int] = ()
         if not self._joined:
@@ -533,24 +550,25 @@ class GradientPipeline:
         return f"rank {self._rank}, iteration {self.iteration}, gradients of {which or 'nothing'}"
 
     def wait_for_one(self, index: int, interrupted: Interrupted | None) -> list[int]:
-        """Block until the units of one gradient are reduced. All units must be launched.
+        """Block until the units (buckets) with elements of one gradient are reduced. All units must be launched.
 
         Args:
             index: index of the parameter.
-            interrupted: as in `reduce`.
+            interrupted: returns True if the training thread must stop waiting because another collective operation
+                needs this rank.
 
         Returns:
             Indices of all parameters whose gradients are reduced together with this one; none if interrupted.
 
         Raises:
-            CommError: as `reduce`.
+            CommError: a reduction or the job has failed. The gradients are undefined.
         """
         self._one_by_one = True
         units = [self._schedule.units[number] for number in self._schedule.units_of[index]]
         return self._schedule.reduced_with(index) if self._launched.wait(interrupted, units) else []
 
     def assign_gradients(self, indices: Sequence[int]) -> None:
-        """Assign the reduced gradients of parameters that `wait_for_one` has returned, before all units are reduced."""
+        """Assign the reduced gradients of parameters that `wait_for_one` has returned to `.grad`."""
         self._ready.assign([self._buffers.position[index] for index in indices])
 
     # ── the end of an iteration ──────────────────────────────────────────────────────────────────────────────────
@@ -591,14 +609,17 @@ class GradientPipeline:
         return report
 
     def _measure(self, *, profiled: bool) -> IterationReport:
-        """Return the report of the iteration. On a device with streams, block until that one is reduced."""
+        """Return the times of the iteration; on a GPU, those of the previous one, for whose end this waits.
+
+        While the order of gradients is profiled, return the times of this iteration on a GPU, too.
+        """
         device, trace = self.device, self._trace
         events = measured = IterationEvents(self.iteration, self._first_ready, self._backward_ended, self._reduced)
         if device.streams:
             self.in_flight.units = list(zip(self._launched.units, self._launched.works, strict=True))
             before = self.in_flight.add(events)
             measured = events if self.profiling else before
-            # So the host is never more than one iteration ahead of the device.
+            # Wait for the measured iteration, so that the host is never more than one iteration ahead of the device.
             device.wait_for(measured.reduced if trace is None else events.reduced)
         if trace is not None:
             trace.write(events, profiling=self.profiling)
@@ -608,14 +629,14 @@ class GradientPipeline:
 
         return IterationReport(
             span_s=device.elapsed_s(measured.first_ready, measured.reduced),
-            # Without a backward pass the difference is negative.
+            # Replace a negative time by zero. It is negative if there was no backward pass.
             backward_s=max(0.0, device.elapsed_s(measured.first_ready, measured.backward_ended)),
             ready_s=tuple(map(after_first_s, self._ready_events)),
             profiled=profiled,
         )
 
     def _end_profiling(self) -> None:
-        """Agree on the order of the gradients. Make new buffers if the order or a parameter has changed. Collective."""
+        """Agree on the order of ready gradients. Make new flat buffers if it or a parameter has changed. Collective."""
         before = self._buffers
         ready_order = [before.order[position] for position in self._ready.positions]
         order = agree_on_order(ready_order, self._control, counts=not self._joined)
@@ -625,7 +646,7 @@ class GradientPipeline:
             self._buffers.move_from(before)
 
     def _begin_negotiation(self) -> None:
-        """Begin the negotiation of this backward pass. Its thread launches gradients that are ready on all ranks."""
+        """Begin to negotiate which gradients of this backward pass are ready on all ranks. A thread launches those."""
         assert self._negotiation is not None
         units, launched = AgreedUnits(self._buffers, self.plans, flags_apart=self._unused_as_none), self._launched
 

@@ -1,4 +1,4 @@
-"""Ready gradients of one iteration on this rank: copies into the flat buffers, and assignment back to `.grad`."""
+"""Ready gradients of one iteration on this rank: copy them into the flat buffers, and back to `.grad` when reduced."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ from .buffers import REFERENCES, FlatBuffers
 
 GRAD, VERSION, IS_SPARSE = attrgetter("grad"), attrgetter("_version"), attrgetter("is_sparse")
 WRITTEN = -1
-"""Version of a gradient that was written after it became ready."""
+"""Substitute for the version counter of a gradient to which user code wrote after it became ready."""
 
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 LARGE_ELEMENTS = 1 << 18
-"""Size in elements of the pieces in which a larger gradient is copied, so that a unit waits for its own pieces only."""
+"""Elements of a piece of a large gradient, which is copied piece by piece into the flat buffer.
+
+So a unit (bucket) waits only for pieces with its own elements.
+"""
 
 
 class DeferredCopies:
-    """Copies of gradients into the flat buffers of the host, which transport threads run.
+    """Copies of gradients into the flat buffers in the CPU's memory, which transport threads run.
 
     The training thread adds copies. Any thread may run them, in the order in which they were added.
 
@@ -46,14 +49,14 @@ class DeferredCopies:
         self.count = self.copied = 0
 
     def clear(self) -> None:
-        """Remove all copies. Call between iterations, when no transport thread runs copies."""
+        """Forget all copies. Call between iterations, when no transport thread runs copies."""
         self._targets.clear()
         self._sources.clear()
         self.cut.clear()
         self.count = self.copied = 0
 
     def add(self, positions: Sequence[int], places: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-        """Add copies of gradients into their places, which have the same shapes and strides."""
+        """Add copies of gradients into their places in the flat buffers, which have the same shapes and strides."""
         if max(map(torch.Tensor.numel, places)) < LARGE_ELEMENTS:
             self._targets += places
             self._sources += gradients
@@ -67,7 +70,7 @@ class DeferredCopies:
         self.count = len(self._targets)
 
     def copy(self, until: int) -> None:
-        """Run the first `until` copies, except those that were run before. Thread-safe."""
+        """Run those of the first `until` copies that have not been run yet. Thread-safe."""
         with self._copying, torch.no_grad():  # because gradients computed with create_graph=True have a graph
             part = slice(self.copied, until)
             if not (targets := self._targets[part]):
@@ -88,7 +91,7 @@ class DeferredCopies:
 
 
 def _copy_alone(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy in the calling thread only, because PyTorch uses several threads for a large tensor."""
+    """Copy a large tensor in the calling thread only, where PyTorch would use several threads."""
     if target.dtype is source.dtype and target.stride() == source.stride() and not target.is_complex():
         numel = target.numel()
         to, bits = (tensor.detach().as_strided((numel,), (1,)).view(torch.uint8).numpy() for tensor in (target, source))
@@ -101,7 +104,10 @@ def _copy_alone(target: torch.Tensor, source: torch.Tensor) -> None:
 def _cut(
     place: torch.Tensor, gradient: torch.Tensor, elements: int
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """Split both into pieces of `elements`, in memory order. Keep them whole if smaller or if their strides differ."""
+    """Split a gradient and its place in the flat buffer into pieces of `elements` elements each, in memory order.
+
+    Keep both whole if they are smaller than a piece or if their strides differ.
+    """
     if place.numel() < elements or place.stride() != gradient.stride():
         return (place,), (gradient,)
     flat = [tensor.detach().as_strided((tensor.numel(),), (1,)) for tensor in (place, gradient)]
@@ -113,14 +119,15 @@ class ReadyGradients:
     """Ready gradients of this iteration, in the order in which they became ready.
 
     References to the gradients are kept, because a gradient is still reduced if user code sets `.grad` to None after it
-    became ready. Positions are those of `FlatBuffers`.
+    became ready. A position is an index in the expected order of the gradients, which is the order of the flat buffers.
 
     Attributes:
         buffers: flat buffers.
-        copies: copies that transport threads run.
+        copies: copies into the flat buffers that transport threads run.
         positions: positions of the parameters.
         gradients: the tensor in `.grad` of each parameter; the view of the flat buffer once the view is `.grad`.
-        versions: version of each tensor in `gradients`; `WRITTEN` = user code wrote to it after it became ready.
+        versions: version counter of each tensor in `gradients` when it became ready; `WRITTEN` = user code wrote to it
+            since.
         own: number of gradients that this rank has computed. `fill_missing` has added the rest.
         lost_replaced: positions where user code replaced `.grad` too early: the reduced gradient took its place.
         lost_written: positions where user code wrote to the gradient too early: the reduced gradient is undefined.
@@ -128,7 +135,7 @@ class ReadyGradients:
 
     def __init__(self, buffers: FlatBuffers) -> None:
         self.buffers = buffers
-        # Three lists, because one list of tuples costs one more object for each gradient.
+        # Use three lists, because a list of tuples would cost one more object for each gradient.
         self.positions: list[int] = []
         self.gradients: list[torch.Tensor] = []
         self.versions: list[int] = []
@@ -162,7 +169,7 @@ class ReadyGradients:
         ]
 
     def add(self, position: int, gradient: torch.Tensor, version: int) -> None:
-        """Add one gradient. `version` is its version when it became ready."""
+        """Add one ready gradient. `version` is its version counter when it became ready."""
         self.positions.append(position)
         self.gradients.append(gradient)
         self.versions.append(version)
@@ -170,7 +177,7 @@ class ReadyGradients:
     def add_in_order(self, params: Sequence[torch.Tensor]) -> bool:
         """Add the dense gradients of these parameters if they are the next ones in the expected order.
 
-        Hot path, as `copy_in` and `assign_all`: their loops over gradients run in C.
+        This is a hot path: loops over gradients use `map`, so that they run in C.
 
         Returns:
             False if another gradient was expected, or a gradient is sparse or None. Then nothing is added.
@@ -193,12 +200,13 @@ class ReadyGradients:
     def copy_in(self, since: int | None = None) -> int:
         """Copy the gradients that were added since the last call into the flat buffers.
 
-        If a gradient has the dtype, shape and strides of its place, `.grad` becomes the view, even if a transport
-        thread runs the copy later.
+        If a gradient has the dtype, shape and strides of its place in a flat buffer, `.grad` becomes the view of that
+        place, even if a transport thread runs the copy later.
 
         Args:
-            since: number of gradients before the last `add_in_order`, if that call has just returned. User code cannot
-                have changed later gradients yet. None = user code may have changed any gradient.
+            since: number of gradients that were added before the last call of `add_in_order`, if that call has just
+                returned. User code cannot have changed the gradients that this call has added. None = user code may
+                have changed any gradient.
 
         Returns:
             The number of gradients added since the last call.
@@ -273,14 +281,17 @@ class ReadyGradients:
                 self._replace_by_view(number, fitting)
 
     def _replace_by_view(self, number: int, view: torch.Tensor) -> None:
-        """Track the view instead of the gradient it was copied from. A write detected before stays recorded."""
+        """Store the view of the flat buffer in `gradients` instead of the gradient that was copied into it.
+
+        If user code has written to the gradient before, the version becomes `WRITTEN`, so that this stays known.
+        """
         unwritten = self.gradients[number]._version == self.versions[number]
         self.gradients[number], self.versions[number] = view, view._version if unwritten else WRITTEN
 
     def fill_missing(self, position: int) -> None:
-        """Add a substitute for a gradient that is not ready: the current `.grad`, or zeros if that is None.
+        """Add a substitute for a gradient that this rank has not computed: the current `.grad`, or zeros if it is None.
 
-        If the parameter is frozen now, zeros are added and its `.grad` keeps its value.
+        If the parameter no longer requires a gradient, zeros are added and its `.grad` keeps its value.
         """
         param = self.buffers.params[position]
         if param.grad is not None and param.requires_grad:
@@ -293,7 +304,7 @@ class ReadyGradients:
 
     @property
     def written(self) -> list[int]:
-        """Positions of gradients that user code changed in place after they were ready. Use before the reduction."""
+        """Positions of gradients that user code wrote to after they became ready. Valid before the reduction."""
         params = self.buffers.params
         return [
             position
@@ -303,7 +314,7 @@ class ReadyGradients:
 
     @property
     def replaced(self) -> bool:
-        """True if user code set `.grad` to another tensor after the gradient was ready. Use before the reduction."""
+        """True if user code replaced a `.grad` after its gradient became ready. Valid before the reduction."""
         params = self.buffers.params
         return any(
             (current := params[position].grad) is not gradient and current is not None
@@ -314,7 +325,7 @@ class ReadyGradients:
         """Assign the reduced gradients to every `.grad` that user code has not set to None. Call after the reduction.
 
         Args:
-            unused: positions of parameters that keep None, because no rank has computed their gradients.
+            unused: positions of parameters whose `.grad` stays None, because no rank has computed their gradients.
         """
         buffers, self._all_assigned = self.buffers, True
         if (  # the usual case: every `.grad` is its view, to which user code has not written
@@ -330,9 +341,9 @@ class ReadyGradients:
         self._assign(rest, frozenset(unused))
 
     def assign(self, positions: Sequence[int]) -> None:
-        """Assign the reduced gradients of some parameters before all units are reduced. Idempotent.
+        """Assign the reduced gradients of some parameters to `.grad`, before all gradients are reduced. Idempotent.
 
-        Has no effect after `assign_all`, because user code owns every `.grad` from then on.
+        Has no effect after `assign_all`, because user code may change every `.grad` from then on.
         """
         if self._all_assigned:
             return

@@ -1,4 +1,4 @@
-"""The order in which gradients become ready, and the order in which units are launched."""
+"""The order in which gradients become ready, and the order in which units (buckets) are launched."""
 
 from __future__ import annotations
 
@@ -14,22 +14,25 @@ from ..plan import CommPlan, NcclWay, Route
 from .buffers import FlatBuffers, FlatGroup
 
 PROFILING_ITERATIONS = 2
-"""Iterations of a profile. The order of the last one is used, because the first one runs with cold caches."""
+"""Iterations in which the order of ready gradients is measured. The last one counts: the first has cold caches."""
 
 DISORDERLY_ITERATIONS = 3
-"""Iterations in a row in another order after which a rank requests a new profile."""
+"""A rank asks for a new measurement of the order after this many consecutive iterations in another order."""
 
 PATIENCE_ITERATIONS = 50
-"""Shortest pause between two profiles. It doubles with each profile, because some models have no stable order."""
+"""Shortest pause between two measurements of the order of ready gradients.
+
+The pause doubles with each measurement, because some models have no stable order.
+"""
 
 
 def agree_on_order(ready_order: Sequence[int], control: ControlPlane, *, counts: bool) -> list[int]:
-    """Return the parameters in the order of their average place over all ranks. Collective.
+    """Return the parameters in the order in which their gradients became ready, averaged over ranks. Collective.
 
     Args:
         ready_order: all parameters in the order in which this rank's gradients became ready.
         control: control plane of the ranks.
-        counts: True if this rank has computed gradients; False if it takes part with zeros.
+        counts: True if the order of this rank counts, because the rank has computed gradients.
     """
     places = np.zeros(len(ready_order))
     if counts:
@@ -38,15 +41,15 @@ def agree_on_order(ready_order: Sequence[int], control: ControlPlane, *, counts:
 
 
 class OrderProfiling:
-    """Profiles of the order in which gradients become ready, and this rank's requests for new ones.
+    """Decides when the order in which gradients become ready is measured (profiled), and when this rank requests that.
 
-    A rank requests a new profile if several iterations in a row had another order than the profiled one.
+    A rank requests a new profile if several consecutive iterations had another order than the profiled one.
 
     Attributes:
         active: True while the order is profiled; the same on all ranks.
         since: iteration in which the last profile began.
         requested: True if the caller has requested a new profile that has not begun yet.
-        asks: True if this rank's control flags of the current iteration request a new profile.
+        asks: True if this rank requests a new profile from all ranks, by a control flag of the current iteration.
     """
 
     def __init__(self) -> None:
@@ -55,12 +58,12 @@ class OrderProfiling:
         self._disorderly = self._not_before = 0
 
     def begin(self, iteration: int) -> None:
-        """Begin a profile with the given iteration."""
+        """Begin to profile the order of ready gradients with the given iteration."""
         self.active, self.since, self._disorderly = True, iteration, 0
         self.requested = self.asks = False
 
     def ends_with(self, iteration: int) -> bool:
-        """Return whether a profile ends with the given iteration, and record its end."""
+        """Return whether the profile of the order ends with the given iteration. Record its end then."""
         if not self.active or iteration + 1 - self.since < PROFILING_ITERATIONS:
             return False
         self.active = False
@@ -68,7 +71,7 @@ class OrderProfiling:
         return True
 
     def watch(self, iteration: int, ready_order: Sequence[int], expected: FlatBuffers) -> None:
-        """Decide whether this rank requests a profile. Call at the end of an iteration that was not profiled.
+        """Decide whether this rank requests a new profile of the order. Call after each iteration without a profile.
 
         Args:
             iteration: number of the iteration.
@@ -85,18 +88,19 @@ class OrderProfiling:
 
 @dataclass(slots=True, eq=False)
 class ScheduledUnit:
-    """A unit with the arguments of its launch.
+    """A unit (bucket: part of a flat buffer that one all-reduce reduces), with the arguments of its all-reduce.
 
     Attributes:
         group: group of gradients in whose flat buffer the unit is.
         start: first element of the unit in the buffer.
         stop: end of the unit in the buffer, exclusive.
-        stream: number of the stream.
-        route: transport and algorithm.
-        threads: threads of the transport for the unit; None = all.
+        stream: number of the stream (parallel connection, or NCCL communicator) that sends the unit.
+        route: transport, and all-reduce algorithm.
+        threads: number of the transport's threads that work on the unit; None = all.
         nccl: NCCL's algorithm for the unit; None = NCCL chooses.
         members: indices of the parameters with elements in the unit. The last unit also has those without elements.
-        due: sort key among the units of all groups: (position of the unit's last gradient, group, number in the plan).
+        due: sort key among the units of all groups: (position of the unit's last gradient, number of the group, number
+            of the unit in the group's plan).
     """
 
     group: FlatGroup
@@ -116,15 +120,15 @@ class ScheduledUnit:
 
 
 def schedule(groups: Sequence[FlatGroup], plans: Sequence[CommPlan], position: Sequence[int]) -> list[ScheduledUnit]:
-    """Return the units of all groups, sorted by the position of their last gradient.
+    """Return the units (buckets) of all groups, sorted by the position of their last gradient.
 
-    The unit at the end of the first flat buffer contains the control flags. It is the last unit, and also waits for
-    parameters without elements.
+    The unit at the end of the first flat buffer contains the control flags. It is launched last, and also waits for the
+    gradients of parameters without elements.
 
     Args:
-        groups: groups of gradients.
-        plans: one plan for each group.
-        position: position of each parameter in the expected order.
+        groups: groups of gradients, each in one flat buffer.
+        plans: for each group, how its flat buffer is cut into units and how they are sent.
+        position: position of each parameter in the expected order of ready gradients.
     """
     units = [
         unit
@@ -139,7 +143,7 @@ def schedule(groups: Sequence[FlatGroup], plans: Sequence[CommPlan], position: S
 
 
 def _expand(number: int, group: FlatGroup, plan: CommPlan, position: Sequence[int]) -> list[ScheduledUnit]:
-    """Return the units of one group's plan."""
+    """Return the units (buckets) into which its plan cuts the flat buffer of one group."""
     offsets, units, first = group.layout.offsets, list[ScheduledUnit](), 0
     for serial, unit in enumerate(plan.units):
         while offsets[first + 1] <= unit.start:
@@ -151,7 +155,7 @@ def _expand(number: int, group: FlatGroup, plan: CommPlan, position: Sequence[in
             place += 1
         last = max((position[index] for index in members), default=len(position))
         if number == 0 and unit.stop == group.layout.numel:
-            last = len(position)  # because the control flags may depend on any gradient
+            last = len(position)  # launch this unit last, because its control flags may depend on any gradient
         units.append(
             ScheduledUnit(
                 group,
@@ -169,13 +173,14 @@ def _expand(number: int, group: FlatGroup, plan: CommPlan, position: Sequence[in
 
 
 class AgreedUnits:
-    """Units of an iteration in which the ranks negotiate which gradients are ready.
+    """Units (buckets) of an iteration in which the ranks negotiate which gradients are ready on all of them.
 
-    Agreed gradients that are adjacent in a flat buffer become one unit, up to `largest_bytes`. The units use the
-    streams of their plan in turn, because no other streams are open.
+    Gradients that are agreed to be ready and adjacent in a flat buffer become one unit, up to `largest_bytes`. The
+    units are sent in turn over the streams (connections) of the plan, because no others are open.
 
     Attributes:
-        sizes_bytes: size of each gradient in the expected order, then 0 if the flags are negotiated separately.
+        sizes_bytes: size of each gradient in the expected order, then 0 for the control flags if the ranks agree
+            separately that these are ready.
         largest_bytes: size of the largest unit of the plans.
     """
 
@@ -185,7 +190,8 @@ class AgreedUnits:
         Args:
             buffers: flat buffers.
             plans: one plan for each group of the buffers.
-            flags_apart: True if the flags are known only when the backward pass ends, not with the last gradient.
+            flags_apart: True if the control flags are known only at the end of the backward pass, not with the last
+                gradient.
         """
         self._order, self._groups = buffers.order, list(zip(buffers.groups, plans, strict=True))
         sizes_bytes = [view.numel() * view.element_size() for view in buffers.views]
@@ -196,10 +202,11 @@ class AgreedUnits:
         self._pending, self._turn = len(self.sizes_bytes), 0
 
     def of(self, positions: Sequence[int]) -> list[ScheduledUnit]:
-        """Return units for these gradients. Once no gradient is pending, the last unit contains the flags.
+        """Return units (buckets) with these gradients. If they are the last ones, add a unit with the control flags.
 
         Args:
-            positions: newly agreed positions in the expected order, ascending. Pass each position once.
+            positions: positions, in the expected order, of gradients that are now ready on all ranks, ascending. Pass
+                each position once.
         """
         agreed = {self._order[position] for position in positions if position < len(self._order)}
         units = [unit for group, plan in self._groups for unit in self._of_group(group, plan, agreed)]
@@ -234,13 +241,13 @@ class AgreedUnits:
 
 
 class LaunchSchedule:
-    """Units in a fixed launch order, with the gradients and units for which each of them waits.
+    """Units (buckets) in a fixed launch order, with the gradients and units for which each unit waits.
 
     Attributes:
         units: units in launch order.
         units_of: for each parameter, the numbers of the units that contain elements of its gradient.
-        launch_steps: pairs of a number of ready gradients in the expected order, and the units to launch then.
-        launch_points: the numbers of ready gradients in `launch_steps`.
+        launch_steps: pairs (n, units): once n gradients have become ready in the expected order, launch these units.
+        launch_points: the numbers n of `launch_steps`.
     """
 
     def __init__(
@@ -251,17 +258,17 @@ class LaunchSchedule:
         held: Callable[[ScheduledUnit], bool],
         one_order: bool = True,
     ) -> None:
-        """Compute the dependencies of the units.
+        """Compute for which gradients and units each unit (bucket) waits.
 
         Args:
             units: units in launch order.
             order: all parameters in the expected order of their gradients.
             held: returns True for a unit that must not be launched before the backward pass ends.
-            one_order: True if a unit waits for the previous unit; False if for the previous unit on the same stream.
+            one_order: True to launch all units in one order; False to keep the order of units on each stream only.
         """
         self.units = list(units)
-        # For each unit, the number of gradients and of previous units for which it waits. A last entry, which never
-        # reaches zero, is the successor of units without one.
+        # Store for each unit the number of gradients and of previous units for which it waits. One more entry, which
+        # never reaches zero, stands for the next unit of a unit that is the last one.
         self._awaited = [len(unit.members) + held(unit) for unit in self.units]
         self._next_unit = [len(self.units)] * len(self.units)
         last: dict[object, int] = {}
@@ -283,25 +290,25 @@ class LaunchSchedule:
         self.launch_points = frozenset(count for count, _ in self.launch_steps)
 
     def pending_counts(self, ready: Sequence[int] = ()) -> list[int]:
-        """Return for each unit how many gradients and units it still waits for, once these gradients are ready."""
+        """Return for each unit (bucket) how many gradients and units it still waits for, once `ready` are ready."""
         pending = self._awaited.copy()
         for index in ready:
             self.count(index, pending)
         return pending
 
     def count(self, index: int, pending: list[int]) -> list[int]:
-        """Count one ready gradient in the pending counts. Return the units to launch, in launch order."""
+        """Count one ready gradient in `pending` (see `pending_counts`). Return the units to launch now, in order."""
         complete = []
         for number in self.units_of[index]:
             pending[number] -= 1
-            while not pending[number]:  # then also the next units that have waited only for this one
+            while not pending[number]:  # launch this unit, then the next units if they have waited only for this one
                 complete.append(number)
                 number = self._next_unit[number]
                 pending[number] -= 1
         return complete
 
     def reduced_with(self, index: int) -> list[int]:
-        """Return the parameters whose gradients are reduced once all units of parameter `index` are."""
+        """Return the parameters whose gradients are reduced once all units with elements of parameter `index` are."""
         own = self.units_of[index]
         if own not in self._reduced_with:
             members = sorted({member for number in own for member in self.units[number].members})
@@ -310,17 +317,20 @@ class LaunchSchedule:
 
 
 SLOWER = 1.3
-"""Time of a byte in the simulation, divided by its measured time. If the simulated network were faster than the real
-one, units would begin in the order of their gradients, and nothing would be hidden in the next forward pass. If it is
-slower, a stream sometimes waits for the gradients of its next unit, which costs less."""
+"""Factor by which the simulated network is slower than the measured one, in the choice of the order of units (buckets).
+
+If the simulated network were faster than the real one, units would be sent in the order in which backward computes
+them, and the next forward pass would wait for them. A network that is simulated too slow costs less: a stream sometimes
+waits for the gradients of its next unit.
+"""
 
 Lanes = tuple[Route, int | None]
-"""Key of a set of streams among which a unit may be moved: route, and threads of the transport."""
+"""Key of a set of streams among which a unit (bucket) may be moved: route, and number of the transport's threads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationPace:
-    """Expected times of a simulated iteration; the same on all ranks.
+    """Expected times of one iteration, from which the launch order of units (buckets) is simulated; equal on all ranks.
 
     Attributes:
         needed: for each parameter, its place in the order in which the forward pass reads parameters.
@@ -338,10 +348,11 @@ class IterationPace:
 def reorder_units(
     units: Sequence[ScheduledUnit], pace: IterationPace, *, held: Callable[[ScheduledUnit], bool]
 ) -> list[ScheduledUnit]:
-    """Return the units in an order that serves the next forward pass first, from a simulation of one iteration.
+    """Return the units (buckets) in a launch order with which the next forward pass waits least, by simulation.
 
-    When a stream is free, it runs the complete unit that the forward pass reads first. Busy streams share the network
-    evenly. Units keep their boundaries, because the rounding of a sum may depend on where a unit begins.
+    In the simulation, a free stream sends, of the units whose gradients are all ready, the one that the forward pass
+    reads first. Busy streams share the network evenly. Units keep their boundaries, because the rounding of a sum may
+    depend on where a unit begins.
 
     Args:
         units: units in the order of their last gradients.
@@ -361,7 +372,10 @@ def reorder_units(
 def complete_s(
     units: Sequence[ScheduledUnit], pace: IterationPace, *, held: Callable[[ScheduledUnit], bool]
 ) -> list[float]:
-    """Return the time from the first ready gradient until each unit is complete, in seconds."""
+    """Return, for each unit (bucket), the seconds from the first ready gradient until all its gradients are ready.
+
+    For units that are held until the backward pass ends, return the time of its end.
+    """
     return [
         pace.backward_s if held(unit) else max((pace.ready_s[index] for index in unit.members), default=0.0)
         for unit in units
@@ -369,7 +383,7 @@ def complete_s(
 
 
 class _StreamReplay:
-    """Simulation of the streams of one iteration, with queues of the units that wait for a stream."""
+    """Simulation of the streams (connections) of one iteration, with queues of units (buckets) that wait for one."""
 
     def __init__(self, units: Sequence[ScheduledUnit], pace: IterationPace) -> None:
         self._units, self._now_s, self._s_per_byte = units, 0.0, max(SLOWER * pace.s_per_byte, 1e-15)
@@ -399,7 +413,7 @@ class _StreamReplay:
                 self.order.append(replace(unit, stream=stream))
 
     def advance(self, until_s: float) -> None:
-        """Advance the simulation to this time: units end, and waiting units begin."""
+        """Advance the simulation to this time: when a unit (bucket) is sent, its stream begins the next waiting one."""
         while self._left_bytes:
             least = min(self._left_bytes.values())
             ends_s = self._now_s + least * len(self._left_bytes) * self._s_per_byte

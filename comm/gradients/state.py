@@ -6,10 +6,10 @@ from enum import Enum
 
 
 class IterationState(Enum):
-    """State of one iteration on this rank.
+    """State of one iteration of gradient reduction on this rank. A unit is a bucket of gradients.
 
-    Usually COLLECTING → LAUNCHED → REDUCED → COLLECTING of the next iteration. If `step()` returns without waiting for
-    the reduction, LAUNCHED → DEFERRED. If a backward pass raises, any state → FAILED.
+    The usual states are COLLECTING → LAUNCHED → REDUCED → COLLECTING of the next iteration. If `step()` returns without
+    waiting for the reduction, LAUNCHED becomes DEFERRED. If a backward pass raises, any state becomes FAILED.
     """
 
     COLLECTING = "waiting for gradients; complete units are launched"
@@ -20,9 +20,9 @@ class IterationState(Enum):
 
 
 class LaunchMode(Enum):
-    """Rule for launching the units of one iteration, fixed by the first gradient of the iteration.
+    """Rule for launching the units (buckets) of one iteration. It is fixed when the first gradient is ready.
 
-    IN_ORDER becomes COUNTED when gradients are not ready in the expected order.
+    IN_ORDER becomes COUNTED when gradients do not become ready in the expected order.
     """
 
     IN_ORDER = "launch after fixed numbers of gradients, which are ready in the expected order"

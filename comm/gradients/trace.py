@@ -1,4 +1,4 @@
-"""Measurements of one iteration: report, work in flight on the device, and events for timeline and recorder."""
+"""Measurements of one iteration: its times, its unfinished work on the GPU, and events for timeline and recorder."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ class IterationReport:
     """Measurements of one iteration on this rank.
 
     Attributes:
-        span_s: time from the first ready gradient to the last reduced gradient. On a device with streams, of the
-            iteration before, except in order-profiling iterations.
-        backward_s: time from the first ready gradient to the end of the backward pass, of the same iteration.
+        span_s: communication time: from the first ready gradient to the last reduced gradient. On a GPU, this is the
+            time of the previous iteration, unless the order of ready gradients was profiled in this one.
+        backward_s: time from the first ready gradient to the end of the backward pass, of the iteration of `span_s`.
         ready_s: time from the first ready gradient until each gradient was ready, by parameter index, `(n_params,)`.
-            Empty except in order-profiling iterations.
-        profiled: a profile of the order ended with this iteration. There may be new layouts with default plans.
+            Empty unless the order of ready gradients was profiled in this iteration.
+        profiled: True if the profile of the order has ended with this iteration. Then flat buffers may have new
+            layouts, whose units (buckets) follow the default plan.
     """
 
     span_s: float
@@ -45,11 +46,11 @@ class IterationEvents:
 
 @dataclass(slots=True)
 class InFlight:
-    """The last two iterations, which the device may still execute.
+    """The last two iterations, which a GPU may still execute when the host has finished them.
 
     Attributes:
         device: device of the gradients.
-        units: units of the last iteration, with their works.
+        units: units (buckets) of the last iteration, with their all-reduces.
     """
 
     device: Device
@@ -64,17 +65,18 @@ class InFlight:
 
     @property
     def busy(self) -> bool:
-        """Return whether the device has not finished the last two iterations. Thread-safe."""
-        if not (iterations := self._iterations):  # as always on the host
+        """Return whether the device still executes one of the last two iterations. Thread-safe."""
+        if not (iterations := self._iterations):  # always the case for gradients on the CPU
             return False
         self.device.enter_thread()
         return not all(self.device.is_reached(it.reduced) for it in iterations)
 
     def stalled(self) -> tuple[int, float] | None:
-        """Return the iteration in which the device has finished the backward pass, but not the reduction. Thread-safe.
+        """Return the iteration of which the GPU has finished the backward pass, but not the reduction. Thread-safe.
 
         Returns:
-            Number of the iteration, and `time.monotonic()` of the first call that returned it; None if there is none.
+            Number of the iteration, and `time.monotonic()` of the first call that returned it; None if there is no such
+            iteration.
         """
         self.device.enter_thread()
         late = [events for events in self._iterations if not self.device.is_reached(events.reduced)]
@@ -85,7 +87,7 @@ class InFlight:
         return self._stalled
 
     def unreduced_unit(self) -> str:
-        """Describe the first unit of the last iteration that is not reduced; empty if there is none. Thread-safe."""
+        """Describe the first unit (bucket) of the last iteration that is not reduced; empty if all are. Thread-safe."""
         self.device.enter_thread()
         for number, (unit, work) in enumerate(self.units):
             if not work.is_done():
@@ -96,7 +98,7 @@ class InFlight:
 
 @dataclass(slots=True)
 class IterationTrace:
-    """Events of one iteration for the timeline and the recorder that are active when the iteration begins.
+    """Records events of one iteration for the timeline and the recorder that are active when the iteration begins.
 
     Attributes:
         device: device of the gradients.
@@ -105,7 +107,7 @@ class IterationTrace:
         recorded: active recorder; None = none.
         buffers: flat buffers of the iteration.
         copies: begin, end and number of gradients of each copy into the flat buffers.
-        units: launched units, their works, and the times of their launch.
+        units: launched units (buckets), their all-reduces, and the times of their launch.
         ready: parameter index and time of each ready gradient. Empty without a recorder.
     """
 
@@ -119,11 +121,11 @@ class IterationTrace:
     ready: list[tuple[int, Event]] = field(default_factory=list)
 
     def write(self, events: IterationEvents, *, profiling: bool) -> None:
-        """Write the iteration to timeline and recorder. Call after the device has reduced all gradients."""
+        """Write the iteration's events to timeline and recorder. Call after the device has reduced all gradients."""
         end_s = time.perf_counter()
 
         def at(moment: Event) -> float:
-            # Times of the host are floats already.
+            # On the CPU, a moment is already a float in seconds. On a GPU, it is an event.
             return moment if isinstance(moment, float) else end_s - self.device.elapsed_s(moment, events.reduced)
 
         def traced_unit(unit: ScheduledUnit, work: Work, issued: Event) -> TracedUnit:
@@ -159,7 +161,7 @@ class IterationTrace:
 
 
 def show(traced: TracedIteration, timeline: Timeline) -> None:
-    """Write an iteration to the timeline."""
+    """Write the backward pass, the copies and the units (buckets) of an iteration to the timeline."""
     first_ready_s, ended_s, end_s = traced.first_ready_s, traced.backward_ended_s, traced.end_s
     kind = "order profiling" if traced.profiling else "scheduled"
     timeline.span("iterations", f"iteration {traced.number}", first_ready_s, end_s, kind=kind)
@@ -170,7 +172,8 @@ def show(traced: TracedIteration, timeline: Timeline) -> None:
         timeline.span("copies", f"copy {copy.n_gradients} gradients", copy.begin_s, copy.end_s)
     free_s: dict[int, float] = {}
     for unit in traced.units:
-        # Some transports do not report when a unit begins. A stream runs its units one after another.
+        # Where a transport does not report when it began a unit, take the end of the previous unit on the same stream,
+        # because a stream sends its units one after another.
         began_s = max(unit.issued_s, free_s.get(unit.stream, 0.0), unit.began_s or 0.0)
         free_s[unit.stream] = unit.done_s
         name = unit.layout.describe(unit.start, unit.stop)

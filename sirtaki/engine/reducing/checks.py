@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 Named = tuple[str, torch.Tensor]
 
 SAMPLE = 128
-"""Number of elements, evenly spread over a parameter, that are compared between ranks instead of all elements."""
+"""Number of elements, evenly spread over each parameter, that are compared between ranks instead of all elements."""
 
 
 def require_same_model(control: ControlPlane, named: Sequence[Named]) -> None:
@@ -87,7 +87,7 @@ def checksums(params: Sequence[torch.Tensor]) -> npt.NDArray[np.float64]:
 
 
 def _sample(param: torch.Tensor) -> torch.Tensor:
-    """Return evenly spread elements as float64, which represents all smaller types exactly."""
+    """Return evenly spread elements of a parameter as float64, which represents all smaller types exactly."""
     values = torch.view_as_real(param) if param.is_complex() else param.detach()
     if not values.is_contiguous():
         values = values.as_strided((values.numel(),), (1,)) if values.numel() and _is_dense(values) else values
@@ -111,7 +111,7 @@ SHOWN = 5
 
 
 class NanCheck:
-    """A search for NaN and infinite elements in this rank's gradients, before they are reduced."""
+    """Looks for NaN and infinite elements in this rank's gradients, before they are reduced."""
 
     def __init__(self, control: ControlPlane) -> None:
         self._control = control
@@ -134,7 +134,8 @@ class NanCheck:
         Nothing is logged if the iteration before also had such elements, because they have reached the parameters.
 
         Args:
-            passes_left: remaining backward passes of each parameter, `(n_params,)`; 0 = its gradient was inspected.
+            passes_left: for each parameter, the backward passes that are left before its gradient is reduced,
+                `(n_params,)`; 0 = its gradient was inspected.
             named: all parameters with their names.
         """
         for left, (name, param) in zip(passes_left, named, strict=True):

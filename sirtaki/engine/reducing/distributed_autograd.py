@@ -1,6 +1,7 @@
 """Detect gradients of `torch.distributed.autograd`, which are kept in its context and not in `.grad`.
 
-Distributed autograd calls hooks of AccumulateGrad nodes, on which DDP relies, but no post-accumulate-grad hooks.
+Distributed autograd calls hooks on AccumulateGrad nodes, which DDP uses, but not the post-accumulate-grad hooks of
+parameters, which `DistributedOptimizer` uses.
 """
 
 from __future__ import annotations

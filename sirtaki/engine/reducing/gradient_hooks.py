@@ -1,8 +1,8 @@
 """Reduce the gradients of one set of parameters. Layer between autograd and `GradientPipeline`.
 
-`GradientHooks` registers a hook on each parameter, passes ready gradients on to the pipeline, and waits for the
-reduction when autograd ends the backward pass, or in `finish()`. `GradientHooks.state` is the state of an iteration,
-sparse gradients included:
+`GradientHooks` registers a hook on each parameter, gives ready gradients to the pipeline, which sends them in units
+(buckets), and waits for the reduction when autograd ends the backward pass, or in `finish()`. `GradientHooks.state` is
+the state of an iteration, sparse gradients included:
 
     COLLECTING ─ end_backward(), all gradients are ready ─┬─▶ REDUCED ─ finish() ─▶ the next iteration
       │ │ ◀─ another collective needs this rank ──────────┤
@@ -12,16 +12,17 @@ sparse gradients included:
       │ └─ finish(): missing gradients are filled in, and the training thread waits ────────────▶ the next iteration
       └─── fail_backward(), from any state ─▶ FAILED ─ drop(), finish() ─▶ the next iteration
 
-Why REDUCED can be reached before `finish()`: if all gradients are ready, the units to launch no longer depend on user
-code. If some are missing, a second backward pass may still compute them, so the wait happens in `finish()`. A pass that
-computes no gradient of these parameters, such as `torch.autograd.grad`, changes nothing.
+An iteration can become REDUCED before `finish()`, because the units to launch no longer depend on user code once all
+gradients are ready. If some are missing, a second backward pass may still compute them, so the wait happens in
+`finish()`. A pass that computes no gradient of these parameters, such as `torch.autograd.grad`, changes nothing.
 
-Why LAUNCHED and DEFERRED need no message: this rank has launched all units, and every other rank launches its own at
-the latest in its `step()`. So a wait for a unit does not depend on anything that a rank does after `step()`.
+In the states LAUNCHED and DEFERRED, ranks need no further message: this rank has launched all units, and every other
+rank launches its own at the latest in its `step()`. So a wait for a unit does not depend on anything that a rank does
+after `step()`.
 
-FAILED: a backward pass has raised. Its gradients are not used, and `.grad` keeps its value. All ranks end the iteration
-together, in the next backward pass or in `finish()`. If user code calls `step()` and has not changed `.grad` since, the
-iteration ends as usual, and `.grad` holds reduced gradients.
+An iteration is FAILED if a backward pass has raised. Its gradients are not used, and `.grad` keeps its value. All ranks
+end the iteration together, in the next backward pass or in `finish()`. If user code calls `step()` and has not changed
+`.grad` since, the iteration ends as usual, and `.grad` holds reduced gradients.
 
 The pipeline reduces dense gradients only. `SparseReductions` reduces sparse ones. The first gradient of a parameter
 that was unfrozen during training is reduced by a collective of its own. Then the parameter gets a hook.
@@ -89,9 +90,10 @@ class ReducerOptions:
         reduction: operation, scaling and compression of every gradient.
         sparse_as_dense: convert sparse gradients to dense ones.
         groups: groups of parameters. The gradients of a group are launched together.
-        unused_as_none: set `.grad` to None where no rank has computed a gradient, regardless of the job's settings.
-        arms: search techniques for tuning; None = the default ones.
-        overlaps: True if iterations may end in the next forward pass.
+        unused_as_none: True to set `.grad` to None where no rank has computed a gradient; False = as the job's settings
+            say.
+        arms: search methods for tuning (arms); None = the default ones.
+        overlaps: True if an iteration's reduction and update may end in the next forward pass.
     """
 
     reduction: Reduction
@@ -103,18 +105,21 @@ class ReducerOptions:
 
 
 class ForwardGate(Protocol):
-    """Gate that blocks access to parameters and gradients until their units are reduced. No method is collective."""
+    """Gate that blocks access to parameters and `.grad` until the gradients are reduced. No method is collective."""
 
     def keep(self) -> bool:
-        """Block access to all parameters. Return False if the training thread must wait for the reduction instead."""
+        """Block user code's access to all parameters until their gradients are reduced.
+
+        Return False if that is not possible, so that the training thread must wait for the reduction.
+        """
         ...
 
     def drain(self) -> None:
-        """Wait for the units of a deferred iteration, and end the iteration."""
+        """Wait for the gradients of an iteration whose end was deferred into the next forward pass, and end it."""
         ...
 
     def close(self) -> None:
-        """Stop deferring."""
+        """Stop deferring updates into the next forward pass."""
         ...
 
 
@@ -122,16 +127,16 @@ class GradientUser(Protocol):
     """Optimizer that uses one or several `GradientHooks`."""
 
     def fail(self) -> None:
-        """Drop the gradients of a backward pass that has raised."""
+        """Drop the gradients that a backward pass computed before it raised."""
         ...
 
     def use_part(self, part: GradientHooks, *, of: GradientHooks) -> None:
-        """Also use `part`, which has taken over some parameters of `of`."""
+        """Also use the hooks `part`, which have taken over some parameters of the hooks `of`."""
         ...
 
 
 class PassEnd:
-    """Callback at the end of the current backward pass. Detects a pass that raises by its own deletion."""
+    """Callback at the end of the current backward pass. If it is deleted without a call, the pass has raised."""
 
     def __init__(self, hooks: GradientHooks) -> None:
         self._hooks, self._ended = weakref.ref(hooks), False
@@ -156,13 +161,15 @@ class GradientHooks:
     references only.
 
     Attributes:
-        key: number of the ranks' process set, and serial number in it; the same on all of these ranks.
+        key: number of the process set of these ranks, and serial number of the hooks in this set; the same on all of
+            these ranks.
         members: participating ranks, with their control plane.
         ranks: participating ranks, by their rank in the job.
         options: options of the reduction.
         named: parameters with their names, frozen ones too; empty after `close`.
         hooked: parameters that required a gradient when the hooks were made, with their names.
-        passes: backward passes whose gradients are accumulated before the reduction, of all parameters or of each.
+        passes: number of backward passes whose gradients are accumulated before the reduction: one number for all
+            parameters, or one for each.
         pipeline: reduces the dense gradients; None if there are none.
         tuning: tunes the pipeline, and ends its iterations; None if there are no dense gradients.
         sparse: parameters with sparse gradients, and their reductions.
@@ -173,18 +180,18 @@ class GradientHooks:
         shared: True if several optimizers may use these hooks; the same on all ranks.
         users: optimizers of this rank that use these hooks.
         n_reduced: iterations in which gradients were reduced. With shared hooks, an iteration may reduce nothing.
-        gate: gate of the deferred updates; None = updates are never deferred.
+        gate: object that blocks access to parameters whose updates are deferred; None = updates are never deferred.
         closed: why the hooks are closed; empty while they are open.
     """
 
     may_begin_apart = True
-    """True if the parameters may differ between ranks, so that the first iteration compares them."""
+    """True if parameter values may differ between ranks, so that the first iteration compares them."""
     nodes_are_kept = False
-    """True if PyTorch itself keeps the AccumulateGrad nodes of the parameters."""
+    """True if PyTorch itself keeps the AccumulateGrad nodes of the parameters alive."""
     undefined_are_zeros = False
     """True if zeros are reduced for a parameter whose hook autograd called without computing a gradient."""
     failed_in: int | None
-    _ends_itself = False  # True if compiled autograd runs this pass, which calls no `PassEnd`
+    _ends_itself = False  # True if compiled autograd runs this backward pass, because it does not call `PassEnd`
 
     def __init__(
         self,
@@ -202,7 +209,7 @@ class GradientHooks:
             job: job of this process.
             members: participating ranks.
             named: parameters with their names, frozen ones too, the same on all ranks.
-            passes: backward passes whose gradients are accumulated, of all parameters or of each.
+            passes: number of backward passes whose gradients are accumulated: one for all parameters, or one for each.
             options: options of the reduction.
             known_sparse: names of parameters that all ranks treat as sparse.
         """
@@ -274,7 +281,7 @@ class GradientHooks:
         self._ready, self._launch_points = list[torch.Tensor](), list[Container[int]]([EVERY])
 
     def _hook(self, named: Sequence[Named]) -> None:
-        """Make the hooks and the pipeline. Collective. If this raises, `close` closes what is open."""
+        """Make the hooks and the pipeline. Collective. If this raises, call `close`, which closes what is open."""
         self.named, self.hooked = list(named), [item for item in named if item[1].requires_grad]
         self._frozen = [param for _, param in named if not param.requires_grad]
         require_same_model(self._control, self.hooked)
@@ -300,7 +307,8 @@ class GradientHooks:
         groups = [[number_of[id(param)] for param in group if id(param) in number_of] for group in self.options.groups]
         self._group_sizes, self._waiting = [len(group) for group in groups], [[] for _ in groups]
         self._group_of = {number: place for place, group in enumerate(groups) for number in group}
-        # Otherwise gradients in the expected order are passed on together, without a count for each parameter.
+        # Count the backward passes of each parameter only in these cases. In others, gradients that become ready in the
+        # expected order are given to the pipeline together.
         self._counts_each = bool(groups) or self._nan_check is not None or not self.all_dense or not dense
         hook = self._make_hook()
         for param in self._frozen:
@@ -310,7 +318,7 @@ class GradientHooks:
 
     @property
     def all_dense(self) -> bool:
-        """True if the ranks have agreed on no sparse parameter, so that the pipeline reduces all gradients."""
+        """True if the pipeline reduces all gradients, because the ranks treat no parameter as sparse."""
         return len(self._dense_index) == len(self.hooked)
 
     @property
@@ -325,8 +333,8 @@ class GradientHooks:
 
     def _begin_iteration(self) -> None:
         """Prepare the next iteration."""
-        # Remaining backward passes of each parameter. While `_passes_left` is None, `_passes_left_of_all` is the number
-        # for every parameter whose gradient the pipeline does not have yet.
+        # Count the remaining backward passes of each parameter in `_passes_left`. While that is None, the number of
+        # every parameter whose gradient the pipeline does not have yet is `_passes_left_of_all`.
         self._passes_left = None if isinstance(self.passes, int) else list(self.passes)
         self._passes_left_of_all = self.passes if isinstance(self.passes, int) else 0
         for waiting in self._waiting:
@@ -337,12 +345,16 @@ class GradientHooks:
     # ── a backward pass ──────────────────────────────────────────────────────────────────────────────────────────
 
     def _make_hook(self) -> Callable[[torch.Tensor], None]:
-        # A hook must not refer to its owner, because the garbage collector cannot follow references from C++.
+        # The hook has a weak reference to this object only, because the garbage collector cannot follow references from
+        # C++.
         weak_hooks, ready, launch_points = weakref.ref(self), self._ready, self._launch_points
         device = None if self.pipeline is None else self.pipeline.device
 
         def hook(param: torch.Tensor) -> None:
-            """Hot path: record a ready gradient. Call `GradientHooks` only for the first one and at launch points."""
+            """Record a ready gradient. Call `GradientHooks` only for the first one, and when units are to be launched.
+
+            This is a hot path.
+            """
             if ready:
                 ready.append(param)
                 if len(ready) in launch_points[0] and (hooks := weak_hooks()) is not None:
@@ -354,14 +366,14 @@ class GradientHooks:
             return hook
 
         def hook_on_streams(param: torch.Tensor) -> None:
-            """Record the current stream, because autograd may write gradients on several, then call `hook`."""
+            """Record the current CUDA stream, because autograd may write gradients on several, then call `hook`."""
             device.notice_stream()
             hook(param)
 
         return hook_on_streams
 
     def _begin_pass(self, param: torch.Tensor) -> None:
-        """Begin a backward pass. Called for its first gradient."""
+        """Begin a backward pass. Called when its first gradient is ready."""
         if self.closed or not self.begin_backward():
             return
         if id(param) in self._number_of:  # `begin_backward` may have replaced the parameters
@@ -379,11 +391,11 @@ class GradientHooks:
 
     @outside_changes
     def _process_ready(self) -> None:
-        """Pass gradients that are ready since the last call on to the pipeline, or count their backward passes.
+        """Give gradients that became ready since the last call to the pipeline, or count their backward passes.
 
         A pass of compiled autograd ends here with its last gradient, because compiled autograd runs no callback.
         """
-        with self._process_lock:  # because autograd has one thread for each device
+        with self._process_lock:  # lock, because autograd calls hooks in one thread for each device
             new, self._n_processed = self._ready[self._n_processed :], len(self._ready)
             if self._passes_left is None and self._passes_left_of_all > 1:
                 if len(new) == len(self.hooked) and set(map(id, new)) == self._number_of.keys():
@@ -401,11 +413,11 @@ class GradientHooks:
 
     @property
     def too_often(self) -> str:
-        """Error message for a gradient of more backward passes than are accumulated."""
+        """Error message if a gradient is computed in more backward passes than are accumulated before the reduction."""
         return IN_CHECKPOINTS if _in_reentrant_checkpoint() else TOO_OFTEN
 
     def _remaining_passes(self) -> list[int]:
-        """Return the remaining passes of each parameter."""
+        """Return, for each parameter, the number of backward passes before its gradient is reduced."""
         if self._passes_left is not None:
             return self._passes_left
         left = [self._passes_left_of_all] * len(self.hooked)
@@ -418,7 +430,10 @@ class GradientHooks:
         return left
 
     def _count(self, number: int, left: list[int]) -> None:
-        """Count one backward pass of a parameter. After the last pass, pass its gradient on, or wait for its group."""
+        """Count one backward pass of a parameter. After the last one, give its gradient to a reduction.
+
+        If the parameter is in a group of the user, wait for the gradients of the whole group.
+        """
         if left[number] != 1:
             if left[number] < 1:
                 raise AssertionError(self.too_often)
@@ -426,7 +441,7 @@ class GradientHooks:
             return
         name, param = self.hooked[number]
         gradient = param.grad
-        if gradient is None:  # e.g. a bias in a double backward, or a user's hook has set it to None
+        if gradient is None:  # not computed, e.g. of a bias in a double backward, or set to None by a user's hook
             if not self.undefined_are_zeros or number not in self._dense_index:
                 return
             param.grad = gradient = torch.zeros_like(param)
@@ -445,7 +460,7 @@ class GradientHooks:
         """Begin a backward pass. Collective if the previous pass has raised.
 
         Returns:
-            False if there are no parameters any more: the gradients of this pass are ignored.
+            False if the hooks have no parameters any more, so that the gradients of this pass are ignored.
         """
         if self.state is not IterationState.COLLECTING:
             self.drain()
@@ -458,7 +473,7 @@ class GradientHooks:
         return bool(self.named)
 
     def _pass_on(self, ready: list[tuple[int, torch.Tensor, int]]) -> None:
-        """Pass ready gradients on to the pipeline, or to the sparse reductions."""
+        """Give ready gradients to the pipeline, or to the sparse reductions if they are sparse."""
         for number, gradient, version in ready:
             if (index := self._dense_index.get(number)) is None:
                 assert self._rows is not None
@@ -469,13 +484,20 @@ class GradientHooks:
         ready.clear()
 
     def _to_wire_format(self, name: str) -> torch.Tensor:
-        """Return a sparse gradient as it is sent. If the ranks must agree on it first, request a new profile."""
+        """Return a sparse gradient as it is sent: dense until all ranks have agreed that its parameter is sparse.
+
+        If they have not yet, request a new profile of the order of gradients, at whose end they do.
+        """
         if self.pipeline is not None and self.sparse.is_unagreed(name) and not self.pipeline.profiling:
-            self.pipeline.profile_again()  # its last iteration calls `KnownSparse.agree`
+            self.pipeline.profile_again()  # the last iteration of the profile calls `KnownSparse.agree`
         return self.sparse.to_wire_format(name)
 
     def _pass_on_incomplete(self) -> None:
-        """Pass incomplete groups on. Convert sparse `.grad` tensors of missing gradients to their wire format."""
+        """Give the ready gradients of incomplete groups of the user to the reductions.
+
+        Where this iteration has not computed a gradient and `.grad` is sparse, convert it to the form in which it is
+        sent.
+        """
         for waiting in self._waiting:
             self._pass_on(waiting)
         for left, (name, param) in zip(self._remaining_passes(), self.hooked, strict=True):
@@ -495,7 +517,7 @@ class GradientHooks:
             if pipeline is not None:
                 pipeline.run_copies()
             return
-        for other in self._job.participants:  # because another rank may wait for their units first
+        for other in self._job.participants:  # launch units of other optimizers, for which other ranks may wait first
             if other is not self:
                 other.flush()
         self._job.joining.announce(self, WaitStage.REDUCE)
@@ -506,7 +528,7 @@ class GradientHooks:
                 return
         self.reduce()
         if pipeline is not None and pipeline.problem:
-            self.finish()  # raises. All ranks do, so that the next pass belongs to the next iteration on all of them
+            self.finish()  # raises on all ranks, so that the next backward pass begins a new iteration on all of them
 
     def _can_reduce_sparse(self, rows: SparseReductions) -> bool:
         """Return whether all dense gradients of this iteration are reduced, and all sparse ones are ready."""
@@ -535,11 +557,14 @@ class GradientHooks:
         """End a backward pass that has raised, in any part of the graph."""
         self._ready.clear()
         self.fail()
-        for user in self.users:  # because a user drops the gradients of all its hooks together
+        for user in self.users:  # an optimizer drops the gradients of all its hooks together
             user.fail()
 
     def fail(self) -> None:
-        """Enter the state FAILED, and replace every `.grad` that is a view by a copy, which no reduction changes."""
+        """Enter the state FAILED. Replace every `.grad` that is a view of a flat buffer by a copy.
+
+        So a reduction that is still running does not change `.grad`.
+        """
         if self.closed:
             return
         if self.state is not IterationState.FAILED:
@@ -550,7 +575,10 @@ class GradientHooks:
         self.failed_in = self._job.participants.n_begun
 
     def drop_failed(self) -> None:
-        """End the iteration and keep `.grad`, if a pass has raised. Collective then, otherwise without effect."""
+        """If a backward pass has raised, end the iteration and keep `.grad`; collective in this case.
+
+        Without effect if no pass has raised.
+        """
         if self.state is not IterationState.FAILED:
             return
         self.state, self.failed_in = IterationState.COLLECTING, None
@@ -567,7 +595,7 @@ class GradientHooks:
 
     @property
     def can_defer(self) -> bool:
-        """True if this iteration can end without further messages, once all units are launched."""
+        """True if this iteration's end may be deferred: it sends nothing once all units (buckets) are launched."""
         tuning = self.tuning
         if tuning is None or self.shared or not self.all_dense or self.sparse.found:
             return False
@@ -577,7 +605,10 @@ class GradientHooks:
 
     @outside_changes
     def defer(self) -> None:
-        """Launch all units, and enter the state DEFERRED. Non-blocking. Requires `can_defer`."""
+        """Launch all units (buckets), and enter the state DEFERRED. Non-blocking. Requires `can_defer`.
+
+        The reduction then ends in the next forward pass.
+        """
         assert self.pipeline is not None
         self.state = IterationState.DEFERRED
         self._job.joining.announce(self, WaitStage.FINISH)
@@ -586,11 +617,11 @@ class GradientHooks:
 
     @outside_changes
     def wait_for(self, number: int) -> list[int]:
-        """Block until the gradient of one parameter is reduced. Its units must be launched.
+        """Block until the gradient of one parameter is reduced. Its units (buckets) must be launched.
 
         Returns:
             Numbers in `hooked` of the parameters whose gradients are reduced together with this one. Empty if, before
-            `step()`, another collective needs this rank. In that case the gate must open for all parameters.
+            `step()`, another collective needs this rank. Then the gate must no longer block access to any parameter.
 
         Raises:
             CommError: the reduction or the job has failed.
@@ -607,7 +638,7 @@ class GradientHooks:
         return numbers
 
     def drain(self) -> None:
-        """Wait for a deferred iteration, if there is one, and end it. Not collective."""
+        """If the end of an iteration was deferred into the next forward pass, wait for it. Not collective."""
         if self.gate is not None and (gate := self.gate()) is not None:
             gate.drain()
 
@@ -618,8 +649,9 @@ class GradientHooks:
         """Block until `.grad` holds the reduced gradients, and end the iteration. Collective.
 
         Args:
-            due: False if another optimizer has finished these shared hooks since the caller last did. If it is False
-                on all ranks, and no gradient is ready, nothing is reduced, because `.grad` holds reduced gradients.
+            due: False if another optimizer has called `finish` on these shared hooks since the caller last did. If it
+                is False on all ranks, and no gradient is ready, nothing is reduced, because `.grad` already holds
+                reduced gradients.
             joined: True if this rank has no more data and contributes zeros.
 
         Raises:
@@ -649,7 +681,7 @@ class GradientHooks:
             raise GradientError(problem)
 
     def contribute_zeros(self) -> None:
-        """Launch units with zeros in an iteration that other ranks have begun. For a rank that has joined."""
+        """Reduce zeros in an iteration that other ranks have begun. Called on a rank without more data (`join()`)."""
         if self.closed:
             return
         if self._rows is not None:
@@ -658,7 +690,9 @@ class GradientHooks:
             self.pipeline.contribute_zeros()
 
     def _is_due(self, *, here: bool) -> bool:
-        """Return whether any rank has gradients to reduce. Update `shared`. Collective.
+        """Return whether any rank has gradients to reduce. Collective.
+
+        Also set `shared` to whether several optimizers of any rank use these hooks.
 
         Args:
             here: True if this rank has gradients to reduce, or must assume that other ranks have.
@@ -673,7 +707,8 @@ class GradientHooks:
 
         Args:
             joined: True if this rank has no more data and contributes zeros.
-            late: True if the end was deferred. Parameters unfrozen since then belong to the next iteration.
+            late: True if the end of the iteration was deferred into the next forward pass. Parameters that were
+                unfrozen since then belong to the next iteration.
 
         Returns:
             Why the reduced gradients are undefined; empty if they are right.
@@ -696,13 +731,13 @@ class GradientHooks:
             rows.end_iteration()
         if unfrozen:
             self._reduce_unfrozen(unfrozen)
-        if not self._compared_values:  # in the first iteration, before any parameter is updated
+        if not self._compared_values:  # compare in the first iteration, before any parameter is updated
             wanting = [item for item in self.named if item[1].requires_grad]
             self._compared_values = bool(wanting)
             warn_of_different_values(self._control, wanting)
         if joined:
             for param in [*(param for _, param in self.hooked), *unfrozen]:
-                param.grad = None  # so that later gradients of this rank are not added to those of other ranks
+                param.grad = None  # drop it, so that later gradients of this rank are not added to the reduced ones
         problem = "" if pipeline is None else pipeline.problem
         if found_sparse or unfrozen:
             self.attach(self.named)  # makes hooks for the new set of dense, sparse and unfrozen parameters
@@ -739,7 +774,7 @@ class GradientHooks:
         return work.results[0]
 
     def drop_accumulated(self) -> None:
-        """Drop gradients of an unfinished accumulation: set `.grad` of parameters with counted passes to None."""
+        """Drop an unfinished accumulation: set `.grad` to None where backward passes of this iteration were counted."""
         if self._passes_left is None and self._passes_left_of_all == self.passes:
             return
         if self._accumulated and not self.pending:
@@ -763,7 +798,7 @@ class GradientHooks:
 
     @property
     def pending(self) -> bool:
-        """True if gradients of this iteration are passed on to the reductions."""
+        """True if a reduction has received gradients of this iteration."""
         pipeline, rows = self.pipeline, self._rows
         return (pipeline is not None and pipeline.pending) or (rows is not None and rows.pending)
 
@@ -774,13 +809,13 @@ class GradientHooks:
 
     @property
     def given(self) -> int:
-        """Number of iterations in which all gradients of this rank are ready."""
+        """Number of iterations to which this rank has contributed all its gradients, the current one included."""
         pipeline, rows = self.pipeline, self._rows
         missing = (pipeline is not None and bool(pipeline.missing)) or (rows is not None and bool(rows.missing))
         return self.progress.given(missing=missing)
 
     def flush(self) -> None:
-        """Launch the remaining units if all dense gradients of this iteration are ready. Non-blocking."""
+        """Launch the remaining units (buckets) if all dense gradients of this iteration are ready. Non-blocking."""
         if self.pipeline is not None and self.pipeline.can_reduce:
             self.pipeline.flush()
 
@@ -798,12 +833,15 @@ class GradientHooks:
             self._passes_left, self._waiting = [], []
 
     def _leave_in_child(self) -> None:
-        """Mark as closed in a forked child process, where backward computes local gradients and `step()` raises."""
+        """Mark the hooks as closed in a forked child process. There backward computes local gradients only.
+
+        `step()` raises an error there.
+        """
         self.closed = "in this process, which was forked from a rank of the job and is none itself"
         self._ready.clear()
 
     def __del__(self) -> None:
-        # The garbage collector runs this in any thread at any time, so the disposal thread closes.
+        # Let the disposal thread close the hooks, because the garbage collector runs this in any thread at any time.
         if not self.closed:
             self._job.disposal.put(self._open.close)
 
@@ -823,7 +861,7 @@ def _version(gradient: torch.Tensor | None) -> int:
 
 
 def _current_wait(this: weakref.ref[GradientHooks]) -> PendingWait | None:
-    """Return the operation for which this rank waits. Called by the watchdog's thread.
+    """Return the operation for which this rank waits; None if it waits for none. Called by the watchdog's thread.
 
     Raises:
         CommError: a transport has detected that the operation cannot complete.

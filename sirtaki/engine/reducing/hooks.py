@@ -4,7 +4,8 @@ A user's hook may clip, replace or drop the local gradient, and must do so befor
 Horovod register their hooks on a parameter's AccumulateGrad node. The hooks of the node always run after the
 post-accumulate-grad hooks of the parameter. But a hook on the node costs 0.3 us more for each gradient, because PyTorch
 makes a Python tensor for its argument. Therefore `register_last` registers a post-accumulate-grad hook, and keeps it
-the last of these hooks. It uses the node only if user code has registered hooks on the parameter or its node before.
+the last of the parameter's post-accumulate-grad hooks. It uses the node only if user code has registered hooks on the
+parameter or its node before.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def register_last(name: str, param: torch.Tensor, hook: Hook, *, nodes_are_kept:
     Raises:
         RuntimeError: the parameter is not a leaf, so that autograd computes no `.grad` for it.
     """
-    leaf: Any = param  # Any, because PyTorch does not declare `_post_accumulate_grad_hooks`
+    leaf: Any = param  # typed as Any, because PyTorch does not declare `_post_accumulate_grad_hooks`
     if (on_leaf := getattr(param, "on_leaf", None)) is not None:
         leaf, hook = on_leaf(hook)
     if not leaf.is_leaf:
@@ -70,7 +71,7 @@ def register_last(name: str, param: torch.Tensor, hook: Hook, *, nodes_are_kept:
         hooks = leaf._post_accumulate_grad_hooks = OrderedDict()
     first = RemovableHandle(hooks)
     users = list(hooks.items())
-    hooks.clear()  # not a new dictionary, because the handles of the user's hooks refer to this one
+    hooks.clear()  # change this dictionary in place, because the handles of the user's hooks refer to it
     hooks.update([(first.id, guard.begin), *users])
     on_node = _NodeHook(leaf, guard)
 
@@ -82,12 +83,15 @@ def register_last(name: str, param: torch.Tensor, hook: Hook, *, nodes_are_kept:
 
 
 class _NodeHook:
-    """Hook on the AccumulateGrad node of one parameter. PyTorch makes a new node when the dtype or device changes."""
+    """Hook on the AccumulateGrad node of one parameter.
+
+    When the dtype or device of the parameter changes, PyTorch makes a new node, to which the hook is moved.
+    """
 
     def __init__(self, leaf: torch.Tensor, guard: _UpdateGuard) -> None:
         self._leaf, self._guard = leaf, guard
         self._register()
-        # A hook on the tensor runs before PyTorch reads the list of the node's hooks.
+        # Move the hook in a hook on the tensor, because that runs before PyTorch reads the list of the node's hooks.
         self._first: RemovableHandle = leaf.register_hook(self._move_to_current_node)  # type: ignore[no-untyped-call]  # torch's
 
     def remove(self) -> None:
@@ -99,7 +103,7 @@ class _NodeHook:
         self._kind = self._leaf.dtype, self._leaf.device
         self._node = get_gradient_edge(
             self._leaf
-        ).node  # a reference, because PyTorch frees the node with its hooks otherwise
+        ).node  # keep a reference, because PyTorch otherwise frees the node with its hooks
         self._handle = self._node.register_hook(self._on_node)
 
     def _move_to_current_node(self, _: torch.Tensor) -> None:
@@ -108,7 +112,8 @@ class _NodeHook:
             self._register()
 
     def _on_node(self, _outputs: object, _inputs: object) -> None:
-        # Otherwise no gradient was accumulated: the parameter is frozen, or distributed autograd has called the hook.
+        # Call the guard only if `begin` has run before. Otherwise no gradient was accumulated into `.grad`: the
+        # parameter is frozen, or distributed autograd has called this hook.
         if self._guard.begun:
             self._guard(self._leaf)
 
@@ -116,10 +121,10 @@ class _NodeHook:
 def prepare_frozen(param: torch.Tensor) -> None:
     """Prepare a frozen parameter, so that a later `register_last` needs no hook on its AccumulateGrad node.
 
-    Once the parameter is unfrozen, a graph refers to the node. `register_last` could not distinguish this reference
-    from one of user code.
+    `register_last` uses the node if anything refers to it, because that may be user code with a hook. Once the
+    parameter is unfrozen, autograd's graph refers to the node, too.
     """
-    leaf: Any = param  # Any, as in `register_last`
+    leaf: Any = param  # typed as Any, because PyTorch does not declare `_post_accumulate_grad_hooks`
     if not hasattr(param, "on_leaf") and not leaf._post_accumulate_grad_hooks:
         leaf._post_accumulate_grad_hooks = _HooksInOrder()
 
@@ -127,7 +132,8 @@ def prepare_frozen(param: torch.Tensor) -> None:
 def _is_node_kept_by_user(leaf: torch.Tensor, nodes_are_kept: bool) -> bool:
     """Return whether Python code may refer to the leaf's AccumulateGrad node, and so may have hooks on it.
 
-    Also True if there is a graph with the leaf, unless `nodes_are_kept`.
+    Also return True if an autograd graph refers to the node, except where PyTorch always keeps the node
+    (`nodes_are_kept`).
     """
     return _count_references(leaf) > _references_without_user(nodes_are_kept)
 
@@ -138,7 +144,10 @@ def _count_references(leaf: torch.Tensor) -> int:
 
 @functools.cache
 def _references_without_user(kept: bool) -> int:
-    """Return the reference count of a node that user code does not refer to. It differs between PyTorch versions."""
+    """Return the reference count of an AccumulateGrad node that user code does not refer to.
+
+    It is measured, because it differs between PyTorch versions. `kept`: a graph refers to the node.
+    """
     with torch.enable_grad():
         leaf = torch.ones((), dtype=torch.float32, device="cpu", requires_grad=True)
         graph = leaf.view_as(leaf) if kept else None
@@ -148,13 +157,16 @@ def _references_without_user(kept: bool) -> int:
 
 
 class _UpdateGuard:
-    """Pair of hooks before and after the user's hooks on one parameter. They detect that a user's hook updates it."""
+    """Pair of hooks that run before and after the user's hooks on one parameter.
 
-    _warned = False  # True after the first warning in this process
+    They detect a user's hook that updates the parameter, by its version counter.
+    """
+
+    _warned = False  # becomes True with the first warning in this process
 
     def __init__(self, name: str, hook: Hook) -> None:
         self._name, self.hook = name, hook
-        self._version: int | None = None  # version of the parameter before the user's hooks
+        self._version: int | None = None  # version counter of the parameter before the user's hooks
 
     @property
     def begun(self) -> bool:
@@ -162,11 +174,13 @@ class _UpdateGuard:
         return self._version is not None
 
     def begin(self, param: torch.Tensor) -> None:
-        """Record the version of the parameter. Runs before the user's hooks."""
+        """Record the version counter of the parameter. Runs before the user's hooks."""
         self._version = param._version
 
     def __call__(self, param: torch.Tensor) -> None:
-        """Compare the version, and call the hook. Runs after the user's hooks.
+        """Compare the parameter's version counter with the recorded one, then call the hook.
+
+        Runs after the user's hooks.
 
         Raises:
             GradientError: a user's hook has updated the parameter and set its gradient to None.
@@ -194,7 +208,7 @@ class _HooksInOrder(OrderedDict[int, Hook]):
         self._own: dict[int, tuple[int, _UpdateGuard]] = {}
 
     def add_last(self, guard: _UpdateGuard) -> Callable[[], None]:
-        """Add the hook of a guard. Return a function that removes it."""
+        """Add the hook of a guard as the last hook of the parameter. Return a function that removes it."""
         first, last = RemovableHandle(self).id, RemovableHandle(self).id
         self._own[first] = last, guard
         self._arrange()

@@ -1,4 +1,4 @@
-"""Gradients of one optimizer. Several optimizers may share parameters."""
+"""Gradients of one optimizer, which may share parameters with other optimizers."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ IN_FLIGHT = "add_param_group() between backward() and step(): call step() or syn
 CLOSED = "this DistributedOptimizer was closed {reason}; make a new one: hvd.DistributedOptimizer(…)"
 
 _Owners = tuple[list[int | None], dict[int, str], list[int]]
-"""Current owners of a new optimizer's parameters on one rank. A serial number identifies a `GradientHooks` among all of
-the same ranks. First item: serial number of each parameter's hooks, None = no hooks of these ranks. Second item: why
-the parameters of some hooks cannot be shared, by serial number, -1 = hooks of other ranks. Third item: serial numbers
-of hooks that have begun an iteration."""
+"""Current owners of a new optimizer's parameters, as one rank sees them.
+
+An owner is a `GradientHooks`, given by its serial number among those of the same process set. The first item is the
+owner of each parameter; None = it has no owner in this process set. The second item says why the parameters of an owner
+cannot be shared, by serial number; -1 = all owners in other process sets. The third item lists owners that have begun
+an iteration."""
 
 
 class OptimizerGradients:
-    """The `GradientHooks` that one optimizer uses.
+    """The `GradientHooks` that one optimizer uses. They reduce the gradients of some parameters each.
 
     Every parameter belongs to one `GradientHooks`. If a new optimizer has some parameters of an older one, the
     constructor moves these parameters into new hooks that both optimizers use. The optimizer that steps first finishes
@@ -55,7 +57,8 @@ class OptimizerGradients:
             MismatchError: the ranks' models differ. Raised on all ranks.
         """
         self._job, self._members, self._passes, self._options = job, members, passes, options
-        # Hooks in use, in the order in which they finish. Value: their `n_reduced` when this optimizer last finished.
+        # Map the hooks in use, in the order in which they finish an iteration, to the number of iterations that they
+        # had reduced when this optimizer last finished one.
         self._seen: dict[GradientHooks, int] = {}
         self._claim(named)
 
@@ -63,7 +66,7 @@ class OptimizerGradients:
 
     @property
     def reducers(self) -> list[GradientHooks]:
-        """The hooks in use, in the order in which they finish; the same on all ranks."""
+        """The hooks that this optimizer uses, in the order in which they finish an iteration; the same on all ranks."""
         return list(self._seen)
 
     def _use(self, reducer: GradientHooks, seen: int) -> None:
@@ -71,7 +74,7 @@ class OptimizerGradients:
         self._seen = dict(sorted([*self._seen.items(), (reducer, seen)], key=lambda item: item[0].key[1]))
 
     def use_part(self, part: GradientHooks, *, of: GradientHooks) -> None:
-        """Also use `part`, which has taken over some parameters of `of`."""
+        """Also use the hooks `part`, which have taken over some parameters of the hooks `of`."""
         self._use(part, self._seen[of])
 
     def _claim(self, named: Sequence[Named]) -> None:
@@ -89,7 +92,7 @@ class OptimizerGradients:
             lender = lenders[serial]
             if serial in in_flight:
                 lender.finish()
-                lender.shared = True  # because its optimizer has not called `finish` for this iteration yet
+                lender.shared = True  # tells `finish` that the other optimizer has not called it for this iteration
             wanted = {id(param) for (_, param), owner in zip(named, owners, strict=True) if owner == serial}
             if len(wanted) < len(lender.named):
                 lender = _split(job, lender, wanted)
@@ -107,8 +110,8 @@ class OptimizerGradients:
         """Agree on the owner of each parameter. Close hooks that another rank no longer has. Collective.
 
         Returns:
-            Serial number of each parameter's hooks, None = the parameter has none. Then the serial numbers of hooks
-            that have begun an iteration on any rank.
+            Two items: the serial number of each parameter's hooks, None = the parameter has none; and the serial
+            numbers of hooks that have begun an iteration on any rank.
         """
         members = self._members
         assert members.control is not None
@@ -133,7 +136,7 @@ class OptimizerGradients:
             owner = owner_of.get(id(param))
             serials.append(owner.key[1] if owner is not None and owner.members is self._members else None)
             if owner is not None and (difference := self._difference(owner, param.dtype)):
-                # Serial numbers are unique within one set of ranks only. Hooks of another set never can be shared.
+                # Use -1 for hooks of another process set, because serial numbers are unique within one set only.
                 serial = owner.key[1] if owner.members is self._members else -1
                 conflicts.setdefault(
                     serial,
@@ -162,12 +165,12 @@ class OptimizerGradients:
         return ""
 
     def extend(self, named: Sequence[Named]) -> None:
-        """Add parameters. Collective.
+        """Add parameters to the optimizer. Collective.
 
         Raises:
             RuntimeError: gradients are being reduced.
-            ConfigError: as the constructor.
-            MismatchError: as the constructor.
+            ConfigError: a parameter belongs to another optimizer with different options. Raised on all ranks.
+            MismatchError: the ranks' models differ. Raised on all ranks.
         """
         if self.pending:
             raise RuntimeError(IN_FLIGHT)
@@ -187,12 +190,12 @@ class OptimizerGradients:
             reducer.fail()
 
     def drop(self) -> bool:
-        """Drop the gradients since the last `finish`. Call before user code zeroes gradients.
+        """Drop the gradients that were computed since the last `finish`. Call before user code zeroes gradients.
 
-        Collective if a backward pass has raised, or if gradients are reduced and `finish` was not called.
+        Collective if a backward pass has raised, or if gradients were reduced and `finish` was not called yet.
 
         Returns:
-            False if gradients are ready whose reduction has not ended. Then nothing is dropped.
+            False if the reduction of ready gradients has not ended. Nothing is dropped in this case.
         """
         failed = reduced = unreduced = False
         for reducer in self._seen:
@@ -215,7 +218,7 @@ class OptimizerGradients:
     def set_passes(self, passes: int) -> None:
         """Accumulate the gradients of `passes` backward passes before the reduction, from the next iteration on.
 
-        For shared parameters, this changes the other optimizers, too.
+        For parameters that other optimizers share, this changes the number of passes of those optimizers, too.
         """
         self._passes = passes
         for reducer in self._seen:
@@ -261,10 +264,12 @@ def reducers_of(job: Job) -> list[GradientHooks]:
 
 
 def _agreed(by_rank: Sequence[Sequence[int | None]], names: Sequence[str]) -> tuple[list[int | None], set[int]]:
-    """Return each parameter's owner (None = no hooks), and the owners that some rank no longer has.
+    """Return each parameter's owner (serial number of its `GradientHooks`, None = it has none) for all ranks.
+
+    Also return the owners that some rank no longer has.
 
     Args:
-        by_rank: each rank's owners of the parameters.
+        by_rank: for each rank, the owners of the parameters that it has.
         names: names of the parameters.
 
     Raises:
@@ -282,7 +287,10 @@ def _agreed(by_rank: Sequence[Sequence[int | None]], names: Sequence[str]) -> tu
 
 
 def _split(job: Job, lender: GradientHooks, wanted: set[int]) -> GradientHooks:
-    """Move the parameters with these ids from `lender` to new hooks, used by the same optimizers. Collective."""
+    """Move the parameters with these Python ids from `lender` to new hooks. Return the new hooks. Collective.
+
+    The optimizers that use `lender` then use the new hooks, too.
+    """
     lent = [(name, param) for name, param in lender.named if id(param) in wanted]
     lender.attach([(name, param) for name, param in lender.named if id(param) not in wanted])
     reducer = GradientHooks(

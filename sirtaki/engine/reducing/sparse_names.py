@@ -1,4 +1,4 @@
-"""The set of parameters with sparse gradients, agreed by all ranks."""
+"""The set of parameters with sparse gradients, on which all ranks have agreed."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from ..sparse_gradients import SparseReductions
 
 
 class KnownSparse:
-    """Set of parameters with sparse gradients, agreed by all ranks. All other gradients are sent dense.
+    """Set of parameters with sparse gradients, on which all ranks have agreed. All other gradients are sent dense.
 
     Sparsity is discovered at run time: no rank detects it before the first backward pass, and a rank whose batch does
     not index an embedding does not detect it then either. So the ranks exchange what they found (`agree`) before any
     rank sends a gradient as sparse.
 
     Attributes:
-        known: names that all ranks treat as sparse, including parameters that are not watched now.
-        names: names in `known` that are watched now.
-        found: names whose gradient was sparse on this rank since the last `watch`.
-        rows: reduces sparse gradients; None while no watched parameter has been sparse.
+        known: names of parameters that all ranks treat as sparse, including those that were given to an earlier `watch`
+            only.
+        names: names in `known` of the parameters given to the last `watch`.
+        found: names of parameters whose gradient was sparse on this rank since the last `watch`.
+        rows: object that reduces sparse gradients; None while no watched parameter has been sparse.
     """
 
     def __init__(
@@ -35,13 +36,13 @@ class KnownSparse:
         known: Iterable[str] = (),
         as_dense: bool = False,
     ) -> None:
-        """Begin without watched parameters.
+        """Begin without parameters, which `watch` sets.
 
         Args:
             control: control plane of the participating ranks.
-            open_rows: returns a new `rows`. Collective.
-            known: names that all ranks treat as sparse.
-            as_dense: convert sparse gradients to dense ones and send those.
+            open_rows: returns a new object that reduces sparse gradients. Collective.
+            known: names of parameters that all ranks treat as sparse.
+            as_dense: True to convert all sparse gradients to dense ones before they are sent.
         """
         self._control, self._open_rows, self._as_dense = control, open_rows, as_dense
         self.known, self.found, self.names = set(known), set[str](), set[str]()
@@ -49,7 +50,7 @@ class KnownSparse:
         self._params: Mapping[str, torch.Tensor] = {}
 
     def watch(self, params: Mapping[str, torch.Tensor]) -> None:
-        """Replace the watched parameters, given by name. Collective, between iterations."""
+        """Replace the parameters whose gradients may be sparse, given by name. Collective. Call between iterations."""
         self._params = params
         self.names = self.known & params.keys()
         self.found.clear()
@@ -77,14 +78,17 @@ class KnownSparse:
         return param.grad
 
     def make_sparse(self, names: Iterable[str]) -> None:
-        """Convert dense gradients in `.grad` back to sparse ones, as the backward pass computed them."""
+        """Convert dense `.grad` of these parameters back to sparse, which the backward pass had computed."""
         for name in names:
             param = self._params[name]
             if param.grad is not None and not param.grad.is_sparse:
                 param.grad = param.grad.to_sparse(1)
 
     def agree(self) -> bool:
-        """Add to `known` the parameters in `found` of any rank. Return whether there are any. Collective."""
+        """Treat as sparse, on all ranks, every parameter whose gradient was sparse on any rank. Collective.
+
+        Return whether there are new ones.
+        """
         names = list(self._params)
         anywhere = self._control.total(np.array([float(name in self.found) for name in names])) > 0
         fresh = {name for name, sparse in zip(names, anywhere, strict=True) if sparse}
@@ -94,10 +98,10 @@ class KnownSparse:
 
     @property
     def summaries(self) -> list[SparseSummary]:
-        """Summaries of the sparse gradients whose algorithm is chosen; see `SparseReductions`."""
+        """For each sparse gradient, a summary of the all-reduce algorithm that was chosen for it."""
         return [] if self.rows is None else self.rows.summaries
 
     def close(self) -> None:
-        """End all threads. Not collective. Idempotent."""
+        """End the threads that reduce sparse gradients. Not collective. Idempotent."""
         if self.rows is not None:
             self.rows.close()

@@ -1,1 +1,1 @@
-"""Tuning while the job trains: trials, plans, the trial log and the registry."""
+"""Tuning of communication while the job trains: trials of settings, their log, and the registry of earlier results."""

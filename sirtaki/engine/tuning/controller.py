@@ -1,4 +1,4 @@
-"""Main loop of tuning: ranks agree on a measurement, rank 0 decides what to run next, all ranks run it."""
+"""Main loop of tuning: ranks agree on a measured time, rank 0 decides which setting to try next, all ranks use it."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class _Search(Generic[S]):
     """Search for the fastest setting of one target.
 
     Attributes:
-        target: the target.
-        session: session that decides, on rank 0; None if there is none or if it has failed.
-        assignment: running assignment; None before the first decision.
+        target: part of the job that runs with the settings.
+        session: object that decides on rank 0 which setting to try next; None if there is none or if it has failed.
+        assignment: setting that runs now, and for how many iterations; None before the first decision.
         iterations_left: iterations until the next measurement ends.
-        spans_s: measurements of the running assignment; the same on all ranks.
+        spans_s: times measured with the running setting; the same on all ranks.
     """
 
     target: TunableTarget[S]
@@ -45,7 +45,7 @@ class _Search(Generic[S]):
 
     @property
     def decided(self) -> Assignment[S]:
-        """The assignment to run next. Used on rank 0 only."""
+        """The setting to run next, and for how many iterations. Used on rank 0 only."""
         if self.session is not None:
             return self.session.assignment
         return Assignment(
@@ -57,19 +57,25 @@ class _Search(Generic[S]):
         )
 
     def start(self, assignment: Assignment[S]) -> None:
-        """Begin the measurements of an assignment that the target has applied."""
+        """Begin the measurements of an assignment, whose setting the target has begun to use."""
         self.assignment, self.spans_s = assignment, []
         self.iterations_left = assignment.discarded_iterations + self.target.iterations
 
     def own_value(self) -> float:
-        """Return the value of this rank for the minimum over the ranks; minus infinity discards the measurement."""
+        """Return this rank's measured time, as its contribution to the minimum over the ranks.
+
+        The time is negated if the longest time of any rank counts. Minus infinity discards the measurement.
+        """
         span_s = self.target.measured_s()
         if math.isnan(span_s):
             return -math.inf
         return -span_s if self.target.slowest else span_s
 
     def add_minimum(self, least: float) -> bool:
-        """Add the measurement given by the minimum over the ranks. Return whether the assignment has enough."""
+        """Add the measurement that is the minimum of `own_value` over the ranks.
+
+        Return whether the running setting has been measured often enough.
+        """
         assert self.assignment is not None
         self.iterations_left = self.target.iterations
         if math.isinf(least):
@@ -79,10 +85,10 @@ class _Search(Generic[S]):
 
 
 class TuningController:
-    """Controller of the searches of some targets, on ranks that end their iterations together.
+    """Runs searches for the fastest settings of some targets (parts of the job), in step on all ranks.
 
     Attributes:
-        failed: True if tuning code has raised on rank 0. Then tuning has ended, and training continues.
+        failed: True if tuning code has raised an error on rank 0. Then tuning has ended, and training continues.
     """
 
     def __init__(self, control: ControlPlane, *, where: Callable[[], str] = str) -> None:
@@ -93,7 +99,7 @@ class TuningController:
             where: returns a description of the current iteration, for the log of a failure.
         """
         self._control, self._where = control, where
-        self._searches: list[_Search[Any]] = []  # Any, because each target has its own type of setting
+        self._searches: list[_Search[Any]] = []  # typed with Any, because each target has its own type of setting
         self._logged_s = -math.inf
         self.failed = False
 
@@ -116,7 +122,7 @@ class TuningController:
 
         Args:
             targets: the targets.
-            recalls: True if the setting of an earlier job may be used or checked instead of a search.
+            recalls: True if the setting of an earlier job may be used, or checked, instead of a full search.
         """
         searches = [_Search(target) for target in targets]
         found = [False] * len(searches)
@@ -133,7 +139,10 @@ class TuningController:
         self._decide(searches)
 
     def release(self, target: TunableTarget[S]) -> TuningSession[S] | None:
-        """Remove the session from a search and return it. The search ends after its current assignment. On rank 0."""
+        """Take the session (the record of trials) from a target's search and return it, on rank 0.
+
+        The search then ends when the setting that runs now has been measured.
+        """
         session = None
         for search in self._searches:
             if search.target is target:
@@ -141,13 +150,13 @@ class TuningController:
         return session
 
     def abandon(self, target: TunableTarget[S]) -> None:
-        """Remove a search without a result. Call on all ranks."""
+        """End the search of a target without a result. Call on all ranks."""
         self._searches = [search for search in self._searches if search.target is not target]
 
     def iteration_ended(self) -> None:
-        """Count an iteration that represents its setting, and end measurements. Collective if `agrees`.
+        """Count an iteration, and end the measurements that are complete with it. Collective if `agrees`.
 
-        Do not call it for iterations that were slower for another reason, such as profiling.
+        Do not call it for iterations that were slower for another reason than the setting, such as profiling.
         """
         due = []
         for search in self._searches:
@@ -163,15 +172,15 @@ class TuningController:
         self._decide(ended)
 
     def attempt(self, action: Callable[[], _T]) -> _T | None:
-        """Run tuning code of rank 0. An exception ends tuning, not training: log it, and return None."""
+        """Run tuning code on rank 0. If it raises an error, log it, end tuning (not training), and return None."""
         return self._guarded(None, action)
 
     def _decide(self, searches: Sequence[_Search[Any]]) -> None:
-        """Run the next assignments of these searches, which rank 0 decides. Collective.
+        """Let rank 0 decide the next setting of each of these searches, and use it on all ranks. Collective.
 
         Raises:
             PlanError: not even the default setting can be run.
-            TransportError: not even the default setting can be run, because of its transport.
+            TransportError: the transport cannot run even the default setting.
         """
         while searches:
             decided: list[Assignment[Any]] = self._control.broadcast(
@@ -193,7 +202,7 @@ class TuningController:
             search.session = self._guarded(search, partial(search.target.search, search.session))
 
     def _apply(self, search: _Search[Any], now: Assignment[Any]) -> bool:
-        """Apply an assignment, and end the search if its setting is kept. Collective.
+        """Use the setting of an assignment from now on. If it is the result of the search, end the search. Collective.
 
         Returns:
             False if the setting cannot be run on some rank.
@@ -203,7 +212,7 @@ class TuningController:
             target.apply(now.knobs)
         except (PlanError, TransportError) as err:  # raised on all ranks
             if now.knobs == target.default and now.purpose is Purpose.KEPT:
-                raise  # because there is no setting to fall back to
+                raise  # end the job, because there is no other setting to fall back to
             logger.info("%s cannot be run: %s", now.knobs.describe(), err)
             self._record(search, [math.inf])
             return False
@@ -216,12 +225,12 @@ class TuningController:
         return True
 
     def _record(self, search: _Search[Any], spans_s: Sequence[float]) -> None:
-        """Record measurements in the session, and log the progress at intervals. On rank 0 only."""
+        """Record the times of the running setting in the session, and log progress at intervals, on rank 0."""
         session, target = search.session, search.target
         if self._control.rank != 0:
             return
         if session is None or session.done:
-            if math.inf in spans_s:  # because the kept setting cannot be run any more
+            if math.inf in spans_s:  # the kept setting cannot be run any more, so forget it
                 search.session = target.stays = None
             return
         self._guarded(search, partial(target.record, session, spans_s))
@@ -233,7 +242,7 @@ class TuningController:
             log_progress(logger, progress)
 
     def _guarded(self, search: _Search[Any] | None, action: Callable[[], _T]) -> _T | None:
-        """Run tuning code of rank 0. An exception ends the search and tuning, not training."""
+        """Run tuning code on rank 0. If it raises an error, log it, and end the search and tuning, but not training."""
         try:
             return action()
         except Exception as err:

@@ -1,4 +1,4 @@
-"""Access to the registry during training. No failure of the registry may end training."""
+"""Access to the registry (settings that earlier jobs found) during training. Its failures must not end training."""
 
 from __future__ import annotations
 
@@ -35,17 +35,19 @@ class SettingsMemory:
     """
 
     def __init__(self, url_or_path: str | None = None) -> None:
-        """Store the registry's location. Opens nothing yet.
+        """Store the registry's location. The registry is opened later.
 
         Args:
-            url_or_path: value of `Settings.registry`. None for the user's registry, `REGISTRY_OFF` for no registry.
+            url_or_path: location of the registry. None for the user's registry, `REGISTRY_OFF` for no registry.
         """
         self._url_or_path = url_or_path
         self._off = url_or_path == REGISTRY_OFF
         self.warned = False
 
     def recall(self, kind: type[_R], key: Key, wanted: object, accept: Callable[[_R], _T | None]) -> _T | None:
-        """Return `accept(record)` for the nearest stored record for which that is not None. None without such a record.
+        """Return `accept(record)` for the stored record most similar to this job that `accept` does not reject.
+
+        Return None if there is no such record.
 
         Args:
             kind: type of the records to search.
@@ -61,14 +63,15 @@ class SettingsMemory:
         return self.read(first, None)
 
     def similar(self, job: JobDescription) -> list[Neighbour]:
-        """Return the records of the most similar other jobs, nearest first."""
+        """Return the registry's records of other jobs that are similar to `job`, the most similar first."""
         nothing: list[Neighbour] = []
         return self.read(lambda store: neighbours(store, job), nothing)
 
     def keep(self, record: StoredSetting, *, disproved: StoredSetting | None = None) -> bool:
-        """Store a record with `Store.put`.
+        """Store a record in the registry.
 
-        Return False if it was not stored because of an error, or because the record in the registry is better.
+        Return False if it was not stored because of an error, or because the registry has a better record for this job.
+        The record `disproved` is replaced even if it is better.
         """
         return self.attempt(lambda store: store.put(record, disproved=disproved), False)
 
@@ -78,11 +81,17 @@ class SettingsMemory:
         return not (self._off or is_yet_to_be_made(self._url_or_path))
 
     def read(self, action: Callable[[Store], _T], otherwise: _T) -> _T:
-        """Return the result of `action`. Return `otherwise` if there is no registry yet, or if `action` fails."""
+        """Run `action` on the opened registry, and return its result.
+
+        Return `otherwise` if there is no registry yet, or if `action` fails.
+        """
         return self.attempt(action, otherwise) if self.exists else otherwise
 
     def attempt(self, action: Callable[[Store], _T], otherwise: _T) -> _T:
-        """Return the result of `action`, or `otherwise` if it fails. Create the registry if it does not exist."""
+        """Run `action` on the opened registry, which is created if it does not exist, and return its result.
+
+        Return `otherwise` if `action` fails.
+        """
         return otherwise if self._off else self.guard(lambda: self._run(action), otherwise)
 
     def guard(self, action: Callable[[], _T], otherwise: _T) -> _T:
@@ -97,7 +106,7 @@ class SettingsMemory:
         try:
             store = self._open()
         except Exception:
-            self._off = True  # because each further attempt could wait for a server or a lock again
+            self._off = True  # do not try again, because each attempt could wait for a server or a lock
             raise
         try:
             return action(store)

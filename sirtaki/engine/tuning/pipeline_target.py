@@ -1,4 +1,4 @@
-"""Gradient pipeline of one optimizer as a tuning target, with its router, controller and measurements."""
+"""Tuning of the gradient pipeline of one optimizer: its transports, its search for settings, and its measurements."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ from .target import TunableTarget
 logger = logging.getLogger(__name__)
 
 MEASURED_LOSS = 20
-"""Iterations after the search in which the precision lost by compression is measured."""
+"""Number of iterations after the search in which the precision that compression loses is measured."""
 
 
 def allowed_compressors(
@@ -110,9 +110,10 @@ def embeddings_among(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, ..
 
 
 def open_router(control: ControlPlane, settings: Settings, params: Sequence[torch.Tensor]) -> Router:
-    """Open the router for the gradients of `params`. Collective.
+    """Open the router (object that sends gradients over the transports) for the gradients of `params`. Collective.
 
-    NCCL reduces gradients on GPUs, unless it is missing, ranks share a GPU, or `SIRTAKI_TRANSPORT=staged`.
+    NCCL reduces gradients on GPUs, unless it is missing, ranks share a GPU, or the user has set
+    `SIRTAKI_TRANSPORT=staged` (gradients are copied to the host and reduced there).
 
     Raises:
         ConfigError: the parameters are on several devices, or on one that is neither the CPU nor a CUDA GPU.
@@ -138,21 +139,21 @@ def open_router(control: ControlPlane, settings: Settings, params: Sequence[torc
 
 
 def without_others(settings: Settings) -> str:
-    """Return the log line of a job with one rank."""
+    """Return the log line of a job with one rank, which says that nothing is reduced and nothing tuned."""
     return f"on one rank nothing is reduced, and nothing tuned{NO_LOG if settings.trial_log else ''}"
 
 
 class PipelineTarget(TunableTarget[Knobs]):
-    """The gradient pipeline of one optimizer: reduces gradients, and can run with any `Knobs`.
+    """The gradient pipeline of one optimizer: reduces gradients, and can run with any `Knobs` (communication setting).
 
     Attributes:
         synchroniser: the pipeline. Call `finish` of this target, not of the pipeline.
-        controller: controller of the search for the fastest knobs.
+        controller: runs the search for the fastest setting.
         knobs: running setting.
         space: settings that may be chosen.
-        router: sends units.
-        tuning: True until the search has ended.
-        overlap: deferral of updates into the next forward pass; None = not requested.
+        router: object that sends units (buckets) over the transports.
+        tuning: True until the search for the fastest setting has ended.
+        overlap: decides whether updates are deferred into the next forward pass; None = the user has not asked for it.
     """
 
     def __init__(
@@ -176,8 +177,8 @@ class PipelineTarget(TunableTarget[Knobs]):
             params: parameters whose gradients are reduced, the same on all ranks.
             names: names of the parameters.
             reduction: operation, scaling and compression of every gradient.
-            arms: search techniques; None = the default ones.
-            carried: results of the earlier generations of an elastic job; None if the job is not elastic.
+            arms: search methods (arms); None = the default ones.
+            carried: tuning results from before the restarts of an elastic job; None if the job is not elastic.
             overlaps: True to defer updates into the next forward pass. The value of rank 0 is used on all ranks.
             rank: rank of this process in messages; None = its rank in `control`.
 
@@ -188,14 +189,15 @@ class PipelineTarget(TunableTarget[Knobs]):
         self._given = given_to_all(control, settings.plan, ranks_stay=carried is None)
         self._carried = carried  # None if the job is not elastic
         self._key = "" if carried is None else key_of(names, params)
-        self._kept: Knobs | None = None  # result of the last search in this generation
+        self._kept: Knobs | None = None  # result of the last search since the last restart of an elastic job
         self.router = open_router(control, settings, params)
         self.router.between_nodes = reduction.compression is not None
         total_bytes = sum(param.numel() * reduction.wire_dtype_for(param.dtype).itemsize for param in params)
         self._choose = partial(default_knobs, total_bytes=total_bytes, one_node=control.one_node)
         space = knob_space(self.router, settings, total_bytes)
         if isinstance(reduction.compression, PowerSgd) and settings.unit_bytes is None:
-            # Large units, because whole matrices compress more and each unit takes two rounds.
+            # Try large units (buckets) only, because PowerSGD compresses whole matrices better, and needs two
+            # all-reduces for each unit.
             low, high = space.unit_bytes
             space = replace(space, unit_bytes=(max(low, high // 4), high))
         self._allowed = allowed_compressors(control, settings, reduction, space, params)
@@ -223,9 +225,9 @@ class PipelineTarget(TunableTarget[Knobs]):
         self.overlap = ForwardOverlap(control, self, tries=tries) if wanted else None
         self._profiled: IterationReport | None = None
         self._report = IterationReport(span_s=math.nan, backward_s=math.nan)  # of the last iteration
-        self._backward_s: list[float] = []  # of the measurements of one assignment
-        self._promising: Sequence[Route] = ()  # fast routes by the probes of the first search
-        self._changed: Sequence[Route] = ()  # routes to be probed again after a change of communication time
+        self._backward_s: list[float] = []  # backward times measured with the running setting
+        self._promising: Sequence[Route] = ()  # routes that were fast in the measurements before the first search
+        self._changed: Sequence[Route] = ()  # routes to be measured again after a change of communication time
         self._measured: Measured | None = None
         self._search: KnobSearch | None = None  # on rank 0
         self._drift: DriftWatch | None = None
@@ -239,9 +241,10 @@ class PipelineTarget(TunableTarget[Knobs]):
                     TuningCache(settings, params, hosts_by_rank(control, settings), kinds),
                     default=self.default,
                     arms=arms,
-                    # On a device with streams, the first report after a change is of the iteration before it.
+                    # Discard one more iteration on a GPU, where each iteration reports the times of the previous one.
                     discarded_iterations=2 if self.on_streams else 1,
-                    # On one host, communication and compute share the processors, which the probes do not show.
+                    # Let planners propose settings at once only on GPUs or between hosts. On one host, communication
+                    # and compute share the processors, which the measurements before the search do not show.
                     presumed=self.on_streams or not control.one_node,
                     where=self._sync.where,
                 )
@@ -250,7 +253,7 @@ class PipelineTarget(TunableTarget[Knobs]):
             logger.info("gradients of %s between %d ranks: %s", count, control.size, self._intention(settings))
 
     def _intention(self, settings: Settings) -> str:
-        """Return the part of the first log line that describes the setting and the tuning."""
+        """Return the part of the first log line that describes the first setting, and whether the job is tuned."""
         if not self.tuning:
             no_log = NO_LOG if settings.trial_log else ""
             return f"{self.default.describe()}; {tuning_off(settings)}{no_log}"
@@ -259,7 +262,10 @@ class PipelineTarget(TunableTarget[Knobs]):
         return f"{self.default.describe()}; {tuning_ahead(settings)}"
 
     def _default_plan(self, layout: GradientLayout) -> CommPlan:
-        """Return the default plan of a new layout. Choose a new default if shared memory is exhausted. Collective."""
+        """Return the default plan (units and streams) for a flat buffer of a new layout. Collective.
+
+        If shared memory is exhausted, choose another default setting first.
+        """
         if self.default.route not in self.router.routes:
             space = still_possible(self.space, self.router)
             self.space, self.default = open_default(space, self._control, self.router, self._choose)
@@ -267,17 +273,23 @@ class PipelineTarget(TunableTarget[Knobs]):
 
     @property
     def model(self) -> PlanningModel | None:
-        """Model of the job for planners; None if nothing was probed, and on all ranks but rank 0."""
+        """Cost model of the job, from which planners compute settings.
+
+        None if the network was not measured, and on all ranks but rank 0.
+        """
         return None if self._search is None else self._search.model
 
     @property
     def on_streams(self) -> bool:
-        """True if the gradients are on a device with streams."""
+        """True if the gradients are on a device with streams (a GPU)."""
         return self.router.device.streams
 
     @property
     def can_defer(self) -> bool:
-        """True if the end of this iteration may be deferred, because it sends nothing after all units are launched."""
+        """True if the end of this iteration may be deferred into the next forward pass.
+
+        It may if the iteration sends nothing more once all units (buckets) are launched.
+        """
         ready = self.overlap is not None and self.overlap.ready
         return ready and not self.tuning and not self._loss_iterations and self._sync.can_defer
 
@@ -304,7 +316,10 @@ class PipelineTarget(TunableTarget[Knobs]):
                 self._after_tuning(report, joined=joined)
 
     def _after_tuning(self, report: IterationReport, *, joined: bool) -> None:
-        """Handle the end of an iteration without a search: drift, loss of compression, overlap. Collective."""
+        """Handle the end of an iteration while no setting is searched. Collective.
+
+        Watch for a change of communication time, and measure the loss of compression or prepare deferred updates.
+        """
         if self._drift is not None:
             self._watch(self._drift, self._report.span_s, self._sync.drift)
         if self._loss_iterations and not self.tuning:
@@ -313,7 +328,10 @@ class PipelineTarget(TunableTarget[Knobs]):
             self.overlap.iteration_ended(report, self._sync, profiled=self._profiled, joined=joined)
 
     def _notify_watchers(self, report: IterationReport) -> None:
-        """Report an iteration to watchers. Its step time is the time since the previous report."""
+        """Report the times of an iteration to watchers (the user's callbacks).
+
+        The step time is the time since the previous report.
+        """
         before_s, self._reported_s = self._reported_s, time.perf_counter()
         event = IterationEnded(
             number=self._sync.iteration,
@@ -328,7 +346,10 @@ class PipelineTarget(TunableTarget[Knobs]):
     # ── before the search ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _after_profiling(self, report: IterationReport) -> None:
-        """Handle a new order of gradients: begin the search, or run the knobs on the new layouts. Collective."""
+        """Handle the end of a profile of the order of gradients, after which flat buffers may have new layouts. Collective.
+
+        Begin the search for the fastest setting, or use the chosen setting for the new layouts.
+        """
         if self.overlap is not None:
             if self.overlap.trying:
                 self.knobs = self.overlap.default.knobs
@@ -352,7 +373,10 @@ class PipelineTarget(TunableTarget[Knobs]):
                 self.knobs = self.default
 
     def _learn_classes(self, *, first: bool) -> None:
-        """Update the unit classes in the space. In the first profile, also detect embeddings. Collective."""
+        """Update for which classes of units (buckets), by kind and size, settings may choose compressors. Collective.
+
+        If `first`, also detect which parameters are embeddings, from their gradients.
+        """
         if first:
             self._embeddings = self._control.broadcast(embeddings_among(self._named))
         sizes = {self.default.unit_bytes, self.space.unit_bytes[1]}
@@ -372,7 +396,10 @@ class PipelineTarget(TunableTarget[Knobs]):
         return tuple(replace(layout, embeddings=self._embeddings) for layout in layouts)
 
     def _use_given(self) -> None:
-        """Make the user's plan the first trial, or run it if nothing is tuned. Has an effect once."""
+        """Make the setting in the user's plan file the first one to try, or use it if nothing is tuned.
+
+        Only the first call has an effect.
+        """
         given, self._given = self._given, None
         if given is not None:
             must_run = not self.tuning and self._carried is None
@@ -386,7 +413,7 @@ class PipelineTarget(TunableTarget[Knobs]):
 
     @property
     def stays(self) -> Knobs | None:
-        """Setting to run without a session, on rank 0; None = the default."""
+        """Setting to run while nothing is tried, on rank 0; None = the default."""
         return None if self._search is None else self._search.stays
 
     @stays.setter
@@ -395,15 +422,15 @@ class PipelineTarget(TunableTarget[Knobs]):
             self._search.stays = knobs
 
     def recall(self) -> TuningSession | None:
-        """Return a session that checks the setting of an earlier job; None if there is none. On rank 0."""
+        """Return a session (a search in progress) that checks an earlier job's setting; None without one. On rank 0."""
         assert self._search is not None
         before = [] if self._carried is None else self._carried.of(self._key)
         return self._search.recall(self._layouts, self.space, before, place=self._control.hosts)
 
     def prepare(self) -> None:
-        """Probe the routes for a search, unless no planner needs it. Collective."""
+        """Measure latency and bandwidth of each route (transport and algorithm), if planners need them. Collective."""
         assert self._profiled is not None
-        # Planners plan one flat buffer. They cannot plan several that share the network.
+        # Measure only for a job with one flat buffer, because planners cannot plan several that share the network.
         if self._arms is None and len(self._layouts) == 1:
             probed = replace(self.space, routes=tuple(self._changed) or self.space.routes)
             now_s = self._report.span_s if self._changed and self._report.span_s > 0.0 else self._profiled.span_s
@@ -417,12 +444,16 @@ class PipelineTarget(TunableTarget[Knobs]):
         self.space, self._measured = found.space, found
 
     def search(self, session: TuningSession | None) -> TuningSession:
-        """Begin a search with the measurements of `prepare`. On rank 0."""
+        """Begin a search for the fastest setting with the measurements of `prepare`, and return its session. On rank 0.
+
+        Args:
+            session: session that has checked an earlier job's setting and is continued; None = make a new one.
+        """
         search, found, report, layouts = self._search, self._measured, self._profiled, self._layouts
         assert search is not None
         assert found is not None
         assert report is not None
-        ready_s = [*self._sync.in_layout_order(report.ready_s), report.backward_s]  # flags are ready at the end
+        ready_s = [*self._sync.in_layout_order(report.ready_s), report.backward_s]  # the last time is of control flags
 
         def make_model() -> PlanningModel | None:
             return found.model(layouts[0], ready_s, report.backward_s, search.times.cold_between_s)
@@ -430,17 +461,17 @@ class PipelineTarget(TunableTarget[Knobs]):
         return search.search(session, found.space, found.promising, make_model)
 
     def apply(self, knobs: Knobs) -> None:
-        """Run these knobs from the next iteration on. Collective."""
+        """Use the communication setting `knobs` from the next iteration on. Collective."""
         self._sync.use(plans_for(knobs, self._layouts))
         self.knobs = knobs
 
     def measured_s(self) -> float:
-        """Return the communication time of this iteration in seconds; NaN on a rank that has joined."""
+        """Return the communication time of this iteration in seconds; NaN on a rank without more data (`join()`)."""
         self._backward_s.append(self._report.backward_s)
         return self._report.span_s
 
     def record(self, session: TuningSession, spans_s: Sequence[float]) -> None:
-        """Record measurements in the session and the log. On rank 0."""
+        """Record the times of the running setting in the session and the trial log. On rank 0."""
         assert self._search is not None
         ran = math.inf not in spans_s
         backward_s = self._backward_s[-len(spans_s) :] if ran else []
@@ -448,13 +479,16 @@ class PipelineTarget(TunableTarget[Knobs]):
         self._backward_s.clear()
 
     def progress(self, session: TuningSession) -> TuningProgress | None:
-        """Return the progress of the search; None for a search after a change of communication time."""
+        """Return the progress of the search, to be logged; None for a search after a change of communication time."""
         if self._search is None or self._search.retuning:
             return None
         return describe_progress(session, self._search.times.usual)
 
     def keep(self) -> None:
-        """Close the streams that the kept setting does not use. Collective."""
+        """Handle the end of the search: close the streams (connections) that the kept setting does not use. Collective.
+
+        If the setting compresses gradients, begin to measure the loss.
+        """
         self.tuning, self._kept = False, self.knobs
         self.router.keep_only(plans_for(self.knobs, self._layouts))
         self._loss_iterations = MEASURED_LOSS if self.knobs.lossy else 0
@@ -470,7 +504,10 @@ class PipelineTarget(TunableTarget[Knobs]):
     # ── after the search ─────────────────────────────────────────────────────────────────────────────────────────
 
     def _measure_loss(self) -> None:
-        """Count an iteration with compression. After the last one, log the loss of all ranks on rank 0. Collective."""
+        """Count an iteration in which the loss of compression is measured. Collective.
+
+        After the last one, log the loss over all ranks on rank 0.
+        """
         self._loss_iterations -= 1
         compressed = self._sync.compressed
         if self._loss_iterations or compressed is None:
@@ -481,16 +518,16 @@ class PipelineTarget(TunableTarget[Knobs]):
             logger.info("%s", describe_lossy(self.knobs, cost, MEASURED_LOSS, "all ranks"))
 
     def keep_overlap(self) -> None:
-        """Close the streams that only the search of the overlap needed. Collective."""
+        """Close the streams (connections) that only the search for deferred updates needed. Collective."""
         self.router.keep_only(self._sync.plans)
         if self._drift is not None:
             self._drift.reordered()
 
     @property
     def link_and_forward_s(self) -> tuple[LinkModel | None, float]:
-        """Model of the running route's link, and the usual time between communications in seconds. On rank 0.
+        """Model of the latency and bandwidth between hosts, and the usual time between two communications in seconds.
 
-        (None, 0.0) while they are not measured.
+        On rank 0. (None, 0.0) while they are not measured.
         """
         usual = None if self._search is None else self._search.times.usual
         if usual is None or self.model is None:
@@ -498,7 +535,10 @@ class PipelineTarget(TunableTarget[Knobs]):
         return self.model.link_between_hosts(self.knobs.route), usual.between_s
 
     def _watch(self, drift: DriftWatch, span_s: float, agreed: Drift) -> None:
-        """Update the trend of communication time. If all ranks report a change, begin a search, which is collective."""
+        """Add an iteration's communication time `span_s` to its trend, and report the trend to all ranks.
+
+        If all ranks have `agreed` on a change, begin a search, which is collective.
+        """
         if agreed is not Drift.USUAL and drift.due:
             if self.overlap is not None and self.overlap.ready:
                 self.overlap.begin()  # stops deferring first, because a search needs all ranks at the same point
@@ -510,7 +550,7 @@ class PipelineTarget(TunableTarget[Knobs]):
             self._sync.vote_drift(drift.drift)
 
     def _retune(self, drift: DriftWatch) -> None:
-        """Begin a short search, whose result must be faster than the running setting. Collective."""
+        """Begin a short search for a setting that is faster than the running one. Collective."""
         if (search := self._search) is not None:
             iteration = self._sync.iteration
             self.controller.attempt(
@@ -525,7 +565,7 @@ class PipelineTarget(TunableTarget[Knobs]):
         self.controller.begin(self, recalls=False)
 
     def remember(self) -> None:
-        """Store the trials of an unfinished search, so that the next job continues the search. Idempotent."""
+        """Store the trials of an unfinished search in the registry, so that the next job continues it. Idempotent."""
         if (search := self._search) is not None:
             session = self.controller.release(self)
             self.controller.attempt(lambda: search.remember(session))
@@ -547,7 +587,7 @@ class PipelineTarget(TunableTarget[Knobs]):
             self._control.release(self.router.close)
 
     def _left_behind(self) -> Carried:
-        """Return the kept setting, or the trials of an unfinished search, for the next generation."""
+        """Return the kept setting, or the trials of an unfinished search, to use after a restart of an elastic job."""
         session = self.controller.release(self) if self._kept is None else None
         place = tuple(self._control.hosts)
         if session is not None and session.trials:

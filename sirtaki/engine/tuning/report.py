@@ -15,15 +15,15 @@ from sirtaki.measures import faster, in_ms
 from .trial_log import StepTime
 
 WHOLE_STEPS = StepTime(backward_s=0.0, between_s=0.0)
-"""Value for sessions that measure whole steps instead of communication times."""
+"""Step times for searches that measure whole steps: the measured time is the step, and nothing comes in addition."""
 
 
 def describe_progress(session: TuningSession[Any], usual: StepTime | None) -> TuningProgress:
     """Describe the remaining time of a search, its best result, and the current setting.
 
     Args:
-        session: the search.
-        usual: durations of the parts of a step. None if unknown.
+        session: the search in progress.
+        usual: typical durations of the parts of a training step. None if unknown.
     """
     result, now = session.result, session.assignment
     default_s, best_s = result.default_span_s, result.best_span_s
@@ -47,19 +47,22 @@ def describe_progress(session: TuningSession[Any], usual: StepTime | None) -> Tu
 
 
 def _a_step(usual: StepTime | None, *spans_s: float) -> str:
-    """Return the step times with the default and with the best setting, in brackets. "" if unknown."""
+    """Return the step times that follow from communication times `spans_s`, in brackets, for the log. "" if unknown.
+
+    `spans_s` are the times with the default, and with the best setting if there is one.
+    """
     if usual is None:
         return ""
     return " (" + " → ".join(in_ms(usual.step_s(span_s)) for span_s in spans_s) + ")"
 
 
 def describe_result(result: SessionResult, usual: StepTime | None, who: str) -> str:
-    """Describe the result of a search in communication times, in one line.
+    """Describe the result of a search that has measured communication times, in one line.
 
     Args:
-        result: result of the session.
-        usual: durations of the parts of a step. None if unknown.
-        who: name of the arm that proposed the kept setting.
+        result: result of the search.
+        usual: typical durations of the parts of a training step. None if unknown.
+        who: name of the search method (arm) that proposed the kept setting.
     """
     found = f"{result.knobs.describe()}, proposed by {who}" if result.tuned else "the default stays"
     gain = ""
@@ -80,7 +83,7 @@ def describe_result(result: SessionResult, usual: StepTime | None, who: str) -> 
 
 
 def describe_change(ratio: float, iterations: int) -> str:
-    """Describe why a search begins after a change of communication time, in one line.
+    """Describe why the job is tuned again after a change of communication time, in one line.
 
     Args:
         ratio: communication time now, relative to the time before. NaN if unknown.
@@ -95,13 +98,13 @@ def describe_change(ratio: float, iterations: int) -> str:
 
 
 def describe_retune(result: SessionResult, *, default: Knobs, earlier: Sequence[Knobs], proposer: str) -> str:
-    """Describe the result of a search after a change of communication time, in one line.
+    """Describe the result of a search that began because communication time had changed, in one line.
 
     Args:
-        result: result of the session.
+        result: result of the search.
         default: the untuned setting.
-        earlier: settings that this job kept earlier.
-        proposer: name of the arm that proposed the kept setting.
+        earlier: settings that earlier searches of this job chose.
+        proposer: name of the search method (arm) that proposed the kept setting.
     """
     if not result.tuned:
         return f"no faster setting found in {result.iterations_used} steps: the setting stays ({result.reason})"
@@ -119,8 +122,8 @@ def describe_lossy(knobs: Knobs, cost: Cost, iterations: int, whose: str) -> str
     """Describe the bytes that the kept compressors save, and the precision that they lose, in one line.
 
     Args:
-        knobs: the kept setting.
-        cost: measured bytes and losses.
+        knobs: the kept communication setting.
+        cost: measured bytes, and losses of precision.
         iterations: number of iterations measured.
         whose: ranks whose gradients were measured.
     """
@@ -133,11 +136,11 @@ def describe_lossy(knobs: Knobs, cost: Cost, iterations: int, whose: str) -> str
 
 
 def describe_overlap(session: TuningSession[Any], tuned: Knobs) -> str:
-    """Describe whether updates are deferred from now on.
+    """Describe whether parameter updates are deferred into the next forward pass from now on, and why.
 
     Args:
-        session: session in iteration times, which has ended.
-        tuned: knobs that run without deferred updates.
+        session: search that has measured iteration times with and without deferred updates, and has ended.
+        tuned: communication setting (knobs) that runs without deferred updates.
     """
     result, knobs = session.result, session.result.knobs.knobs
     without = in_ms(result.default_span_s)
@@ -155,7 +158,7 @@ def describe_overlap(session: TuningSession[Any], tuned: Knobs) -> str:
 
 
 def describe_steps(result: SessionResult[Any], setting: str) -> str:
-    """Describe the result of a search in step times, in one line; `setting` describes the kept setting."""
+    """Describe the result of a search that has measured step times, in one line; `setting` is the kept one, as text."""
     found = "the default stays"
     if result.gain is not None:
         before, after = in_ms(result.default_span_s), in_ms(result.best_span_s)

@@ -12,17 +12,17 @@ from sirtaki.engine.console import TuningProgress
 
 
 class TunableTarget(ABC, Generic[S]):
-    """A part of a job that can run with different settings.
+    """A part of a job that can run with different settings, of which `TuningController` chooses the fastest.
 
     The controller calls methods marked "Collective." on all ranks in the same order, and methods without this mark on
     rank 0 only. An exception in a method without the mark ends tuning, not training.
 
     Attributes:
         default: setting without tuning; the same on all ranks.
-        stays: setting to run without a session, on rank 0; None = the default.
+        stays: setting to run while nothing is tried, on rank 0; None = the default.
         slowest: True if a measurement is the longest time of any rank. False if it is the shortest: the time of the
             rank that begins communication last, and so does not wait for other ranks.
-        iterations: iterations of one measurement. Only the last one ends with communication between ranks.
+        iterations: number of iterations of one measurement. Only the last one ends with communication between ranks.
     """
 
     default: S
@@ -31,19 +31,24 @@ class TunableTarget(ABC, Generic[S]):
     iterations: int = 1
 
     def recall(self) -> TuningSession[S] | None:
-        """Return a session that checks the setting of an earlier job; None if there is no such setting."""
+        """Return a session (a search in progress) that checks an earlier job's setting; None without such a setting."""
         return None
 
     def prepare(self) -> None:  # most targets have nothing to measure
-        """Measure the inputs of a search. Collective."""
+        """Measure what a search for settings needs, such as the bandwidth of connections. Collective."""
 
     @abstractmethod
     def search(self, session: TuningSession[S] | None) -> TuningSession[S]:
-        """Begin a search, and return its session: the given one, whose check of a setting has failed, or a new one."""
+        """Begin a search for the fastest setting, and return its session, which decides what to try.
+
+        Args:
+            session: session that has checked the setting of an earlier job and found it slow; it is continued. None =
+                make a new one.
+        """
 
     @abstractmethod
     def apply(self, setting: S) -> None:
-        """Run a setting from the next iteration on. Collective.
+        """Let the job use a setting from the next iteration on. Collective.
 
         Raises:
             PlanError: the setting cannot be run. Raised on all ranks.
@@ -52,23 +57,26 @@ class TunableTarget(ABC, Generic[S]):
 
     @abstractmethod
     def measured_s(self) -> float:
-        """Return the result of the measurement that has just ended on this rank, in seconds.
+        """Return the time that this rank has measured with the running setting, in seconds.
 
-        NaN discards the measurement on all ranks. Called on all ranks. Non-blocking.
+        NaN discards the measurement on all ranks. Called on all ranks when a measurement ends. Non-blocking.
         """
 
     def record(self, session: TuningSession[S], spans_s: Sequence[float]) -> None:
-        """Record the measurements of the current assignment in the session."""
+        """Record the measured times of the setting that the session has let run (its assignment)."""
         session.record(spans_s)
 
     def progress(self, session: TuningSession[S]) -> TuningProgress | None:
-        """Return the progress of the search for the log; None = nothing is logged."""
+        """Return the progress of the search, which is logged; None = nothing is logged."""
         return None
 
     @abstractmethod
     def keep(self) -> None:
-        """Release what only the search needed. Called when the search has ended and its result runs. Collective."""
+        """Close what only the search needed, such as connections. Collective.
+
+        Called when the search has ended and the job uses its result.
+        """
 
     @abstractmethod
     def report(self, session: TuningSession[S]) -> None:
-        """Store and log the result of a session that has ended."""
+        """Store and log the result of the search of a session that has ended."""

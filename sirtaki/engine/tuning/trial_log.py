@@ -1,4 +1,4 @@
-"""Write and read the trial log: one JSON line for each trial, each re-tune and each result of tuning."""
+"""Write and read the trial log: one JSON line for each setting tried, each later search and each result of tuning."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class StepTime:
     between_s: float
 
     def step_s(self, span_s: float) -> float:
-        """Return the duration of a step with communication time `span_s`."""
+        """Return the duration of a training step whose communication takes `span_s` seconds."""
         return self.between_s + span_s
 
     def exposed_s(self, span_s: float) -> float:
-        """Return the part of communication time `span_s` that does not overlap with the backward pass."""
+        """Return the seconds of the communication time `span_s` that do not overlap with the backward pass."""
         return max(0.0, span_s - self.backward_s)
 
     def at_this_pace(self, cold: Profile) -> Profile:
@@ -56,10 +56,11 @@ class StepTime:
 
 
 class StepTimer:
-    """Measures the typical `StepTime` of a job.
+    """Measures the typical durations of the parts of a training step.
 
     Attributes:
-        cold_between_s: `StepTime.between_s` of the last order-profiling iteration. NaN before the first one.
+        cold_between_s: time from the last reduced gradient of a step to the first ready gradient of the next one, of
+            the last iteration in which the order of gradients was profiled. NaN before the first one.
     """
 
     def __init__(self) -> None:
@@ -78,7 +79,7 @@ class StepTimer:
             self._warm.append(StepTime(backward_s=report.backward_s, between_s=between_s))
 
     def pause(self) -> None:
-        """Exclude the time from now to the end of the next iteration, because tuning work runs in it."""
+        """Do not measure the time until the end of the next iteration, because it contains work of the tuner."""
         self._finished_s = math.nan
 
     @property
@@ -87,7 +88,7 @@ class StepTimer:
 
         An iteration is scheduled once the launch order of units (buckets) has been profiled.
 
-        Uses the 10th percentile of backward passes, because concurrent communication slows them down.
+        The typical backward time is the 10th percentile, because concurrent communication slows most passes down.
         """
         if not self._warm:
             return None
@@ -101,7 +102,7 @@ class StepTimer:
 logger = logging.getLogger(__name__)
 
 VERSION = 2
-"""Version of the log format. Lines of version 1 have no `version`, no `tuner` and no predicted times."""
+"""Version of the trial log's format. Lines of version 1 have no `version`, no `tuner` and no predicted times."""
 
 
 @functools.cache
@@ -123,7 +124,7 @@ class TrialLogWriter:
 
     def __init__(self, path: str | None) -> None:
         self._file: IO[str] | None = None
-        self._tuner = uuid.uuid4().hex[:8]  # because several optimizers and jobs may append to one file
+        self._tuner = uuid.uuid4().hex[:8]  # identifies the writer, as several optimizers may append to one file
         if path is not None:
             try:
                 self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115  # stays open for the whole warm-up
@@ -131,16 +132,16 @@ class TrialLogWriter:
                 logger.warning("the trial log cannot be written: %s", err)
 
     def knows(self, model: PlanningModel) -> None:
-        """Write the planners' model of this job, which `sirtaki plan` reads."""
+        """Write the cost model of this job, with which planners predict times. `sirtaki plan` reads it."""
         self._write({"event": "model", **model.to_json()})
 
     def retunes(self, running: Knobs, ratio: float, *, iteration: int) -> None:
-        """Write that a re-tune (a second search after the warm-up) begins after `iteration`.
+        """Write that a search after the warm-up begins, because communication time has changed.
 
         Args:
             running: setting that is in use.
             ratio: communication time now, relative to the time when `running` was chosen.
-            iteration: number of the training iteration.
+            iteration: training iteration after which the search begins.
         """
         self._write({"event": "retune", "iteration": iteration, "ratio": _finite(ratio), "running": running.to_json()})
 
@@ -155,16 +156,17 @@ class TrialLogWriter:
         predicted_s: float | None,
         forecast: Forecast | None,
     ) -> None:
-        """Write the result of an assignment: a setting that ran for some iterations.
+        """Write the measured times of an assignment (a setting that ran for some iterations).
 
         Args:
             assignment: the setting, and why it ran.
             spans_s: measured communication times, in seconds.
             iteration: training iteration at which the assignment ended.
             best_span_s: communication time of the best setting so far, in seconds.
-            credits: the bandit's AUC credit of each arm after this trial.
-            predicted_s: communication time predicted by the planners' model. None without a prediction.
-            forecast: accuracy of the planners' model, including this trial. None without a model.
+            credits: score of each search method (arm) after this trial: its AUC credit, which rates its recent
+                improvements.
+            predicted_s: communication time predicted by the planners' cost model. None without a prediction.
+            forecast: accuracy of the planners' cost model, including this trial. None without a model.
         """
         self._write(
             {
@@ -198,7 +200,7 @@ class TrialLogWriter:
         )
 
     def sparse(self, summary: SparseSummary, *, iteration: int) -> None:
-        """Write the algorithm that was chosen after `iteration` for a parameter's sparse gradients."""
+        """Write which all-reduce algorithm was chosen after `iteration` for the sparse gradients of one parameter."""
         self._write({"event": "sparse", "iteration": iteration, **summary.to_json()})
 
     def _write(self, record: dict[str, object]) -> None:
@@ -208,7 +210,7 @@ class TrialLogWriter:
             whose = {"version": VERSION, "tuner": self._tuner, "process": _process()}
             self._file.write(json.dumps({**whose, **record}) + "\n")
             self._file.flush()
-        except (OSError, ValueError, TypeError) as err:  # TypeError, because arms may put any values into knobs
+        except (OSError, ValueError, TypeError) as err:  # TypeError: a user's search method may use any type of value
             logger.warning(
                 "the trial log %s cannot be written any more (%s): later trials are missing in it. Training continues.",
                 self._file.name,
@@ -217,10 +219,10 @@ class TrialLogWriter:
             self.close()
 
     def close(self) -> None:
-        """Close the file. Idempotent."""
+        """Close the file of the trial log. Idempotent."""
         file, self._file = self._file, None
         if file is not None:
-            with contextlib.suppress(OSError):  # because closing retries a failed write
+            with contextlib.suppress(OSError):  # `close` retries a failed write, and may fail again
                 file.close()
 
 
@@ -228,20 +230,21 @@ Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True, rename={"credits": "auc"}):
-    """Result of one assignment (a setting that ran for some iterations), as read from the log.
+    """Result of one assignment (a setting that ran for some iterations), as read from the trial log.
 
     Attributes:
         iteration: training iteration at which the assignment ended.
-        arm: name of the arm that proposed the setting.
+        arm: name of the search method (arm) that proposed the setting.
         purpose: why the setting ran: "default", "trial", "finals", …
         knobs: setting that ran.
         span_s: median communication time in seconds. Infinite if the setting failed.
-        was_best: the setting was the best one up to this trial.
-        best_s: best communication time after this trial, in seconds.
-        credits: AUC credit of each arm after this trial. Empty in logs without credits.
-        predicted_s: communication time predicted by the planners' model. None without a prediction.
-        agreement: agreement of the planners' model with measurements (`Forecast.agreement`). None without a model.
-        believed: the planners' model is believed after this trial. None without a model.
+        was_best: True if the setting was the fastest one up to this trial.
+        best_s: shortest communication time up to this trial, in seconds.
+        credits: score (AUC credit) of each search method after this trial. Empty in logs without scores.
+        predicted_s: communication time predicted by the planners' cost model. None without a prediction.
+        agreement: how well the cost model's predictions agree with measured times (`Forecast.agreement`). None without
+            a model.
+        believed: True if the tuner relies on the cost model after this trial. None without a model.
     """
 
     iteration: int
@@ -267,7 +270,9 @@ class LoggedResult(msgspec.Struct, frozen=True, kw_only=True, rename={"span_s": 
 
     Attributes:
         span_s, default_span_s: communication times of the kept setting and of the default, in seconds.
-        backward_s, between_s: durations of a step's parts, as in `StepTime`. None if the log does not contain them.
+        backward_s: duration of the backward pass from its first ready gradient on. None if the log does not have it.
+        between_s: time from the last reduced gradient of a step to the first ready gradient of the next step. None if
+            the log does not have it.
         gain: proved gain over the default. None if the default was kept, if the warm-up did not end, or if an older
             release wrote the log.
     """
@@ -290,14 +295,14 @@ class LoggedResult(msgspec.Struct, frozen=True, kw_only=True, rename={"span_s": 
 
 
 class Retune(msgspec.Struct, kw_only=True):
-    """A short search for a faster setting after the warm-up, as read from the log.
+    """A short search for a faster setting after the warm-up, as read from the trial log.
 
     Attributes:
         iteration: training iteration after which the search began.
         ratio: communication time when the search began, relative to the time when `running` was chosen. None if the
             log does not contain it.
         running: setting that ran before the search.
-        measurements: results of the search's assignments, in order of time.
+        measurements: results of the settings that the search tried, in order of time.
         result: result of the search, with `running` as the default. None if the log ends before the search does.
     """
 
@@ -310,15 +315,16 @@ class Retune(msgspec.Struct, kw_only=True):
 
 @dataclass(slots=True, kw_only=True)
 class TrialLog:
-    """Log of one optimizer in one job, as read from a file.
+    """Log of the tuning of one optimizer in one job, as read from a file.
 
     Attributes:
-        measurements: results of the warm-up's assignments, in order of time.
+        measurements: results of the settings that the warm-up tried, in order of time.
         result: result of the warm-up. None if the warm-up did not end.
-        model: the planners' cost model of the job. None if the log does not contain one.
+        model: cost model of the job, with which planners predict times. None if the log does not contain one.
         retunes: searches after the warm-up, in order of time.
         process: id of the process that wrote the log. "" in logs of older releases.
-        sparse: chosen algorithms of sparse gradients, by parameter name, of all optimizers of the job.
+        sparse: for each parameter with sparse gradients, by name, the all-reduce algorithm that was chosen, of all
+            optimizers of the job.
     """
 
     measurements: list[Measurement] = field(default_factory=list)
@@ -345,9 +351,10 @@ class TrialLog:
 
     @property
     def bound_s(self) -> float | None:
-        """Return a lower bound of the communication time in seconds: the model's, or a shorter measured time.
+        """Return a lower bound of the communication time, in seconds.
 
-        Returns None without a model, or if the model has no bound.
+        It is the bound of the planners' cost model, or the shortest measured time if that is shorter. None without a
+        model, or if the model has no bound.
         """
         if self.model is None or not self.model.bound_s > 0:
             return None
@@ -370,7 +377,9 @@ class TrialLog:
 
 
 def read_log(path: Path) -> TrialLog:
-    """Read the log of the last job in `path`. `measurements` is empty if all gradients of the job are sparse.
+    """Read the trial log of the last job in `path`.
+
+    The log has no `measurements` if all gradients of the job are sparse.
 
     Raises:
         ConfigError: the file cannot be read, has an invalid line, or contains no measured trial.
@@ -411,7 +420,10 @@ def read_log(path: Path) -> TrialLog:
 
 
 def _add_to_job(logs: dict[str, TrialLog], data: Mapping[str, Any]) -> None:
-    """Add one line to the log of its job. Move the log to the end of `logs` if the line is a measurement or result."""
+    """Add one line of the trial log to the log of its job in `logs`.
+
+    Move that log to the end of `logs` if the line is a measurement or result.
+    """
     tuner = str(data.get("tuner", ""))
     log = logs.get(tuner, TrialLog())
     if "tuner" not in data and _begins_another_job(log, data):
@@ -423,7 +435,7 @@ def _add_to_job(logs: dict[str, TrialLog], data: Mapping[str, Any]) -> None:
 
 
 def _begins_another_job(log: TrialLog, data: Mapping[str, Any]) -> bool:
-    """Return whether a line of version 1 belongs to the next job.
+    """Return whether a line of the trial log in format version 1 belongs to the next job than `log`.
 
     A job ends with its result. If a job was cut short, the next one begins with a smaller iteration number.
     """
@@ -450,9 +462,9 @@ def _add_to_log(log: TrialLog, data: Mapping[str, Any]) -> None:
 
 
 def _measurement(data: Mapping[str, Any], *, best_s: float) -> Measurement:
-    """Parse a measurement. `best_s` is the best time before it.
+    """Parse the line of one measurement. `best_s` is the shortest communication time before it.
 
-    Lines of version 1 have `span_s` and `was_best` instead of `spans_s`.
+    Lines of format version 1 have `span_s` and `was_best` instead of `spans_s`.
     """
     values = msgspec.convert(data.get("spans_s", [data.get("span_s")]), list[Seconds | None])
     spans_s = [span_s for span_s in values if span_s is not None]
