@@ -1,4 +1,4 @@
-"""Look up settings in the registry before the first trial, and store the result after the last one."""
+"""Look up settings in the registry before the first one is tried, and store the result of the search there."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 INDIFFERENCE = 0.02
-"""Minimum relative error assumed for predicted times. If the residual of a link's fit is larger, it is used instead."""
+"""Minimum relative error assumed for predicted times.
+
+If the model of latency and bandwidth fits its measurements less well, the error of this fit is used instead.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +54,9 @@ class FirstProposal:
 
     Attributes:
         knobs: communication setting to try.
-        arm: name of the arm that found the setting in the earlier job, or that planned it again for this job.
-        message: origin of the setting, for the log.
+        arm: name of the search method (arm) that found the setting in the earlier job, or computed it again for this
+            job.
+        message: which earlier job the setting comes from, for the log.
     """
 
     knobs: Knobs
@@ -71,10 +75,10 @@ def first_proposals(
 
     Args:
         starts: settings of similar jobs, adapted to this job, most similar first.
-        layouts: gradient layouts of this job. Settings that do not fit them are omitted.
+        layouts: layouts of the flat buffers of this job. Settings that do not fit them are omitted.
         space: settings that this job may try.
-        model: planners' cost model of this job. None if it could not be measured. Without a model, planners do not
-            compute settings again, and no setting is omitted as too slow.
+        model: cost model of this job, from which planners compute settings. None if it could not be measured. Without a
+            model, planners do not compute settings again, and no setting is omitted as too slow.
     """
     planners = {} if model is None else {one.name: one for one in make_planners(space=space, model=model)}
 
@@ -124,7 +128,8 @@ def _promising(
 
 
 OTHER_TIMES, OTHER_TIMES_ON_ONE_HOST = 1.5, 3.0
-"""If the communication time differs from the stored time by more than this factor, the link is taken to have changed.
+"""If the communication time with a stored setting differs from the stored time by more than this factor, the network is
+taken to have changed.
 
 The factor is larger on one host, because other jobs on its processors slow communication down for a while.
 """
@@ -132,12 +137,12 @@ The factor is larger on one host, because other jobs on its processors slow comm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheHit:
-    """The registry's entry of this job, which an earlier run has stored.
+    """The registry's entry of this job, which an earlier run of the same job has stored.
 
     Attributes:
-        exact: result of the earlier run's warm-up, if the warm-up was complete.
-        history: trials of the earlier run's warm-up, if the warm-up was cut short.
-        message: origin of the entry, for the log. "" if the registry has no entry of this job.
+        exact: setting that the earlier run chose, if its warm-up was complete.
+        history: settings that the earlier run tried, with their times, if its warm-up was cut short.
+        message: description of the entry, for the log. "" if the registry has no entry of this job.
     """
 
     exact: Remembered | None = None
@@ -176,16 +181,19 @@ def _label(text: str) -> str:
 
 
 def condition_of(ratio: float) -> str:
-    """Return the network condition as text: `ratio`, rounded to a power of two. Return "" if that is 1 or unknown.
+    """Return the condition of the network as text: `ratio`, rounded to a power of two. "" if that is 1 or unknown.
 
-    `ratio` is the duration of the default setting, relative to an earlier one.
+    `ratio` is the communication time with the default setting, relative to that in the job's record without condition.
     """
     power = round(math.log2(ratio)) if 0.0 < ratio < math.inf else 0
     return f"{2.0**power:g}×" if power else ""
 
 
 def hosts_by_rank(control: ControlPlane, settings: Settings) -> list[str]:
-    """Return the host name of each rank. Each simulated node counts as a host, because it is tuned like one."""
+    """Return the host name of each rank, with the number of its simulated node.
+
+    So each simulated node counts as a host, because it is tuned like one.
+    """
     simulated = control.local_size if settings.local_size else control.size
     return [f"{host}/{rank // simulated}" for rank, host in enumerate(control.hosts)]
 
@@ -242,7 +250,7 @@ class TuningCache:
     def look_up(self, layouts: Sequence[GradientLayout], space: KnobSpace) -> CacheHit:
         """Look up this job's own entry in the registry. The model must have run forward once before.
 
-        Settings of similar jobs are returned by `first_proposals`.
+        The entry is of an earlier run of the same job. `first_proposals` returns settings of similar jobs.
         """
         self._recorder.stop()
         self._asked = layouts, space
@@ -255,9 +263,9 @@ class TuningCache:
         return self._memory.read(look, CacheHit())
 
     def _described(self) -> JobDescription | None:
-        """Return the description of this job. None if no graph was recorded.
+        """Return the description of this job. None if no graph of the model was recorded.
 
-        Computed at the first call, because networkx loads slowly.
+        It is computed at the first call only, because that needs networkx, which loads slowly.
         """
         asked, self._asked = self._asked, None  # cleared, so that a failing computation is not repeated
         if asked is not None:
@@ -335,12 +343,12 @@ class TuningCache:
     def disprove(self) -> None:
         """Allow `keep` to replace this job's stored record with a slower result.
 
-        Called if the stored setting was not fast in this run, or if the link has changed.
+        Called if the stored setting was not fast in this run, or if the network has changed.
         """
         self._disproved = self._own
 
     def look_again(self) -> None:
-        """Make the next `first_proposals` search the registry for similar jobs again, because links have changed."""
+        """Make the next `first_proposals` search the registry for similar jobs again, as the network has changed."""
         self._neighbours = None
 
     def first_proposals(
@@ -351,7 +359,7 @@ class TuningCache:
         Args:
             layouts: gradient layouts of this job.
             space: settings that this job may try.
-            model: planners' cost model of this job. None if it could not be measured.
+            model: cost model of this job, from which planners compute settings. None if it could not be measured.
         """
         nothing: list[FirstProposal] = []
         if not self._memory.exists or (self._own is not None and not self._own.complete):
@@ -379,15 +387,15 @@ class TuningCache:
         links: Mapping[Route, LinkModel],
         condition: str = "",
     ) -> bool:
-        """Store the result of the warm-up. Return whether it was stored.
+        """Store the result of a search in the registry. Return whether it was stored.
 
         Args:
-            result: result of the tuning session.
-            trials: all trials of the tuning session.
-            complete: the warm-up was complete, not cut short.
-            links: measured cost model of the link, for each route.
-            condition: network condition in which the result was measured, as by `condition_of`. A result with a
-                condition is stored in addition to the job's own record.
+            result: result of the search.
+            trials: all settings that the search tried, with their times.
+            complete: True if the search was complete, False if it was cut short.
+            links: measured model of latency and bandwidth, for each route (transport and algorithm).
+            condition: condition of the network in which the result was measured, as text from `condition_of`. A result
+                with a condition is stored in addition to the job's own record.
         """
         if not all(0 < span < math.inf for span in (result.best_span_s, result.default_span_s)):
             return False
@@ -403,7 +411,8 @@ class TuningCache:
             before = self._disproved
             kept = store.put(record, disproved=before)
             if kept and before is not None and before.complete and before.key == record.key:
-                # The earlier setting is stored again, under a condition, because the network may change back.
+                # Store the earlier setting again, for the condition of the network in which it was fast, because the
+                # network may change back.
                 now = condition_of(before.default_span_s / record.default_span_s)
                 if now:
                     store.put(structs.replace(before, key=structs.replace(before.key, condition=now)))
@@ -422,7 +431,7 @@ class TuningCache:
         links: Mapping[Route, LinkModel],
     ) -> JobRecord:
         knobs = result.knobs
-        # If the session has only confirmed the stored setting, the new record keeps the trials of the earlier run.
+        # Add the earlier run's number of trials to the new record if this run has only confirmed the stored setting.
         checked = own is not None and own.complete and own.knobs == knobs
         link = links.get(knobs.route)
         if link is None and own is not None and own.knobs.route == knobs.route:

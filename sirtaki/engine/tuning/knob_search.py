@@ -1,4 +1,4 @@
-"""Searches for the knobs of one gradient pipeline: preparation, trial log, and storage of the results."""
+"""Searches for the fastest communication setting (knobs) of one gradient pipeline, with their log and results."""
 
 from __future__ import annotations
 
@@ -45,28 +45,34 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 SEED = 0
-"""Seed of the tuner's random numbers: with equal measurements, two jobs run the same trials."""
+"""Seed of the tuner's random numbers. With a constant seed, jobs with equal measurements try the same settings."""
 
 RETUNE_SEARCH_ITERATIONS, RETUNE_ITERATIONS = 12, 31
-"""Iterations of a search after a change of communication time, without and with the final comparison."""
+"""Maximum iterations of a search after a change of communication time: to try settings, and in all.
+
+The iterations in all include the final comparison with the setting that ran before.
+"""
 
 MEASURED, MEASURED_IN_RETUNE = 2, 1
-"""Measured iterations of a trial. One in a re-tune, because a large gain shows in one iteration."""
+"""Measured iterations of each setting tried: in the first search, and in a search after communication time changed.
+
+The latter needs one only, because it looks for a large gain.
+"""
 
 EARLIER_SETTINGS = 2
-"""Number of earlier results of this job that are tried again after a change of communication time."""
+"""Number of settings, chosen earlier in this job, that are tried again after a change of communication time."""
 
 
 class KnobSearch:
-    """Searches of one gradient pipeline with their log and results. Exists on rank 0 only.
+    """Searches for the fastest setting of one gradient pipeline, with their log and results. Exists on rank 0 only.
 
     Attributes:
         default: setting without tuning.
-        stays: setting to run without a session; None = the default.
-        times: step times of this rank.
+        stays: setting to run while nothing is tried; None = the default.
+        times: typical durations of the parts of a training step on this rank.
         retuning: True in a search after a change of communication time.
-        given: setting of the user, which is the first trial; None = none.
-        model: model of the job for planners; None = none.
+        given: setting in the user's plan file, which is tried first; None = no plan file.
+        model: cost model of the job, from which planners compute settings; None = unknown.
     """
 
     def __init__(
@@ -84,11 +90,11 @@ class KnobSearch:
 
         Args:
             settings: settings of the job.
-            cache: results of earlier jobs.
+            cache: access to results of earlier jobs.
             default: setting without tuning.
-            arms: search techniques; None = the default ones.
-            discarded_iterations: iterations after a change of setting that are not measured.
-            presumed: True if planners propose settings before trials have confirmed their model.
+            arms: search methods (arms); None = the default ones.
+            discarded_iterations: number of iterations after a change of setting that are not measured.
+            presumed: True if planners propose settings before measured times have confirmed their cost model.
             where: returns a description of the current iteration, for the log of a failure.
         """
         self._settings, self._cache, self.default = settings, cache, default
@@ -97,7 +103,7 @@ class KnobSearch:
         self._bandit: BanditArm | None = None  # None until a search begins
         self.model: PlanningModel | None = None
         self._planners: Sequence[Planner] = ()
-        self._learner: ContentionLearner | None = None  # None if contention is not learnt, or has been learnt
+        self._learner: ContentionLearner | None = None  # None unless the slowdown of computation is still being learnt
         self._layouts: Sequence[GradientLayout] = ()
         self._hit = CacheHit()
         self.stays: Knobs | None = None
@@ -105,7 +111,7 @@ class KnobSearch:
         self._earlier: list[Knobs] = []  # earlier results of this job, except `stays`, the newest first
         self.retuning = False
         self.given: Knobs | None = None
-        self._suggested: list[Knobs] = []  # from an earlier generation of the job
+        self._suggested: list[Knobs] = []  # settings to try first, found before a restart of an elastic job
         self.times = StepTimer()
         self._log = TrialLogWriter(settings.trial_log)
 
@@ -117,14 +123,15 @@ class KnobSearch:
         *,
         place: Sequence[int] = (),
     ) -> TuningSession | None:
-        """Return a session that checks the setting of an earlier job; None if there is none.
+        """Return a session (a search in progress) that checks the setting of an earlier job; None if there is none.
 
-        If the ranks are placed as in an earlier generation of this job, set `stays` to the result of that generation.
+        If this elastic job was tuned before a restart, with its ranks on the same hosts, set `stays` to that result.
 
         Args:
             layouts: layouts of the flat buffers.
             space: settings that may be chosen.
-            before: results of earlier generations of this job, one for each placement of ranks, the newest first.
+            before: tuning results from before restarts of this job, one for each placement of ranks on hosts, the
+                newest first.
             place: for each rank, the first rank on its host.
         """
         self._layouts = layouts
@@ -139,7 +146,11 @@ class KnobSearch:
         return session
 
     def _continue_from(self, before: Sequence[Carried], space: KnobSpace, place: tuple[int, ...]) -> None:
-        """Set `stays` to the result of a generation with this placement, or begin the search from earlier results."""
+        """Use tuning results from before a restart of an elastic job.
+
+        If the ranks were placed on hosts as now, set `stays` to that result, or continue with its trials if its search
+        was unfinished. Otherwise try the newest result first in the new search.
+        """
         possible = [carried for carried in before if carried.knobs in space]
         here = next((carried for carried in possible if carried.place == place), None)
         if here is not None and here.settled:
@@ -154,7 +165,7 @@ class KnobSearch:
             logger.info("tuning again for %d ranks (hosts: %d), from the setting of %d ranks (hosts: %d)", *counts)
 
     def retune(self, running: Knobs, layouts: Sequence[GradientLayout], *, ratio: float, iteration: int) -> None:
-        """Prepare a search after a change of communication time. The running setting becomes the default of the search.
+        """Prepare a search after a change of communication time. Its result is compared with the running setting.
 
         Args:
             running: the running setting.
@@ -178,13 +189,14 @@ class KnobSearch:
         promising: KnobSpace,
         make_model: Callable[[], PlanningModel | None],
     ) -> TuningSession:
-        """Begin a search in the given session, or in a new one. Return the session.
+        """Begin a search for the fastest setting, and return its session, which decides what to try.
 
         Args:
-            session: session that has checked the setting of an earlier job without success; None = make a new one.
+            session: session that has checked an earlier job's setting and found it slow; it is continued. None = make
+                a new one.
             space: settings that may be chosen.
-            promising: settings from which search techniques choose while trials confirm the planners' model.
-            make_model: returns the model for planners; None = planners cannot be used.
+            promising: settings from which search methods choose while measured times confirm the planners' cost model.
+            make_model: returns the cost model for planners, or None if planners cannot be used.
         """
         self.model = self._attempt(make_model, None)
         self._planners, self._learner = (), None
@@ -233,21 +245,23 @@ class KnobSearch:
             planners=self._planners,
             where=self._where,
         )
-        # In another thread, because modules that arms import may keep exceptions of failed imports. The traceback of
-        # such an exception keeps all frames of its stack alive. Here, these would include user code and its model.
+        # Make the search methods in another thread, because modules that they import may keep exceptions of failed
+        # imports. The traceback of such an exception keeps all frames of its stack alive. In this thread, these would
+        # include user code and its model.
         with ThreadPoolExecutor(max_workers=1) as stack:
             return stack.submit(build).result()
 
     def record(
         self, session: TuningSession, spans_s: Sequence[float], *, iteration: int, backward_s: Sequence[float] = ()
     ) -> None:
-        """Record the measurements of the current assignment in the session and the log, and notify watchers.
+        """Record the times of the running setting in the session and the trial log, and notify watchers.
 
         Args:
-            session: the session.
-            spans_s: communication times, `(n_measured,)`; infinite if the setting could not be run.
-            iteration: number of the last iteration of the assignment.
-            backward_s: backward times of this rank in the same iterations, `(n_measured,)`; empty if it was not run.
+            session: the search in progress.
+            spans_s: communication times with the setting, `(n_measured,)`; infinite if it could not be run.
+            iteration: number of the last iteration with the setting.
+            backward_s: backward times of this rank in the same iterations, `(n_measured,)`; empty if the setting could
+                not be run.
         """
         assignment = session.assignment
         if assignment.purpose is Purpose.DEFAULT:
@@ -286,9 +300,12 @@ class KnobSearch:
         spans_s: Sequence[float],
         backward_s: Sequence[float],
     ) -> None:
-        """Learn contention from an assignment. Update the planners' model once the learner has enough measurements."""
+        """Learn from measured times how much communication slows computation down (contention).
+
+        Once the learner has enough measurements, update the planners' cost model and stop learning.
+        """
         knobs, model = session.assignment.knobs, self.model
-        assert model is not None  # because there is a learner
+        assert model is not None  # always true, because a learner is made with a model only
         both = zip(spans_s, backward_s or [math.nan] * len(spans_s), strict=True)
         seen = [Observation(knobs=knobs, span_s=span, backward_s=backward) for span, backward in both]
         learnt = self._attempt(lambda: learner.learn(model, seen), self.model)
@@ -302,7 +319,7 @@ class KnobSearch:
             self._log.knows(learnt)
 
     def _update_pace(self) -> None:
-        """Update the model to the usual pace of iterations, because the profiled first iterations were slower."""
+        """Update the cost model to the usual durations of steps, because the profiled first steps were slower."""
         if self.model is None:
             return
         if self.times.usual is not None:
@@ -317,14 +334,14 @@ class KnobSearch:
         return {} if self.model is None else self.model.links
 
     def _name(self, arm: str) -> str:
-        """Return the name of an arm for log lines."""
+        """Return the name of a search method (arm) for log lines."""
         if arm in (REGISTRY_ARM, DEFAULT_ARM, DRAW_ARM, REFINEMENT_ARM, PLAN_ARM):
             return f"the {arm}"
         kind = "planner" if any(planner.name == arm for planner in self._planners) else "search technique"
         return f"the {kind} {arm}"
 
     def report(self, session: TuningSession, *, iteration: int) -> None:
-        """Store and log the result of a session that has ended."""
+        """Store the result of a session (a search that has ended) in the registry, and log it."""
         result = session.result
         if self.retuning:
             stored = self._keep_condition(session)
@@ -336,7 +353,7 @@ class KnobSearch:
             text = describe_result(result, self.times.usual, self._name(result.arm))
             self._usual_default_s = result.default_span_s
         logger.info("%s%s", text, "; stored in the registry" if stored else "")
-        self._update_pace()  # because the log, and `sirtaki plan`, show the model
+        self._update_pace()  # writes the model to the log, from which `sirtaki plan` reads it
         self._log.ended(result, iteration=iteration, usual=self.times.usual)
         if watchers.watching:
             event = Decision(
@@ -355,10 +372,13 @@ class KnobSearch:
         self.stays = result.knobs
 
     def _keep_condition(self, session: TuningSession) -> bool:
-        """Store the result for the current network condition only. The result of the first search stays stored."""
+        """Store the result of a later search, for the current condition of the network only.
+
+        The result of the first search stays in the registry. Return whether the new one was stored.
+        """
         default_s = next((trial.span_s for trial in session.trials if trial.knobs == self.default), math.nan)
         condition = condition_of(default_s / self._usual_default_s)
-        result = replace(session.result, default_span_s=default_s, gain=None)  # the gain is over the running setting
+        result = replace(session.result, default_span_s=default_s, gain=None)  # its gain is not over the default
         return bool(condition) and self._cache.keep(
             result, session.trials, complete=True, links=self._links, condition=condition
         )
@@ -376,7 +396,7 @@ class KnobSearch:
         self._log.close()
 
     def close(self) -> None:
-        """Close the cache."""
+        """Close the access to results of earlier jobs."""
         self._cache.close()
 
     def _begin(

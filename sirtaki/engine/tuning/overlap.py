@@ -1,4 +1,4 @@
-"""Deferred updates: the end of an iteration moves into the next forward pass, if that makes steps faster."""
+"""Deferred updates: reduction and update of an iteration end in the next forward pass, if that makes steps faster."""
 
 from __future__ import annotations
 
@@ -42,25 +42,26 @@ MOST_EXPECTED = 4
 """Maximum number of settings to try because their predicted iteration time is short."""
 
 NEAR, NOT_FAR = 1.02, 1.1
-"""Tolerances on predicted iteration times, as factors on the shortest one.
+"""Tolerances on predicted iteration times, as factors on the shortest one, in the choice of settings to try.
 
-Within `NEAR`, the setting with fewer units (buckets) is preferred. Within `NOT_FAR`, the one with fewer streams is.
+For each number of streams, the setting with the fewest units (buckets) whose time is within `NEAR` is chosen. Of these
+settings, those whose times are within `NOT_FAR` are tried.
 """
 
 WORTHWHILE = 0.01
 """Minimum gain for which deferred updates are used, as a fraction of the iteration time."""
 
 SKIPPED, TIMED = 1, 2
-"""Numbers of untimed and of timed iterations in one measurement. The untimed iterations come first.
+"""Numbers of untimed and of timed iterations in one measurement of a setting. The untimed iterations come first.
 
-One more iteration follows, which ends with `step()`. In it the ranks agree on the measured time.
+One more iteration follows, whose update is made in `step()`. In it the ranks agree on the measured time.
 """
 
 BUDGET = 60
-"""Maximum number of measurements in a search. A measurement discarded after a change of setting counts, too."""
+"""Maximum number of measurements in a search for deferred updates, those included that are discarded."""
 
 PREPARING = 2
-"""Number of iterations that must end with `step()` before the update of an iteration may be deferred."""
+"""Number of iterations whose updates must be made in `step()` before updates may be deferred."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +82,20 @@ class OverlapChoice:
 
 
 class OverlapArm:
-    """Proposes settings with deferred updates: the tuned knobs, predicted ones, then neighbours of the fastest."""
+    """Search method (arm) that proposes settings with deferred updates.
+
+    The first proposal is the setting that the tuner has chosen. Then follow settings with short predicted times, and
+    settings similar to the fastest one.
+    """
 
     name = "overlap"
 
     def __init__(self, tuned: Knobs, space: KnobSpace, layouts: Sequence[GradientLayout]) -> None:
-        """Create the arm. The tuned knobs are its first proposal.
+        """Create the search method. Its first proposal is the tuned setting.
 
         Args:
-            tuned: knobs that the tuner has chosen.
-            space: knobs that may be chosen.
+            tuned: communication setting (knobs) that the tuner has chosen.
+            space: communication settings that may be chosen.
             layouts: layouts of the flat buffers.
         """
         self._tuned, self._space, self._first_layout = tuned, space, layouts[0]
@@ -99,7 +104,7 @@ class OverlapArm:
         self._taken_s: dict[OverlapChoice, float] = {}
 
     def expect(self, expected_s: Callable[[Knobs], float]) -> None:
-        """Choose, by predicted iteration time, the settings to propose first.
+        """Choose the settings to propose after the tuned one, by their predicted iteration times `expected_s`.
 
         Choose at most one setting for each number of streams, because the cost of streams is hard to predict.
         """
@@ -138,9 +143,10 @@ class OverlapArm:
         yield from self._allowed(best.unit_bytes, best.streams * 2)
 
     def _allowed(self, unit_bytes: int, streams: int) -> Iterator[OverlapChoice]:
-        """Yield the tuned knobs with this unit size, cut to the allowed range, and this number of streams.
+        """Yield the tuned setting with this size of units (buckets) and this number of streams.
 
-        Yield nothing if the user's settings or the limit on streams forbid it.
+        The size is first limited to the allowed range. Yield nothing if the user's settings or the limit on streams
+        forbid the setting.
         """
         low, high = self._space.unit_bytes
         tuned = self._tuned
@@ -151,7 +157,10 @@ class OverlapArm:
 
 
 def session_of(arm: OverlapArm, default: OverlapChoice) -> TuningSession[OverlapChoice]:
-    """Begin a search for the fastest setting with deferred updates. `default`, without them, is the baseline."""
+    """Begin a search for the fastest setting. The arm proposes settings with deferred updates.
+
+    They are compared with `default`, the setting without deferred updates.
+    """
     return TuningSession(
         space=Everything(),
         default=default,
@@ -185,7 +194,10 @@ class Deferrable(Protocol):
 
     @property
     def link_and_forward_s(self) -> tuple[LinkModel | None, float]:
-        """Return the link's cost model (None if unknown), and the time between two iterations' communication."""
+        """Return the model of latency and bandwidth between hosts, and the seconds between two communications.
+
+        The model is None if it is unknown.
+        """
         ...
 
     def apply(self, knobs: Knobs) -> None:
@@ -226,15 +238,15 @@ class ForwardOverlap(TunableTarget[OverlapChoice]):
         self.begin()
 
     def begin(self) -> None:
-        """Restart the preparation, and any search in progress, because the plan or launch order changes.
+        """Stop deferring updates and end any search in progress. The preparation then begins again.
 
-        Call on all ranks.
+        Call on all ranks before the units (buckets) or their launch order change.
         """
         self._prepared = 0
         self._pipeline.controller.abandon(self)
 
     def forget(self) -> None:
-        """Forget whether deferred updates were faster, because the job is tuned again. Call on all ranks."""
+        """Forget whether deferred updates were faster. Call on all ranks when the job is tuned again."""
         self._kept = None
         self.begin()
 
@@ -254,7 +266,10 @@ class ForwardOverlap(TunableTarget[OverlapChoice]):
 
     @property
     def learning(self) -> bool:
-        """Return whether this iteration must record the order of parameter reads. Equal on all ranks."""
+        """Return whether the order in which the forward pass reads parameters must be recorded in this iteration.
+
+        Equal on all ranks.
+        """
         return self._prepared == 1
 
     def iteration_ended(
@@ -262,12 +277,13 @@ class ForwardOverlap(TunableTarget[OverlapChoice]):
     ) -> None:
         """Count an iteration in which the pipeline was neither tuned nor profiled.
 
-        Collective in the last iteration of the preparation.
+        Collective in the last iteration of the preparation (`PREPARING`).
 
         Args:
             report: measurements of the iteration.
             synchroniser: the pipeline that reduced the iteration's gradients.
-            profiled: measurements of the last order-profiling iteration. None if there was none.
+            profiled: measurements of the last iteration in which the order of gradients was profiled. None if there
+                was none.
             joined: this rank has called `join()`, so its measurements do not count.
         """
         self._ends_s.append(time.perf_counter())
@@ -307,7 +323,7 @@ class ForwardOverlap(TunableTarget[OverlapChoice]):
             )
 
     def _reorder(self) -> None:
-        """Launch units in the order in which the next forward pass reads their parameters. Equal on all ranks."""
+        """Launch units (buckets) in the order in which the next forward pass reads their parameters, on all ranks."""
         if self._pace is not None:
             self._pipeline.synchroniser.reorder_units(self._pace)
 
@@ -336,11 +352,11 @@ class ForwardOverlap(TunableTarget[OverlapChoice]):
             self._reorder()
 
     def measured_s(self) -> float:
-        """Return the mean duration of the timed iterations. Return 0 on a rank in `join()`, which does not compute."""
+        """Return the mean duration of the timed iterations, in seconds; 0 on a rank without more data (`join()`)."""
         return 0.0 if self._joined else (self._ends_s[-2] - self._ends_s[-2 - TIMED]) / TIMED
 
     def keep(self) -> None:
-        """End the search and keep the current setting. Collective."""
+        """End the search for deferred updates, and keep the current setting. Collective."""
         self._kept = self._now
         self._pipeline.keep_overlap()
 

@@ -346,9 +346,10 @@ class PipelineTarget(TunableTarget[Knobs]):
     # ── before the search ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _after_profiling(self, report: IterationReport) -> None:
-        """Handle the end of a profile of the order of gradients, after which flat buffers may have new layouts. Collective.
+        """Handle the end of a profile of the order of gradients. Collective.
 
-        Begin the search for the fastest setting, or use the chosen setting for the new layouts.
+        Begin the search for the fastest setting. If it has begun before, use the chosen setting for the flat buffers,
+        which may have new layouts.
         """
         if self.overlap is not None:
             if self.overlap.trying:
@@ -373,7 +374,7 @@ class PipelineTarget(TunableTarget[Knobs]):
                 self.knobs = self.default
 
     def _learn_classes(self, *, first: bool) -> None:
-        """Update for which classes of units (buckets), by kind and size, settings may choose compressors. Collective.
+        """Update the list of unit classes (kinds of gradients in a bucket), each with its own compressor. Collective.
 
         If `first`, also detect which parameters are embeddings, from their gradients.
         """

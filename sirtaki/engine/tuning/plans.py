@@ -1,4 +1,6 @@
-"""Communication settings that a job may run: its knob space, the untuned default, plan files, and probes of links."""
+"""Communication settings (knobs) that a job may run: their range, the untuned default, plan files, and the network
+measurements (probes) from which planners compute settings.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +41,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carried:
-    """Tuning result, for one set of parameters, of one generation (the time between two restarts) of an elastic job.
+    """Tuning result of an elastic job, for one set of parameters, which is used again after a restart.
 
     Attributes:
-        knobs: setting that ran last. If the warm-up was cut short, its best setting.
-        settled: the warm-up was complete.
+        knobs: communication setting that ran last. If the warm-up was cut short, its best setting.
+        settled: True if the warm-up was complete.
         place: for each rank, the lowest rank on its host. Times measured with another placement are not comparable.
         trials: trials of a warm-up that was cut short. Set on rank 0 only.
     """
@@ -56,25 +58,32 @@ class Carried:
 
 @dataclass(slots=True)
 class CarriedTuning:
-    """Tuning results of an elastic job from before its last restart (earlier generations).
+    """Tuning results of an elastic job from before its restarts.
 
     Every rank keeps them, because any rank may become rank 0 after the next restart.
 
     Attributes:
-        going_on: the job will restart with other ranks, so an unfinished warm-up must store its trials here.
+        going_on: True if the job will restart with other ranks, so that an unfinished warm-up must store its trials
+            here.
     """
 
     going_on: bool = False
     _known: dict[str, dict[tuple[int, ...], Carried]] = field(default_factory=dict)
 
     def leave(self, key: str, carried: Carried) -> None:
-        """Store a tuning result for the parameters `key`. Replace an older result with the same placement of ranks."""
+        """Store a tuning result for the parameters that `key` identifies.
+
+        Replace an older result with the same placement of ranks on hosts.
+        """
         at = self._known.setdefault(key, {})
         at.pop(carried.place, None)
         at[carried.place] = carried
 
     def of(self, key: str) -> list[Carried]:
-        """Return the stored results for the parameters `key`: one per placement of ranks, newest first."""
+        """Return the stored results for the parameters that `key` identifies.
+
+        There is one for each placement of ranks on hosts, the newest first.
+        """
         return list(self._known.get(key, {}).values())[::-1]
 
 
@@ -89,20 +98,22 @@ DEFAULT_UNIT_BYTES = (512 * KIB, 4 * MIB)
 DEFAULT_UNIT_BYTES_NCCL = (4 * MIB, 32 * MIB)
 """Default number of units (buckets) per iteration, and minimum and maximum size of a unit.
 
-There must be enough units to overlap with the backward pass, but each unit has a start-up cost.
-
-With NCCL the limits are near DDP's bucket of 25 MiB, because GPU links transfer more in the time of one start-up.
+There must be enough units to overlap with the backward pass, but each unit has a start-up cost. With NCCL the limits
+are near DDP's bucket of 25 MiB, because connections of GPUs transfer more bytes in the time of one start-up.
 """
 
 DEFAULT_STREAMS_ONE_NODE = 1
 DEFAULT_STREAMS = 4
-"""Default number of streams between nodes. Some networks cap one flow; four flows fill most links at little cost."""
+"""Default number of streams (parallel connections) between nodes.
+
+Some networks limit the bandwidth of one connection. Four use the whole bandwidth of most networks at little cost.
+"""
 
 STREAM_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 MOST_UNITS = 4096
-"""Maximum number of units (buckets) in a plan, because start-up costs exceed the gain of more units.
+"""Maximum number of units (buckets) in a plan. The start-up costs of more units would exceed their gain.
 
-A model with more gradients may have one unit per gradient.
+A model with very many gradients may have more units: one for each gradient and stream.
 """
 
 
@@ -120,7 +131,7 @@ def knob_space(router: Router, settings: Settings, total_bytes: int) -> KnobSpac
     if not routes:
         possible = ", ".join(f"{kind.value} {algorithm.value}" for kind, algorithm in router.routes)
         raise ConfigError(f"no route matches SIRTAKI_TRANSPORT and SIRTAKI_ALGORITHM; possible: {possible}")
-    # Every route is limited to the streams that the default route supports, because more choices cost trials.
+    # Limit every route to the number of streams that the default route supports, because more choices cost trials.
     limits = {route: router.max_streams([route]) for route in routes}
     limit = limits[routes[0]]
     if settings.streams is not None:
@@ -130,8 +141,8 @@ def knob_space(router: Router, settings: Settings, total_bytes: int) -> KnobSpac
                 f"{router.why_not_more(routes)}"
             )
         routes = tuple(route for route in routes if limits[route] >= settings.streams)
-    # With a limit of one stream, communicators must not run at the same time. Each thread allowance and each NCCL
-    # algorithm needs its own communicator, so neither is tuned in this case.
+    # Tune neither the number of GPU threads nor NCCL's algorithm if only one stream is possible, because each value
+    # needs its own communicator, and communicators must not run at the same time in this case.
     allowances = router.threads() if limit > 1 else ()
     largest = min(LARGEST_UNIT_BYTES, max(SMALLEST_UNIT_BYTES, 1 << (total_bytes - 1).bit_length()))
     return KnobSpace(
@@ -145,7 +156,7 @@ def knob_space(router: Router, settings: Settings, total_bytes: int) -> KnobSpac
 
 
 def for_each_class(ways: Sequence[NcclWay]) -> tuple[NcclWays, ...]:
-    """Return one setting for each NCCL algorithm and each size class of units (buckets): small or large."""
+    """Return, for small and for large units (buckets), one setting for each algorithm that NCCL may be told to use."""
     return tuple(NcclWays.of(sizes[0], way) for sizes in WAY_BYTES for way in ways)
 
 
@@ -167,15 +178,18 @@ def default_knobs(space: KnobSpace, *, total_bytes: int, one_node: bool) -> Knob
 
 
 def plans_for(knobs: Knobs, layouts: Sequence[GradientLayout]) -> list[CommPlan]:
-    """Return one plan per gradient layout. Explicit cuts apply to the first layout; other layouts are cut uniformly."""
+    """Return one plan for each flat buffer: how it is cut into units (buckets), and how these are sent.
+
+    If the setting has explicit cuts, they apply to the first buffer. The others are cut into equal units.
+    """
     return [(knobs if number == 0 else knobs.but(cuts=None)).to_plan(layout) for number, layout in enumerate(layouts)]
 
 
 def checked_plans(knobs: Knobs, layouts: Sequence[GradientLayout]) -> list[CommPlan]:
-    """Return the plans of `knobs`, which an arm or the registry has proposed, after validation.
+    """Return the plans of `knobs`, a setting that a search method or the registry has proposed, after validation.
 
     Raises:
-        PlanError: explicit cuts do not fit the layout, or there are more than `MOST_UNITS` units (buckets).
+        PlanError: explicit cuts do not fit the flat buffer, or there are too many units (buckets).
     """
     most = max(MOST_UNITS, STREAM_COUNTS[-1] * len(layouts[0].sizes))
     if len(knobs.cuts or ()) > most:
@@ -184,7 +198,9 @@ def checked_plans(knobs: Knobs, layouts: Sequence[GradientLayout]) -> list[CommP
 
 
 def traffic(knobs: Knobs, layouts: Sequence[GradientLayout]) -> Hashable:
-    """Return a key that is equal for knobs that send the same units in the same order on as many streams.
+    """Return a key that is equal for settings with the same traffic, so that only one of them is measured.
+
+    These settings send the same units (buckets) in the same order on the same number of streams.
 
     Raises:
         PlanError: `knobs` do not fit the layouts.
@@ -193,7 +209,10 @@ def traffic(knobs: Knobs, layouts: Sequence[GradientLayout]) -> Hashable:
 
 
 def fixed_knobs(settings: Settings, lossy: Sequence[str] = ()) -> dict[str, str]:
-    """Return the knobs that the user has fixed, with their values as text. `lossy`: compressors that may be used."""
+    """Return the communication settings that the user has fixed, by name, with their values as text.
+
+    `lossy` are the compressors that the user allows.
+    """
     fixed = {
         "unit_bytes": settings.unit_bytes,
         "streams": settings.streams,
@@ -218,8 +237,8 @@ class GivenPlan:
         ranks: number of ranks of the job that the plan was made for.
         sizes: for each flat buffer, the number of elements of each gradient, in the order in which gradients became
             ready. Control flags count as a gradient.
-        part_bytes: bytes of gradients after which a compiled graph is cut (`hvd.early_gradients`). 0: the graph is not
-            cut. None: the plan does not cover compiled graphs.
+        part_bytes: bytes of gradients after which the graph of a compiled model is split (`hvd.early_gradients`). 0 =
+            the graph is not split. None = the plan does not concern compiled models.
     """
 
     source: str
@@ -229,10 +248,10 @@ class GivenPlan:
     part_bytes: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content of the plan file, including the units of the first buffer.
+        """Return the content of the plan file, including the units (buckets) of the first flat buffer.
 
         Raises:
-            PlanError: the knobs do not fit the sizes.
+            PlanError: the setting does not fit the sizes of the gradients.
         """
         values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
         del values["source"]
@@ -241,7 +260,7 @@ class GivenPlan:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], *, source: str) -> GivenPlan:
-        """Parse the output of `to_json`.
+        """Parse the content of a plan file, which `to_json` has returned.
 
         Raises:
             ConfigError: `data` is not a plan, or has a version that this release does not read.
@@ -297,7 +316,7 @@ class GivenPlan:
     def accepted(
         self, layouts: Sequence[GradientLayout], control: ControlPlane, space: KnobSpace, *, must_run: bool
     ) -> Knobs | None:
-        """Return the plan's knobs if this job can run the plan, otherwise None. Rank 0 logs whether the plan is used.
+        """Return the plan's setting (knobs) if this job can run it, otherwise None. Rank 0 logs whether it is used.
 
         Every rank returns the same value without communication, because the arguments are equal on all ranks.
 
@@ -322,14 +341,14 @@ class GivenPlan:
 
 
 def _described(sizes: Sequence[Sequence[int]]) -> str:
-    # One is subtracted because the control flags are stored as a gradient, but are none.
+    # Subtract one, because the control flags are stored as a gradient, but are none.
     return f"{sum(map(len, sizes)) - 1} of {sum(map(sum, sizes))} elements in all"
 
 
 def part_bytes_of(path: str | None) -> int | None:
-    """Return `GivenPlan.part_bytes` of the plan at `path`. None if there is no plan, or if it cannot be read.
+    """Return how many bytes of gradients each part of a compiled graph has by the plan file at `path`.
 
-    The optimizer reports an unreadable plan later.
+    Return None if there is no plan or if it cannot be read. The optimizer reports an unreadable plan later.
     """
     if path is None:
         return None
@@ -340,7 +359,7 @@ def part_bytes_of(path: str | None) -> int | None:
 
 
 def given_to_all(control: ControlPlane, path: str | None, *, ranks_stay: bool = True) -> GivenPlan | None:
-    """Read the plan on rank 0 and broadcast it. Collective.
+    """Read the user's plan file on rank 0 and broadcast its content. Collective.
 
     Args:
         control: control plane of the job.
@@ -371,7 +390,9 @@ def given_to_all(control: ControlPlane, path: str | None, *, ranks_stay: bool = 
 
 
 def still_possible(space: KnobSpace, router: Router) -> KnobSpace:
-    """Return `space` without the routes and numbers of streams that the router could not open. Equal on all ranks.
+    """Return `space` without the routes (transports and algorithms) and stream counts that could not be opened.
+
+    The result is equal on all ranks.
 
     Raises:
         TransportError: no route is left.
@@ -397,7 +418,7 @@ def still_possible(space: KnobSpace, router: Router) -> KnobSpace:
 def open_default(
     space: KnobSpace, control: ControlPlane, router: Router, choose: Callable[[KnobSpace], Knobs]
 ) -> tuple[KnobSpace, Knobs]:
-    """Open the streams of the untuned default. If this fails, open those of the next best setting. Collective.
+    """Open the streams (connections) of the untuned default; if this fails, those of the next best setting. Collective.
 
     Args:
         space: settings that may be tuned.
@@ -426,30 +447,33 @@ def open_default(
 
 
 STREAM_BYTES = MIB
-"""Bytes that each stream all-reduces in one pass of a probe, if the time budget allows it."""
+"""Bytes that each stream all-reduces in one pass of a probe (network measurement), if the time budget allows it."""
 
 PASSES = 2
-"""Number of passes of a probe that are timed together. An untimed pass runs before them."""
+"""Number of passes of a probe (network measurement) that are timed together. An untimed pass runs before them."""
 
 SMALL_BYTES, LEAST_LARGE_BYTES = 64 * KIB, 128 * KIB
-"""Maximum size of a small probe, and minimum size of a large one. The start-up time α is fitted from both times."""
+"""Largest all-reduce of a small probe (network measurement), and smallest of a large one.
+
+The start-up time α of an all-reduce is fitted from the times of both.
+"""
 
 SOUNDING_BYTES = (4 * KIB, SMALL_BYTES)
-"""Sizes of two single all-reduces, from which the durations of probes are predicted."""
+"""Sizes of two single all-reduces, from whose times the durations of probes (network measurements) are predicted."""
 
 GOES_ON = 0.5
-"""Exponent with which bandwidth is expected to grow with more streams, if it has grown linearly in earlier probes."""
+"""Exponent of the growth of bandwidth that is expected with more streams, if it grew linearly with streams so far."""
 
 LEAST_SHARE = 0.25
 """Minimum fraction of an all-reduce's time that is assumed to be transmission, not start-up time."""
 
 OTHERS = 3
-"""Number of optional probes for which a probe's size must leave time in the budget."""
+"""Number of optional probes (network measurements) for which each probe must leave time in the time budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeSize:
-    """Size of one probe.
+    """Size of one probe: a measurement of all-reduces on a route (transport and algorithm).
 
     Attributes:
         unit_bytes: size of each all-reduce.
@@ -461,7 +485,10 @@ class ProbeSize:
 
 
 class ProbeBudget:
-    """Time budget for the probes of one route. Predicts the duration of a probe from the earlier ones."""
+    """Time budget for the probes (measurements) of one route (transport and algorithm).
+
+    The duration of a probe is predicted from the times of earlier ones.
+    """
 
     def __init__(self, soundings_s: tuple[float, float]) -> None:
         """Create the budget from `soundings_s`: the seconds of one all-reduce of each size in `SOUNDING_BYTES`."""
@@ -475,7 +502,7 @@ class ProbeBudget:
         self._probed[streams] = max(rate, self._probed.get(streams, 0.0))
 
     def _rate(self, size_bytes: int, seconds: float) -> float:
-        # The minimum is needed because a start-up time as long as the whole all-reduce would be an outlier.
+        # Assume a minimum transmission time, because a start-up time as long as the whole all-reduce is an outlier.
         return size_bytes / max(seconds - self._alpha_s, LEAST_SHARE * seconds)
 
     def expected_s(self, size: ProbeSize, *, streams: int) -> float:
@@ -491,7 +518,7 @@ class ProbeBudget:
         return (1 + PASSES) * size.rounds * (self._alpha_s + streams * size.unit_bytes / rate)
 
     def size(self, unit_bytes: int, streams: int, *, left_s: float, needed_more: int) -> ProbeSize | None:
-        """Return the size of the largest probe that fits into the time budget.
+        """Return the size of the largest probe (measurement of all-reduces) that fits into the time budget.
 
         Args:
             unit_bytes: maximum size of one all-reduce.
@@ -512,7 +539,10 @@ class ProbeBudget:
 
 
 def _sizes(unit_bytes: int) -> Iterable[ProbeSize]:
-    """Yield probe sizes, largest first: at first with fewer all-reduces per stream, then with smaller all-reduces."""
+    """Yield sizes of probes, the largest first.
+
+    The first sizes have ever fewer all-reduces on each stream, the later ones ever smaller all-reduces.
+    """
     least = min(unit_bytes, LEAST_LARGE_BYTES)
     stream_bytes = STREAM_BYTES
     while stream_bytes >= least:
@@ -524,13 +554,15 @@ def _sizes(unit_bytes: int) -> Iterable[ProbeSize]:
 UNIT_BYTES = (2 * MIB, 16 * MIB)
 MATRIX = 2048
 COMPUTE_STEPS = 16
-"""Number of matrix products that a probe computes during all-reduces. They take some milliseconds on a current GPU."""
+"""Number of matrix products that are computed during measured all-reduces. They take milliseconds on a current GPU."""
 
 MOST_REDUCTIONS = 64
 
 REPETITIONS = 3
 CLEAR = 3.0
-"""Thread allowances are tuned if their effect is at least this multiple of the spread of repeated measurements."""
+"""The number of GPU threads of an all-reduce (thread allowance) is tuned if its effect is at least this multiple of the
+spread of repeated measurements.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -540,7 +572,7 @@ class ThreadProbe:
     Each time is that of the slowest rank, and is measured `REPETITIONS` times.
 
     Attributes:
-        threads: maximum number of GPU threads of each all-reduce. None for NCCL's own choice.
+        threads: maximum number of GPU threads of each all-reduce. None = NCCL chooses.
         unit_bytes: size of each all-reduce.
         alone_s: times of an all-reduce without computation, `(REPETITIONS,)`.
         beside_s: times of an all-reduce during computation, `(REPETITIONS,)`.
@@ -558,10 +590,11 @@ class ThreadProbe:
 
 @outside_modes  # because a TorchDispatchMode of the user must not count these matrix products
 def probe_threads(control: ControlPlane, router: Router, route: Route) -> list[ThreadProbe]:
-    """Time all-reduces with each thread allowance of the router, and with NCCL's own choice, on one stream. Collective.
+    """Time all-reduces with each possible number of GPU threads, and with NCCL's own choice, on one stream. Collective.
 
-    Matrix products of constant size run at the same time instead of the training step, because the tuner must decide
-    before the first trial whether allowances matter. `ContentionLearner` later corrects the times for the real step.
+    Matrix products of constant size run at the same time. They stand for the training step, because the tuner must
+    decide before the first trial whether the number of threads matters. `ContentionLearner` later corrects the times
+    for the real step.
     """
     device = router.device
     buffer = router.allocate(max(UNIT_BYTES) // 4, torch.float32)
@@ -601,7 +634,12 @@ def _round(
     matrix: torch.Tensor,
     product: torch.Tensor,
 ) -> tuple[float, float, float, float]:
-    """Measure one repetition on this rank, in seconds: the four times of `ThreadProbe`, in its order. Collective."""
+    """Measure one repetition of a `ThreadProbe` on this rank. Collective.
+
+    Returns:
+        Seconds of an all-reduce without computation, of an all-reduce during computation, of the computation during
+        all-reduces, and of the computation without all-reduces.
+    """
     device = router.device
     device.synchronise()
     begin = device.record_event(timed=True)
@@ -611,7 +649,7 @@ def _round(
     computed = device.record_event(timed=True)
     device.synchronise()
     alone_s, undisturbed_s = device.elapsed_s(begin, reduced), device.elapsed_s(reduced, computed)
-    # Enough consecutive all-reduces must be queued to last as long as the computation on every rank.
+    # Queue so many consecutive all-reduces that they last as long as the computation on every rank.
     wanted = control.maximum(np.array([undisturbed_s / max(alone_s, 1e-6)]))[0]
     count = min(MOST_REDUCTIONS, max(1, round(float(wanted))))
     beside = device.make_stream()
@@ -632,9 +670,10 @@ def _compute(device: Device, matrix: torch.Tensor, product: torch.Tensor) -> Non
 
 
 def threads_matter(probes: Sequence[ThreadProbe]) -> bool:
-    """Return whether thread allowances change the time of all-reduces or of the computation by clearly more than noise.
+    """Return whether the number of GPU threads of an all-reduce clearly changes its time, or that of the computation.
 
-    For each unit size, the medians of the allowances are compared with the spread of one allowance's repetitions.
+    For each size, the medians with different numbers of threads are compared with the spread of repetitions with the
+    same number.
     """
     for unit_bytes in UNIT_BYTES:
         for quantity in ("beside_s", "compute_s"):
@@ -648,10 +687,12 @@ def threads_matter(probes: Sequence[ThreadProbe]) -> bool:
 
 
 def contention_model(probes: Sequence[ThreadProbe], *, alpha_s: float) -> ContentionModel | None:
-    """Fit LIBRA's contention parameters g, p and q to the probes. Log a line and return None if the fit fails.
+    """Fit LIBRA's model of contention (slowdown of computation and communication by each other) to measured times.
+
+    The parameters are LIBRA's g, p and q. Log a line and return None if the fit fails.
 
     Args:
-        probes: probes with NCCL's own choice of threads, and with at least two thread allowances.
+        probes: times with NCCL's own choice of GPU threads, and with at least two other numbers of threads.
         alpha_s: start-up time of an all-reduce on the same route.
     """
     counted = [(probe.threads, probe) for probe in probes if probe.threads is not None]
@@ -674,7 +715,7 @@ def contention_model(probes: Sequence[ThreadProbe], *, alpha_s: float) -> Conten
 
 
 def _most_like_none(probes: Sequence[ThreadProbe]) -> int:
-    """Return the thread allowance whose times differ least, as ratios, from those with NCCL's own choice."""
+    """Return the number of GPU threads whose times differ least, as ratios, from those with NCCL's own choice."""
     log_s = {
         (probe.threads, probe.unit_bytes): np.log(np.median([probe.alone_s, probe.beside_s, probe.compute_s], axis=1))
         for probe in probes
@@ -688,11 +729,11 @@ def _most_like_none(probes: Sequence[ThreadProbe]) -> int:
 
 
 WAY_BYTES = ((64 * KIB, 512 * KIB), (4 * MIB, 16 * MIB))
-"""Sizes of the all-reduces that probe NCCL's algorithms, for the classes of small and of large units."""
+"""Sizes of the all-reduces with which NCCL's algorithms are timed: for small, and for large units (buckets)."""
 
 PROMISING_WAY = 0.95
-"""An NCCL algorithm gets a trial if, at some size of a class, it takes less than this fraction of the time of NCCL's
-own choice.
+"""Fraction of the time of NCCL's own choice. The tuner tries an NCCL algorithm, for small or for large units (buckets),
+if it takes less than this fraction at one of the measured sizes.
 """
 
 WayTimes = Mapping[tuple[NcclWay | None, int], float]
@@ -703,7 +744,10 @@ Combinations that NCCL rejected are missing.
 
 
 def promising_ways(ways: Sequence[NcclWays], seconds: WayTimes) -> tuple[NcclWays, ...]:
-    """Return the forced algorithms that were clearly faster than NCCL's own choice at some size, fastest first."""
+    """Return the settings that force NCCL to use an algorithm which was clearly faster than NCCL's own choice.
+
+    The comparison is made at the measured sizes. The fastest comes first.
+    """
     of_decided: dict[NcclWays, float] = {}
     for one in ways:
         for sizes in WAY_BYTES:
@@ -749,8 +793,8 @@ def probe_ways(control: ControlPlane, router: Router, route: Route, *, largest_b
 
 SHORT_S = 0.02
 MOST_REPEATS = 3
-"""Short probes are noisy, so a probe is repeated until its runs have taken `SHORT_S` in all, up to `MOST_REPEATS`
-times.
+"""A probe (network measurement) is repeated until its runs have taken `SHORT_S` in all, but at most `MOST_REPEATS`
+times, because short measurements are noisy.
 """
 
 SHAPES = (
@@ -764,22 +808,25 @@ SHAPES = (
     (MIB, 2),
     (256 * KIB, 1),
 )
-"""Shapes of probes, most important first: maximum bytes of one all-reduce, and number of streams."""
+"""Shapes of probes (network measurements), most important first: maximum bytes of an all-reduce, number of streams."""
 
 NEEDED_FIRST, NEEDED, ENOUGH = 3, 2, 3
-"""Numbers of probe shapes: required on the first route; required on each later route; maximum on each later route."""
+"""Numbers of shapes of probes (network measurements): required on the first route (transport and algorithm), required
+on each later route, and maximum on each later route.
+"""
 
 TOO_SLOW = 3
-"""A route is not tried if its bandwidth is below that of the fastest route, divided by this factor."""
+"""A route (transport and algorithm) is not tried if its bandwidth, times this factor, is below the best route's."""
 
 
 def probe_routes(
     control: ControlPlane, router: Router, routes: Sequence[Route], *, max_streams: int, budget_s: float
 ) -> dict[Route, list[LinkProbe]]:
-    """Time a few all-reduces on each route, for about `budget_s` in all. Collective.
+    """Time a few all-reduces on each route (transport and algorithm), for about `budget_s` in all. Collective.
 
-    On slow links, probes are smaller (`ProbeBudget`), and only required shapes may exceed the budget. On one host, a
-    route slower than `TOO_SLOW` allows gets only the required probes, because its streams share processors, not links.
+    In slow networks, all-reduces are smaller, and only required measurements may exceed the budget. On one host, a
+    route that is slower than `TOO_SLOW` allows gets only the required measurements, because more streams do not make it
+    faster: they share processors, not network connections.
 
     Args:
         control: control plane of the job.
@@ -788,7 +835,7 @@ def probe_routes(
         max_streams: maximum number of streams to open.
         budget_s: time budget in seconds, including the opening of connections. The minimum over all ranks applies.
     """
-    # All ranks must measure the same shapes, so they use the longest elapsed time and the smallest budget of all ranks.
+    # Use the longest elapsed time and the smallest budget of all ranks, so that all ranks measure the same shapes.
     budget_s = float(control.minimum(np.array([budget_s]))[0])
     buffer = router.allocate(max_streams * STREAM_BYTES // 4, torch.float32)
     found: dict[Route, list[LinkProbe]] = {route: [] for route in routes}
@@ -814,7 +861,8 @@ def probe_routes(
                 break
             needed_more = needed_after - number if number < needed else 0
             size = budget.size(unit_bytes, streams, left_s=budget_s - spent_s, needed_more=needed_more)
-            # `streams` may exceed the route's limit, and a reduced size may have been measured already.
+            # Skip the shape if it has more streams than the route allows, does not fit into the budget, or was reduced
+            # to a size that has been measured already.
             if streams > most or size is None or (size.unit_bytes, streams) in seen:
                 continue
             plan = _probe_plan(route, size, streams)
@@ -849,10 +897,10 @@ def probe_routes(
 
 
 def narrowed(space: KnobSpace, probes: Mapping[Route, Sequence[LinkProbe]], *, default: Knobs) -> KnobSpace:
-    """Return `space` without settings that the probes show to be very slow, because trials of them would be expensive.
+    """Return `space` without settings that network measurements (probes) show to be very slow and so costly to try.
 
-    Removed are routes slower than `TOO_SLOW` allows, and numbers of streams with less than half the best bandwidth of
-    the default's route. The default itself is never removed.
+    Routes (transports and algorithms) slower than `TOO_SLOW` allows are removed, and numbers of streams with less than
+    half the best bandwidth of the default's route. The default itself is never removed.
     """
     rates = {
         route: _rates([probe for probe in measured if probe.unit_bytes > SMALL_BYTES])
@@ -875,7 +923,7 @@ def narrowed(space: KnobSpace, probes: Mapping[Route, Sequence[LinkProbe]], *, d
 
 
 def _rates(probes: Sequence[LinkProbe]) -> dict[int, float]:
-    """Return the measured bytes per second by number of streams, from the fastest of repeated probes."""
+    """Return the measured bytes per second by number of streams, from the fastest of repeated measurements."""
     rates: dict[int, float] = {}
     for probe in probes:
         rate = probe.streams * probe.unit_bytes / probe.round_s
@@ -895,7 +943,7 @@ def _probe_plan(route: Route, size: ProbeSize, streams: int) -> CommPlan:
 
 
 def _sounding_s(control: ControlPlane, router: Router, route: Route, buffer: FlatBuffer, unit_bytes: int) -> float:
-    """Return the approximate seconds of one all-reduce over open connections, on this rank. Collective.
+    """Return the approximate seconds of one all-reduce of `unit_bytes` over open connections, on this rank. Collective.
 
     Raises:
         PlanError, TransportError: the route cannot be opened. Raised on all ranks.
@@ -929,13 +977,16 @@ def _probe_s(
 
 
 def _pass(router: Router, plan: CommPlan, buffer: FlatBuffer, *, times: int) -> None:
-    """Submit all units (all-reduces) of `plan` `times` times, and wait until all are reduced. Collective."""
+    """Run all all-reduces (units) of `plan`, repeated `times` times, and wait until all are finished. Collective."""
     router.wait_for([work for _ in range(times) for work in router.all_reduce_plan(buffer, plan, scale=0.0)])
 
 
 def fitted_links(probes: Mapping[Route, Sequence[LinkProbe]]) -> dict[Route, LinkModel]:
-    """Return the fitted cost model of each route. Routes whose times fit no model are logged and left out."""
-    from sirtaki.autotune.model.fits import fit_link  # imports scipy, which only a rank that plans should wait for
+    """Return a model of latency and bandwidth for each route (transport and algorithm), fitted to measured times.
+
+    Routes whose times fit no model are logged and left out.
+    """
+    from sirtaki.autotune.model.fits import fit_link  # late, because it imports scipy, which only rank 0 needs
 
     links: dict[Route, LinkModel] = {}
     unfit: list[str] = []
@@ -959,22 +1010,22 @@ def fitted_links(probes: Mapping[Route, Sequence[LinkProbe]]) -> dict[Route, Lin
 
 
 PROBE_S, SPANS, MOST_PROBING_S = 0.2, 3, 5.0
-"""Parts of the time budget of probing: `PROBE_S` plus `SPANS` times an iteration's communication time, at most
-`MOST_PROBING_S`.
+"""Time budget for measuring the network before a search: `PROBE_S` seconds plus `SPANS` times the communication time of
+an iteration, at most `MOST_PROBING_S` seconds.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Result of probing the network before the first trial.
+    """Result of measuring the network before the first setting is tried.
 
     Attributes:
         space: settings that may be tried.
-        promising: `space` without very slow settings according to the probes. The tuner uses it as long as trials
-            confirm the planners' model.
-        links: probes of each route. Empty if planners are not used.
-        threads: probes of GPU thread allowances. Empty if allowances make no difference.
-        host: processors that the ranks of this host share, for the planners' model.
+        promising: `space` without settings that are very slow by these measurements. The tuner uses it as long as
+            trials confirm the planners' cost model.
+        links: measurements of each route (transport and algorithm). Empty if planners are not used.
+        threads: measurements with several numbers of GPU threads. Empty if the number makes no difference.
+        host: processors that the ranks of this host share, for the planners' cost model.
     """
 
     space: KnobSpace
@@ -984,9 +1035,10 @@ class Measured:
     host: SharedHost | None = None
 
     def with_routes(self, routes: Sequence[Route], *, promising: Sequence[Route]) -> Measured:
-        """Return a copy with `routes` in the space, and `promising` in the promising part of the space.
+        """Return a copy in which all `routes` (transports and algorithms) may be tried.
 
-        A route that was slow on an idle network is too expensive to try while trials confirm the planners' model.
+        While trials confirm the planners' cost model, only those in `promising` are tried, because a route that was
+        slow on an idle network costs too much time.
         """
         narrow = replace(self.promising, routes=tuple(route for route in routes if route in promising))
         return replace(self, space=replace(self.space, routes=tuple(routes)), promising=narrow)
@@ -994,7 +1046,7 @@ class Measured:
     def model(
         self, layout: GradientLayout, ready_s: Sequence[float], backward_s: float, between_s: float
     ) -> PlanningModel | None:
-        """Return the planners' model. None if no route fits a cost model.
+        """Return the cost model with which planners predict times. None if no route's times fit one.
 
         Args:
             layout: gradients in the order in which they become ready.
@@ -1014,22 +1066,23 @@ class Measured:
 
 
 def without_planners(space: KnobSpace) -> Measured:
-    """Return a result without probes, for jobs without planners. Its space does not contain thread allowances and NCCL
-    algorithms, because their effect is unknown.
+    """Return a result without network measurements, for jobs without planners.
+
+    In its space, NCCL chooses its algorithm and number of GPU threads, because the effect of others is unknown.
     """
     space = replace(space, threads=space.threads[:1], nccl=())
     return Measured(space=space, promising=space)
 
 
 def measure(control: ControlPlane, router: Router, space: KnobSpace, *, default: Knobs, span_s: float) -> Measured:
-    """Probe the routes of `space`. Collective.
+    """Measure latency and bandwidth of the routes (transports and algorithms) in `space`. Collective.
 
     Args:
         control: control plane of the job.
-        router: router that runs the probes' all-reduces.
+        router: router that runs the measured all-reduces.
         space: settings that may be tried.
         default: untuned default. It is never removed from the space.
-        span_s: communication time of an iteration, in seconds. The time budget of probing grows with it.
+        span_s: communication time of an iteration, in seconds. The time budget of the measurements grows with it.
     """
     budget_s = min(PROBE_S + SPANS * span_s, MOST_PROBING_S)
     try:
@@ -1038,12 +1091,12 @@ def measure(control: ControlPlane, router: Router, space: KnobSpace, *, default:
         threads = probe_threads(control, router, space.routes[0]) if len(space.threads) > 1 else []
         if space.nccl:
             largest_bytes = space.unit_bytes[1]
-            # On one node, NCCL's algorithms are not probed, because links are not the bottleneck there.
+            # Do not time NCCL's algorithms on one node, because connections are not the bottleneck there.
             seconds = (
                 {} if control.one_node else probe_ways(control, router, space.routes[0], largest_bytes=largest_bytes)
             )
             space = replace(space, nccl=promising_ways(space.nccl, seconds))
-    except (PlanError, TransportError, TuningError) as err:  # All ranks raise it, because plans and times are equal.
+    except (PlanError, TransportError, TuningError) as err:  # raised on all ranks, as plans and times are equal
         logger.warning("the network could not be probed, tuning continues without planners: %s", err)
         return without_planners(space)
     if not threads or not threads_matter(threads):
