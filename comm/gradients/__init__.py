@@ -1,1 +1,1 @@
-"""Reduction of dense gradients: flat buffers, order of gradients, schedule of units, and the pipeline."""
+"""Reduction of dense gradients: flat buffers, order of gradients, launch of units (buckets), and the pipeline."""

@@ -352,7 +352,7 @@ class FlatBuffers:
     def copy_out(self, pairs: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Copy reduced gradients from their places in the flat buffers into other tensors: pairs (position, target)."""
         if pairs:
-            with torch.no_grad():  # because gradients computed with create_graph=True have a graph
+            with torch.no_grad():  # record no graph, even if gradients computed with create_graph=True have one
                 targets, sources = [target for _, target in pairs], [self.places[position] for position, _ in pairs]
                 self._device.launch(torch._foreach_copy_, targets, sources)
 

@@ -61,9 +61,9 @@ class FlagTraffic:
     """
 
     def __init__(self, device: Device, elements: torch.Tensor) -> None:
-        """Prepare the flags; `elements`, `(FLAG_COUNT,)`, are those for the flags in the flat buffer."""
+        """Prepare to write and read control flags in `elements` of the flat buffer, `(FLAG_COUNT,)`."""
         self._device, self._elements = device, elements
-        # Store all combinations of flags on the device, so that `write` copies nothing from the host.
+        # Store all combinations of control flags on the device, so that `write` copies nothing from the host.
         choices = torch.cartesian_prod(*[torch.arange(2, device="cpu")] * FLAG_COUNT)
         there = choices.to(device=device.torch_device, dtype=elements.dtype)
         self._choices = {tuple(map(bool, choice)): row for choice, row in zip(choices.tolist(), there, strict=True)}
@@ -77,7 +77,7 @@ class FlagTraffic:
         self._device.launch(self._elements.copy_, choice)
 
     def read(self) -> RankFlags:
-        """Return the flags of all ranks in this iteration; on a GPU, those of the previous iteration.
+        """Return the control flags of all ranks in this iteration; on a GPU, those of the previous iteration.
 
         On a GPU the host does not wait for the flags of this iteration. It launches a copy to the host, and reads that
         copy in the next iteration. Call once an iteration, after the reduction.
@@ -93,5 +93,5 @@ class FlagTraffic:
         return before
 
     def forget(self) -> None:
-        """Discard the flags that a GPU is copying to the host, so that the next `read` does not return them."""
+        """Discard control flags that a GPU is copying to the host, so that the next `read` does not return them."""
         self._read = None

@@ -95,7 +95,7 @@ class LaunchedUnits:
         copies, last, layout = self.ready.copies, unit.due[0], unit.group.layout
         if last not in copies.cut:
             return copies.count
-        # The unit's last gradient is copied in pieces. Count only the pieces with elements of the unit.
+        # Of the last gradient of the unit (bucket), count only the pieces with elements of the unit.
         start = layout.offsets[unit.group.indices.index(self.ready.buffers.order[last])]
         return min(copies.count, copies.cut[last] - (start - unit.stop) // LARGE_ELEMENTS)
 
@@ -107,7 +107,7 @@ class LaunchedUnits:
         try:
             self.ready.copies.copy(needed)
             self._prescale(unit)
-        except Exception as err:  # of any type, because the training thread waits for the unit
+        except Exception as err:  # report any error, because the training thread waits for this all-reduce
             self.failures.report(self.with_place(err, unit))
 
     def _prescale(self, unit: ScheduledUnit) -> None:

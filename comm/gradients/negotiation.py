@@ -126,7 +126,7 @@ class ReadinessNegotiation:
                 self._done.set()
         except CommError as err:
             self._failures.report(err)
-        except Exception as err:  # of any type, because the training thread waits for the result
+        except Exception as err:  # report any error, because the training thread waits for the result
             self._failures.report(caused(CommError(f"the negotiation of gradients failed: {err!r}"), err))
         finally:
             self._done.set()

@@ -145,7 +145,10 @@ class GradientPipeline:
     # ── layouts and plans ────────────────────────────────────────────────────────────────────────────────────────
 
     def _make_buffers(self, order: Sequence[int]) -> FlatBuffers:
-        """Make flat buffers for this order of the parameters, and cut them into units by default plans. Collective."""
+        """Make flat buffers for this order of the parameters, and cut them into units (buckets) by default plans.
+
+        Collective.
+        """
         self.device.synchronise()  # wait, because work on the device may still use the old buffers
         buffers = FlatBuffers(
             order,
@@ -175,7 +178,8 @@ class GradientPipeline:
             if plan.numel != group.layout.numel:
                 raise PlanError(f"a plan of {plan.numel} elements for a layout of {group.layout.numel}")
             self._router.open_plan(plan)
-        # Hold units with usage flags until the backward pass ends. All other flags are known with the last gradient.
+        # Hold units (buckets) with usage flags until the backward pass ends. Other flags are known with the last
+        # gradient.
         self._schedule = LaunchSchedule(
             schedule(buffers.groups, plans, buffers.position),
             buffers.order,
@@ -194,7 +198,7 @@ class GradientPipeline:
         return self._buffers.layouts
 
     def use(self, plans: Sequence[CommPlan]) -> None:
-        """Cut the flat buffers into units by these plans from the next iteration on. Collective.
+        """Cut the flat buffers into units (buckets) by these plans from the next iteration on. Collective.
 
         Call between iterations, with one plan for each flat buffer.
 
@@ -214,8 +218,8 @@ class GradientPipeline:
         Call between iterations, with the same `pace` on all ranks.
         """
         units, _ = self.reordered_units(self.plans, pace)
-        # On a GPU, launch all units in one order on all ranks, because NCCL's communicators of a device require it. The
-        # streams of other transports are independent.
+        # On a GPU, launch all buckets in one order on all ranks, because NCCL's communicators of a device require it.
+        # The streams of other transports are independent.
         order, one_order = self._buffers.order, self.device.streams
         self._schedule = LaunchSchedule(units, order, held=self._has_flags, one_order=one_order)
         self._begin_iteration()
@@ -271,7 +275,7 @@ class GradientPipeline:
         """True if `reduce` may be called before `finish`: every gradient is ready, and they are not reduced yet."""
         if self.state is IterationState.REDUCED or len(self._ready.positions) < self.n_params:
             return False
-        # If several optimizers use the GPU, launch units in `step()`, because all ranks need the same launch order.
+        # If several optimizers use the GPU, launch buckets in `step()`, because all ranks need the same launch order.
         return not (self.mode is LaunchMode.AT_END and self.device.users > 1)
 
     @property
@@ -305,7 +309,7 @@ class GradientPipeline:
         """Prepare the next iteration."""
         device, self.profiling = self.device, self._order.active
         if self._reduction.feedback.loaded and self.compressed is None and not device.streams:
-            # Open the object that sends compressed units also if only an earlier job has compressed gradients, because
+            # Open the object that sends compressed buckets also if only an earlier job has compressed gradients, as
             # its residuals of error feedback (what compression left out) are not sent yet.
             self.compressed = CompressedUnits(
                 self._router, None, self._reduction.feedback, rank=self._control.rank, size=self._control.size
@@ -412,7 +416,7 @@ class GradientPipeline:
                 assert self._negotiation is not None
                 self._launch(())
                 # Negotiate positions, not parameter indices, so that gradients that become ready on all ranks together
-                # are often adjacent in the flat buffer and form one unit.
+                # are often adjacent in the flat buffer and form one unit (bucket).
                 self._negotiation.set_ready(position)
             elif self.mode is LaunchMode.COUNTED and (numbers := self._schedule.count(index, self._counts)):
                 self._launch(numbers)
@@ -444,7 +448,7 @@ class GradientPipeline:
         self.flush()
 
     def flush(self) -> None:
-        """Fill in the gradients that this rank has not computed, and launch the remaining units. Non-blocking."""
+        """Fill in gradients that this rank has not computed, and launch the remaining units (buckets). Non-blocking."""
         if self.state is not IterationState.COLLECTING:
             return
         ready, self.problem = self._ready, ""
@@ -452,7 +456,7 @@ class GradientPipeline:
         ready.own = len(ready.positions)
         if self._unused_as_none:
             self._write_usage()
-        if not self.can_reduce:  # write final flags, because the unit that contains them is not launched yet
+        if not self.can_reduce:  # write final control flags, because the bucket with them is not launched yet
             self._flags.write(
                 RankFlags(written=bool(ready.written), replaced=ready.replaced, reprofile=self._order.asks)
             )
@@ -530,8 +534,8 @@ class GradientPipeline:
     def _read_unused(self) -> Sequence[int]:
         """Return the positions of parameters for which no rank has a gradient.
 
-        On a device with streams, block until the usage flags are reduced, as DDP does with unused parameters. Do not
-        block if this rank has all gradients, because then no parameter is unused.
+        On a GPU, block until the usage flags (which parameters have a gradient on any rank) are reduced, as DDP does
+        with unused parameters. Do not block if this rank has all gradients, because then no parameter is unused.
         """
         if self._all_used:
             return ()
@@ -544,7 +548,7 @@ class GradientPipeline:
         return unused
 
     def where(self) -> str:
-        """Describe rank, iteration and gradients, for messages that concern no single unit."""
+        """Describe rank, iteration and gradients, for messages about all gradients of this pipeline."""
         names = self.names
         which = f"{names[0]} … {names[-1]} ({len(names)})" if len(names) > 1 else "".join(names)
         return f"rank {self._rank}, iteration {self.iteration}, gradients of {which or 'nothing'}"
@@ -603,7 +607,7 @@ class GradientPipeline:
                 logger.info("gradients changed in order, dtype, strides or sparsity: profiling them again")
                 self._order.begin(self.iteration + 1)
                 self._flags.forget()
-                self.drift = Drift.USUAL  # because the trend was measured with the old order
+                self.drift = Drift.USUAL  # ignore the trend, which was measured with the old order
         self.iteration += 1
         self._begin_iteration()
         return report

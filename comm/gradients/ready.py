@@ -71,12 +71,12 @@ class DeferredCopies:
 
     def copy(self, until: int) -> None:
         """Run those of the first `until` copies that have not been run yet. Thread-safe."""
-        with self._copying, torch.no_grad():  # because gradients computed with create_graph=True have a graph
+        with self._copying, torch.no_grad():  # record no graph, even if gradients have one (create_graph=True)
             part = slice(self.copied, until)
             if not (targets := self._targets[part]):
                 return
             sources = self._sources[part]
-            self._sources[part] = [_NOTHING] * len(sources)  # so that their memory is freed
+            self._sources[part] = [_NOTHING] * len(sources)  # drop the references, so that memory is freed
             if max(map(torch.Tensor.numel, targets)) > CHUNK_ELEMENTS:
                 pairs, targets, sources = zip(targets, sources, strict=True), [], []
                 for target, source in pairs:

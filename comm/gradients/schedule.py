@@ -115,7 +115,7 @@ class ScheduledUnit:
 
     @property
     def n_bytes(self) -> int:
-        """Size of the unit in bytes."""
+        """Size of the unit (bucket) in bytes."""
         return (self.stop - self.start) * self.group.layout.itemsize_bytes
 
 
@@ -155,7 +155,7 @@ def _expand(number: int, group: FlatGroup, plan: CommPlan, position: Sequence[in
             place += 1
         last = max((position[index] for index in members), default=len(position))
         if number == 0 and unit.stop == group.layout.numel:
-            last = len(position)  # launch this unit last, because its control flags may depend on any gradient
+            last = len(position)  # launch this bucket last, because its control flags may depend on any gradient
         units.append(
             ScheduledUnit(
                 group,
@@ -228,7 +228,7 @@ class AgreedUnits:
                     start = runs.pop()[0]
                 runs.append((start, stop))
         parts = [(low, min(low + limit, stop)) for start, stop in runs for low in range(start, stop, limit)]
-        if not parts:  # the plan of a group without elements has no units
+        if not parts:  # the plan of a flat buffer without elements has no units (buckets)
             return []
         algorithm = plan.units[0].algorithm
         streams = sorted({unit.stream for unit in plan.units if unit.algorithm is algorithm})
@@ -267,8 +267,8 @@ class LaunchSchedule:
             one_order: True to launch all units in one order; False to keep the order of units on each stream only.
         """
         self.units = list(units)
-        # Store for each unit the number of gradients and of previous units for which it waits. One more entry, which
-        # never reaches zero, stands for the next unit of a unit that is the last one.
+        # Store for each unit (bucket) the number of gradients and of previous units for which it waits. One more entry,
+        # which never reaches zero, stands for the next unit of a unit that is the last one.
         self._awaited = [len(unit.members) + held(unit) for unit in self.units]
         self._next_unit = [len(self.units)] * len(self.units)
         last: dict[object, int] = {}
@@ -297,18 +297,18 @@ class LaunchSchedule:
         return pending
 
     def count(self, index: int, pending: list[int]) -> list[int]:
-        """Count one ready gradient in `pending` (see `pending_counts`). Return the units to launch now, in order."""
+        """Count one ready gradient in `pending` (see `pending_counts`). Return the buckets to launch now, in order."""
         complete = []
         for number in self.units_of[index]:
             pending[number] -= 1
-            while not pending[number]:  # launch this unit, then the next units if they have waited only for this one
+            while not pending[number]:  # launch this bucket, then the next ones if they have waited only for it
                 complete.append(number)
                 number = self._next_unit[number]
                 pending[number] -= 1
         return complete
 
     def reduced_with(self, index: int) -> list[int]:
-        """Return the parameters whose gradients are reduced once all units with elements of parameter `index` are."""
+        """Return the parameters whose gradients are reduced once all buckets with elements of parameter `index` are."""
         own = self.units_of[index]
         if own not in self._reduced_with:
             members = sorted({member for number in own for member in self.units[number].members})

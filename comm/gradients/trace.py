@@ -172,8 +172,8 @@ def show(traced: TracedIteration, timeline: Timeline) -> None:
         timeline.span("copies", f"copy {copy.n_gradients} gradients", copy.begin_s, copy.end_s)
     free_s: dict[int, float] = {}
     for unit in traced.units:
-        # Where a transport does not report when it began a unit, take the end of the previous unit on the same stream,
-        # because a stream sends its units one after another.
+        # Where a transport does not report when it began a bucket, take the end of the previous one on the same stream,
+        # because a stream sends its buckets one after another.
         began_s = max(unit.issued_s, free_s.get(unit.stream, 0.0), unit.began_s or 0.0)
         free_s[unit.stream] = unit.done_s
         name = unit.layout.describe(unit.start, unit.stop)

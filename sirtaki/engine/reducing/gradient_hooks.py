@@ -351,7 +351,7 @@ class GradientHooks:
         device = None if self.pipeline is None else self.pipeline.device
 
         def hook(param: torch.Tensor) -> None:
-            """Record a ready gradient. Call `GradientHooks` only for the first one, and when units are to be launched.
+            """Record a ready gradient. Call `GradientHooks` for the first one, and when a bucket is to be launched.
 
             This is a hot path.
             """
@@ -517,7 +517,7 @@ class GradientHooks:
             if pipeline is not None:
                 pipeline.run_copies()
             return
-        for other in self._job.participants:  # launch units of other optimizers, for which other ranks may wait first
+        for other in self._job.participants:  # launch other optimizers' buckets, for which other ranks may wait first
             if other is not self:
                 other.flush()
         self._job.joining.announce(self, WaitStage.REDUCE)

@@ -225,7 +225,7 @@ class TuningController:
         return True
 
     def _record(self, search: _Search[Any], spans_s: Sequence[float]) -> None:
-        """Record the times of the running setting in the session, and log progress at intervals, on rank 0."""
+        """Record the times of the running setting in the search's session, and log progress at intervals, on rank 0."""
         session, target = search.session, search.target
         if self._control.rank != 0:
             return

@@ -384,7 +384,7 @@ class KnobSearch:
         )
 
     def remember(self, session: TuningSession | None) -> None:
-        """Store the trials of an unfinished session, so that the next job continues from them."""
+        """Store the trials of an unfinished search (session) in the registry, so that the next job continues it."""
         if session is not None and not self.retuning and session.trials:
             result = session.result
             stored = self._cache.keep(result, session.trials, complete=False, links=self._links)

@@ -157,9 +157,10 @@ class OverlapArm:
 
 
 def session_of(arm: OverlapArm, default: OverlapChoice) -> TuningSession[OverlapChoice]:
-    """Begin a search for the fastest setting. The arm proposes settings with deferred updates.
+    """Begin a search for the fastest setting, and return its session.
 
-    They are compared with `default`, the setting without deferred updates.
+    The search method `arm` proposes settings with deferred updates. They are compared with `default`, the setting
+    without deferred updates.
     """
     return TuningSession(
         space=Everything(),

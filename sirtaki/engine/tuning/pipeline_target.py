@@ -169,7 +169,7 @@ class PipelineTarget(TunableTarget[Knobs]):
         overlaps: bool = False,
         rank: int | None = None,
     ) -> None:
-        """Open the router and the pipeline. Collective.
+        """Open the transports (router) and the gradient pipeline. Collective.
 
         Args:
             control: control plane of the participating ranks.
@@ -262,7 +262,7 @@ class PipelineTarget(TunableTarget[Knobs]):
         return f"{self.default.describe()}; {tuning_ahead(settings)}"
 
     def _default_plan(self, layout: GradientLayout) -> CommPlan:
-        """Return the default plan (units and streams) for a flat buffer of a new layout. Collective.
+        """Return the default plan (buckets and streams) for a flat buffer of a new layout. Collective.
 
         If shared memory is exhausted, choose another default setting first.
         """
@@ -472,7 +472,7 @@ class PipelineTarget(TunableTarget[Knobs]):
         return self._report.span_s
 
     def record(self, session: TuningSession, spans_s: Sequence[float]) -> None:
-        """Record the times of the running setting in the session and the trial log. On rank 0."""
+        """Record the times of the running setting in the search's session and in the trial log. On rank 0."""
         assert self._search is not None
         ran = math.inf not in spans_s
         backward_s = self._backward_s[-len(spans_s) :] if ran else []
@@ -574,7 +574,7 @@ class PipelineTarget(TunableTarget[Knobs]):
     def close(self) -> None:
         """End all threads, and store the trials of an unfinished search. Called once.
 
-        `ControlPlane.reclaim` later closes the router, because that is collective.
+        The transports stay open until `ControlPlane.reclaim` closes them, because closing them is collective.
         """
         if self._carried is not None and self._carried.going_on and (self._kept or self.controller.tries(self)):
             self._carried.leave(self._key, self._left_behind())

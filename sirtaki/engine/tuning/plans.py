@@ -118,7 +118,7 @@ A model with very many gradients may have more units: one for each gradient and 
 
 
 def knob_space(router: Router, settings: Settings, total_bytes: int) -> KnobSpace:
-    """Return the range of settings for tuning: those that the router supports and the user's settings allow.
+    """Return the range of settings for tuning: those that the transports support and the user's settings allow.
 
     Raises:
         ConfigError: the user has fixed a value that this job does not support.
@@ -497,7 +497,7 @@ class ProbeBudget:
         self._probed: dict[int, float] = {}  # measured bytes per second, by number of streams
 
     def learn(self, *, streams: int, unit_bytes: int, round_s: float) -> None:
-        """Record the duration `round_s` of one round (one all-reduce on each stream) of a probe."""
+        """Record the measured duration `round_s` of one round: one all-reduce of `unit_bytes` on each stream."""
         rate = self._rate(streams * unit_bytes, round_s)
         self._probed[streams] = max(rate, self._probed.get(streams, 0.0))
 
@@ -506,7 +506,7 @@ class ProbeBudget:
         return size_bytes / max(seconds - self._alpha_s, LEAST_SHARE * seconds)
 
     def expected_s(self, size: ProbeSize, *, streams: int) -> float:
-        """Return the expected duration of a probe, in seconds.
+        """Return the expected duration of a probe (measurement of all-reduces), in seconds.
 
         Assumes that bandwidth grows more slowly with the number of streams than it did in earlier probes (`GOES_ON`).
         """
@@ -539,7 +539,7 @@ class ProbeBudget:
 
 
 def _sizes(unit_bytes: int) -> Iterable[ProbeSize]:
-    """Yield sizes of probes, the largest first.
+    """Yield sizes of probes (measurements of all-reduces), the largest first.
 
     The first sizes have ever fewer all-reduces on each stream, the later ones ever smaller all-reduces.
     """
@@ -588,7 +588,7 @@ class ThreadProbe:
     undisturbed_s: tuple[float, ...]
 
 
-@outside_modes  # because a TorchDispatchMode of the user must not count these matrix products
+@outside_modes  # hides these matrix products from a TorchDispatchMode of the user
 def probe_threads(control: ControlPlane, router: Router, route: Route) -> list[ThreadProbe]:
     """Time all-reduces with each possible number of GPU threads, and with NCCL's own choice, on one stream. Collective.
 
@@ -768,13 +768,13 @@ def probe_ways(control: ControlPlane, router: Router, route: Route, *, largest_b
         control: control plane of the job.
         router: router that runs the all-reduces.
         route: transport, and flat or hierarchical algorithm.
-        largest_bytes: maximum unit size.
+        largest_bytes: maximum size of an all-reduce.
     """
     all_sizes = [size for sizes in WAY_BYTES for size in sizes if size <= largest_bytes]
     buffer = router.allocate(max(all_sizes, default=0) // 4, torch.float32)
     seconds: dict[tuple[NcclWay | None, int], float] = {}
     begin_s = time.perf_counter()
-    # NCCL's own choice runs first and last, because the first probe meets an idle network and is slower.
+    # Time NCCL's own choice first and last, because the first measurement meets an idle network and is slower.
     for way in (None, *router.nccl_ways(), None):
         for size in all_sizes:
             plan = _one_unit(route, size, None, way)
@@ -960,8 +960,8 @@ def _probe_s(
     """Time `PASSES` consecutive passes of a plan. Return seconds and processors in use on this rank. Collective.
 
     If `is_first`, an untimed pass runs first. It opens connections, touches memory, grows congestion windows, and uses
-    up the burst that traffic shapers grant to an idle link. The timed passes follow without a barrier, because a pause
-    would make the link idle again.
+    up the burst that traffic shapers grant to an idle connection. The timed passes follow without a barrier, because a
+    pause would make the connection idle again.
     """
     control.barrier()
     if is_first:

@@ -63,7 +63,7 @@ class TunableTarget(ABC, Generic[S]):
         """
 
     def record(self, session: TuningSession[S], spans_s: Sequence[float]) -> None:
-        """Record the measured times of the setting that the session has let run (its assignment)."""
+        """Record the measured times of the running setting in the session, which decides what to try next."""
         session.record(spans_s)
 
     def progress(self, session: TuningSession[S]) -> TuningProgress | None:

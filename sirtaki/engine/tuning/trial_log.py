@@ -48,7 +48,7 @@ class StepTime:
         return max(0.0, span_s - self.backward_s)
 
     def at_this_pace(self, cold: Profile) -> Profile:
-        """Return `cold`, the profile of the slower first iterations, scaled to the speed of later iterations."""
+        """Return `cold`, the times of gradients in the slower first iterations, scaled to the speed of later ones."""
         compute_s, forward_s = min(cold.compute_s, self.backward_s), min(cold.forward_s, self.between_s)
         pace = compute_s / cold.compute_s if cold.compute_s > 0.0 else 1.0
         ready_s = tuple(min(pace * moment_s, compute_s) for moment_s in cold.ready_s)
