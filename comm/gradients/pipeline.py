@@ -477,7 +477,7 @@ class GradientPipeline:
             self._launch([number for number, unit in enumerate(units) if id(unit) not in launched])
 
     def reduce(self, interrupted: Interrupted | None) -> bool:
-        """Launch the remaining units (buckets), block until all gradients are reduced, and assign them to `.grad`.
+        """Launch the remaining units (buckets), block until all gradients are reduced, then assign them to `.grad`.
 
         Called at the end of backward if every gradient is ready, so that user code sees reduced gradients after
         `backward()`, as with DDP.

@@ -108,7 +108,7 @@ class KnobSearch:
         self._hit = CacheHit()
         self.stays: Knobs | None = None
         self._usual_default_s = math.nan
-        self._earlier: list[Knobs] = []  # earlier results of this job, except `stays`, the newest first
+        self._earlier: list[Knobs] = []  # settings that this job chose before `stays`, the newest first
         self.retuning = False
         self.given: Knobs | None = None
         self._suggested: list[Knobs] = []  # settings to try first, found before a restart of an elastic job
@@ -146,7 +146,7 @@ class KnobSearch:
         return session
 
     def _continue_from(self, before: Sequence[Carried], space: KnobSpace, place: tuple[int, ...]) -> None:
-        """Use tuning results from before a restart of an elastic job.
+        """Use tuning results from before a restart of an elastic job, given in `before`, the newest first.
 
         If the ranks were placed on hosts as now, set `stays` to that result, or continue with its trials if its search
         was unfinished. Otherwise try the newest result first in the new search.

@@ -187,7 +187,7 @@ class PipelineTarget(TunableTarget[Knobs]):
         """
         self._control = control = control.scope()
         self._given = given_to_all(control, settings.plan, ranks_stay=carried is None)
-        self._carried = carried  # None if the job is not elastic
+        self._carried = carried  # results from before restarts; None if the job is not elastic
         self._key = "" if carried is None else key_of(names, params)
         self._kept: Knobs | None = None  # result of the last search since the last restart of an elastic job
         self.router = open_router(control, settings, params)
