@@ -1,8 +1,8 @@
 """Search for the fastest communication setting of a training job.
 
 The package uses no process group, database or file, and imports only plan types from `sirtaki.comm`. It exports
-everything that the author of a search method (arm) needs (docs/reference/arms.md). A module of the package is imported when one
-of its names is first accessed, because the arms import torch, and the command `sirtaki registry` must not import torch.
+everything that the author of a search method (arm) needs (docs/reference/arms.md). A module of the package is imported
+when one of its names is first accessed, because the arms import torch, and the command `sirtaki registry` must not.
 """
 
 import importlib

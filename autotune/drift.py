@@ -97,8 +97,8 @@ class DriftWatch:
         """Add the communication time of a finished training iteration, and update `drift`.
 
         Args:
-            span_s: communication time of the iteration in seconds; NaN on a rank that has no more data
-                and waits in `join()`.
+            span_s: communication time of the iteration in seconds; NaN on a rank that has no more data and waits in
+                `join()`.
         """
         self._iterations += 1
         if self._iterations <= SKIPPED or not span_s > 0.0:

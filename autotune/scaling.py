@@ -30,7 +30,7 @@ class ScalingRow:
         planner: name of the planner that made the plan; `DEFAULT` for the untuned setting.
         knobs: the plan as a setting of knobs.
         units: number of all-reduces per iteration, one for each unit (bucket).
-        iteration_s: predicted time of forward pass, backward pass and exposed communication.
+        iteration_s: predicted time of forward pass, backward pass and communication that they do not hide.
         span_s: predicted communication time, from the first ready gradient to the last reduced gradient.
         efficiency: throughput of a rank relative to training on one rank, at most 1.
     """
@@ -66,9 +66,9 @@ def scaling_table(
     Args:
         layout: the job's gradients.
         profile: the job's compute times, measured or described by the user.
-        link_at: function that returns the cost model of the network for a ring of n ranks: `lambda n: replace(cluster, ranks=n).link()`
-            for a described cluster, `lambda n: link.rescaled(from_ranks=measured, to_ranks=n)` for a measured link
-            (LIBRA eq. 4).
+        link_at: function that returns the network's latency and bandwidth model for a ring of n ranks:
+            `lambda n: replace(cluster, ranks=n).link()` for a described cluster,
+            `lambda n: link.rescaled(from_ranks=measured, to_ranks=n)` for a measured network (LIBRA eq. 4).
         ranks: numbers of ranks, each at least two.
         space: permitted settings. Plans are made for its first route (transport and algorithm).
         default: the untuned setting.

@@ -134,7 +134,9 @@ class Trial(Generic[S]):
 
 
 class Arm(Protocol[S]):
-    """A search method, which proposes settings and receives their measurements. It has no threads, files, process groups or clocks of its own.
+    """A search method, which proposes settings and receives their measurements.
+
+    It has no threads, files, process groups or clocks of its own.
 
     Three more methods are optional. Each may return None for "no estimate":
     `expected_improvement()` returns the largest gain expected of an untried setting, as a fraction of the shortest

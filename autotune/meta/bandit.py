@@ -1,7 +1,7 @@
 """Multi-armed bandit that chooses which search method (arm) proposes the next setting to measure.
 
-It scores each arm by its recent proposals, as in AIACC (section VI) and OpenTuner: the area under the curve (AUC) of new
-best settings over a sliding window of uses.
+It scores each arm as AIACC (section VI) and OpenTuner do: by the area under the curve (AUC) of new best settings over a
+sliding window of uses.
 """
 
 from __future__ import annotations
@@ -118,10 +118,10 @@ LEAST_PROMISE = 0.001
 class BanditArm:
     """Search method (arm) that combines several others: a bandit chooses the one that proposes the next setting.
 
-    Arms are asked in the order of their scores. An arm without proposals is skipped, which does not count as a use.
-    The result of each trial is sent to all arms, and the arm named by `Trial.arm` gets the credit. Trials of the
-    default or of the registry's settings give no credit. An arm that raises or returns an invalid answer is removed,
-    because an error in a search method must not end a training job.
+    Arms are asked in the order of their scores. An arm without proposals is skipped, which does not count as a use. The
+    result of each trial is sent to all arms, and the arm named by `Trial.arm` gets the credit. Trials of the default or
+    of the registry's settings give no credit. An arm that raises or returns an invalid answer is removed, because an
+    error in a search method must not end a training job.
 
     Args:
         arms: arms with distinct names, the most promising first.
@@ -185,7 +185,7 @@ class BanditArm:
             self._wider = None
 
     def _widen(self, arms: Sequence[Arm]) -> None:
-        """Replace search methods (arms) by new ones with the same names, and send all earlier trials to the new ones."""
+        """Replace search methods (arms) by new ones with the same names, and send the new ones all earlier trials."""
         for arm in arms:
             if arm.name in self._arms:
                 self._arms[arm.name] = arm
@@ -273,7 +273,10 @@ def _proposals(answer: Sequence[Proposal], n: int, name: str) -> list[Proposal]:
 def opinion(
     source: object, of: str, *arguments: object
 ) -> Any:  # Any, because each optional method has its own result type
-    """Call an optional method of a search method (arm) or of a space of settings. Return None if it has no such method."""
+    """Call the method named `of` of a search method (arm) or a space of settings, and return its result.
+
+    Return None if `source` has no such method, because the method is optional.
+    """
     method = getattr(source, of, None)
     return None if method is None else method(*arguments)
 
@@ -313,10 +316,11 @@ def default_arms(
     Args:
         space: permitted settings of the search techniques.
         rng: random generator from which one generator for each arm is spawned, so that arms draw independently.
-        budget_iterations: number of training iterations of the search. The number of recent trials by which the
-            bandit scores the arms is proportional to it.
+        budget_iterations: number of training iterations of the search. The number of recent trials by which the bandit
+            scores the arms is proportional to it.
         names: names of the search techniques; None = all built-in techniques and those of installed packages.
-        planners: planners that the caller has created, the best first. Their names must differ from those of the techniques.
+        planners: planners that the caller has created, the best first. Their names must differ from those of the
+            techniques.
         as_given: whether planners are asked first, then the techniques. Otherwise the order is random, as in AIACC.
         whole_space: permitted settings of the techniques after trials have contradicted the planners' model, by which
             the narrower `space` was chosen. None = `space`.

@@ -152,7 +152,7 @@ class Setting(Generic[S]):
 
     @property
     def spread_s(self) -> float:
-        """Return the median absolute deviation of the measured times from their estimate; 0 for a single measurement."""
+        """Return the median absolute deviation of the measured times from `span_s`; 0 for a single measurement."""
         centre = self.span_s
         return 0.0 if math.isinf(centre) else statistics.median(abs(span - centre) for span in self.spans_s)
 
