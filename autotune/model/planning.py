@@ -355,7 +355,7 @@ TOLERANCE = 0.1
 """Relative error of predicted communication times up to which a model is not corrected by trials."""
 
 MAX_PLANS = 12
-"""Maximum number of trials by which a model of latency and bandwidth is corrected, so that the fit takes at most 0.25 s.
+"""Maximum number of trials by which a latency and bandwidth model is corrected, so that the fit takes at most 0.25 s.
 
 If there are more trials, those whose settings have the fewest units (buckets) are used.
 """
@@ -589,8 +589,8 @@ def with_contention_learnt(model: PlanningModel, route: Route, seen: Sequence[Ob
     before, after = errors_of(unchanged), errors_of(learnt)
     if (residual := root_mean_square(after)) > MAX_RESIDUAL:
         raise TuningError(f"contention misses the iterations by {residual:.0%}, the limit is {MAX_RESIDUAL:.0%}")
-    # Reject the fit by an F-test with 2 and `freedom` degrees of freedom if its improvement over the unchanged model may
-    # be noise. The simulator's minimum error counts as noise.
+    # Reject the fit by an F-test with 2 and `freedom` degrees of freedom if its improvement over the unchanged model
+    # may be noise. The simulator's minimum error counts as noise.
     freedom = len(after) - 3
     explained = float((before**2).sum() - (after**2).sum()) / (float((after**2).sum()) + len(after) * LEAST_ERROR**2)
     if freedom < 1 or explained <= (1.0 - CONFIDENCE) ** (-2.0 / freedom) - 1.0:
@@ -639,7 +639,7 @@ class ContentionLearner:
             self.draws = tuple(_drawn(model, space, default, rng))
 
     def learn(self, model: PlanningModel, seen: Sequence[Observation]) -> PlanningModel | None:
-        """Add measured iterations of a setting. After the last random setting (`draws`), correct the model by all of them.
+        """Add measured iterations of a setting. After the last random setting (`draws`), correct the model by them.
 
         The correction fits how computation and communication slow each other down ("contention"). If the model predicts
         the default's communication time within `TOLERANCE`, it is returned unchanged after the default's iterations,
