@@ -243,7 +243,7 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def compressors(self) -> str:
-        """Return a description of the compressors for logs, such as `int8`; empty if units are not compressed."""
+        """Return a description of the compressors for logs, such as `int8`; empty if gradients are not compressed."""
         return self.lossy.describe() if self.lossy else ""
 
     def to_json(self) -> dict[str, Any]:
@@ -460,7 +460,7 @@ class KnobSpace:
         return round(size / grain) * grain
 
     def nearest_unit_bytes(self, size: float) -> int:
-        """Return the permitted unit size nearest to `size`, rounded by `whole_unit_bytes`."""
+        """Return the permitted unit (bucket) size nearest to `size`, rounded by `whole_unit_bytes`."""
         return min(max(self.whole_unit_bytes(size), self.unit_bytes[0]), self.unit_bytes[1])
 
     @property
@@ -513,9 +513,9 @@ class KnobLattice:
         return len(self.points)
 
     def at(self, index: tuple[int, ...]) -> Knobs:
-        """Return the grid's setting at four indices: unit size, streams, threads, route.
+        """Return the grid's setting at four indices: of unit (bucket) size, streams, GPU threads, and route.
 
-        The number of streams is limited to the maximum of the route.
+        A route is a pair of transport and algorithm. The number of streams is limited to the maximum of the route.
         """
         unit, streams, threads, route = index
         return self.space.at(self.unit_bytes[unit], streams, threads, route)
@@ -551,7 +551,10 @@ class KnobLattice:
         return np.array(place)
 
     def snap(self, cube: FloatArray) -> Knobs:
-        """Return the grid's setting at four coordinates from 0 to 1: unit size, streams, threads, route."""
+        """Return the grid's setting at four coordinates from 0 to 1: of unit (bucket) size, streams, GPU threads, route.
+
+        A route is a pair of transport and algorithm.
+        """
         index = (min(int(u * length), length - 1) for u, length in zip(cube, self.shape, strict=True))
         return self.at(tuple(index))
 

@@ -53,7 +53,7 @@ Three pairs suffice if the candidate is slower in each of them.
 """
 
 UNSTEADY = 3.0
-"""Number of standard errors by which the baseline's time must change during a comparison to count as drift."""
+"""Number of standard errors by which the baseline's time must change during a comparison to be significant (drift)."""
 
 SHARED_NOISE = 0.4
 USUAL_NOISE, TIMES_NOISE = 0.15, 3.0

@@ -52,7 +52,7 @@ class _Hyperparameters:
 
     Attributes:
         inverse_squares_SD: inverse squares of the length scales, `(S, D)`.
-        shared_S: correlation of the Matérn part between two routes, `(S,)`.
+        shared_S: correlation of the Matérn part between two routes (pairs of transport and algorithm), `(S,)`.
         variance_S: variance of the process, `(S,)`.
         noise_S: relative noise of one measurement, `(S,)`.
     """
@@ -309,7 +309,7 @@ class BayesianArm:
         return place
 
     def _candidates(self, fitted_s: Mapping[Knobs, float]) -> list[Knobs]:
-        """Return unmeasured settings: those of the grid and, near the best settings, those with unit sizes in between.
+        """Return unmeasured settings: those of the grid and, near the best ones, with bucket sizes in between.
 
         There are at most `MAX_CANDIDATES` settings of the grid, drawn at random.
         """
@@ -374,8 +374,8 @@ def _pdf(z: FloatArray) -> FloatArray:
 def _design(lattice: KnobLattice, rng: np.random.Generator) -> list[Knobs]:
     """Return the settings of the grid in the order in which the initial design proposes them.
 
-    The first settings have few and many streams on each route, and units (buckets) of random medium size. The order of
-    all further settings is random.
+    The first settings have few and many streams on each route (transport and algorithm), and units (buckets) of random
+    medium size. The order of all further settings is random.
     """
     n_sizes, n_streams, n_threads, n_routes = lattice.shape
     first = []

@@ -22,7 +22,8 @@ curve G(n). Where the printed listing contradicts the paper's text, the code fol
 The paper claims that its choice is optimal (theorem 1). Under the paper's own model, it is not, as
 docs/explanation/planners.md shows.
 
-LIBRA and LIBRA-M choose unit sizes and numbers of GPU threads by dynamic programming over a contention model.
+LIBRA and LIBRA-M choose the sizes of units (buckets) and numbers of GPU threads by dynamic programming. Their
+contention model tells how much computation and communication slow each other down.
 
 dPRO follows the critical path of the simulated iteration, and fuses and partitions the tensors on it. Tensor fusion and
 tensor partition (theorem 2) apply here. Operator fusion (theorem 1) does not, because Sirtaki cannot fuse a training
@@ -91,7 +92,7 @@ class Planner(ABC):
 
     @abstractmethod
     def cuts(self, model: PlanningModel, route: Route) -> tuple[Cut, ...]:
-        """Compute the planner's units (buckets) for one route.
+        """Divide the gradients into units (buckets), for one route (transport and algorithm).
 
         Raises:
             TuningError: the planner cannot compute units from this model.
@@ -124,7 +125,7 @@ class Planner(ABC):
         return asked
 
     def tell(self, trials: Sequence[Trial]) -> None:
-        """Compare the trials with the predictions, and drop plans that have been measured as another arm's proposal."""
+        """Compare the trials with the predictions, and drop plans that another search method's trial has measured."""
         if self.forecast is not None:
             self.forecast.tell(trials)
         if self._pending:
@@ -410,7 +411,7 @@ class AscWfbpN(Planner):
     name = "asc_wfbp_n"
 
     def cuts(self, model: PlanningModel, route: Route) -> tuple[Cut, ...]:
-        """Return the candidate plan with the shortest simulated communication time; of equals, that of fewest units."""
+        """Return the candidate with the shortest simulated communication time; of equals, that of fewest buckets."""
         simulator = model.simulator(route)
 
         def cost(cuts: tuple[Cut, ...]) -> tuple[float, int]:
@@ -769,7 +770,7 @@ class Dpro(Planner):
     name = "dpro"
 
     def cuts(self, model: PlanningModel, route: Route) -> tuple[Cut, ...]:
-        """Run one search for each permitted number of streams, and return the units of the fastest simulated result."""
+        """Run one search for each permitted number of streams, and return the units (buckets) of the fastest result."""
         simulator = model.simulator(route)
         best = min(
             (CriticalPathSearch(simulator, streams=streams).run() for streams in self.space.streams_on(route)),

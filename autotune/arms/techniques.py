@@ -161,7 +161,7 @@ class PBTArm:
         return proposals
 
     def tell(self, trials: Sequence[Trial]) -> None:
-        """Add the settings of this arm's trials, and of faster trials of other arms, to the population.
+        """Add the settings of this search method's trials, and of faster trials of other methods, to the population.
 
         Each one replaces the population's worst member.
         """
@@ -262,7 +262,7 @@ class HyperbandArm:
         ]
 
     def tell(self, trials: Sequence[Trial]) -> None:
-        """Report the trials to Optuna. A trial of another arm's setting is added as a finished Optuna trial."""
+        """Report the trials to Optuna. A trial of another search method's setting is added as a finished one."""
         if self._study is None:
             self._early_trials += trials
             return
@@ -292,7 +292,7 @@ class HyperbandArm:
             self._pending[trial.knobs] = (optuna_trial, promoted)
 
     def _add(self, trial: Trial) -> None:
-        """Add another arm's trial to the Optuna study, so that the sampler learns from the trial."""
+        """Add another search method's trial to the Optuna study, so that the sampler learns from the trial."""
         index = self._lattice.index_of(trial.knobs)
         if index is None or trial.status is TrialStatus.FAILED or trial.knobs in self._finished:
             return
@@ -559,7 +559,7 @@ class NcclArm(_VariantArm):
             yield from self._neighbours(best_set)
 
     def _neighbours(self, knobs: Knobs) -> Iterator[Knobs]:
-        """Yield settings with the NCCL algorithm of `knobs`, and another unit size, number of streams or of CTAs."""
+        """Yield settings with the NCCL algorithm of `knobs`, and another bucket size, number of streams or of CTAs."""
         assert knobs.nccl
         way = knobs.nccl.by(knobs.unit_bytes)
         for factor in (0.5, 2.0) if way else ():

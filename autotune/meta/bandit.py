@@ -33,7 +33,10 @@ def window_for(budget_trials: int, n_arms: int) -> int:
 
 
 EXPLORATION = 0.2
-"""Weight in an arm's score of how rarely the arm was used (the exploration term; AIACC's C, with AIACC's value)."""
+"""Weight, in the score of a search method (arm), of how rarely the method was used (the exploration term).
+
+It is AIACC's C, with AIACC's value.
+"""
 
 
 class AUCBandit:
@@ -159,8 +162,8 @@ class BanditArm:
     def ask(self, n: int = 1) -> Sequence[Proposal]:
         """Return up to `n` proposed settings.
 
-        For `n` = 1, it is a proposal of the arm with the highest score that has one. For more, it is one proposal of
-        each arm by descending score, then a second one of each arm, and so on.
+        For `n` = 1, it is a proposal of the search method (arm) with the highest score that has one. For more, the
+        result has one proposal of each arm by descending score, then a second one of each arm, and so on.
         """
         ranking = self.bandit.ranking(self._rng, as_given=self._as_given)
         if n == 1:

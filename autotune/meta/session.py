@@ -331,7 +331,7 @@ REFINEMENT = 0.12  # fraction of the budget that is reserved for neighbours
 SHORT = 60  # budget in iterations below which neighbours are not tried, because the search itself needs all trials
 NOISY = 0.06  # measurement noise above which neighbours are not tried, because their times cannot be distinguished
 
-MAX_RETRIES = 8  # number of measured or invalid settings that the arm may propose in a row before the search ends
+MAX_RETRIES = 8  # number of measured or invalid proposals in a row, after which a search method counts as exhausted
 FEW = 16  # number of distinct settings up to which the search tries all, as with a model of one or two units (buckets)
 
 PROMISING = 1.0  # a trial is stopped if its setting is slower than the best one by this many standard errors
@@ -648,8 +648,8 @@ class TuningSession(Generic[S]):
     def _search(self) -> Generator[Assignment[S], Sequence[float], str]:
         """Run trials of proposed settings, and return in words why the search ended.
 
-        It ends when the budget is used, when many trials in a row were not faster and the arm expects no improvement,
-        or when no proposal is left.
+        It ends when the budget is used, when many trials in a row were not faster and the search method (arm) expects
+        no improvement, or when no proposal is left.
         """
         patience = max(8, self._iterations // (4 * self._trial_iterations))
         while True:
@@ -695,7 +695,8 @@ class TuningSession(Generic[S]):
     def _next_proposal(self) -> Proposal[S] | None:
         """Return the next proposed setting that needs a measurement; None if there is none.
 
-        If a proposed setting has been measured already or is not permitted, send the known result to the arm instead.
+        If a proposed setting has been measured already or is not permitted, send the known result to the search method
+        (arm) instead.
         """
         for _ in range(MAX_RETRIES):
             given, self._given = self._given, None
@@ -718,7 +719,7 @@ class TuningSession(Generic[S]):
         return self._untried()
 
     def _untried(self) -> Proposal[S] | None:
-        """Propose a setting that no arm has proposed, if the space has at most `FEW` distinct settings."""
+        """Propose a permitted setting that no search method (arm) has proposed, if at most `FEW` are permitted."""
         distinct = {
             self._identity(knobs): knobs for knobs in opinion(self._space, "every") or () if self._accepts(knobs)
         }
@@ -747,7 +748,8 @@ class TuningSession(Generic[S]):
     def _finalists(self, base: S, beaten: Sequence[S], *, lossy: bool) -> list[S]:
         """Return the settings to measure again before the comparison with `base`, without those in `beaten`.
 
-        They are taken alternately from two rankings: by measured communication time, and by the arm's estimate of it.
+        They are taken alternately from two rankings: by measured communication time, and by the search method's
+        estimate of it.
         """
         ranked = [setting for setting in self._ledger.ranked() if self._is_lossy(setting.knobs) is lossy]
         rivals = [
@@ -795,7 +797,7 @@ class TuningSession(Generic[S]):
 
         Args:
             knobs: the setting.
-            arm: name to store in the resulting trial, `FINALS_ARM` in the final comparison.
+            arm: name to store as the proposer in the resulting trial, `FINALS_ARM` in the final comparison.
             known: gain that an earlier job has proved for the setting; None = no such gain.
             base: setting to compare with; None = the default.
 

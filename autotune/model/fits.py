@@ -86,7 +86,7 @@ class ContentionModel:
         return max(self.alpha_1 - self.alpha_2 * threads, 0.05)
 
     def rescaled(self, *, from_ranks: int, to_ranks: int) -> ContentionModel:
-        """Return the contention model of the same GPUs in a ring with another number of ranks.
+        """Return the model for a ring of the same GPUs with another number of ranks.
 
         In a ring of N ranks, transmission times are proportional to (N − 1) / N (LIBRA eq. 4). The compute speed does
         not change.

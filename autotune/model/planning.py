@@ -66,7 +66,9 @@ class PlanningModel:
         )
 
     def contention_on(self, route: Route) -> ContentionModel | None:
-        """Return the model of how computation and a route's communication slow each other down (contention).
+        """Return the model of how computation and communication slow each other down ("contention") on a route.
+
+        A route is a pair of transport and algorithm.
 
         It is the model fitted to training iterations if there is one, otherwise the model measured by probes.
         """
@@ -76,8 +78,8 @@ class PlanningModel:
         """Predict the communication time of an iteration with these knobs, by simulation.
 
         Returns:
-            Seconds. None if the route was not measured. None if the knobs set compressors or NCCL algorithms, because
-            probes do not measure the costs of compressors and NCCL algorithms.
+            Seconds. None if the knobs' route (transport and algorithm) was not measured, or if they set compressors or
+            NCCL algorithms, because probes do not measure the costs of compressors and NCCL algorithms.
 
         Raises:
             PlanError: the knobs' cuts do not fit the layout.
@@ -97,8 +99,8 @@ class PlanningModel:
         """Return a time below which no setting can reduce the communication time of an iteration.
 
         It is the larger of two times: the backward pass from its first gradient on, and the transmission of all bytes
-        at the highest rate of any route and number of streams. The rate counts gradient bytes, so that it includes the
-        factor 2 (P − 1) / P of a ring of P ranks.
+        at the highest rate of any route (transport and algorithm) and number of streams. The rate counts gradient
+        bytes, so that it includes the factor 2 (P − 1) / P of a ring of P ranks.
         """
         fastest = max(max(link.throughput) for link in self.links.values())
         compute_s = max(self.profile.ready_s) - min(self.profile.ready_s)
@@ -626,9 +628,9 @@ class ContentionLearner:
 
     Attributes:
         draws: random settings to run after the default. They have the default's transport and algorithm, differ in
-            streams, GPU threads and unit sizes, and are not predicted to be clearly slower. Empty if the default's
-            route (transport and algorithm) was not measured, or if ranks communicate on processors that compute,
-            because `SharedHost` models that case.
+            streams, GPU threads and unit (bucket) sizes, and are not predicted to be clearly slower. Empty if the
+            default's route (transport and algorithm) was not measured, or if ranks communicate on processors that
+            compute, because `SharedHost` models that case.
     """
 
     def __init__(self, model: PlanningModel, *, space: KnobSpace, default: Knobs, rng: np.random.Generator) -> None:

@@ -145,7 +145,7 @@ class SimulatedIteration:
 
     @property
     def end_s(self) -> float:
-        """Return the time at which both the backward pass and all units' all-reduces have ended."""
+        """Return the time at which both the backward pass and the all-reduces of all units (buckets) have ended."""
         return max(self.compute_end_s, max(self.stop_s, default=0.0))
 
     @property
@@ -348,7 +348,7 @@ def deferred_iteration_s(
 
 
 def _read_s(unit: ScheduledUnit, pace: IterationPace, forward_s: float) -> float:
-    """Return the time at which the forward pass first reads one of the parameters whose gradients are in a unit.
+    """Return the time at which the forward pass first reads one of the parameters whose gradients are in a bucket.
 
     Modules are assumed to run in the reverse order of the backward pass.
     """
