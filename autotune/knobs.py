@@ -551,7 +551,7 @@ class KnobLattice:
         return np.array(place)
 
     def snap(self, cube: FloatArray) -> Knobs:
-        """Return the grid's setting at four coordinates from 0 to 1: of unit (bucket) size, streams, GPU threads, route.
+        """Return the grid's setting at four coordinates from 0 to 1: unit (bucket) size, streams, GPU threads, route.
 
         A route is a pair of transport and algorithm.
         """

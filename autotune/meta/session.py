@@ -379,8 +379,8 @@ class TuningSession(Generic[S]):
         seeds: settings of similar jobs, which are the first proposals.
         draws: random settings, which are proposed after the seeds. Their trials show how much communication slows
             computation down. `skip_draws` cancels them.
-        given: the user's plan, which is proposed before all other settings. If there is an `exact`, the plan is
-            compared with the default after it.
+        given: the user's plan, which is proposed before all other settings. If `exact` is given, first its setting is
+            compared with the default, then the plan.
         history: `trials` of an earlier, unfinished session. Their iterations count against the budget.
         identity: function that returns equal values for knobs that are the same setting, which is then measured only
             once.
@@ -529,7 +529,7 @@ class TuningSession(Generic[S]):
         self._advance(())
 
     def skip_draws(self) -> None:
-        """Cancel the remaining `draws`, when no more data is needed on how communication slows computation down."""
+        """Do not propose the remaining random settings (`draws`): enough is known of how communication slows computation."""
         self._seeds = [proposal for proposal in self._seeds if proposal.arm != DRAW_ARM]
 
     # ── phases ───────────────────────────────────────────────────────────────────────────────────────────────────
