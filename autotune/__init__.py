@@ -8,7 +8,8 @@ when one of its names is first accessed, because the arms import torch, and the 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# Importing the folder as `autotune`, too, would load each module twice, with two copies of each class.
+# Refuse `import autotune`: together with `import sirtaki.autotune`, it would load each module twice, with two copies of
+# each class.
 if __name__ != "sirtaki.autotune":
     raise ImportError("import sirtaki.autotune, not autotune: the folder at the checkout's root is the same code")
 

@@ -125,7 +125,7 @@ class Planner(ABC):
         return asked
 
     def tell(self, trials: Sequence[Trial]) -> None:
-        """Compare the trials with the predictions, and drop plans that another search method's trial has measured."""
+        """Compare the trials with predictions, and drop plans that another search method's trial has measured."""
         if self.forecast is not None:
             self.forecast.tell(trials)
         if self._pending:

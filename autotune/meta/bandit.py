@@ -242,9 +242,10 @@ class BanditArm:
         return self._try(name, lambda arm: _proposals(arm.ask(n), n, name), ())
 
     def _try(self, name: str, call: Callable[[Arm], _T], otherwise: _T) -> _T:
-        """Call a function with the search method (arm) `name`, and return its result.
+        """Call a function with the search method (arm) of this name, and return the function's result.
 
-        If the arm raises, log a warning and remove the arm. Return `otherwise` if it raises or was removed before.
+        If the call raises, log a warning, and do not ask the arm any more. Return `otherwise` if the call raises, or if
+        an earlier call raised.
         """
         if name not in self._arms:
             return otherwise

@@ -529,7 +529,7 @@ class TuningSession(Generic[S]):
         self._advance(())
 
     def skip_draws(self) -> None:
-        """Do not propose the remaining random settings (`draws`), because their measurements are not needed any more."""
+        """Do not propose the remaining random settings (`draws`), because their measurements are not needed."""
         self._seeds = [proposal for proposal in self._seeds if proposal.arm != DRAW_ARM]
 
     # ── phases ───────────────────────────────────────────────────────────────────────────────────────────────────
