@@ -1,14 +1,15 @@
 """Search for the fastest communication setting of a training job.
 
 The package uses no process group, database or file, and imports only plan types from `sirtaki.comm`. It exports
-everything that an arm (a search algorithm) needs (docs/reference/arms.md). A module of the package is imported when one
-of its names is first accessed, because the arms import torch, and the command `sirtaki registry` must not import torch.
+everything that the author of a search method (arm) needs (docs/reference/arms.md). A module of the package is imported
+when one of its names is first accessed, because the arms import torch, and the command `sirtaki registry` must not.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# Importing the folder as `autotune`, too, would load each module twice, with two copies of each class.
+# Refuse `import autotune`: together with `import sirtaki.autotune`, it would load each module twice, with two copies of
+# each class.
 if __name__ != "sirtaki.autotune":
     raise ImportError("import sirtaki.autotune, not autotune: the folder at the checkout's root is the same code")
 

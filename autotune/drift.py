@@ -1,4 +1,4 @@
-"""Detection of a lasting change of the communication time, after which the job is tuned again ("re-tune")."""
+"""Detection of a lasting change of a job's communication time, after which the job is tuned again ("re-tune")."""
 
 from __future__ import annotations
 
@@ -9,46 +9,50 @@ from statistics import median
 from sirtaki.comm.gradients.flags import Drift
 
 SKIPPED = 2
-"""Number of iterations ignored after a change of the setting, because they are slower than later iterations."""
+"""Number of training iterations that are ignored after a change of the setting: they are slower than later ones."""
 
 REFERENCE = 24
-"""Number of iterations whose communication times give the reference (their median) and the noise (their spread)."""
+"""Number of training iterations from which the usual communication time (the reference) and its noise are computed."""
 
 ALLOWANCE = math.log(1.25)
 LIMIT = 0.3
 ENOUGH = 1.8
-"""Thresholds of the CUSUM test, in logarithms of communication times.
+"""Thresholds of the CUSUM test, which sums the deviations of communication times from the usual time (the reference).
 
-`ALLOWANCE` is the ignored deviation from the reference, `LIMIT` the largest contribution of one iteration to the sum,
-and `ENOUGH` the sum at which drift is reported.
+All are in logarithms of times. `ALLOWANCE` is the deviation that is ignored, `LIMIT` the largest contribution of one
+iteration to the sum, and `ENOUGH` the sum at which a lasting change (drift) is reported.
 """
 
 USUAL_NOISE = 0.12
-"""Standard deviation of logarithms of communication times, up to which the three CUSUM thresholds are used unchanged.
+"""Noise of communication times, up to which the thresholds of the CUSUM test for drift are used unchanged.
 
-With more noise, the thresholds grow in proportion to the noise.
+The noise is the standard deviation of the times' logarithms. With more noise, the thresholds grow in proportion to it.
 """
 
 COOL_DOWN = 50
-"""Minimum number of iterations between two re-tunes (the cool-down).
+"""Minimum number of training iterations before the job may be tuned again ("re-tune"): the cool-down.
 
 A re-tune that comes less than `LONG` cool-downs after the last one doubles the cool-down.
 """
 
 LONG = 10
-"""Number of cool-downs without a re-tune, after which the next re-tune sets the cool-down to `COOL_DOWN` again."""
+"""Number of cool-downs (minimum times between re-tunes) after which a re-tune does not double the cool-down.
+
+Such a re-tune sets the cool-down to `COOL_DOWN` again.
+"""
 
 _DEVIATIONS_BETWEEN_TENTHS = 2.56
 """Number of standard deviations between the 10th and the 90th percentile of a normal distribution."""
 
 
 class DriftWatch:
-    """Detector of a change of the communication time (two-sided CUSUM).
+    """Detector of a lasting change of the communication time (drift), by a two-sided CUSUM test.
 
-    The communication times of a setting's iterations are compared with those of its first iterations.
+    The communication time of each training iteration is compared with the usual time (the reference), which is the
+    median of the first iterations with the same setting.
 
     Attributes:
-        drift: trend of the communication time, as this rank has measured it.
+        drift: whether communication has become slower or faster, as this rank has measured it.
     """
 
     def __init__(self) -> None:
@@ -64,30 +68,37 @@ class DriftWatch:
         self._recent: deque[float] = deque(maxlen=7)
 
     def retuned(self) -> None:
-        """Measure a new reference after a re-tune that this detector caused, and set the cool-down."""
+        """Measure the usual communication time anew, after this detector has caused the job to be tuned again.
+
+        Also set the minimum number of iterations until the next re-tune (the cool-down).
+        """
         soon = self._cool_down > 0 and self._iterations < LONG * self._cool_down
         self._cool_down = 2 * self._cool_down if soon else COOL_DOWN
         self._reset()
 
     def reordered(self) -> None:
-        """Measure a new reference after a change of the gradients' order, which changes communication times."""
+        """Measure the usual communication time anew, because a change of the gradients' order changes it."""
         self._reset()
 
     @property
     def due(self) -> bool:
-        """Return whether the cool-down has ended, so that a re-tune is permitted. The result is equal on all ranks."""
+        """Return whether the job may be tuned again: enough iterations have run since the last time.
+
+        The result is equal on all ranks.
+        """
         return self._iterations >= max(SKIPPED + REFERENCE, self._cool_down)
 
     @property
     def ratio(self) -> float:
-        """Return the recent communication time divided by the reference; NaN before the reference has been measured."""
+        """Return the recent communication time divided by the usual one (the reference); NaN before both are known."""
         return math.exp(median(self._recent) - self._usual) if self._recent else math.nan
 
     def add(self, span_s: float) -> None:
-        """Add a finished iteration, and update `drift`.
+        """Add the communication time of a finished training iteration, and update `drift`.
 
         Args:
-            span_s: communication time of the iteration in seconds; NaN on a rank in `join()`.
+            span_s: communication time of the iteration in seconds; NaN on a rank that has no more data and waits in
+                `join()`.
         """
         self._iterations += 1
         if self._iterations <= SKIPPED or not span_s > 0.0:

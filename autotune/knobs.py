@@ -1,4 +1,4 @@
-"""Tunable settings (knobs), the space of permitted settings, and the grid of settings (lattice) for searches."""
+"""Settings that tuning chooses from: tuned parameters ("knobs"), the space of permitted settings, and a grid of it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ KIB = 1024
 MIB = 1024 * KIB
 
 
-# msgspec checks the limits of fields only when knobs are read from a file or a database.
+# Number of GPU threads. msgspec checks its limits only when a setting is read from a file or a database.
 Threads = Annotated[int, Meta(ge=1, le=2**20)] | None
 
 
@@ -44,8 +44,8 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unk
     """A unit (bucket) with explicit bounds: a range of the flat gradient buffer that one all-reduce sums over ranks.
 
     Attributes:
-        stop: index of the first element after the unit. The unit starts at the previous cut's `stop`, or at 0.
-        stream: index of the stream that reduces the unit.
+        stop: index of the first element after the unit. The unit starts at the `stop` of the unit before it, or at 0.
+        stream: index of the stream (parallel connection on CPUs, CUDA stream on GPUs) that reduces the unit.
         threads: number of GPU threads that reduce the unit; None = `Knobs.threads`.
     """
 
@@ -55,7 +55,7 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unk
 
 
 class Lossy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Compressor of each class of units (buckets), by its name (`compressor_name`).
+    """Names of the gradient compressors of a setting, one for each class of units (buckets).
 
     Attributes:
         large: compressor of units with mainly large gradients; empty = these units are not compressed.
@@ -81,28 +81,28 @@ class Lossy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
 
     @classmethod
     def all_by(cls, name: str) -> Lossy:
-        """Create a `Lossy` with the same compressor for all unit classes."""
+        """Create a `Lossy` with the same compressor for all classes of units (buckets)."""
         return cls(**{kind.value: name for kind in UnitClass})
 
     def by(self, kind: UnitClass) -> str:
-        """Return the name of a unit class's compressor; empty = the class is not compressed."""
+        """Return the name of the compressor of a class of units (buckets); empty = they are not compressed."""
         name: str = getattr(self, kind.value)
         return name
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of the compressors in use, without duplicates."""
+        """Return the names of the gradient compressors that any class of units (buckets) uses, without duplicates."""
         return tuple(dict.fromkeys(name for kind in UnitClass if (name := self.by(kind))))
 
     def describe(self) -> str:
-        """Describe the compressors for logs: `int8`, or `int8 (large), topk:0.01 (embeddings)`."""
+        """Describe the gradient compressors for logs, such as `int8`, or `int8 (large), topk:0.01 (embeddings)`."""
         if len(self.names) == 1 and all(self.by(kind) for kind in UnitClass):
             return self.names[0]
         return ", ".join(f"{self.by(kind)} ({kind.value})" for kind in UnitClass if self.by(kind))
 
 
 LARGE_FOR_NCCL_BYTES = MIB
-"""Minimum size of a unit (bucket) in the size class "large" of `NcclWays`.
+"""Size of a unit (bucket) from which the NCCL algorithm and protocol for large units is used (`NcclWays.large`).
 
 Below this size, NCCL's cost model prefers low-latency protocols.
 """
@@ -124,43 +124,52 @@ class NcclWays(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
 
     @staticmethod
     def size_class(unit_bytes: int) -> str:
-        """Return the size class of a unit with this size: "small" or "large", which are also names of fields."""
+        """Return the size class of a unit (bucket) of this size: "small" or "large", which are also names of fields."""
         return "large" if unit_bytes >= LARGE_FOR_NCCL_BYTES else "small"
 
     def by(self, unit_bytes: int) -> NcclWay | None:
-        """Return the NCCL algorithm and protocol for units of this size; None = NCCL decides."""
+        """Return the NCCL algorithm and protocol for units (buckets) of this size; None = NCCL decides."""
         way: NcclWay | None = getattr(self, self.size_class(unit_bytes))
         return way
 
     @classmethod
     def of(cls, unit_bytes: int, way: NcclWay | None) -> NcclWays:
-        """Create a `NcclWays` that sets algorithm and protocol for the size class of `unit_bytes` only."""
+        """Create a `NcclWays` that sets algorithm and protocol only for units (buckets) of the same size class.
+
+        Args:
+            unit_bytes: size that determines the size class, small or large.
+            way: the NCCL algorithm and protocol; None = NCCL decides.
+        """
         return cls(**{cls.size_class(unit_bytes): way})
 
     @property
     def by_class(self) -> dict[str, NcclWay]:
-        """Return {size class: algorithm and protocol}, without size classes for which NCCL decides, "small" first."""
+        """Return {size class of units (buckets): NCCL algorithm and protocol}, "small" first.
+
+        Size classes for which NCCL decides are left out.
+        """
         named = {"small": self.small, "large": self.large}
         return {name: way for name, way in named.items() if way is not None}
 
     def describe(self) -> str:
-        """Describe the set algorithms and protocols: `ring/ll128 (large)`, `ring/ll (small), ring/simple (large)`."""
+        """Describe the NCCL algorithms and protocols for logs, such as `ring/ll (small), ring/simple (large)`."""
         return ", ".join(f"{way.value} ({name})" for name, way in self.by_class.items())
 
 
 class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One setting of all tuned knobs. Hashable.
+    """One setting of all parameters that tuning chooses ("knobs"). Hashable.
 
     Attributes:
         unit_bytes: size of each unit (bucket) in bytes. Without effect if `cuts` is given.
-        streams: number of communicators that run concurrently.
-        transport: transport that reduces the units: NCCL, Gloo, shared memory, …
-        algorithm: flat or hierarchical all-reduce.
+        streams: number of units that are reduced concurrently: parallel connections on CPUs, CUDA streams on GPUs.
+        transport: mechanism that reduces the units: NCCL, Gloo, shared memory, …
+        algorithm: flat all-reduce (over all ranks alike) or hierarchical all-reduce (first within each node).
         threads: number of GPU threads that reduce a unit (LIBRA's r; CTAs are threads / 512). None = the transport's
             default.
-        cuts: units of different sizes, which fit one gradient layout only. None = all units have `unit_bytes` bytes.
+        cuts: bounds of units of different sizes, which fit one model's gradients only. None = all units have
+            `unit_bytes` bytes.
         lossy: compressors of the units. Unset, and omitted in JSON, if units are not compressed.
-        nccl: NCCL's algorithms and protocols. Unset, and omitted in JSON, if NCCL decides.
+        nccl: NCCL's algorithms and protocols for the units. Unset, and omitted in JSON, if NCCL decides.
 
     Raises:
         PlanError: a number is below 1, cuts do not ascend, or a cut's stream is not below `streams`.
@@ -190,20 +199,20 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise PlanError("cuts must ascend")
 
     def __reduce__(self) -> tuple[partial[Knobs], tuple[()]]:
-        """Pickle the knobs without unset fields, because pickle needs a millisecond to find `msgspec.UNSET`."""
+        """Pickle the setting without its unset fields, because pickle takes a millisecond to find `msgspec.UNSET`."""
         return partial(Knobs, **{name: one for name, one in structs.asdict(self).items() if one is not UNSET}), ()
 
     def but(self, **changes: Any) -> Self:
-        """Return a copy of the knobs with some fields changed."""
+        """Return a copy of the setting with some fields changed."""
         return structs.replace(self, **changes)
 
     @property
     def route(self) -> Route:
-        """Return the route of all units: the pair of transport and algorithm."""
+        """Return the route by which all units (buckets) are reduced: the pair of transport and algorithm."""
         return self.transport, self.algorithm
 
     def to_plan(self, layout: GradientLayout) -> CommPlan:
-        """Divide the gradients of `layout` into units (buckets), each reduced by one all-reduce.
+        """Divide the gradients of `layout` into units (buckets), each of which one all-reduce sums over ranks.
 
         Without `cuts`, units have `unit_bytes` bytes and are assigned to streams round-robin. The last unit may be
         shorter. On CUDA, the ends of all units are rounded up to the device's alignment.
@@ -234,17 +243,17 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def compressors(self) -> str:
-        """Return a description of the compressors for logs, such as `int8`; empty if units are not compressed."""
+        """Return a description of the compressors for logs, such as `int8`; empty if gradients are not compressed."""
         return self.lossy.describe() if self.lossy else ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the knobs as a JSON-serialisable dict. `from_json` is the inverse."""
+        """Return the setting as a JSON-serialisable dict. `Knobs.from_json` is the inverse."""
         data: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
         return data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Knobs:
-        """Create knobs from the result of `to_json`.
+        """Create a setting from the dict that `Knobs.to_json` returns.
 
         Raises:
             PlanError: a field is missing or invalid.
@@ -255,7 +264,7 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise PlanError(f"not valid knobs: {err} in {data!r:.500}") from err
 
     def describe(self) -> str:
-        """Describe the knobs in one line for logs: `shared_memory flat, 4 MiB units, 2 streams`."""
+        """Describe the setting in one line for logs, such as `shared_memory flat, 4 MiB units, 2 streams`."""
         cut = f"{len(self.cuts)} planned units" if self.cuts is not None else f"{format_bytes(self.unit_bytes)} units"
         threads = "" if self.threads is None else f", {self.threads} threads"
         plural = "" if self.streams == 1 else "s"
@@ -273,7 +282,7 @@ def _aligned(cuts: Sequence[Cut], piece: int, numel: int) -> tuple[Cut, ...]:
     return tuple(
         new
         for cut, new, (stop, rounded_stop) in zip(cuts, rounded, before, strict=False)
-        # Cuts that do not ascend are kept, so that CommPlan rejects them.
+        # Keep units whose ends do not ascend, so that CommPlan rejects them.
         if new.stop > rounded_stop or cut.stop <= stop
     )
 
@@ -287,32 +296,33 @@ def format_bytes(count: int) -> str:
 
 
 STEP_OCTAVES = 0.5
-"""Ratio of the unit (bucket) sizes of two neighbouring settings, as its logarithm to base 2."""
+"""Ratio of the unit (bucket) sizes of two settings that a search tries one after the other, as logarithm to base 2."""
 
 NEAR_OCTAVES = 0.3
-"""Ratio of unit (bucket) sizes, as its logarithm to base 2, below which two otherwise equal settings are "close".
+"""Ratio of unit (bucket) sizes, as logarithm to base 2, below which two otherwise equal settings are "close".
 
-A search does not try a setting that is close to a measured one.
+A search skips settings that are close to a measured one, because their communication times hardly differ.
 """
 
 MOST_POINTS = 100
-"""Maximum number of settings of a space for which a search measures all of them."""
+"""Number of settings up to which a space of permitted settings can be enumerated (`KnobSpace.every`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnobSpace:
-    """Permitted settings: the transports' capabilities, restricted to the values that the user has set.
+    """Settings that a search may choose: what the transports support, restricted to the values that the user has set.
 
     Attributes:
         routes: permitted pairs of transport and algorithm, the default one first.
         unit_bytes: smallest and largest size of a unit (bucket) in bytes. Both are equal if the user has set the size.
-        streams: permitted numbers of streams, ascending.
+        streams: permitted numbers of streams (parallel connections on CPUs, CUDA streams on GPUs), ascending.
         threads: permitted numbers of GPU threads, ascending. `(None,)` if the transport has no such setting.
         most_streams: maximum number of streams of each route that does not support all numbers in `streams`.
-        lossy: names of the compressors that the user allows. `CompressorArm` tries them; `KnobLattice` ignores them.
+        lossy: names of the gradient compressors that the user allows. The search method `CompressorArm` tries them; the
+            grid `KnobLattice` does not contain them.
         classes: classes of units (large, embeddings, small) that occur in the job's gradient layout.
-        nccl: permitted NCCL algorithms and protocols. Each entry sets one size class. `NcclArm` tries them;
-            `KnobLattice` ignores them.
+        nccl: permitted NCCL algorithms and protocols. Each entry sets one size class of units. The search method
+            `NcclArm` tries them; the grid `KnobLattice` does not contain them.
 
     Raises:
         PlanError: an attribute is empty or not in ascending order, or a route permits no number of streams.
@@ -341,14 +351,20 @@ class KnobSpace:
             )
 
     def streams_on(self, route: Route) -> tuple[int, ...]:
-        """Return the numbers of streams that are permitted on a route, ascending."""
+        """Return the permitted numbers of streams of a route (transport and algorithm), ascending."""
         most = dict(self.most_streams).get(route, self.streams[-1])
         return tuple(count for count in self.streams if count <= most)
 
     def at(self, unit_bytes: int, streams: int, threads: int, route: int) -> Knobs:
-        """Return the knobs with this unit size and these indices of streams, threads and route.
+        """Return the setting with a unit (bucket) size, and with the permitted values at these indices.
 
         The number of streams is limited to the maximum of the route.
+
+        Args:
+            unit_bytes: the unit size.
+            streams: index of the number of streams in the attribute `streams`.
+            threads: index of the number of GPU threads in the attribute `threads`.
+            route: index of the route (transport and algorithm) in the attribute `routes`.
         """
         transport, algorithm = self.routes[route]
         offered = self.streams_on((transport, algorithm))
@@ -383,15 +399,15 @@ class KnobSpace:
         return bool(knobs.lossy)
 
     def every(self) -> tuple[Knobs, ...]:
-        """Return all settings of the space's `KnobLattice`, or none if there are more than `MOST_POINTS`."""
+        """Return all settings of the space's grid (`KnobLattice`), or none if there are more than `MOST_POINTS`."""
         points = KnobLattice(self).points
         return points if len(points) <= MOST_POINTS else ()
 
     def around(self, knobs: Knobs, tried: Collection[Knobs]) -> Iterator[Knobs]:
         """Yield permitted settings that differ from `knobs` by one step of one knob.
 
-        Settings that are close (`NEAR_OCTAVES`) to a setting in `tried` are skipped. If `knobs` has units of different
-        sizes (`cuts`), the settings have equal units instead.
+        Settings that nearly equal a setting in `tried` (`NEAR_OCTAVES`) are skipped. If `knobs` has units (buckets) of
+        different sizes (`cuts`), the yielded settings have equal units instead.
         """
         uniform = [one for one in tried if one.cuts is None]
         neighbours = (one for one in self._neighbours(knobs) if one in self)
@@ -413,7 +429,11 @@ class KnobSpace:
         return all(NcclWays(**{kind: way}) in self.nccl for kind, way in ways.by_class.items())
 
     def nearest(self, knobs: Knobs) -> Knobs:
-        """Return a copy of the knobs with the permitted unit size, streams and threads that are nearest in ratio."""
+        """Return the permitted setting nearest to `knobs`, with the same transport and algorithm.
+
+        Unit (bucket) size, number of streams and number of GPU threads are replaced by the permitted values that are
+        nearest in ratio.
+        """
         low, high = self.unit_bytes
         counts, wanted = [count for count in self.threads if count is not None], knobs.threads
         if wanted is None or not counts:
@@ -427,11 +447,11 @@ class KnobSpace:
         )
 
     def streams_around(self, streams: int) -> tuple[int, ...]:
-        """Return `streams` and its permitted neighbours, ascending. Empty if `streams` is not permitted."""
+        """Return a number of streams and the next smaller and larger permitted ones; none if it is not permitted."""
         return _around(self.streams, streams)
 
     def threads_around(self, threads: int | None) -> tuple[int | None, ...]:
-        """Return `threads` and its permitted neighbours, ascending. Empty if `threads` is not permitted."""
+        """Return a number of GPU threads and the next permitted ones around it; none if it is not permitted."""
         return _around(self.threads, threads)
 
     def whole_unit_bytes(self, size: float) -> int:
@@ -440,12 +460,15 @@ class KnobSpace:
         return round(size / grain) * grain
 
     def nearest_unit_bytes(self, size: float) -> int:
-        """Return the permitted unit size nearest to `size`, rounded by `whole_unit_bytes`."""
+        """Return the permitted unit (bucket) size nearest to `size`, rounded by `whole_unit_bytes`."""
         return min(max(self.whole_unit_bytes(size), self.unit_bytes[0]), self.unit_bytes[1])
 
     @property
     def unit_bytes_log2(self) -> tuple[float, float]:
-        """Return log2 of the smallest and the largest unit (bucket) size. Arms search unit sizes on this scale."""
+        """Return log2 of the smallest and the largest permitted unit (bucket) size.
+
+        Search methods (arms) choose unit sizes on this scale.
+        """
         return math.log2(self.unit_bytes[0]), math.log2(self.unit_bytes[1])
 
 
@@ -465,13 +488,15 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class KnobLattice:
-    """Grid of a space's settings with equal units (buckets), with `steps_per_octave` unit sizes per power of two.
+    """Grid of permitted settings whose units (buckets) have equal sizes, for search methods (arms).
+
+    It has `steps_per_octave` unit sizes for each power of two.
 
     Attributes:
         points: the grid's settings, `(n_points,)`.
         coordinates: coordinates of `points`, from 0 to 1, `(n_points, n_dimensions)`. Columns: unit size (log scale),
-            streams and threads (by index of the permitted value). A knob with a single value has no column. Several
-            routes have one column each (one-hot).
+            streams and GPU threads (by index of the permitted value). A knob with a single value has no column. If
+            there are several routes (transport and algorithm), each has one column (one-hot).
         shape: number of values on each axis: unit sizes, streams, threads, routes.
     """
 
@@ -488,17 +513,18 @@ class KnobLattice:
         return len(self.points)
 
     def at(self, index: tuple[int, ...]) -> Knobs:
-        """Return the grid's setting at four indices: unit size, streams, threads, route.
+        """Return the grid's setting at four indices: of unit (bucket) size, streams, GPU threads, and route.
 
-        The number of streams is limited to the maximum of the route.
+        A route is a pair of transport and algorithm. The number of streams is limited to the maximum of the route.
         """
         unit, streams, threads, route = index
         return self.space.at(self.unit_bytes[unit], streams, threads, route)
 
     def index_of(self, knobs: Knobs) -> tuple[int, ...] | None:
-        """Return the index of the grid point nearest to `knobs`.
+        """Return the index of the setting in the grid that is nearest to `knobs`.
 
-        None for knobs outside the space, and for knobs with `cuts`, compressors or NCCL algorithms.
+        None for settings that are not permitted, and for settings with `cuts`, compressors or NCCL algorithms, which
+        the grid does not contain.
         """
         if knobs.cuts is not None or knobs.lossy or knobs.nccl or knobs not in self.space:
             return None
@@ -511,7 +537,10 @@ class KnobLattice:
         )
 
     def place(self, knobs: Knobs) -> FloatArray | None:
-        """Return the coordinates of a setting, with its exact unit size. None if `index_of` finds no grid point."""
+        """Return the coordinates of a setting, with its exact unit (bucket) size.
+
+        None if the grid has no setting near it (`index_of`).
+        """
         index = self.index_of(knobs)
         if index is None:
             return None
@@ -522,7 +551,10 @@ class KnobLattice:
         return np.array(place)
 
     def snap(self, cube: FloatArray) -> Knobs:
-        """Return the grid's setting at four coordinates from 0 to 1: unit size, streams, threads, route."""
+        """Return the grid's setting at four coordinates from 0 to 1: unit (bucket) size, streams, GPU threads, route.
+
+        A route is a pair of transport and algorithm.
+        """
         index = (min(int(u * length), length - 1) for u, length in zip(cube, self.shape, strict=True))
         return self.at(tuple(index))
 

@@ -29,33 +29,35 @@ from sirtaki.errors import TuningError
 from sirtaki.measures import Gain
 
 FEWEST_PAIRS = 6
-"""Minimum number of pairs at which the test is applied (a "look").
+"""Minimum number of measured pairs (baseline, candidate) at which the test for a gain is applied.
 
-Five pairs prove nothing: five gains in a row occur by chance in 1 of 32 cases.
+Five pairs prove nothing: if both settings are equally fast, the candidate wins five times in a row in 1 of 32 cases.
 """
 
 FEWEST_PAIRS_KNOWN = 4
-"""Minimum number of pairs at which the test is applied to a candidate that an earlier job has proved faster."""
+"""Minimum number of measured pairs at which a candidate is tested that an earlier job has proved faster."""
 
 ONLY_LOOK, FIRST_LOOK, LAST_LOOK = 0.02, 0.0158, 0.0105
-"""One-sided error rates of the test: if it is applied once, and for the first and the second of two applications.
+"""One-sided error rates of the signed-rank test: applied once, and at the first and the second of two applications.
 
 The probability that six gains in a row happen by chance is 1 / 64 = 0.0156. The rates leave a margin below 3 % because
-adjacent measurements of the same setting (ABBA) are correlated if a neighbour slows the host down in spells.
+successive measurements are correlated if another job slows the host down for a while.
 """
 
 GUESS_PAIRS, GUESS_RATE = 3, 0.125
-"""Minimum number of pairs, and one-sided error rate, for ending a comparison because the candidate gains too little.
+"""Conditions for ending a comparison early because the candidate gains too little over the baseline.
+
+They are the minimum number of measured pairs, and the one-sided error rate of the test.
 
 Three pairs suffice if the candidate is slower in each of them.
 """
 
 UNSTEADY = 3.0
-"""Minimum change of the baseline's time during the comparison, in standard errors, that counts as significant."""
+"""Number of standard errors by which the baseline's time must change during a comparison to be significant (drift)."""
 
 SHARED_NOISE = 0.4
 USUAL_NOISE, TIMES_NOISE = 0.15, 3.0
-"""Limits of the relative noise of one measurement, above which the result is not trusted.
+"""Limits of the relative noise of one measurement, above which the result of a paired comparison is not trusted.
 
 Noise above `SHARED_NOISE` is never trusted. Noise above `USUAL_NOISE` is not trusted if it also exceeds `TIMES_NOISE`
 times the noise before the comparison (`PairedComparison.noise_before`).
@@ -77,7 +79,10 @@ class Verdict(Enum):
 
 @cache
 def _tail(n_pairs: int) -> npt.NDArray[np.float64]:
-    """Return the exact P(T ≤ t) of the signed-rank statistic T under the null hypothesis, `(n (n + 1) / 2 + 1,)`."""
+    """Return the exact P(T ≤ t) of Wilcoxon's signed-rank statistic T if both settings are equally fast.
+
+    The shape is `(n (n + 1) / 2 + 1,)` for n pairs of measurements: one entry for each t from 0 on.
+    """
     n_sign_patterns = np.ones(1)  # entry t is the number of sign patterns with T = t
     for rank in range(1, n_pairs + 1):  # the pair with this rank has a negative or a positive sign
         n_sign_patterns = np.pad(n_sign_patterns, (0, rank)) + np.pad(n_sign_patterns, (rank, 0))
@@ -92,11 +97,12 @@ def _indices(n_pairs: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
 
 
 def interval(leads: Sequence[float], rate: float) -> tuple[float, float, float]:
-    """Return the Hodges–Lehmann estimate of the leads' centre, and its confidence interval by the signed-rank test.
+    """Return the Hodges–Lehmann estimate of a candidate's lead over a baseline, and its confidence interval.
 
-    The estimate is the median of all Walsh averages (lead i + lead j) / 2, i ≤ j. The interval is from the k-th
-    smallest to the k-th largest Walsh average, where k is the largest number with P(T ≤ k - 1) ≤ `rate` (Hollander,
-    sections 3.2 and 3.3). The test rejects "no gain" at this rate if and only if the interval is above 0.
+    The interval is that of Wilcoxon's signed-rank test. The estimate is the median of all Walsh averages (lead i + lead
+    j) / 2, i ≤ j. The interval is from the k-th smallest to the k-th largest Walsh average, where k is the largest
+    number with P(T ≤ k - 1) ≤ `rate` (Hollander, sections 3.2 and 3.3). The test rejects "no gain" at this rate if and
+    only if the interval is above 0.
 
     Args:
         leads: logarithm of (baseline time / candidate time) for each pair.
@@ -114,7 +120,7 @@ def interval(leads: Sequence[float], rate: float) -> tuple[float, float, float]:
 
 
 def pairs_wanted(lead: float, noise: float, *, most: int) -> int:
-    """Return the number of pairs that will probably prove that a candidate is faster, from `FEWEST_PAIRS` to `most`.
+    """Return how many measured pairs will probably prove that a candidate is faster, from `FEWEST_PAIRS` to `most`.
 
     Args:
         lead: expected logarithm of (baseline time / candidate time).
@@ -128,7 +134,7 @@ def pairs_wanted(lead: float, noise: float, *, most: int) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class PairedComparison:
-    """Paired measurements of a baseline setting and a candidate setting, and the test's result.
+    """Paired measurements of a baseline setting and a candidate setting, and the test whether the candidate is faster.
 
     Attributes:
         looks: numbers of pairs at which the test is applied: one or two numbers, ascending, at least `fewest`.
@@ -160,7 +166,9 @@ class PairedComparison:
     def of(
         cls, baseline_s: Sequence[float], candidate_s: Sequence[float], *, looks: tuple[int, ...] = ()
     ) -> PairedComparison:
-        """Create a comparison from finished measurements. Fewer than `FEWEST_PAIRS` pairs prove nothing.
+        """Create a comparison of two settings from finished measurements.
+
+        Fewer than `FEWEST_PAIRS` pairs prove nothing.
 
         Args:
             baseline_s: measured times of the baseline in seconds, `(n_pairs,)`.
@@ -173,7 +181,7 @@ class PairedComparison:
         return pairs
 
     def add(self, baseline_s: float, candidate_s: float) -> None:
-        """Add a pair of measurements.
+        """Add a pair of measured times, one of the baseline setting and one of the candidate setting.
 
         A time that is not a positive finite number means that the setting could not be applied.
         """
@@ -187,7 +195,7 @@ class PairedComparison:
         *,
         candidate_first: bool = False,
     ) -> Generator[_Sent, _Received, Verdict]:
-        """Measure both settings in alternating order until the comparison has a result.
+        """Measure the baseline and the candidate setting in alternating order until the comparison has a result.
 
         Args:
             measure_baseline: generator function that measures the baseline once, and returns the seconds.
@@ -209,12 +217,12 @@ class PairedComparison:
 
     @property
     def fewest(self) -> int:
-        """Return the minimum number of pairs that can prove the candidate faster."""
+        """Return the minimum number of measured pairs that can prove the candidate faster than the baseline."""
         return FEWEST_PAIRS if self.earlier is None or not self.earlier.proved else FEWEST_PAIRS_KNOWN
 
     @property
     def n_pairs(self) -> int:
-        """Return the number of measured pairs."""
+        """Return the number of measured pairs of one baseline time and one candidate time."""
         return len(self.candidate)
 
     @property
@@ -229,7 +237,10 @@ class PairedComparison:
 
     @property
     def noise(self) -> float:
-        """Return the relative standard deviation of one measurement, estimated from the leads' median deviation."""
+        """Return the relative standard deviation of one measured time.
+
+        It is estimated from the median deviation of the candidate's lead in each pair.
+        """
         middle = statistics.median(self.leads)
         return statistics.median(abs(lead - middle) for lead in self.leads) / 0.6745 / math.sqrt(2.0)
 
@@ -245,7 +256,7 @@ class PairedComparison:
 
     @property
     def pooled(self) -> Gain:
-        """Return the measured gain, pooled with the gain that an earlier job measured if there is one."""
+        """Return the candidate's gain over the baseline, from this job's and the earlier job's (`earlier`) pairs."""
         return self.gain if self.earlier is None else self.gain.pooled(self.earlier)
 
     @property
@@ -277,16 +288,20 @@ class PairedComparison:
 
     @property
     def proved(self) -> bool:
-        """Return whether the gain is large enough and statistically significant, with measurements to be trusted."""
+        """Return whether the candidate is proved faster than the baseline.
+
+        Its gain must be large enough and statistically significant, and nothing must cast doubt on the measurements.
+        """
         if self.n_pairs < self.fewest:
             return False
         return self.gain.times > 1.0 + self.least_gain and self.pooled.proved and not self.doubt
 
     @property
     def verdict(self) -> Verdict:
-        """Return the comparison's result with the pairs measured so far.
+        """Return the comparison's result from the pairs measured so far.
 
-        FASTER is possible only at the numbers of pairs in `looks`, and with more pairs than the last of these.
+        FASTER is possible only at the numbers of pairs in `looks`, at which the test is applied, and beyond the last of
+        them.
         """
         n, last = self.n_pairs, self.looks[-1]
         if self.failed:
@@ -299,7 +314,7 @@ class PairedComparison:
 
     @property
     def _guessed_high(self) -> float:
-        """Return the upper limit of the gain at the error rate `GUESS_RATE`.
+        """Return the upper limit of the candidate's gain at the error rate `GUESS_RATE`.
 
         It is infinite with fewer than `GUESS_PAIRS` pairs.
         """

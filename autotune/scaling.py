@@ -1,6 +1,7 @@
 """Prediction of a job's scaling on a cluster that the user describes, such as 64 nodes at 25 Gbit/s.
 
-The planners and the simulator run without a running job. The command line prints and plots the resulting table.
+No running job is needed: planners compute settings from a model of the job, and a simulator predicts their times. The
+command line prints and plots the resulting table.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,14 +23,14 @@ DEFAULT = "default"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingRow:
-    """Predicted times of one plan on one number of ranks.
+    """Predicted times of one plan (division of the gradients into units) on one number of ranks.
 
     Attributes:
         ranks: number of ranks in the ring.
         planner: name of the planner that made the plan; `DEFAULT` for the untuned setting.
         knobs: the plan as a setting of knobs.
         units: number of all-reduces per iteration, one for each unit (bucket).
-        iteration_s: predicted time of forward pass, backward pass and exposed communication.
+        iteration_s: predicted time of forward pass, backward pass and communication that they do not hide.
         span_s: predicted communication time, from the first ready gradient to the last reduced gradient.
         efficiency: throughput of a rank relative to training on one rank, at most 1.
     """
@@ -58,14 +59,16 @@ def scaling_table(
     contention: ContentionModel | None = None,
     contention_ranks: int | None = None,
 ) -> list[ScalingRow]:
-    """Predict iteration times of the untuned setting and of each planner's plan, for each number of ranks.
+    """Predict a job's iteration times on several numbers of ranks: untuned, and with the plan of each planner.
+
+    A planner is a search method that computes a division of the gradients into units (buckets) from a model of the job.
 
     Args:
         layout: the job's gradients.
         profile: the job's compute times, measured or described by the user.
-        link_at: function that returns the link model of a ring of n ranks: `lambda n: replace(cluster, ranks=n).link()`
-            for a described cluster, `lambda n: link.rescaled(from_ranks=measured, to_ranks=n)` for a measured link
-            (LIBRA eq. 4).
+        link_at: function that returns the network's latency and bandwidth model for a ring of n ranks:
+            `lambda n: replace(cluster, ranks=n).link()` for a described cluster,
+            `lambda n: link.rescaled(from_ranks=measured, to_ranks=n)` for a measured network (LIBRA eq. 4).
         ranks: numbers of ranks, each at least two.
         space: permitted settings. Plans are made for its first route (transport and algorithm).
         default: the untuned setting.

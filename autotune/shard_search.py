@@ -16,12 +16,16 @@ WORTHWHILE = 0.01
 
 
 class ShardArm:
-    """Arm that proposes the setting predicted to be fastest, then settings that differ from the best in one knob."""
+    """Search method (arm) for sharded models (FSDP).
+
+    It proposes the setting that is predicted to be fastest, then settings that differ from the fastest measured one in
+    one knob.
+    """
 
     name = "shards"
 
     def __init__(self, space: ShardSpace, default: ShardKnobs, step: ShardedStep | None = None) -> None:
-        """Create the arm, with `default` as the best setting.
+        """Create the search method. Its best setting is `default` until a trial of another setting is faster.
 
         Args:
             space: permitted settings.
@@ -56,9 +60,9 @@ class ShardArm:
         return min(neighbours, key=lambda one: step.expected_s(self._space, one), default=None)
 
     def tell(self, trials: Sequence[Trial[ShardKnobs]]) -> None:
-        """Update the best setting.
+        """Update the fastest setting with the results of trials.
 
-        If the step model predicted a setting to be faster and the trial does not confirm it, the model is discarded.
+        If the model of step times predicted that a setting would be faster, and its trial was not, discard the model.
         """
         for trial in trials:
             is_new = trial.knobs not in self._tried

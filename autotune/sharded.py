@@ -50,14 +50,14 @@ A second scatter uses the network while the first one waits, so that a third sca
 """
 
 
-# msgspec checks the limits of fields only when a setting is read from a file or a database.
+# Number or index of a sharded module. msgspec checks its limits only when a setting is read from a file or a database.
 _Modules = Annotated[int, Meta(ge=0, le=2**20)]
 _Places = tuple[Annotated[int, Meta(ge=0, lt=2**20)], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardKnobs:
-    """One setting of all knobs of a job with sharded parameters.
+    """One setting of all parameters that tuning chooses in a job with sharded parameters (FSDP).
 
     Modules are identified by their index in the order of use in the forward pass. Tuples of indices are ascending.
 
@@ -88,21 +88,25 @@ class ShardKnobs:
     scatters: Text = ""
 
     def buckets(self, modules: int) -> list[range]:
-        """Divide `modules` modules into buckets of coalesced modules, and return them in the order of use."""
+        """Return the buckets of modules that are gathered and scattered together, in the order of use.
+
+        Args:
+            modules: number of sharded modules, which are divided into the buckets.
+        """
         joined = frozenset(self.joined)
         starts = [place for place in range(modules) if place not in joined]
         return [range(start, stop) for start, stop in itertools.pairwise([*starts, modules])]
 
     @property
     def codecs(self) -> tuple[Codec | None, Codec | None]:
-        """Return the codecs that compress gathers and scatters; None = not compressed."""
+        """Return the codecs that compress gathered parameters and scattered gradients; None = not compressed."""
         from sirtaki.comm.compress import codec_of
 
         gathers, scatters = (codec_of(name) if name else None for name in (self.gathers, self.scatters))
         return gathers, scatters
 
     def describe(self) -> str:
-        """Describe the knobs in one line for logs."""
+        """Describe the setting in one line for logs."""
         kept = f", {len(self.kept)} kept" if self.kept else ""
         if self.near:
             kept += f", {len(self.near)} kept by each node"
@@ -122,7 +126,7 @@ class ShardKnobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardSpace:
-    """Permitted settings of a job with sharded parameters.
+    """Settings that a search may choose for a job with sharded parameters (FSDP).
 
     Modules are identified by their index in the order of use in the forward pass. Tuples of indices are ascending.
 
@@ -135,7 +139,7 @@ class ShardSpace:
         memory_bytes: GPU memory that a setting may use in addition to the memory of the default setting.
         node_ranks: number of ranks of each node, if a node cache is possible; otherwise 0.
         lossy: names of the compressors that the user allows.
-        scattering: maximum number of concurrent scatters.
+        scattering: maximum number of concurrent scatters (reduce-scatters of gradients).
         joinable: modules that can be coalesced with the module before them.
         gathered_ahead: values of `ahead` and `behind` that the user has set. None = both are tuned.
     """
@@ -168,7 +172,7 @@ class ShardSpace:
     def extra_bytes(self, knobs: ShardKnobs) -> int:
         """Return an upper bound of the peak memory that a setting needs in addition to the default setting's memory.
 
-        Memory of compressed shards in flight is not counted. In the backward pass, a module has four tensors of its
+        Compressed shards that are being sent are not counted. In the backward pass, a module has four tensors of its
         size: parameters, gradients, the tensor being scattered, and the gathered parameters of the next module. The
         forward pass needs less if at most two modules are gathered ahead. Each further concurrent scatter adds a
         tensor. Coalesced modules add four tensors of the largest bucket's size. If these are smaller than
@@ -188,14 +192,17 @@ class ShardSpace:
 
     @property
     def in_flight_bytes(self) -> int:
-        """Return the memory of messages while parameters are copied into the node cache.
+        """Return the memory of messages while parameters are copied into the node cache (`ShardKnobs.near`).
 
         Two messages are in flight at a time, each at most as large as one rank's shard of the largest module's copy.
         """
         return 2 * -(-max(self.whole_bytes[place] for place in self.dropped) // self.node_ranks)
 
     def joining(self, bucket_bytes: int) -> tuple[int, ...]:
-        """Coalesce modules in the order of use into buckets of at most `bucket_bytes`. Return a value of `joined`."""
+        """Coalesce modules in the order of use into buckets of at most `bucket_bytes`.
+
+        Return the modules that are coalesced with the module before them (`ShardKnobs.joined`).
+        """
         joined, size = list[int](), 0
         for place, more in enumerate(self.whole_bytes):
             together = place in self.joinable and size + more <= bucket_bytes
@@ -253,7 +260,7 @@ From a few hundred kilobytes on, the transmission of a message takes longer than
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardLink:
-    """Cost model of gathers (all-gathers) and scatters (reduce-scatters) between the ranks of a process group.
+    """Times of gathers (all-gathers) and scatters (reduce-scatters) between the ranks of a process group, as a model.
 
     Attributes:
         latency_s: time of a gather of a few bytes.
@@ -316,23 +323,24 @@ class ShardedStep:
             raise TuningError(f"a step needs one time and size per module, none of them negative, found {of_modules}")
 
     def expected_s(self, space: ShardSpace, knobs: ShardKnobs) -> float:
-        """Predict the time of a step with a setting, in seconds."""
+        """Predict the time of a training step with a setting, in seconds."""
         return _ShardedReplay(self, space, knobs).total_s
 
     def computed_s(self, bucket: range, *, backward: bool = False) -> float:
         """Return the computation time of a bucket's modules in the forward or in the backward pass.
 
-        Coalesced modules need fewer gathers and scatters. The processor time of the saved ones is subtracted.
+        Coalesced modules (a bucket) need fewer gathers and scatters. The processor time of the saved gathers and
+        scatters is subtracted.
         """
         span_s = sum((self.backward_s if backward else self.forward_s)[bucket.start : bucket.stop])
         messages = (len(bucket) - 1) * (2 if backward else 1)
         return max(LEAST_COMPUTED * span_s, span_s - messages * self.link.message_s)
 
     def fastest(self, space: ShardSpace, default: ShardKnobs) -> ShardKnobs:
-        """Search for the setting with the shortest predicted step.
+        """Return the setting with the shortest predicted step that a local search finds.
 
-        The local search starts from `default`, and from settings whose kept and coalesced modules were chosen by
-        dynamic programming. It ends when no change of a single knob gains more than `LEAST_STEP`.
+        The search starts from `default`, and from settings for which dynamic programming has chosen the modules to keep
+        gathered and to coalesce. It ends when no change of a single knob gains more than `LEAST_STEP`.
         """
         candidates: Iterable[ShardKnobs] = (default, *self._keeping(space, default), *self._joining(space, default))
         best, best_s = default, math.inf
@@ -345,9 +353,9 @@ class ShardedStep:
             candidates = space.around(best, ())
 
     def _keeping(self, space: ShardSpace, knobs: ShardKnobs) -> Iterator[ShardKnobs]:
-        """Yield settings that keep the gathered parameters of modules, those that shorten the backward pass most.
+        """Yield settings that keep modules' gathered parameters after the forward pass, within the permitted memory.
 
-        The settings need at most the permitted memory.
+        The kept modules are those that shorten the backward pass most.
         """
         for behind, scattering in itertools.product((1, 2), range(1, space.scattering + 1)):
             none_kept = replace(knobs, behind=behind, scattering=scattering, kept=(), near=())
@@ -355,12 +363,12 @@ class ShardedStep:
                 yield from (one for one in (self._kept(space, none_kept), space.keeping(none_kept)) if one in space)
 
     def _kept(self, space: ShardSpace, knobs: ShardKnobs) -> ShardKnobs:
-        """Choose the modules to keep gathered, and those in the node cache, by dynamic programming.
+        """Choose the modules to keep gathered, and those to keep in the node cache, by dynamic programming.
 
-        It goes from the last module to the first. A state of the programme has the chosen modules, their memory, and
-        three times: when the next module may start, when its parameters are gathered, and when the network is idle.
-        States that are worse than another state in all respects are dropped. In this model, the network runs one
-        operation at a time, and the next module's gather precedes this module's scatter.
+        Return `knobs` with these modules. The programme goes from the last module to the first. A state has the chosen
+        modules, their memory, and three times: when the next module may start, when its parameters are gathered, and
+        when the network is idle. States that are worse than another state in all respects are dropped. In this model,
+        the network runs one operation at a time, and the next module's gather precedes this module's scatter.
         """
         rate, last, node_ranks = self.link.bytes_per_s(knobs.streams), space.modules - 1, space.node_ranks
         spare_bytes = space.memory_bytes - space.extra_bytes(knobs)
@@ -454,7 +462,8 @@ class ShardedStep:
             forth_s = max(computed_s(bucket), sent(gathered_s, later))
             return forth_s + max(computed_s(later, True), sent(again_s, bucket) + sent(scattered_s, later))
 
-        # best[stop][bucket]: for each bucket that ends at `stop`, the minimum time and the bucket before it.
+        # best[stop][bucket] is, for each bucket that ends at module `stop`, the minimum time up to this bucket, and the
+        # bucket before it with which the minimum is reached.
         best = [dict[range, tuple[float, range | None]]() for _ in range(count + 1)]
         for start in range(count):
             for bucket in (range(start, stop) for stop in range(start + 1, count + 1)):
@@ -480,10 +489,10 @@ class ShardedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    """State of the dynamic programme that chooses the modules to keep: the choice for the last modules of the model.
+    """State of the dynamic programme that chooses the modules whose parameters stay gathered after the forward pass.
 
-    The programme goes through the modules in the order of the backward pass. The "next" module is the next one to
-    compute.
+    A state is a choice for the last modules of the model. The programme goes through the modules in the order of the
+    backward pass. The "next" module is the next one to compute.
 
     Attributes:
         kept, near: modules chosen for `ShardKnobs.kept` and `ShardKnobs.near`.
@@ -491,7 +500,7 @@ class _Kept:
         begun_s: earliest start of the next module's computation, if it did not wait for its parameters.
         gathered_s: time at which the next module's parameters have been gathered.
         free_s: time from which the network is idle.
-        scattered_s: end of the last scatter.
+        scattered_s: end of the last scatter (reduce-scatter of gradients).
     """
 
     kept: tuple[int, ...] = ()
@@ -504,7 +513,7 @@ class _Kept:
 
 
 def _undominated(states: Sequence[_Kept]) -> list[_Kept]:
-    """Return the states that no other state beats in all respects.
+    """Return the states (choices of modules to keep gathered) that no other state beats in memory and in all times.
 
     If there are more than `MOST_STATES`, only every second, third, … of them is returned.
     """
@@ -525,7 +534,7 @@ MOST_STATES = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
-    """Traced step that a recording contains, from which step times with other settings are predicted after the job.
+    """Traced training step in a recording of a job, from which step times with other settings are predicted later.
 
     Attributes:
         step: the traced step.
@@ -561,7 +570,7 @@ NETWORK, NODE = range(2)
 
 
 class _ShardedReplay:
-    """Graph of the operations of a sharded model's step, and the step's simulated time.
+    """Simulation of a training step of a sharded model (FSDP), as a graph of operations.
 
     FSDP launches the gathers of prefetched modules when a module is about to be used. It waits for a scatter when it
     needs the memory that the scatter still uses.
@@ -606,7 +615,7 @@ class _ShardedReplay:
         gathers, scatters = dict[int, list[int]](), list[int]()
         for number, bucket in reversed(list(enumerate(buckets))):
             for other in range(number, max(-1, number - knobs.behind - 1), -1):
-                # FSDP launches the prefetch of the next bucket when this bucket has been gathered.
+                # Let the prefetch of the next bucket begin when this bucket has been gathered, as FSDP does.
                 if other == number - 1:
                     self._compute(Phase.BACKWARD, 0.0, after=gathers[number])
                 if other not in gathers:
@@ -624,7 +633,7 @@ class _ShardedReplay:
         self._compute(Phase.OTHER, 0.0, after=scatters)
 
     def _gather(self, places: Sequence[int], *, near: bool = False) -> list[int]:
-        """Add a gather of the parameters of these modules to the graph, and return its nodes. No modules, no nodes."""
+        """Add a gather of the modules' parameters to the graph, and return its nodes; none without modules."""
         size = sum(self._step.gathered_bytes[place] for place in places)
         if not places:
             return []

@@ -1,7 +1,8 @@
-"""Choice of the algorithm that reduces a sparse gradient.
+"""Choice of the algorithm that reduces the sparse gradient of an embedding.
 
-The module has counts of row accesses and their coverage curve, models of the traffic and time of each plan, the arm
-that proposes plans, the detection of changed accesses, and summaries for reports.
+The module has counts of accesses to the embedding's rows and their coverage curve, models of the traffic and time of
+each plan (algorithm with its parameters), the search method (arm) that proposes plans, the detection of changed row
+accesses, and summaries for reports.
 
 A row of an embedding is "touched" by a rank if the rank's sparse gradient contains the row. "Hot" rows are the most
 frequently touched rows.
@@ -29,7 +30,7 @@ from .trial import Proposal, Trial
 Curve = npt.NDArray[np.float64]
 
 STEP_ROWS = 1000
-"""Number of rows by which `saturation_size` increases the set of hot (most frequently touched) rows in each step."""
+"""Number of rows by which `saturation_size` increases the set of an embedding's most frequently accessed (hot) rows."""
 
 LEAST_GAIN = 0.01
 """Minimum gain in coverage (fraction of all row accesses) for which `saturation_size` adds another `STEP_ROWS` rows."""
@@ -38,16 +39,18 @@ CURVE_POINTS = 24
 
 
 class TouchCounts:
-    """Exact counts of the accesses to an embedding's rows. Equal on all ranks if the added iterations are equal.
+    """Exact counts of the accesses to an embedding's rows, from the rows of its sparse gradients.
+
+    They are equal on all ranks if the same iterations are added on all ranks.
 
     Attributes:
         rows: indices of the rows that any rank's gradient contained ("touched" rows), ascending, `(n,)`.
         counts: number of accesses to each row in `rows`, counted once per rank and iteration, `(n,)`.
-        n_samples: number of ranks times the number of iterations whose rows are known.
+        n_samples: number of ranks times the number of iterations whose row indices are known.
         touched: mean number of touched rows in an iteration, summed over ranks.
-        most: mean number of rows in an iteration on the rank that touches the most rows.
+        most: mean number of touched rows in an iteration on the rank that touches the most rows.
         union: mean number of distinct touched rows of all ranks in an iteration.
-        n: number of iterations.
+        n: number of added iterations.
     """
 
     def __init__(self) -> None:
@@ -72,11 +75,11 @@ class TouchCounts:
         self.n_samples += len(by_rank)
 
     def add_totals(self, touched: float, most: float, union: float) -> None:
-        """Add an iteration of which only the numbers of rows are known.
+        """Add an iteration of which only the numbers of accessed rows are known, not their indices.
 
         Args:
-            touched: number of touched rows, summed over ranks.
-            most: number of rows on the rank that touches the most rows.
+            touched: number of rows in the ranks' gradients ("touched" rows), summed over ranks.
+            most: number of touched rows on the rank that touches the most rows.
             union: number of distinct rows of all ranks together.
         """
         self._totals += touched, most, union
@@ -84,23 +87,25 @@ class TouchCounts:
         self.touched, self.most, self.union = (self._totals / self.n).tolist()
 
     def ranked(self) -> npt.NDArray[np.int64]:
-        """Return the touched rows, the most frequently accessed first. Rows with equal counts are ascending."""
+        """Return the rows that any gradient contained, the most frequently accessed first, then by index."""
         return self.rows[np.argsort(-self.counts, kind="stable")]
 
     def descending(self) -> npt.NDArray[np.int64]:
-        """Return the numbers of accesses to the touched rows, in descending order."""
+        """Return the numbers of accesses to the rows that any gradient contained, in descending order."""
         return np.sort(self.counts)[::-1]
 
     def of(self, rows: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """Return the number of accesses to each of the given rows; 0 for rows that were not touched."""
+        """Return the number of accesses to each of the given rows; 0 for rows that no gradient contained."""
         wanted = np.asarray(rows, dtype=np.int64)
-        # A row above all touched rows gets the index after the last one, where the appended -1 matches no row.
+        # Append -1, which matches no row: a row above all touched rows gets the index after the last touched row.
         places = np.searchsorted(self.rows, wanted)
         return np.where(np.append(self.rows, -1)[places] == wanted, np.append(self.counts, 0)[places], 0)
 
 
 def coverage(counts: npt.NDArray[np.int64]) -> Curve:
-    """Return the coverage curve: the fraction of all accesses that go to the first k rows, for k = 1, 2, …, `(n,)`.
+    """Return the coverage curve: the fraction of all row accesses that go to the k most frequently accessed rows.
+
+    The shape is `(n,)`, for k = 1, 2, …, n.
 
     Args:
         counts: numbers of accesses to the rows, in descending order, `(n,)`.
@@ -120,7 +125,10 @@ def elbow(curve: Curve) -> int:
 
 
 def saturation_size(curve: Curve, *, step: int = STEP_ROWS, least: float = LEAST_GAIN) -> int:
-    """Return the number of rows from which `step` more rows increase the coverage by less than `least`."""
+    """Return the number of rows at which a coverage curve is nearly flat.
+
+    From there on, `step` more rows increase the coverage (fraction of all row accesses) by less than `least`.
+    """
     size = 0
     while size < len(curve):
         after = min(size + step, len(curve))
@@ -131,10 +139,12 @@ def saturation_size(curve: Curve, *, step: int = STEP_ROWS, least: float = LEAST
 
 
 def curve_points(counts: TouchCounts, *, also: int = 0) -> tuple[tuple[int, float], ...]:
-    """Return points (number of rows, coverage) of the coverage curve, equally spaced on a log scale up to coverage 1.
+    """Return points (number k of rows, coverage) of the coverage curve, equally spaced on a log scale up to coverage 1.
+
+    Coverage is the fraction of all row accesses that go to the k most frequently accessed rows.
 
     Args:
-        counts: row accesses. Without accesses, the curve has no points.
+        counts: counted row accesses. Without accesses, the curve has no points.
         also: number of rows at an additional point; 0 = no additional point.
     """
     curve = coverage(counts.descending())
@@ -150,7 +160,7 @@ LONG_INDEX_BYTES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Traffic and work of one sparse reduction on the busiest rank.
+    """Traffic and work of reducing a sparse gradient once, on the busiest rank.
 
     Attributes:
         exchanges: number of exchanges (all-to-alls or all-gathers).
@@ -167,7 +177,7 @@ class Traffic:
     added_rows: float = 0.0
 
     def received_bytes(self, ranks: int) -> float:
-        """Return the bytes that the rank receives in total, if all-reduces use the ring algorithm."""
+        """Return the bytes that the busiest rank receives in total, if all-reduces use the ring algorithm."""
         return self.exchanged_bytes + ring_bytes(self.reduced_bytes, ranks)
 
 
@@ -188,7 +198,7 @@ def horovod_bytes(form: RowFormat, ranks: int, looked_up: float) -> float:
 
 
 def traffic(plan: SparsePlan, form: RowFormat, ranks: int, counts: TouchCounts) -> Traffic:
-    """Estimate the traffic of reducing a parameter's sparse gradient by a plan.
+    """Estimate the traffic of reducing a parameter's sparse gradient by a plan (an algorithm with its parameters).
 
     Args:
         plan: plan that reduces the gradient.
@@ -231,9 +241,9 @@ def _plain(path: SparsePath, form: RowFormat, ranks: int, touched: float, most: 
 
 
 def _rows_in_blocks(block_rows: int, ranks: int, counts: TouchCounts) -> float:
-    """Estimate how many rows the blocks have that contain at least one touched row in an iteration.
+    """Estimate the total number of rows in the blocks that are all-reduced in an iteration.
 
-    A block is `block_rows` consecutive rows.
+    A block is `block_rows` consecutive rows. It is all-reduced if the gradient of any rank contains one of its rows.
     """
     chance = counts.counts / max(1, counts.n_samples)
     untouched = np.log1p(-np.minimum(chance, 1.0 - 1e-9)) * ranks
@@ -243,16 +253,22 @@ def _rows_in_blocks(block_rows: int, ranks: int, counts: TouchCounts) -> float:
 
 
 BLOCK_ROWS = (1, 8, 64)
-"""Numbers of consecutive rows in a block that are tried. The blocks with touched rows are all-reduced."""
+"""Block sizes (numbers of consecutive rows) that are tried for the algorithm that all-reduces blocks of rows.
+
+It all-reduces the blocks of which any rank's gradient contains a row.
+"""
 
 MOST_HOT_BYTES = 16 << 20
-"""Maximum size of the dense buffer of hot (most frequently touched) rows."""
+"""Maximum size of the dense buffer in which an embedding's most frequently accessed (hot) rows are all-reduced."""
 
 MOST_DENSE_BYTES = 1 << 30
-"""Maximum size of a dense buffer of all rows. Larger parameters are not reduced as dense gradients."""
+"""Maximum size of an embedding whose sparse gradient may be all-reduced as a dense tensor."""
 
 HOT_SIZES = 24
-"""Number of sizes of the set of hot rows that are tried in addition to the sizes derived from the coverage curve."""
+"""Number of sizes that are tried for the set of an embedding's most frequently accessed (hot) rows.
+
+The sizes that are derived from the coverage curve are tried in addition.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,7 +292,9 @@ class CollectiveCosts:
 
 @dataclass(frozen=True, slots=True)
 class VolumeModel:
-    """Model that predicts the time of each plan for one parameter from the plan's traffic.
+    """Model that predicts from its traffic how long each plan takes to reduce one parameter's sparse gradient.
+
+    A plan is an algorithm with its parameters.
 
     Attributes:
         form: format of the parameter's rows.
@@ -311,7 +329,10 @@ class VolumeModel:
         return min(plans, key=self.seconds) if plans else None
 
     def ranked(self) -> list[SparsePlan]:
-        """Return the best plan of each algorithm (path), the fastest first. Deterministic, so that ranks agree."""
+        """Return the plan with the shortest predicted time of each algorithm (path), the fastest first.
+
+        The result is deterministic, so that it is equal on all ranks.
+        """
         found = [plan for path in SparsePath if (plan := self.best_of(path)) is not None]
         return sorted(found, key=self.seconds)
 
@@ -342,7 +363,7 @@ class VolumeModel:
             yield SparsePlan(path=path)
 
     def _hot_sizes(self, ranked: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[int]:
-        """Return the numbers of hot rows to try.
+        """Return the numbers of most frequently accessed (hot) rows that are tried as a dense, all-reduced buffer.
 
         They are the elbow and the saturation of the coverage curve, the number of rows that are cheaper to all-reduce
         than to gather, and numbers that are equally spaced on a log scale.
@@ -361,37 +382,40 @@ class VolumeModel:
 
 
 LEARNING_ITERATIONS = 8
-"""Number of iterations in which row accesses are counted before plans are compared."""
+"""Number of iterations in which accesses to an embedding's rows are counted before plans for it are compared."""
 
 N_CANDIDATES = 3
-"""Maximum number of plans that are tried for one parameter."""
+"""Maximum number of plans that are tried for reducing one parameter's sparse gradient."""
 
 HOPELESS = 3.0
-"""Maximum predicted time of a plan that is tried, relative to the predicted time of the fastest plan."""
+"""Maximum predicted time of a plan that is tried for a sparse gradient, relative to the shortest predicted time."""
 
 TRIAL_BUDGET = 60
-"""Number of training iterations in which the search for a parameter's fastest plan must end."""
+"""Maximum number of training iterations of the search for the fastest plan for a parameter's sparse gradient."""
 
 LOST_COVERAGE = 0.9
-"""Fraction of the hot rows' original coverage (fraction of accesses), below which a new plan is chosen."""
+"""Minimum coverage of the hot rows, relative to their coverage when the plan was chosen. Below it, choose a new plan.
+
+Coverage is the fraction of all row accesses that go to an embedding's most frequently accessed (hot) rows.
+"""
 
 OTHER_VOLUME = 1.5
-"""Factor by which the number of touched rows in an iteration must change before a new plan is chosen."""
+"""Factor by which the number of rows in the ranks' sparse gradients must change before a new plan is chosen."""
 
 MEMORY = 0.1
-"""Weight of the newest iteration in the moving averages of `AccessWatch`."""
+"""Weight of the newest iteration in the moving averages of row accesses by which `AccessWatch` detects changes."""
 
 LEAST_WATCHED = 20
-"""Minimum number of iterations before the first change of accesses is reported. Each reported change doubles it."""
+"""Minimum number of iterations before a first change of row accesses is reported. Each reported change doubles it."""
 
 
 @dataclass(frozen=True, slots=True)
 class AccessSample:
-    """Row accesses of one iteration. Equal on all ranks.
+    """Numbers of an embedding's rows that the ranks accessed in one iteration. Equal on all ranks.
 
     Attributes:
         n_touched: number of rows in the ranks' gradients ("touched" rows), summed over ranks.
-        n_hot: number of hot rows among the touched rows.
+        n_hot: number of touched rows that belong to the plan's most frequently accessed (hot) rows.
         union: number of distinct touched rows of all ranks.
         by_rank: rows that each rank touched; empty if the plan does not send row indices to all ranks.
     """
@@ -423,7 +447,7 @@ class SparseDecision:
 
 
 class VolumeArm:
-    """Arm that proposes plans for a sparse gradient in the given order, which is that of their predicted times."""
+    """Search method (arm) that proposes plans for reducing a sparse gradient, the one predicted to be fastest first."""
 
     name = "traffic volumes"
 
@@ -431,7 +455,7 @@ class VolumeArm:
         self._pending = list(plans)
 
     def ask(self, n: int = 1) -> Sequence[Proposal[SparsePlan]]:
-        """Return up to `n` plans that have not been proposed yet."""
+        """Return up to `n` plans that have not been proposed yet, in the order of the constructor's `plans`."""
         asked, self._pending = self._pending[:n], self._pending[n:]
         return [Proposal(arm=self.name, knobs=plan) for plan in asked]
 
@@ -440,21 +464,21 @@ class VolumeArm:
 
 
 class AccessWatch:
-    """Detector of row accesses that have changed since a plan was chosen."""
+    """Detector of changes in which and how many rows of an embedding are accessed, since its plan was chosen."""
 
     def __init__(self, *, covered: float, touched: float, least: int) -> None:
-        """Create a detector that compares with the accesses for which the plan was chosen.
+        """Create a detector that compares row accesses with those for which the plan was chosen.
 
         Args:
-            covered: fraction of these accesses that went to hot rows.
-            touched: number of touched rows in an iteration, summed over ranks.
+            covered: fraction of those accesses that went to the plan's most frequently accessed (hot) rows.
+            touched: number of rows in the gradients of an iteration then, summed over ranks.
             least: minimum number of iterations before a change is reported.
         """
         self._covered, self._touched, self._least = covered, touched, least
         self._hot_now, self._touched_now, self._n = covered * touched, touched, 0
 
     def changed(self, seen: AccessSample) -> bool:
-        """Add the accesses of an iteration, and return whether accesses have changed since the plan was chosen."""
+        """Add the row accesses of an iteration, and return whether they have changed since the plan was chosen."""
         if not seen.n_touched:
             return False
         self._n += 1
@@ -557,7 +581,7 @@ class SparseSummary:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> SparseSummary:
-        """Create a summary from the result of `to_json`. Unknown keys are ignored.
+        """Create a summary from the dict that `SparseSummary.to_json` returns. Unknown keys are ignored.
 
         Raises:
             ValueError: a field is missing or invalid, or `plan` is not in `ways`.

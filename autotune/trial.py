@@ -1,4 +1,4 @@
-"""Interface of search algorithms ("arms").
+"""Interface of search methods ("arms") for the fastest setting of a training job.
 
 An arm proposes settings to measure (`ask`), and receives the results of these measurements, the trials (`tell`).
 """
@@ -21,7 +21,7 @@ from .knobs import Knobs
 
 
 class Describable(Protocol):
-    """A setting of the tuned job: hashable, with a description for logs."""
+    """Type of a setting that a tuning session may choose: hashable, with a description for logs."""
 
     def __hash__(self) -> int: ...
 
@@ -38,11 +38,11 @@ _Accepted = TypeVar("_Accepted", contravariant=True)
 
 
 class Space(Protocol[_Accepted]):
-    """Set of permitted settings.
+    """Set of the settings that a search may choose from.
 
     Three more methods are optional:
-    `around(setting, tried)` yields permitted settings that differ from `setting` in one knob and are not close to one
-    of `tried`,
+    `around(setting, tried)` yields permitted settings that differ from `setting` in one knob, without those that nearly
+    equal a setting in `tried`,
     `every()` returns all settings, or `()` if there are too many to enumerate,
     `loses(setting)` returns whether gradients lose precision with the setting.
     """
@@ -51,14 +51,14 @@ class Space(Protocol[_Accepted]):
 
 
 class Everything:
-    """Space that permits every setting, for searches whose arm proposes only permitted settings."""
+    """Space that permits every setting, for searches whose search method (arm) proposes only permitted settings."""
 
     def __contains__(self, setting: object) -> bool:
         return True
 
 
 class TrialStatus(Enum):
-    """Outcome of a trial, which is the measurement of a setting."""
+    """Outcome of a trial, in which a setting was measured for a few training iterations."""
 
     COMPLETE = "complete"
     PRUNED = (
@@ -69,13 +69,13 @@ class TrialStatus(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal(Generic[S]):
-    """A setting that an arm proposes to measure.
+    """A setting that a search method (arm) proposes to measure.
 
     Attributes:
-        arm: name of the proposing arm.
+        arm: name of the arm that proposes the setting.
         knobs: the proposed setting.
-        iterations: number of training iterations to measure (Hyperband's resource). None = the usual number of the
-            tuning session.
+        iterations: number of training iterations to measure (what Hyperband calls the resource). None = the usual
+            number of the tuning session.
         reason: why the arm proposes the setting, in one line for the log. May be empty.
     """
 
@@ -87,20 +87,20 @@ class Proposal(Generic[S]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial(Generic[S]):
-    """A measured proposal.
+    """Measurement of a setting that a search method (arm) has proposed.
 
     The span of a training iteration is its communication time: the time from the first ready gradient to the last
     reduced gradient, on the rank where this time is the shortest.
 
     Attributes:
-        arm: name of the proposing arm.
+        arm: name of the arm that proposed the setting.
         knobs: the measured setting.
         iterations: number of measured iterations.
         span_s: Hodges-Lehmann estimate (median of all pairwise means) of the iterations' spans; `math.inf` for a failed
             trial.
         noise_s: median absolute deviation of the iterations' spans; 0.0 for a single iteration.
         status: outcome of the trial.
-        was_best: whether `span_s` was shorter than that of all earlier trials, by more than the noise.
+        was_best: whether `span_s` was shorter than in all earlier trials, by more than the measurement noise.
     """
 
     arm: Text
@@ -112,13 +112,16 @@ class Trial(Generic[S]):
     was_best: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Return the trial as a JSON-serialisable dict. An infinite `span_s` becomes None, as JSON has no infinity."""
+        """Return the trial as a JSON-serialisable dict.
+
+        An infinite communication time (`span_s`) becomes None, because JSON has no infinity.
+        """
         data: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
         return data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Trial[Knobs]:
-        """Create a trial from the result of `to_json`.
+        """Create a trial from the dict that `Trial.to_json` returns.
 
         Raises:
             TuningError: a field is missing or invalid.
@@ -131,7 +134,9 @@ class Trial(Generic[S]):
 
 
 class Arm(Protocol[S]):
-    """A search algorithm. It has no threads, files, process groups or clocks of its own.
+    """A search method, which proposes settings and receives their measurements.
+
+    It has no threads, files, process groups or clocks of its own.
 
     Three more methods are optional. Each may return None for "no estimate":
     `expected_improvement()` returns the largest gain expected of an untried setting, as a fraction of the shortest
@@ -148,12 +153,12 @@ class Arm(Protocol[S]):
     name: str
 
     def ask(self, n: int = 1) -> Sequence[Proposal[S]]:
-        """Return up to `n` proposals, or none if the arm has nothing to propose now.
+        """Return up to `n` settings to measure, or none if the search method (arm) has nothing to propose now.
 
-        The arm must learn from `tell` only: `ask` must not change the arm's estimates of settings.
+        `ask` must not change the arm's estimates of settings, because only `tell` has measurements.
         """
         ...
 
     def tell(self, trials: Sequence[Trial[S]]) -> None:
-        """Update the arm with finished trials, including trials of settings that other arms proposed."""
+        """Update the search method (arm) with finished trials, including those of settings that other arms proposed."""
         ...

@@ -1,4 +1,4 @@
-"""Bayesian optimisation: an arm that proposes settings by a Gaussian process and expected improvement.
+"""Bayesian optimisation: a search method (arm) that proposes settings by a Gaussian process and expected improvement.
 
 Suffixes of arrays name their axes: S = all sets of hyperparameters, K = the sets used for predictions, N = fitted
 points, M = other points, D = dimensions.
@@ -22,16 +22,19 @@ from ..trial import Proposal, Trial, TrialStatus
 IntArray = npt.NDArray[np.intp]
 
 SETS = 128
-"""Number of sets of hyperparameters that are drawn from the prior."""
+"""Number of sets of hyperparameters of the Gaussian process that are drawn from their prior."""
 
 KEPT = 8
-"""Number of sets of hyperparameters that predictions use. The weights of all other sets are small."""
+"""Number of sets of hyperparameters of the Gaussian process that predictions use, those with the largest evidence."""
 
 LENGTH, LENGTH_SPREAD = 0.7, 0.9
 """Prior of the kernel's length scales, on an axis of length 1: median, and standard deviation of the logarithm."""
 
 LEVEL = 0.5
-"""Standard deviation of the routes' mean levels, relative to that of the kernel's Matérn part."""
+"""Standard deviation of the mean level of each route (transport and algorithm) in the Gaussian process.
+
+It is relative to the standard deviation of the kernel's Matérn part.
+"""
 
 SCALE, SCALE_SPREAD = 1.0, 0.5
 """Prior of the Gaussian process's standard deviation: median, and standard deviation of the logarithm."""
@@ -49,7 +52,7 @@ class _Hyperparameters:
 
     Attributes:
         inverse_squares_SD: inverse squares of the length scales, `(S, D)`.
-        shared_S: correlation of the Matérn part between two routes, `(S,)`.
+        shared_S: correlation of the Matérn part between two routes (pairs of transport and algorithm), `(S,)`.
         variance_S: variance of the process, `(S,)`.
         noise_S: relative noise of one measurement, `(S,)`.
     """
@@ -91,7 +94,7 @@ class GaussianProcess:
 
     Args:
         x_ND: coordinates of the fitted points.
-        routes_N: index of the route of each point.
+        routes_N: index of the route (transport and algorithm) of each point.
         y_N: measured value of each point: the logarithm of seconds.
         measured_N: number of measurements from which each value was computed.
         noise: relative standard deviation of one measurement, estimated from repeated measurements.
@@ -145,7 +148,7 @@ class GaussianProcess:
         return kernel_SMN
 
     def predict(self, x_MD: FloatArray, routes_M: IntArray) -> tuple[FloatArray, FloatArray]:
-        """Predict the values of points: means and standard deviations without measurement noise.
+        """Predict the values of points: return their means, and their standard deviations without measurement noise.
 
         Both results have the shape `(K, M)`, with one row per set of hyperparameters.
         """
@@ -158,14 +161,14 @@ class GaussianProcess:
 
 
 MAX_FITTED_TRIALS = 60  # the time of a fit is cubic in this number: 60 trials take about 20 ms
-MAX_CANDIDATES = 2000
-HOPELESS = 2.5  # longer times, relative to the best, are fitted as this ratio, so that they do not distort the fit
-REFINED = 4  # around this number of best settings, unit sizes between those of the grid are candidates, too
-FINE_STEPS, FINE_STEPS_PER_OCTAVE = 8, 8
+MAX_CANDIDATES = 2000  # maximum number of settings of the grid for which the expected improvement is computed
+HOPELESS = 2.5  # times above this multiple of the shortest time are fitted as this multiple, to not distort the fit
+REFINED = 4  # number of best settings near which unit (bucket) sizes between those of the grid are candidates, too
+FINE_STEPS, FINE_STEPS_PER_OCTAVE = 8, 8  # number of these sizes in each direction, and their number per factor of 2
 
 
 class _Surrogate(NamedTuple):
-    """Gaussian process fitted to trials, with its predictions.
+    """Gaussian process fitted to the measured settings, with its predictions for other settings.
 
     Attributes:
         model: the fitted process. Its values are logarithms of seconds.
@@ -183,13 +186,16 @@ class _Surrogate(NamedTuple):
 
 
 class BayesianArm:
-    """Arm that proposes the setting with the largest expected improvement per second. It learns from all arms' trials.
+    """Search method (arm) that proposes the setting with the largest expected improvement per second of its trial.
+
+    It uses the trials of all arms.
 
     A setting's "promise" is its expected improvement divided by the relative time that its trial is expected to take
     (expected improvement per second: Snoek et al., Practical Bayesian Optimization, 2012). While fewer than 2 + 2 ·
-    (number of routes) settings are measured, the arm proposes an initial design: few and many streams on each route.
-    The Gaussian process fits logarithms of communication times, because noise and gains are proportional to the time.
-    The improvement is relative to the fitted mean of the best setting, because the best measurement is partly luck.
+    (number of routes) settings are measured, the arm proposes an initial design: few and many streams on each route
+    (transport and algorithm). The Gaussian process fits logarithms of communication times, because noise and gains are
+    proportional to the time. The improvement is relative to the fitted mean of the best setting, because the best
+    measurement is partly luck.
     """
 
     name = "bayesian"
@@ -207,7 +213,7 @@ class BayesianArm:
         )
 
     def ask(self, n: int = 1) -> Sequence[Proposal]:
-        """Return up to `n` unmeasured settings, the most promising first."""
+        """Return up to `n` unmeasured settings, those with the largest expected improvement first."""
         if len(self._finite()) < self._n_initial:
             unmeasured = (knobs for knobs in self._design if knobs not in self._trials)
             return [Proposal(arm=self.name, knobs=knobs, reason="initial design") for knobs in islice(unmeasured, n)]
@@ -223,7 +229,7 @@ class BayesianArm:
         ]
 
     def tell(self, trials: Sequence[Trial]) -> None:
-        """Add trials to the fitted data.
+        """Add trials to the data to which the Gaussian process is fitted.
 
         Trials with `cuts`, compressors or NCCL algorithms are skipped, because `KnobLattice` does not contain them.
         """
@@ -233,9 +239,9 @@ class BayesianArm:
                 self._surrogate = None
 
     def expected_improvement(self) -> float | None:
-        """Return the largest expected improvement per relative time of an unmeasured setting.
+        """Return the largest expected improvement of an unmeasured setting, per relative time of its trial.
 
-        None while the initial design is measured.
+        None until enough settings have been measured for a fit (the initial design).
         """
         if len(self._finite()) < self._n_initial:
             return None
@@ -245,7 +251,7 @@ class BayesianArm:
     def expected_span_s(self, knobs: Knobs) -> float | None:
         """Return the communication time of a measured setting as fitted to all trials, in seconds.
 
-        None for an unmeasured setting, and while the initial design is measured.
+        None for an unmeasured setting, and until enough settings have been measured for a fit (the initial design).
         """
         if len(self._finite()) < self._n_initial:
             return None
@@ -254,7 +260,8 @@ class BayesianArm:
     def promise(self, candidates: Sequence[Knobs]) -> list[float] | None:
         """Return each candidate's expected improvement per relative time, as a fraction of the best setting's time.
 
-        It is infinite for candidates that `KnobLattice` does not contain. None while the initial design is measured.
+        It is infinite for candidates outside the grid `KnobLattice`, for which the fit has no data. None until enough
+        settings have been measured for a fit (the initial design).
         """
         if len(self._finite()) < self._n_initial:
             return None
@@ -267,7 +274,7 @@ class BayesianArm:
         return [trial for trial in self._trials.values() if math.isfinite(trial.span_s)]
 
     def _fitted(self) -> _Surrogate:
-        """Return the Gaussian process fitted to the current trials, with its predictions."""
+        """Return the Gaussian process fitted to all trials so far, with its predictions for unmeasured settings."""
         if self._surrogate is None:
             model, fitted_s = self._fit()
             best = min(fitted_s, key=lambda knobs: fitted_s[knobs])
@@ -284,7 +291,10 @@ class BayesianArm:
         return np.asarray(model.weights @ improvement_KM / cost_M)
 
     def _places(self, settings: Sequence[Knobs]) -> tuple[FloatArray, IntArray]:
-        """Return the settings' coordinates without the route, `(n, n_dimensions)`, and indices of routes, `(n,)`."""
+        """Return the coordinates of settings in the unit cube, `(n, n_dimensions)`, and the indices of their routes.
+
+        A route is a pair of transport and algorithm. The indices have the shape `(n,)`.
+        """
         n_routes = self._lattice.shape[3]
         places = np.array([self._place(knobs) for knobs in settings])
         routes = [self._lattice.space.routes.index(knobs.route) for knobs in settings]
@@ -299,7 +309,7 @@ class BayesianArm:
         return place
 
     def _candidates(self, fitted_s: Mapping[Knobs, float]) -> list[Knobs]:
-        """Return unmeasured settings: those of the grid and, near the best settings, those with unit sizes in between.
+        """Return unmeasured settings: those of the grid and, near the best ones, with bucket sizes in between.
 
         There are at most `MAX_CANDIDATES` settings of the grid, drawn at random.
         """
@@ -327,7 +337,7 @@ class BayesianArm:
         for trial in self._trials.values():
             if trial.status is TrialStatus.FAILED and len(settings) < MAX_FITTED_TRIALS:
                 settings.append(trial.knobs)
-                # The longest finite time keeps the search away from failed settings, and does not distort the fit.
+                # Fit a failed setting as if it had the longest finite time. An infinite time would distort the fit.
                 y.append(worst)
                 measured.append(1)
         places, routes = self._places(settings)
@@ -364,8 +374,8 @@ def _pdf(z: FloatArray) -> FloatArray:
 def _design(lattice: KnobLattice, rng: np.random.Generator) -> list[Knobs]:
     """Return the settings of the grid in the order in which the initial design proposes them.
 
-    The first settings have few and many streams on each route, and units (buckets) of random medium size. The order of
-    all further settings is random.
+    The first settings have few and many streams on each route (transport and algorithm), and units (buckets) of random
+    medium size. The order of all further settings is random.
     """
     n_sizes, n_streams, n_threads, n_routes = lattice.shape
     first = []

@@ -1,18 +1,20 @@
-"""Planners: arms that propose the optimum of an analytical model. MG-WFBP, ASC-WFBP, LIBRA, LIBRA-M and dPRO.
+"""Planners: search methods (arms) that propose the optimum of an analytical model of the job's communication.
+
+They implement MG-WFBP, ASC-WFBP, LIBRA, LIBRA-M and dPRO.
 
 Each section of this file is named after a paper. Equation, listing and theorem numbers in a section are the paper's.
 
 MG-WFBP (Shi et al., INFOCOM 2019; ASC-WFBP eq. (3)-(6)) merges a gradient into the next one if waiting for the next one
-costs less than another start-up. It uses one stream and sends one message at a time. `MgWfbp` keeps the paper's rule as
-printed. The rule is optimal for two gradients only: if the start-up is long compared with the gaps between gradients,
-a chain of short waits ends in a single message without overlap. `merge_optimally` therefore computes the exact optimum
-of the paper's model, and our N-way planner uses it.
+costs less than the start-up time of another message. It uses one stream and sends one message at a time. `MgWfbp` keeps
+the paper's rule as printed. The rule is optimal for two gradients only: if the start-up is long compared with the gaps
+between gradients, a chain of short waits ends in a single message without overlap. `merge_optimally` therefore computes
+the exact optimum of the paper's model, and our N-way planner uses it.
 
 ASC-WFBP decides for each gradient whether to send it, to merge it, or to send it concurrently with the message before.
 `AscWfbp` is the paper's two-way rule (eq. 21-40, listing 1), `AscWfbpN` our generalisation to the measured concurrency
 curve G(n). Where the printed listing contradicts the paper's text, the code follows the text:
 
-- Line 8 adds τ_b[l] and t_b[l − 1]. Eq. (21) means the time at which layer l − 1 is ready.
+- Line 8 of listing 1 adds τ_b[l] and t_b[l − 1]. Eq. (21) means the time at which layer l − 1 is ready.
 - Line 12 adds t_b to τ_c. Eq. (17) and (29) add it to τ_b.
 - A penalty counts only while the other message is active, as eq. (13) presupposes.
 - After merging, "layer l + 1" means the message before the current one.
@@ -20,7 +22,8 @@ curve G(n). Where the printed listing contradicts the paper's text, the code fol
 The paper claims that its choice is optimal (theorem 1). Under the paper's own model, it is not, as
 docs/explanation/planners.md shows.
 
-LIBRA and LIBRA-M choose unit sizes and numbers of GPU threads by dynamic programming over a contention model.
+LIBRA and LIBRA-M choose the sizes of units (buckets) and numbers of GPU threads by dynamic programming. Their
+contention model tells how much computation and communication slow each other down.
 
 dPRO follows the critical path of the simulated iteration, and fuses and partitions the tensors on it. Tensor fusion and
 tensor partition (theorem 2) apply here. Operator fusion (theorem 1) does not, because Sirtaki cannot fuse a training
@@ -59,43 +62,47 @@ from ..trial import Proposal, Trial
 logger = logging.getLogger(__name__)
 
 LEAST_PREDICTED_GAIN = 0.005
-"""Minimum predicted gain of a plan over the best measured setting, as a fraction of the communication time."""
+"""Minimum predicted gain of a planner's setting over the best measured setting, as a fraction of communication time."""
 
 
 class Planner(ABC):
-    """Arm that computes plans from a model instead of searching. A plan divides the gradients into units (buckets).
+    """Search method (arm) that computes plans from a model of the job's communication instead of trying settings.
 
-    A planner proposes one plan per route (transport and algorithm), the fastest in the simulator first. It proposes
-    nothing for a layout without elements, or if the user has set the unit size, because a plan would override it.
+    A plan divides the gradients into units (buckets). A planner proposes one plan for each route (transport and
+    algorithm), the fastest in the simulator first. It proposes nothing if there are no gradients, or if the user has
+    set the unit size, because a plan would override it.
 
     Attributes:
         space: permitted settings.
-        forecast: the model's predictions and their measured accuracy, shared by all planners. None = predictions are
-            not checked.
+        forecast: the model's predicted communication times and their measured accuracy, shared by all planners. None =
+            predictions are not checked.
     """
 
     name: str
 
     def __init__(self, *, space: KnobSpace, model: PlanningModel, forecast: Forecast | None = None) -> None:
-        """Create a planner that computes plans with `model`. It proposes no plan while trials contradict `forecast`."""
+        """Create a planner that computes plans with `model`. It proposes none while trials contradict `forecast`."""
         self.space, self.forecast, self._model = space, forecast, model
-        self._pending: list[Proposal] | None = None  # plans still to propose; None = no plans have been computed
+        self._pending: list[Proposal] | None = None  # plans that have not been proposed yet; None = not computed
 
     @property
     def doubted(self) -> bool:
-        """Return whether trials have contradicted the model's predictions."""
+        """Return whether trials have contradicted the communication times that the planner's model predicts."""
         return self.forecast is not None and not self.forecast.believed
 
     @abstractmethod
     def cuts(self, model: PlanningModel, route: Route) -> tuple[Cut, ...]:
-        """Compute the planner's units (buckets) for one route.
+        """Divide the gradients into units (buckets), for one route (transport and algorithm).
 
         Raises:
             TuningError: the planner cannot compute units from this model.
         """
 
     def update_model(self, model: PlanningModel) -> None:
-        """Replace the model. Plans are computed again if the models differ by more than their measurement error."""
+        """Replace the model from which plans are computed.
+
+        The plans are computed again if the old and the new model differ by more than their measurement error.
+        """
         if self.forecast is not None:
             self.forecast.update_model(model)
         if model.differs_from(self._model):
@@ -103,7 +110,10 @@ class Planner(ABC):
             self._pending = None
 
     def ask(self, n: int = 1) -> Sequence[Proposal]:
-        """Return up to `n` plans for different routes, the fastest in the simulator first. Propose each plan once."""
+        """Return up to `n` plans, each once, the fastest in the simulator first.
+
+        There is one plan for each route (transport and algorithm).
+        """
         if self.doubted:
             return []
         if self._pending is None:
@@ -115,7 +125,7 @@ class Planner(ABC):
         return asked
 
     def tell(self, trials: Sequence[Trial]) -> None:
-        """Add the trials to the forecast, and drop plans that another arm's trial has measured."""
+        """Compare the trials with predictions, and drop plans that another search method's trial has measured."""
         if self.forecast is not None:
             self.forecast.tell(trials)
         if self._pending:
@@ -140,10 +150,11 @@ class Planner(ABC):
         return [proposal for _, proposal in sorted(plans, key=lambda plan: plan[0])]
 
     def allocations(self, model: PlanningModel, route: Route) -> tuple[int | None, ...]:
-        """Return the candidate numbers of GPU threads (LIBRA's R), or `(None,)` without a contention model.
+        """Return the numbers of GPU threads for an all-reduce from which a plan may choose (LIBRA's R).
 
-        None means that NCCL chooses the number. It is no candidate if there are numbers, because the model gives None
-        the same cost as one of the numbers, so that None would win a tie.
+        They are `(None,)`, which lets NCCL choose, if there is no model of how communication slows computation down.
+        Otherwise None is excluded, because the model gives it the same cost as one of the numbers, so that None would
+        win a tie.
         """
         counts = tuple(threads for threads in self.space.threads if threads is not None)
         return counts if counts and model.contention_on(route) is not None else (None,)
@@ -168,7 +179,7 @@ class Planner(ABC):
 
 
 def sizes_bytes(layout: GradientLayout) -> list[int]:
-    """Return the size of each gradient of the layout in bytes, `(n_gradients,)`."""
+    """Return the size of each gradient in bytes, in the order of the flat gradient buffer, `(n_gradients,)`."""
     return [size * layout.itemsize_bytes for size in layout.sizes]
 
 
@@ -182,13 +193,15 @@ def cuts_for_groups(
 ) -> tuple[Cut, ...]:
     """Divide groups of consecutive gradients into units (buckets), and assign the units to streams round-robin.
 
+    Streams are parallel connections on CPUs, and CUDA streams on GPUs.
+
     Args:
-        layout: the gradients.
+        layout: the gradients in the order of the flat gradient buffer.
         group_ends: index after the last gradient of each group, ascending. The last entry is the number of gradients.
         streams: number of streams.
         slices: number of equal units per group: one number for all groups, or `(n_groups,)`. It is reduced if a unit
             would be smaller than `SMALLEST_UNIT_BYTES`.
-        threads: number of GPU threads of each group's units, `(n_groups,)`; None = the default.
+        threads: number of GPU threads that reduce each group's units, `(n_groups,)`; None = the default.
     """
     cuts: list[Cut] = []
     start = 0
@@ -225,7 +238,7 @@ def merge_gradients(
         The index after the last gradient of each group.
     """
     ends: list[int] = []
-    free_s = 0.0  # time at which the message of the group before ends
+    free_s = 0.0  # time at which the message of the previous group ends
     group_bytes = 0
     for i in range(len(ready_s)):
         group_bytes += sizes_bytes[i]
@@ -242,12 +255,13 @@ def merge_gradients(
 def merge_optimally(
     ready_s: Sequence[float], sizes_bytes: Sequence[int], *, alpha_s: float, beta_s_per_byte: float
 ) -> list[int]:
-    """Merge gradients into the groups that finish first in MG-WFBP's model. Exact, in O(n).
+    """Merge gradients into groups so that the last message ends as early as possible in MG-WFBP's model.
 
-    Let S_i be the total bytes of the first i gradients, f(i) the earliest time at which these can be sent, a the
-    start-up time and b the time of a byte: `f(i) = min over j < i of max(ready_i, f(j)) + a + b · (S_i − S_j)`. Among
-    all j with f(j) ≤ ready_i, the largest is best. Among the other j, the one with the smallest f(j) − b · S_j is best.
-    It is the head of a monotone queue.
+    The result is exact, and takes O(n) for n gradients. Each group is sent as one message, one message at a time. Let
+    S_i be the total bytes of the first i gradients, f(i) the earliest time at which these can be sent, a the start-up
+    time and b the time of a byte: `f(i) = min over j < i of max(ready_i, f(j)) + a + b · (S_i − S_j)`. Among all j with
+    f(j) ≤ ready_i, the largest is best. Among the other j, the one with the smallest f(j) − b · S_j is best. It is the
+    head of a monotone queue.
 
     Args:
         ready_s: time at which each gradient and all gradients before it are ready, `(n_gradients,)`, ascending.
@@ -284,7 +298,7 @@ def merge_optimally(
 
 
 class MgWfbp(Planner):
-    """Planner that sends the gradient groups of MG-WFBP on one stream."""
+    """Planner that merges gradients into messages by the rule of the MG-WFBP paper, and sends them on one stream."""
 
     name = "mg_wfbp"
 
@@ -303,14 +317,14 @@ class MgWfbp(Planner):
 # ── ASC-WFBP ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 VISIBLE_STARTUP = (1.0, 0.5, 0.25, 0.125)
-"""Fractions of the start-up time α that `AscWfbpN` tries as exposed.
+"""Fractions of a message's start-up time that the planner `AscWfbpN` assumes to delay communication; it tries each.
 
-The rest of the start-up time overlaps with the transmission on other streams.
+The rest of the start-up time is assumed to overlap with the transmission on other streams.
 """
 
 
 class LayerType(Enum):
-    """Type of a gradient in ASC-WFBP: how its message is sent (definitions 1 to 3)."""
+    """Type of a gradient: how its message is sent (definitions 1 to 3 of the ASC-WFBP paper)."""
 
     NORMAL = "l_n"  # the gradient's message ends before the next gradient is ready
     MERGED = "l_m"  # the gradient is sent in one message with the next gradient
@@ -320,10 +334,11 @@ class LayerType(Enum):
 def layer_types(
     ready_s: Sequence[float], sizes_bytes: Sequence[int], *, alpha_s: float, beta_s_per_byte: float, gamma: float
 ) -> list[LayerType]:
-    """Determine the type of each gradient by ASC-WFBP's listing 1, in the order of the backward pass. Takes O(n).
+    """Determine how each gradient is sent (its type) by ASC-WFBP's listing 1, in the order of the backward pass.
 
-    The listing calls CALCCOMMTIME for each layer. This function does not need it, because a decision affects only the
-    current message, which the next gradient is merged into or follows. The loop keeps that message's size and start.
+    The listing calls CALCCOMMTIME, which computes all messages' times, for each layer. This function does not need it,
+    because a decision affects only the current message, into which the next gradient is merged, or which it follows.
+    The loop keeps the size and start of that message, and takes O(n) for n gradients.
 
     Args:
         ready_s: time at which each gradient and all gradients before it are ready (τ_b + t_b), `(n_gradients,)`,
@@ -351,12 +366,12 @@ def layer_types(
             continue
         types.append(LayerType.NORMAL if q1 else LayerType.SIMULTANEOUS)  # by eq. (37) and (39)
         before_s, before_bytes, message_bytes = start_s, message_bytes, 0
-    types.append(LayerType.SIMULTANEOUS)  # the last gradient's message (line 18)
+    types.append(LayerType.SIMULTANEOUS)  # the last gradient's message (listing 1, line 18)
     return types
 
 
 def two_way_cuts(layout: GradientLayout, ready_s: Sequence[float], link: LinkModel) -> tuple[Cut, ...]:
-    """Return ASC-WFBP's plan: the messages of listing 1, alternately on two streams."""
+    """Return the units (buckets) of the ASC-WFBP paper's listing 1, sent alternately on two streams."""
     types = layer_types(
         ready_s,
         sizes_bytes(layout),
@@ -369,7 +384,7 @@ def two_way_cuts(layout: GradientLayout, ready_s: Sequence[float], link: LinkMod
 
 
 class AscWfbp(Planner):
-    """Planner that proposes the plan of the ASC-WFBP paper, on two streams."""
+    """Planner that divides gradients into messages on two streams by the rule of the ASC-WFBP paper (listing 1)."""
 
     name = "asc_wfbp"
 
@@ -381,21 +396,22 @@ class AscWfbp(Planner):
 
 
 class AscWfbpN(Planner):
-    """Our generalisation of ASC-WFBP to n streams with the concurrency curve G(n). It plans units and streams.
+    """Planner that generalises ASC-WFBP from two to n streams. It chooses units (buckets) and streams.
 
-    n streams are divided into n / s sets of s streams. A group of merged gradients is cut into s slices that are sent
-    concurrently on one set, so that the group has one start-up time. Groups are assigned to the sets round-robin, so
-    that the start-up of one group overlaps with the transmission of another. The merging rule treats all sets together
-    as one link of rate G(n) with a partly hidden start-up time. The simulator chooses n, s and the exposed fraction of
-    the start-up time. The plans of MG-WFBP and of the two-way rule are candidates, too. If there is a model of how
-    computation and communication slow each other down, the best candidate is simulated with each permitted number of
-    GPU threads. All units of the plan have the same number of threads.
+    G(n) is the measured throughput of n concurrent messages. n streams are divided into n / s sets of s streams. A
+    group of merged gradients is cut into s slices that are sent concurrently on one set, so that the group has one
+    start-up time. Groups are assigned to the sets round-robin, so that the start-up of one group overlaps with the
+    transmission of another. The merging rule treats all sets together as one link of rate G(n) with a partly hidden
+    start-up time. The simulator chooses n, s and the exposed fraction of the start-up time. The plans of MG-WFBP and of
+    the two-way rule are candidates, too. If there is a model of how computation and communication slow each other down,
+    the best candidate is simulated with each permitted number of GPU threads. All units of the plan have the same
+    number of threads.
     """
 
     name = "asc_wfbp_n"
 
     def cuts(self, model: PlanningModel, route: Route) -> tuple[Cut, ...]:
-        """Return the candidate with the shortest simulated communication time. Of equals, the fewest units win."""
+        """Return the candidate with the shortest simulated communication time; of equals, that of fewest buckets."""
         simulator = model.simulator(route)
 
         def cost(cuts: tuple[Cut, ...]) -> tuple[float, int]:
@@ -429,7 +445,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageModel:
-    """Costs of overlapping communication with computation, for each of J numbers of GPU threads ("allocations").
+    """Costs of overlapping all-reduces with computation, for each of J numbers of GPU threads of an all-reduce.
 
     Attributes:
         alpha_s: start-up time of an all-reduce (LIBRA's a).
@@ -470,8 +486,8 @@ class LibraPlan:
     Attributes:
         ends: index after the last layer of each group, `(n_groups,)`.
         choices: index of each group's number of threads in `StageModel`, `(n_groups,)`.
-        discrete_s: time of the backward pass with its communication, if communication starts at chunk boundaries only
-            (T(K, L, Z) in the paper). It is an upper bound of the plan's time.
+        discrete_s: time of the backward pass and its communication if the backward pass is divided into equal chunks of
+            time and communication starts only between chunks (T(K, L, Z) in LIBRA). It is an upper bound of the time.
     """
 
     ends: tuple[int, ...]
@@ -489,8 +505,8 @@ def fuse_and_allocate(
 ) -> LibraPlan:
     """Choose groups of layers and their numbers of GPU threads together (LIBRA, listing 1, eq. 21-23).
 
-    The paper limits the number of groups (K = 10). This implementation has no limit: its result is at least as good,
-    and its dynamic programme, unlike the printed listing, is faster without a limit.
+    The paper limits the number of groups to K = 10. This implementation has no limit, so that its result is at least as
+    good. Its dynamic programme, unlike the printed listing, is also faster without a limit.
 
     Args:
         compute_s: computation time of each layer in the order of the backward pass, `(L,)`.
@@ -498,8 +514,8 @@ def fuse_and_allocate(
         model: costs of overlapping communication with computation.
         chunks: number of time steps of the computation (Z). With K groups, the relative error of the result is at most
             (K − 1) / Z (theorem 2).
-        earlier: entry l has the layers at which a group may start if it ends at layer l, `(L + 1,)`. None = all
-            earlier layers.
+        earlier: for each layer l, the layers at which a group that ends at l may start, `(L + 1,)`. None = all earlier
+            layers.
 
     Raises:
         TuningError: there are no layers, or `compute_s` and `sizes_bytes` differ in length.
@@ -518,7 +534,7 @@ def fuse_and_allocate(
 def allocate(
     compute_s: Sequence[float], sizes_bytes: Sequence[int], ends: Sequence[int], model: StageModel, *, chunks: int = 150
 ) -> LibraPlan:
-    """Choose the numbers of GPU threads of given groups of layers (LIBRA-M, eq. 16-19).
+    """Choose the number of GPU threads that all-reduce each of the given groups of layers (LIBRA-M, eq. 16-19).
 
     With K groups and Z chunks, the relative error of the result is at most (K − 1) / Z (theorem 1).
 
@@ -527,7 +543,7 @@ def allocate(
         sizes_bytes: size of each layer's gradients, `(L,)`.
         ends: index after the last layer of each group, `(n_groups,)`.
         model: costs of overlapping communication with computation.
-        chunks: number of time steps of the computation (Z).
+        chunks: number of time steps (chunks) into which the computation is divided (Z).
     """
     bounds = [0, *ends]
     group_compute_s = [sum(compute_s[begin:end]) for begin, end in zip(bounds, ends, strict=False)]
@@ -555,7 +571,7 @@ def coarsen(compute_s: Sequence[float], sizes_bytes: Sequence[int], *, limit: in
 
 
 class _Programme:
-    """Dynamic-programming table of LIBRA's listing 1. The constructor fills the table."""
+    """Dynamic programme of LIBRA's listing 1, which divides layers into groups. The constructor fills its table."""
 
     def __init__(
         self,
@@ -590,7 +606,7 @@ class _Programme:
             self.end_s[layer] = (self._starts_s(layer) + self._last_stages(layer).min(axis=2)).min()
 
     def best(self) -> LibraPlan:
-        """Return the plan whose backward pass ends first, by backtracking through the table."""
+        """Return the groups of layers with which the backward pass ends first, by backtracking through the table."""
         ends: list[int] = []
         choices: list[int] = []
         layer, z = self.n_layers, self.Z
@@ -614,19 +630,21 @@ class _Programme:
         )
 
     def _stages(self, layer: int) -> tuple[Ints, Floats]:
-        """Return two costs of each group that ends at `layer`, with each number of threads, `(before, J)` each.
+        """Return two costs of each group of layers that ends at `layer`, with each number of GPU threads.
 
-        The first is the number of chunks of computation that hide the group's communication. The second is the time by
-        which the communication delays computation.
+        The first is the number of chunks (time steps) of computation that hide the group's communication. The second is
+        the time by which the communication delays computation. Both have the shape `(before, J)`: one row for each
+        layer after which the group may start, one column for each number of threads.
         """
         overlapped_s = self.model.overlapped_s(self.sent[layer] - self.sent[self.earlier[layer]])
         need = np.ceil(overlapped_s * self.model.speed_J / self.w - 1e-9).astype(np.int64)
         return need, overlapped_s * (1 - self.model.speed_J)
 
     def _last_stages(self, layer: int) -> Floats:
-        """Return the times of last stages (h, eq. 18-19), `(before, starts from first_chunk to Z, J)`.
+        """Return the time from the start of the last group's all-reduce to the end of all work (h, LIBRA eq. 18-19).
 
-        A last stage lasts until the end of the backward pass and of all communication.
+        The shape is `(before, starts, J)`: the layers after which the last group may start, the chunks of computation
+        at which its all-reduce may start (from `first_chunk` to Z), and the numbers of GPU threads.
         """
         sizes = self.sent[layer] - self.sent[self.earlier[layer]]
         overlapped_s = self.model.overlapped_s(sizes)[:, None, :]
@@ -639,14 +657,17 @@ class _Programme:
         return np.where(hidden, left_s + overlapped_s * (1 - self.model.speed_J), slowed_s + alone_s * unsent)
 
     def _starts_s(self, layer: int) -> Floats:
-        """Return the times T of the states in which a group that ends at `layer` may be sent, `(before, starts)`."""
+        """Return the earliest times at which the all-reduce of a group that ends at `layer` may start.
+
+        The shape is `(before, starts)`: the layers after which the group may start, and the chunks of computation.
+        """
         before, first = self.earlier[layer], self.first_chunk[layer]
         inner_s = self.beyond[before, first : self.Z] + np.arange(first, self.Z) * self.w
         return np.concatenate([inner_s, self.end_s[before, None]], axis=1)
 
 
 SATURATED = 0.98
-"""Fraction of the maximum throughput above which more streams are not worth the GPU threads that they use."""
+"""Fraction of a link's maximum throughput above which further streams are not worth the GPU threads that they use."""
 
 
 class Libra(Planner):
@@ -655,7 +676,7 @@ class Libra(Planner):
     name = "libra"
 
     def cuts(self, model: PlanningModel, route: Route) -> tuple[Cut, ...]:
-        """Return the faster of two plans in the simulator.
+        """Return the units (buckets) of the plan that is faster in the simulator, out of two.
 
         One plan uses the fewest permitted streams, the other one as many streams as saturate the link.
         """
@@ -715,7 +736,7 @@ class LibraM(Libra):
 
 
 def stage_model(model: PlanningModel, route: Route, allocations: Sequence[int | None], *, streams: int) -> StageModel:
-    """Return the costs of overlapping communication with computation on a route.
+    """Return the costs of overlapping communication with computation on a route (transport and algorithm).
 
     Each group of gradients is divided over `streams` concurrent streams.
     """
@@ -736,19 +757,20 @@ def stage_model(model: PlanningModel, route: Route, allocations: Sequence[int | 
 # ── dPRO ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 MAX_REPLAYS = 100
-"""Maximum number of simulated schedules in dPRO's search with one number of streams.
+"""Maximum number of schedules that dPRO's search simulates for each number of streams.
 
-The search is limited by a count, not by a time, so that its result does not depend on the host's speed.
+The search is limited by the number of simulations, not by its time, so that its result does not depend on the host's
+speed.
 """
 
 
 class Dpro(Planner):
-    """Planner that runs dPRO's search with each number of streams, and proposes the fastest result."""
+    """Planner that fuses and divides gradients on the critical path of a simulated iteration (dPRO)."""
 
     name = "dpro"
 
     def cuts(self, model: PlanningModel, route: Route) -> tuple[Cut, ...]:
-        """Run one search for each permitted number of streams, and return the units of the fastest simulated result."""
+        """Run one search for each permitted number of streams, and return the units (buckets) of the fastest result."""
         simulator = model.simulator(route)
         best = min(
             (CriticalPathSearch(simulator, streams=streams).run() for streams in self.space.streams_on(route)),
@@ -759,13 +781,13 @@ class Dpro(Planner):
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Fusion and partition of all gradients, with the resulting simulated iteration.
+    """One way to fuse gradients into tensors and to divide these into messages, with its simulated iteration (dPRO).
 
-    dPRO's "tensor" is a group of fused gradients.
+    A "tensor" is a group of fused gradients.
 
     Attributes:
-        simulator: simulator that replays the schedule.
-        ends: index after the last gradient of each tensor, `(n_tensors,)`. Tensors without elements are left out.
+        simulator: simulator of the job's training iteration.
+        ends: index after the last gradient of each tensor, `(n_tensors,)`. There is no entry for empty tensors.
         partitions: number of messages (k) into which each tensor is divided, `(n_tensors,)`.
         streams: number of streams that send the messages.
     """
@@ -777,7 +799,7 @@ class Schedule:
 
     @cached_property
     def cuts(self) -> tuple[Cut, ...]:
-        """Return the schedule's messages as units (buckets)."""
+        """Return the messages into which the fused gradients are divided, as units (buckets)."""
         return cuts_for_groups(self.simulator.layout, self.ends, streams=self.streams, slices=self.partitions)
 
     @cached_property
@@ -794,7 +816,10 @@ class Schedule:
 
     @cached_property
     def tensor_stop_s(self) -> tuple[float, ...]:
-        """Return the time at which the last message of each tensor has been reduced (q^e), `(n_tensors,)`."""
+        """Return when the last message of each tensor (group of fused gradients) has been reduced (dPRO's q^e).
+
+        The shape is `(n_tensors,)`. Times are in seconds after the start of the simulated backward pass.
+        """
         stops: list[float] = []
         offsets, tensor = self.simulator.layout.offsets, 0
         for cut, stop_s in zip(self.cuts, self.timeline.stop_s, strict=True):
@@ -806,14 +831,15 @@ class Schedule:
         return tuple(stops)
 
     def ready_s(self, tensor: int) -> float:
-        """Return the time at which a tensor's last gradient has been computed (p^e)."""
+        """Return when the last gradient of a tensor (group of fused gradients) has been computed (dPRO's p^e)."""
         return self.simulator.issuable_s[self.ends[tensor] - 1]
 
     def critical_tensors(self) -> range:
-        """Return the tensors n for which the communication of both n and n − 1 is on the critical path.
+        """Return the tensors n for which the communication of both n and n − 1 is on the critical path (dPRO).
 
-        The path ends with the tensor reduced last. Going back, a tensor is on the path if its reduction had not ended
-        when the next tensor was ready. Before the first such tensor, the critical path is computation.
+        A tensor is a group of fused gradients. The path ends with the tensor reduced last. Going back, a tensor is on
+        the path if its reduction had not ended when the next tensor was ready. Before the first such tensor, the
+        critical path is computation.
         """
         stops = self.tensor_stop_s
         last = max(range(len(stops)), key=lambda tensor: stops[tensor])
@@ -833,7 +859,10 @@ class CriticalPathSearch:
         self._replays = 0
 
     def run(self) -> Schedule:
-        """Fuse tensors on the critical path while that shortens the simulated communication time (lines 4 to 27)."""
+        """Fuse tensors on the critical path while that shortens the simulated communication time.
+
+        These are lines 4 to 27 of dPRO's listing 1. Return the fastest schedule that was found.
+        """
         best = self._replayed(coarsened_ends(self.simulator))
         while self._replays < MAX_REPLAYS:
             ends = self._fused(best)
@@ -848,14 +877,17 @@ class CriticalPathSearch:
         return best
 
     def sync_s(self, tensor_bytes: int) -> float:
-        """Return the time to reduce a tensor of this size with its best number of partitions (t_sync(s, k*[s]))."""
+        """Return the time to all-reduce a tensor of this size, divided into the best number of messages.
+
+        In dPRO, this is t_sync(s, k*[s]).
+        """
         return self._partition(tensor_bytes)[0]
 
     def _partition(self, tensor_bytes: int) -> tuple[float, int]:
-        """Return the shortest time to reduce a tensor (t_sync), and its number of partitions (OPTPARTNUM, grid search).
+        """Return the shortest time to all-reduce a tensor, and the number of messages with which it is reached.
 
-        dPRO replays the tensor's messages for this. Here the time has a closed form, because the messages of one tensor
-        start together on separate streams.
+        This is dPRO's OPTPARTNUM, a grid search. dPRO simulates the tensor's messages. Here the time (t_sync) has a
+        closed form, because the messages of one tensor start together on separate streams.
         """
         if tensor_bytes not in self._best_partition:
             most = min(self.streams, max(1, tensor_bytes // SMALLEST_UNIT_BYTES))
@@ -866,7 +898,10 @@ class CriticalPathSearch:
         return self._best_partition[tensor_bytes]
 
     def _replayed(self, ends: Sequence[int]) -> Schedule:
-        """Return the schedule with tensors that end at `ends`, each with its best partition. Counts as a replay."""
+        """Return the schedule whose tensors end at the gradients `ends`, each in its best number of messages.
+
+        The call counts as one of at most `MAX_REPLAYS` simulations.
+        """
         self._replays += 1
         offsets, itemsize = self.simulator.layout.offsets, self.simulator.layout.itemsize_bytes
         sizes = [(offsets[end] - offsets[begin]) * itemsize for begin, end in zip([0, *ends], ends, strict=False)]
@@ -882,9 +917,10 @@ class CriticalPathSearch:
         return ends_s > ready_s + self.sync_s(before_bytes + own_bytes) - self.sync_s(own_bytes)
 
     def _fused(self, schedule: Schedule) -> list[int]:
-        """Fuse tensors along the critical path (lines 17 to 25), and return the ends of the resulting tensors.
+        """Fuse tensors along the critical path, and return the index after the last gradient of each resulting tensor.
 
-        After two tensors have been fused, the next tensor is compared with the fused tensor and its new end time.
+        These are lines 17 to 25 of dPRO's listing 1. After two tensors have been fused, the next tensor is compared
+        with the fused tensor and its new end time.
         """
         dropped: set[int] = set()
         symmetric: set[tuple[int, int]] = set()
@@ -909,11 +945,11 @@ class CriticalPathSearch:
         return [end for tensor, end in enumerate(schedule.ends) if tensor not in dropped]
 
     def _first_fusion_that_helps(self, schedule: Schedule) -> Schedule:
-        """Return the schedule after the first single fusion that shortens the simulated communication time.
+        """Return the schedule after the first fusion of two tensors that shortens the simulated communication time.
 
-        Without such a fusion, return `schedule`. Called if all fusions of `_fused` together make the simulated time
-        longer. That is possible because theorem 2 assumes sequential communication, while tensors on several streams
-        overlap.
+        Return `schedule` if there is none. This method is called if all fusions of `_fused` together make the simulated
+        time longer. That is possible because dPRO's theorem 2, by which they were chosen, assumes that messages are
+        sent one after the other, while tensors on several streams overlap.
         """
         for tensor in schedule.critical_tensors():
             before_end_s, ready_s = schedule.tensor_stop_s[tensor - 1], schedule.ready_s(tensor)
@@ -929,11 +965,12 @@ class CriticalPathSearch:
 
 
 def coarsened_ends(simulator: Simulator) -> list[int]:
-    """Fuse gradients that are ready at nearly the same time (dPRO's coarsened view), and return the tensors' ends.
+    """Fuse gradients that are ready at nearly the same time into tensors (dPRO's coarsened view).
 
-    A gradient belongs to a tensor if it is ready less than one start-up time after the tensor's first gradient. This
-    tolerance is needed because autograd hooks run one after the other, also for gradients of one operation. Theorem 2
-    would fuse such gradients even on an idle link. Empty gradients are added to a neighbouring tensor.
+    Return the index after the last gradient of each tensor. A gradient belongs to a tensor if it is ready less than one
+    start-up time after the tensor's first gradient. This tolerance is needed because autograd hooks run one after the
+    other, also for gradients of one operation. dPRO's theorem 2 would fuse such gradients even on an idle link. Empty
+    gradients are added to a neighbouring tensor.
     """
     layout, issuable_s = simulator.layout, simulator.issuable_s
     ends: list[int] = []
@@ -955,8 +992,8 @@ OUR_PLANNERS: tuple[type[Planner], ...] = (AscWfbpN, Libra, Dpro, AscWfbp, MgWfb
 def make_planners(*, space: KnobSpace, model: PlanningModel, presumed: bool = True) -> list[Planner]:
     """Create one planner of each kind, the kind with the best results on simulated clusters first.
 
-    docs/decisions/0020 has these results. LIBRA-M is created only if there are several numbers of GPU threads, because
-    its plan is otherwise MG-WFBP's.
+    docs/decisions/0020 has these results. The planner `LibraM` is created only if several numbers of GPU threads are
+    permitted, because its plan is otherwise that of MG-WFBP.
 
     Args:
         space: permitted settings.

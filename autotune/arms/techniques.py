@@ -1,6 +1,6 @@
-"""Search techniques ("arms"): grid, population based training, Hyperband, scikit-optimize, and techniques of packages.
+"""Search methods ("arms"): grid, population based training, Hyperband, scikit-optimize, and those of other packages.
 
-The module also has the arms that try compressors, and NCCL's algorithms and protocols.
+The module also has the arms that try gradient compressors, and NCCL's algorithms and protocols.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from .bayesian import BayesianArm
 
 
 def require(arm: str, package: str, distribution: str) -> None:
-    """Check that a package that an arm needs is installed, without importing the package.
+    """Check that a package that a search method (arm) needs is installed, without importing the package.
 
     Args:
-        arm: name of the arm, for the error message.
+        arm: name of the search method, for the error message.
         package: import name of the package.
         distribution: name for `pip install`.
 
@@ -48,10 +48,10 @@ def require(arm: str, package: str, distribution: str) -> None:
 
 @cache
 def import_late(name: str) -> ModuleType:
-    """Import a module in a separate thread, and return it.
+    """Import a module in a separate thread, and return it, so that the import does not keep the user's model alive.
 
     A library may keep the exceptions of optional imports that failed, and thereby all frames of the importing thread's
-    stack. In the training thread, these frames would keep the user's model alive.
+    stack. In the training thread, these frames hold references to the user's model.
     """
     with ThreadPoolExecutor(max_workers=1) as stack:
         return stack.submit(import_module, name).result()
@@ -82,7 +82,7 @@ def halton(lattice: KnobLattice) -> Iterator[Knobs]:
 
 
 class GridArm:
-    """Arm that proposes each setting of a coarse grid once. It skips settings that another arm's trial has measured."""
+    """Search method (arm) that proposes each setting of a coarse grid once, unless another arm's trial measured it."""
 
     name = "grid"
 
@@ -101,7 +101,10 @@ class GridArm:
 
 
 def _coarse(space: KnobSpace) -> KnobSpace:
-    """Return the space with every second number of streams and threads, so that its grid has a few hundred settings."""
+    """Return the space of settings with only every second permitted number of streams and GPU threads.
+
+    Its grid then has a few hundred settings.
+    """
     return KnobSpace(
         routes=space.routes,
         unit_bytes=space.unit_bytes,
@@ -125,9 +128,10 @@ class _Individual:
 
 
 class PBTArm:
-    """Population based training with a small population of settings from the grid `KnobLattice`.
+    """Search method (arm) by population based training: it proposes changed copies of the fastest settings.
 
-    A setting that another arm proposed replaces the worst member if its trial was faster.
+    The population is a small number of settings from the grid `KnobLattice`. A setting that another arm proposed
+    replaces the worst member if its trial was faster.
 
     Args:
         space: permitted settings.
@@ -145,7 +149,7 @@ class PBTArm:
         self._measured: set[Knobs] = set()
 
     def ask(self, n: int = 1) -> Sequence[Proposal]:
-        """Return up to `n` random settings for the first members, later perturbed copies of good members.
+        """Return up to `n` settings: random ones until the population is full, later changed copies of good members.
 
         Return none if all settings have been measured.
         """
@@ -157,7 +161,10 @@ class PBTArm:
         return proposals
 
     def tell(self, trials: Sequence[Trial]) -> None:
-        """Replace the worst member by the setting of each trial of this arm, and of each faster trial of other arms."""
+        """Add the settings of this search method's trials, and of faster trials of other methods, to the population.
+
+        Each one replaces the population's worst member.
+        """
         for trial in trials:
             self._measured.add(trial.knobs)
             index = self._lattice.index_of(trial.knobs)
@@ -182,7 +189,7 @@ class PBTArm:
         return next((knobs for knobs in self._lattice.points if knobs not in excluded), None)
 
     def _exploit(self) -> Index:
-        """Return a random member of the best ones, as the parent of a new setting."""
+        """Return a random one of the population's best settings, from which a new setting is derived (its parent)."""
         best = max(1, round(_TRUNCATION * self._size))
         return self._members[int(self._rng.integers(best))].index
 
@@ -208,7 +215,7 @@ _REDUCTION_FACTOR = 2
 
 
 class HyperbandArm:
-    """Arm that proposes the settings of an Optuna study with a TPE sampler and a Hyperband pruner.
+    """Search method (arm) that proposes the settings of an Optuna study with a TPE sampler and a Hyperband pruner.
 
     Args:
         space: permitted settings.
@@ -235,7 +242,7 @@ class HyperbandArm:
         self._finished: set[Knobs] = set()  # settings whose Optuna trial has ended
 
     def ask(self, n: int = 1) -> Sequence[Proposal]:
-        """Return up to `n` settings: first those that Hyperband promoted to more iterations, then new settings."""
+        """Return up to `n` settings: first those that Hyperband measures for more iterations, then new settings."""
         if self._study is None:
             self._create_study()
             early_trials, self._early_trials = self._early_trials, []
@@ -255,7 +262,7 @@ class HyperbandArm:
         ]
 
     def tell(self, trials: Sequence[Trial]) -> None:
-        """Report the trials to Optuna. A trial of another arm's setting is added as a finished Optuna trial."""
+        """Report the trials to Optuna. A trial of another search method's setting is added as a finished one."""
         if self._study is None:
             self._early_trials += trials
             return
@@ -285,7 +292,7 @@ class HyperbandArm:
             self._pending[trial.knobs] = (optuna_trial, promoted)
 
     def _add(self, trial: Trial) -> None:
-        """Add another arm's trial to the Optuna study, so that the sampler learns from the trial."""
+        """Add another search method's trial to the Optuna study, so that the sampler learns from the trial."""
         index = self._lattice.index_of(trial.knobs)
         if index is None or trial.status is TrialStatus.FAILED or trial.knobs in self._finished:
             return
@@ -301,7 +308,7 @@ class HyperbandArm:
     def _create_study(self) -> None:
         optuna: Any = import_late("optuna")
         verbosity = optuna.logging.get_verbosity()
-        optuna.logging.set_verbosity(optuna.logging.WARNING)  # hides Optuna's log line about the new study
+        optuna.logging.set_verbosity(optuna.logging.WARNING)  # do not log that a study was created
         try:
             self._optuna = optuna
             self._study = optuna.create_study(
@@ -326,11 +333,11 @@ N_INITIAL = 8
 """Number of settings from a Sobol sequence that `ScikitOptimizeArm` proposes before it uses the Gaussian process."""
 
 ATTEMPTS = 4
-"""Maximum number of times that `ScikitOptimizeArm` asks its optimiser to get one unmeasured setting."""
+"""Number of times that `ScikitOptimizeArm` asks its optimiser, at most, until it returns an unmeasured setting."""
 
 
 class ScikitOptimizeArm:
-    """Arm that proposes the settings of a `skopt.Optimizer`.
+    """Search method (arm) that proposes the settings of a `skopt.Optimizer`.
 
     The optimiser's dimensions are the logarithm of the unit (bucket) size, the number of streams, the number of GPU
     threads, and the route (transport and algorithm).
@@ -365,12 +372,12 @@ class ScikitOptimizeArm:
                 knobs = self._at(point)
                 if knobs not in self._measured:
                     return [Proposal(arm=self.name, knobs=knobs)]
-                # A bad value keeps the optimiser from proposing the measured point again.
+                # Report a bad value for this point, so that the optimiser does not propose it again.
                 optimizer.tell(point, self._bad_log_s)
         return []
 
     def tell(self, trials: Sequence[Trial]) -> None:
-        """Record the trials of all arms.
+        """Record the trials of all search methods (arms), which the next `ask` reports to the optimiser.
 
         Trials with `cuts`, compressors or NCCL algorithms are not reported to the optimiser, because it has no
         dimension for them.
@@ -383,7 +390,7 @@ class ScikitOptimizeArm:
         self._measured |= {trial.knobs for trial in trials}
 
     def _updated_optimizer(self) -> Any:
-        """Report new trials to the optimiser, and return the optimiser. The first call creates it."""
+        """Report new trials to the `skopt` optimiser, and return the optimiser. The first call creates it."""
         if self._optimizer is None:
             skopt: Any = import_late("skopt")
             streams, threads, routes = map(len, self._choices())
@@ -405,7 +412,7 @@ class ScikitOptimizeArm:
 
     @property
     def _bad_log_s(self) -> float:
-        """Return the value to report for settings that the optimiser should not propose again.
+        """Return the objective value to report for settings that the optimiser must not propose again.
 
         It is the logarithm of the longest finite communication time, or of 1 s if there is none.
         """
@@ -431,7 +438,7 @@ def _axis(low: float, high: float) -> Any:
 
 
 class _VariantArm:
-    """Base class of arms that propose variants of measured settings.
+    """Base class of search methods (arms) that propose variants of measured settings.
 
     Args:
         space: permitted settings.
@@ -461,7 +468,7 @@ class _VariantArm:
 
 
 class CompressorArm(_VariantArm):
-    """Arm that adds compression to the fastest measured setting.
+    """Search method (arm) that adds gradient compression to the fastest measured setting.
 
     The arm proposes each compressor for all units (buckets), then other compressors for single classes of units. For a
     compressed setting, it also proposes units of twice and half the size, because compression changes the best size.
@@ -510,17 +517,18 @@ class CompressorArm(_VariantArm):
 # ── NCCL's own knobs ───
 
 NEARLY = 1.05
-"""Maximum ratio of a setting's communication time to the shortest one, up to which `NcclArm` varies the setting, too.
+"""Ratio of a setting's communication time to the shortest one, up to which `NcclArm` proposes variants of the setting.
 
-The setting may be the fastest in truth, because measurements are noisy.
+Such a setting may be the fastest one in truth, because measurements are noisy.
 """
 
 
 class NcclArm(_VariantArm):
-    """Arm that adds an NCCL algorithm and protocol to the fastest measured setting, for one size class of units.
+    """Search method (arm) that adds an NCCL algorithm and protocol to the fastest measured setting.
 
-    In the fastest setting that has an NCCL algorithm, the arm varies the unit (bucket) size, the number of CTAs and the
-    number of streams, one at a time, as AutoCCL does. It does not propose algorithms that NCCL has rejected.
+    It sets them for one size class of units (buckets), small or large. In the fastest setting that has an NCCL
+    algorithm, the arm varies the unit (bucket) size, the number of CTAs and the number of streams, one at a time, as
+    AutoCCL does. It does not propose algorithms that NCCL has rejected.
 
     Args:
         space: permitted settings, with at least one NCCL algorithm.
@@ -551,7 +559,7 @@ class NcclArm(_VariantArm):
             yield from self._neighbours(best_set)
 
     def _neighbours(self, knobs: Knobs) -> Iterator[Knobs]:
-        """Yield settings with the NCCL algorithm of `knobs`, and another unit size, number of streams or of CTAs."""
+        """Yield settings with the NCCL algorithm of `knobs`, and another bucket size, number of streams or of CTAs."""
         assert knobs.nccl
         way = knobs.nccl.by(knobs.unit_bytes)
         for factor in (0.5, 2.0) if way else ():
@@ -562,9 +570,10 @@ class NcclArm(_VariantArm):
 
 
 def _affects_units(knobs: Knobs) -> bool:
-    """Return whether the knobs' NCCL algorithms affect any unit: each size class that has one must have a unit.
+    """Return whether each NCCL algorithm of a setting is used by a unit (bucket).
 
-    Elements are assumed to have four bytes.
+    The setting has one NCCL algorithm for small units and one for large units, or only one of these. Elements are
+    assumed to have four bytes.
     """
     sizes = [knobs.unit_bytes]
     if knobs.cuts is not None:
@@ -584,24 +593,23 @@ OUR_ARMS: Mapping[str, MakeArm] = {
     "bayesian": lambda space, rng: BayesianArm(space, rng=rng),
     "hyperband": lambda space, rng: HyperbandArm(space, rng=rng),
 }
-"""Built-in arms (search algorithms) that are used by default: {name: function that creates the arm}."""
+"""Built-in search methods (arms) that are used by default: {name: function that creates the arm}."""
 
 FURTHER_ARMS: Mapping[str, MakeArm] = {"scikit_optimize": lambda space, rng: ScikitOptimizeArm(space, rng=rng)}
-"""Built-in arms (search algorithms) that are used only if the user names them: {name: function that creates the arm}.
-"""
+"""Built-in search methods (arms) that are used only if the user names them: {name: function that creates the arm}."""
 
 
 def third_party_arms() -> dict[str, Callable[[], MakeArm]]:
-    """Return {name: loader} of the arms that installed packages provide by entry points.
+    """Return {name: loader} of the search methods (arms) that installed packages provide by entry points.
 
-    Calling a loader imports the package.
+    Calling a loader imports the package, and returns a function that creates the arm.
     """
     ours = {*OUR_ARMS, *FURTHER_ARMS}
     return {point.name: point.load for point in entry_points(group=ENTRY_POINT_GROUP) if point.name not in ours}
 
 
 def make_arm(name: str, *, space: KnobSpace, rng: np.random.Generator) -> Arm:
-    """Create an arm by its name.
+    """Create a search method (arm) by its name.
 
     Args:
         name: name of a built-in arm or of an installed package's arm.

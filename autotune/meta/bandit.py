@@ -1,6 +1,7 @@
-"""Bandit that chooses which search algorithm ("arm") proposes the next setting: AUC over a sliding window of uses.
+"""Multi-armed bandit that chooses which search method (arm) proposes the next setting to measure.
 
-It is that of AIACC (section VI) and OpenTuner.
+It scores each arm as AIACC (section VI) and OpenTuner do: by the area under the curve (AUC) of new best settings over a
+sliding window of uses.
 """
 
 from __future__ import annotations
@@ -24,18 +25,25 @@ from ..trial import Arm, Proposal, Trial
 
 
 def window_for(budget_trials: int, n_arms: int) -> int:
-    """Return the size of the bandit's sliding window: half of the planned trials, at least the number of arms."""
+    """Return how many recent trials the bandit uses to score search methods (arms).
+
+    This is half of the planned trials, and at least the number of arms.
+    """
     return max(n_arms, budget_trials // 2, 1)
 
 
 EXPLORATION = 0.2
-"""Weight of the exploration term in `AUCBandit.score` (AIACC's C, with AIACC's value)."""
+"""Weight, in the score of a search method (arm), of how rarely the method was used (the exploration term).
+
+It is AIACC's C, with AIACC's value.
+"""
 
 
 class AUCBandit:
-    """Bandit that scores arms by how often their recent proposals were the best so far, and how rarely they were used.
+    """Multi-armed bandit that scores search methods (arms), so that the most promising one proposes the next setting.
 
-    The first part of a score is called credit, the second part exploration.
+    A score is the sum of two terms: the credit, which is large if the arm's recent proposals were often the fastest so
+    far, and the exploration term, which is large if the arm was rarely used.
 
     Args:
         arms: names of the arms, without duplicates.
@@ -54,7 +62,7 @@ class AUCBandit:
         self._uses: deque[tuple[str, bool]] = deque(maxlen=window)
 
     def push(self, arm: str, *, was_best: bool) -> None:
-        """Add a use of an arm to the window, and drop the oldest use if the window is full.
+        """Add a use of a search method (arm) to the window of recent uses, and drop the oldest use if it is full.
 
         Args:
             arm: name of the arm.
@@ -63,30 +71,35 @@ class AUCBandit:
         self._uses.append((arm, was_best))
 
     def uses(self, arm: str) -> int:
-        """Return the number of the arm's uses in the window (H_t)."""
+        """Return how often the search method (arm) was used in the window of recent uses (AIACC's H_t)."""
         return sum(used == arm for used, _ in self._uses)
 
     def auc(self, arm: str) -> float:
-        """Return the arm's credit (AUC_t): normalised area under the curve that rises by one with each new best trial.
+        """Return a search method's (arm's) credit: how often its recent proposals were the fastest so far (AUC_t).
 
-        It is 1 if each use of the arm was a new best, and 0 if none was or if the window has no use of the arm.
+        It is the area under a curve over the arm's recent uses, which rises by one with each new fastest setting. The
+        area is normalised: 1 if each use gave a new fastest setting, 0 if none did or if the arm was not used recently.
         """
         heights = list(accumulate(was_best for used, was_best in self._uses if used == arm))
         return 2.0 * sum(heights) / (len(heights) * (len(heights) + 1)) if heights else 0.0
 
     def score(self, arm: str) -> float:
-        """Return the arm's score, credit plus exploration term; infinite for an arm without a use in the window."""
+        """Return the score of a search method (arm): its credit plus the exploration term for rarely used arms.
+
+        The score is infinite for an arm without a use in the window of recent uses.
+        """
         uses = self.uses(arm)
         if uses == 0:
             return math.inf
         return self.auc(arm) + EXPLORATION * math.sqrt(2.0 * math.log2(len(self._uses)) / uses)
 
     def ranking(self, rng: np.random.Generator, *, as_given: bool = False) -> list[str]:
-        """Return the names of all arms in descending order of their scores.
+        """Return the names of all search methods (arms) in descending order of their scores.
 
         Args:
             rng: random generator that orders arms with equal scores.
-            as_given: whether arms without a use keep the order of `arms`. Otherwise their order is random.
+            as_given: whether arms without a recent use are in the order of the attribute `arms`. Otherwise their order
+                is random.
         """
         tie_breaks = dict(zip(self.arms, rng.permutation(len(self.arms)).tolist(), strict=True))
         if as_given:
@@ -99,26 +112,27 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 SCREENED = 8
-"""Number of proposals that `BanditArm` gets from one arm, to run the proposal that a surrogate model ranks first.
-"""
+"""Number of settings that `BanditArm` gets from one search method, to run the one with the largest predicted gain."""
 
 LEAST_PROMISE = 0.001
-"""Minimum expected gain for which a proposal is run, as a fraction of the communication time."""
+"""Minimum expected gain for which a proposed setting is run, as a fraction of the communication time."""
 
 
 class BanditArm:
-    """Arm that asks several arms in the order of their bandit scores, and sends each trial to all of them.
+    """Search method (arm) that combines several others: a bandit chooses the one that proposes the next setting.
 
-    An arm without proposals is skipped, which does not count as a use. The arm named by `Trial.arm` gets the credit for
-    a trial. Trials of the default or of the registry's settings give no credit. An arm that raises or returns an
-    invalid answer is removed, because an error in a search technique must not end a training job.
+    Arms are asked in the order of their scores. An arm without proposals is skipped, which does not count as a use. The
+    result of each trial is sent to all arms, and the arm named by `Trial.arm` gets the credit. Trials of the default or
+    of the registry's settings give no credit. An arm that raises or returns an invalid answer is removed, because an
+    error in a search method must not end a training job.
 
     Args:
         arms: arms with distinct names, the most promising first.
         rng: random generator that orders arms with equal scores.
-        window: number of uses from which scores are computed (see `window_for`).
+        window: number of recent uses of arms from which scores are computed.
         as_given: whether unused arms are asked in the order of `arms`. Otherwise their order is random, as in AIACC.
-        doubted: function that returns whether trials have contradicted the model that narrowed the arms' space.
+        doubted: function that returns whether trials have contradicted the performance model by which the space of
+            permitted settings was narrowed.
         wider: function that creates arms over the whole space. They replace arms of the same names once `doubted`
             returns True.
         where: function that returns the position in training, for the log line about a failed arm.
@@ -146,7 +160,11 @@ class BanditArm:
         self._asked: set[str] = set()
 
     def ask(self, n: int = 1) -> Sequence[Proposal]:
-        """Return up to `n` proposals, first one from each arm by descending score, then a second one from each arm."""
+        """Return up to `n` proposed settings.
+
+        For `n` = 1, it is a proposal of the search method (arm) with the highest score that has one. For more, the
+        result has one proposal of each arm by descending score, then a second one of each arm, and so on.
+        """
         ranking = self.bandit.ranking(self._rng, as_given=self._as_given)
         if n == 1:
             return next((good[:1] for name in ranking if (good := self._screen(self._ask_arm(name, SCREENED)))), [])
@@ -154,9 +172,10 @@ class BanditArm:
         return [proposal for one_each in rounds for proposal in one_each if proposal is not None][:n]
 
     def tell(self, trials: Sequence[Trial]) -> None:
-        """Credit the arms that proposed the trials, then send the trials to all arms.
+        """Credit the search methods (arms) that proposed the trials' settings, then send the trials to all arms.
 
-        If the trials have contradicted the planners' model, replace the arms over the narrowed space.
+        If the trials have contradicted the performance model by which the space of permitted settings was narrowed,
+        replace the arms by new ones that search the whole space.
         """
         for trial in trials:
             if trial.arm in self.bandit.arms:
@@ -169,14 +188,14 @@ class BanditArm:
             self._wider = None
 
     def _widen(self, arms: Sequence[Arm]) -> None:
-        """Replace arms by new arms of the same names, and send all earlier trials to the new arms."""
+        """Replace search methods (arms) by new ones with the same names, and send the new ones all earlier trials."""
         for arm in arms:
             if arm.name in self._arms:
                 self._arms[arm.name] = arm
                 self._try(arm.name, lambda arm: arm.tell(self._trials), None)
 
     def expected_improvement(self) -> float | None:
-        """Return the largest improvement that any arm expects.
+        """Return the largest improvement that any search method (arm) expects, as a fraction of the communication time.
 
         None if no arm has an estimate, or if an arm has not been asked for proposals yet.
         """
@@ -189,7 +208,10 @@ class BanditArm:
         return max((value for value in expected if value is not None), default=None)
 
     def expected_span_s(self, knobs: Knobs) -> float | None:
-        """Return the communication time of a setting, as estimated by the first arm that has an estimate."""
+        """Return the communication time that the first search method (arm) with an estimate expects of a setting.
+
+        None if no arm has an estimate.
+        """
         estimates = (
             self._try(name, lambda arm: _number(opinion(arm, "expected_span_s", knobs)), None)
             for name in list(self._arms)
@@ -198,14 +220,14 @@ class BanditArm:
 
     @property
     def credits(self) -> dict[str, float]:
-        """Return {name of the arm: current credit (AUC)}."""
+        """Return {name of the search method: how often its recent proposals were the fastest so far, from 0 to 1}."""
         return {name: self.bandit.auc(name) for name in self.bandit.arms}
 
     def _screen(self, proposals: Sequence[Proposal]) -> Sequence[Proposal]:
-        """Sort proposals by the gain that the first arm with an estimate expects, the largest first.
+        """Sort proposed settings by their expected gain, the largest first, and drop those with almost no gain.
 
-        Proposals with an expected gain below `LEAST_PROMISE` are dropped. If no arm has an estimate, the proposals are
-        returned unchanged.
+        The gain is estimated by the first search method (arm) that can do so. If none can, the proposals are returned
+        unchanged. Almost no gain means less than `LEAST_PROMISE`.
         """
         knobs = [proposal.knobs for proposal in proposals]
         estimates = (self._try(name, lambda arm: opinion(arm, "promise", knobs), None) for name in list(self._arms))
@@ -220,7 +242,11 @@ class BanditArm:
         return self._try(name, lambda arm: _proposals(arm.ask(n), n, name), ())
 
     def _try(self, name: str, call: Callable[[Arm], _T], otherwise: _T) -> _T:
-        """Call an arm, and remove the arm if it raises. Return `otherwise` if it raises or has been removed before."""
+        """Call a function with the search method (arm) of this name, and return the function's result.
+
+        If the call raises, log a warning, and do not ask the arm any more. Return `otherwise` if the call raises, or if
+        an earlier call raised.
+        """
         if name not in self._arms:
             return otherwise
         try:
@@ -234,7 +260,7 @@ class BanditArm:
 
 
 def _proposals(answer: Sequence[Proposal], n: int, name: str) -> list[Proposal]:
-    """Check an arm's proposals, and set the arm's name in them.
+    """Check the settings that a search method (arm) has proposed, and set the arm's name in the proposals.
 
     Raises:
         TuningError: an element of the answer is not a valid proposal of knobs.
@@ -251,13 +277,16 @@ def _proposals(answer: Sequence[Proposal], n: int, name: str) -> list[Proposal]:
 def opinion(
     source: object, of: str, *arguments: object
 ) -> Any:  # Any, because each optional method has its own result type
-    """Call an optional method of an arm or a space. Return None if the object has no such method."""
+    """Call the method named `of` of a search method (arm) or a space of settings, and return its result.
+
+    Return None if `source` has no such method, because the method is optional.
+    """
     method = getattr(source, of, None)
     return None if method is None else method(*arguments)
 
 
 def _number(answer: float | None) -> float | None:
-    """Check that an arm's estimate is a number or None, and return it.
+    """Check that the estimate of a search method (arm) is a number or None, and return it.
 
     Raises:
         TuningError: the estimate is not a number or None.
@@ -268,7 +297,7 @@ def _number(answer: float | None) -> float | None:
 
 
 ITERATIONS_PER_TRIAL = 3
-"""Usual number of iterations of a trial: one discarded iteration and two measured iterations."""
+"""Usual number of training iterations in a trial of a setting: one that is not measured, then two that are."""
 
 
 def default_arms(
@@ -282,18 +311,22 @@ def default_arms(
     whole_space: KnobSpace | None = None,
     where: Callable[[], str] = str,
 ) -> BanditArm:
-    """Create the bandit over planners, search techniques, and (if permitted) the arms for compressors and NCCL's knobs.
+    """Create the search methods (arms) of a tuning session, combined by a bandit that chooses which one proposes next.
 
-    If `names` is None, a technique that cannot be created or whose name is in use is skipped with a warning.
+    They are planners, which compute settings from a performance model, search techniques, and (if permitted) arms that
+    try compressors and NCCL's algorithms. If `names` is None, a technique that cannot be created or whose name is in
+    use is skipped with a warning.
 
     Args:
         space: permitted settings of the search techniques.
         rng: random generator from which one generator for each arm is spawned, so that arms draw independently.
-        budget_iterations: number of iterations of the warm-up. The bandit's window is proportional to it.
+        budget_iterations: number of training iterations of the search. The number of recent trials by which the bandit
+            scores the arms is proportional to it.
         names: names of the search techniques; None = all built-in techniques and those of installed packages.
-        planners: existing arms, the best first. Their names must differ from those of the techniques.
+        planners: planners that the caller has created, the best first. Their names must differ from those of the
+            techniques.
         as_given: whether planners are asked first, then the techniques. Otherwise the order is random, as in AIACC.
-        whole_space: permitted settings of the techniques after trials have contradicted the planners' model, from which
+        whole_space: permitted settings of the techniques after trials have contradicted the planners' model, by which
             the narrower `space` was chosen. None = `space`.
         where: function that returns the position in training, for the log line about a failed arm.
 

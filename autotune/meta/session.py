@@ -1,4 +1,8 @@
-"""Tuning session: measure the default, search for faster settings, and compare the fastest with the default."""
+"""Tuning session: measure a job's default setting, search for faster ones, and compare the fastest with the default.
+
+Settings are compared by their communication times (spans): the time from the first ready gradient of a training
+iteration to its last reduced gradient.
+"""
 
 from __future__ import annotations
 
@@ -22,28 +26,28 @@ from .bandit import opinion
 
 logger = logging.getLogger(__name__)
 
-# Values of `Trial.arm` for settings that no arm has proposed.
+# Values of `Trial.arm` for trials of settings that no search method (arm) has proposed.
 DEFAULT_ARM = "default"  # the untuned default
-REGISTRY_ARM = "registry"  # settings from the registry
+REGISTRY_ARM = "registry"  # settings that an earlier job stored in the registry
 PLAN_ARM = "plan"  # a plan given by the user
-REFINEMENT_ARM = "refinement"  # neighbours of the fastest setting
-DRAW_ARM = "random draw"  # random settings for fitting the planners' contention model
-FINALS_ARM = "finals"  # repeated measurements
+REFINEMENT_ARM = "refinement"  # settings that differ from the fastest one in one knob
+DRAW_ARM = "random draw"  # random settings, which show how much communication slows computation down
+FINALS_ARM = "finals"  # repeated measurements of the fastest settings
 
 
 class Purpose(Enum):
-    """Purpose of an assignment."""
+    """Why the job runs a setting during the tuning session."""
 
     DEFAULT = "default"
-    """Measure the default."""
+    """Measure the untuned default."""
     TRIAL = "trial"
-    """Measure a proposal."""
+    """Measure a setting that a search method (arm) has proposed."""
     FINALS = "finals"
     """Compare the fastest settings and the default."""
     SEARCH = "search"
-    """Run nothing, because the session waits for `begin_search`."""
+    """Run nothing: the session waits until the caller calls `TuningSession.begin_search`."""
     KEPT = "kept"
-    """Use this setting from now on, because the session has ended."""
+    """Use this setting for the rest of the job: the session has ended."""
 
     @property
     def description(self) -> str:
@@ -62,14 +66,14 @@ _DESCRIPTIONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment(Generic[S]):
-    """Setting to run next.
+    """The setting that the job must run next, and for how many training iterations.
 
     Attributes:
         knobs: the setting.
         discarded_iterations: number of iterations to run first without measuring; 0 if the setting is in use already.
         measured_iterations: number of iterations to measure afterwards; 0 for the purposes SEARCH and KEPT.
-        arm: name of the proposing arm.
-        purpose: purpose of the assignment.
+        arm: name of the search method (arm) that proposed the setting.
+        purpose: why the setting is run.
     """
 
     knobs: S
@@ -81,21 +85,24 @@ class Assignment(Generic[S]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionResult(Generic[S]):
-    """Result of a session, final or preliminary.
+    """Result of a tuning session, final or preliminary.
+
+    The communication time (span) of an iteration lasts from its first ready gradient to its last reduced gradient.
 
     Attributes:
         knobs: setting to use.
-        default_span_s: span of the untuned default; infinite if not measured yet.
-        best_span_s: span of `knobs`; the default's span divided by `gain` if there is one.
-        noise_s: standard deviation of one measured span of `knobs`.
-        arm: name of the arm that proposed `knobs`.
+        default_span_s: communication time with the untuned default; infinite if not measured yet.
+        best_span_s: communication time with `knobs`. If there is a `gain`, it is `default_span_s` divided by the gain.
+        noise_s: standard deviation of one measured communication time with `knobs`.
+        arm: name of the search method (arm) that proposed `knobs`.
         n_trials: number of measured settings, including the default.
         iterations_used: number of training iterations, including discarded ones.
         reason: why the session ended with this result, in words.
         tuned: whether `knobs` differ from the untuned default.
         gain: gain of `knobs` over the default, proved by a paired comparison. None if the default is used, and before
             the session has ended.
-        doubt: why measurements of a seemingly faster setting were not trusted (shared host, drift of the default).
+        doubt: why the measurements of a seemingly faster setting were not trusted, such as other jobs on the host or a
+            change of the default's communication time during the comparison. Empty if there is no doubt.
     """
 
     knobs: S
@@ -112,9 +119,9 @@ class SessionResult(Generic[S]):
 
 
 CLEAR = 2.0  # difference between two settings, in standard errors, from which it is significant
-PRIOR_NOISE = 0.05  # usual noise of a network's spans, as a fraction, used until this network's noise is measured
-_PRIOR_WEIGHT = 3  # weight of PRIOR_NOISE, as a number of repeated measurements
-_OUTLIER = 2.5  # limit in standard deviations to which larger differences are clipped
+PRIOR_NOISE = 0.05  # assumed noise of communication times, as a fraction, until this network's noise is measured
+_PRIOR_WEIGHT = 3  # number of repeated measurements that count as much as PRIOR_NOISE
+_OUTLIER = 2.5  # standard deviations to which larger differences between two measurements of a setting are clipped
 
 
 @dataclass(slots=True, kw_only=True)
@@ -123,8 +130,9 @@ class Setting(Generic[S]):
 
     Attributes:
         knobs: the setting.
-        arm: name of the arm that proposed it first.
-        spans_s: measured spans, `(n_measured,)`; infinite if the setting could not be applied.
+        arm: name of the search method (arm) that proposed it first.
+        spans_s: measured communication times of single iterations, `(n_measured,)`. An infinite entry means that the
+            setting could not be applied.
     """
 
     knobs: S
@@ -133,10 +141,10 @@ class Setting(Generic[S]):
 
     @property
     def span_s(self) -> float:
-        """Return the Hodges–Lehmann estimate of the span; infinite without measurements or if one failed.
+        """Return the Hodges–Lehmann estimate of the communication time; infinite without measurements or if one failed.
 
-        It is the median of the means of all pairs of measured spans. It is as robust as the median and needs a third
-        fewer measurements.
+        The estimate is the median of the means of all pairs of measured times. It is nearly as robust to outliers as
+        the median, and needs a third fewer measurements for the same precision.
         """
         if not self.spans_s or self.failed:
             return math.inf
@@ -144,13 +152,13 @@ class Setting(Generic[S]):
 
     @property
     def spread_s(self) -> float:
-        """Return the median absolute deviation of the measured spans; 0 for a single one."""
+        """Return the median absolute deviation of the measured times from `span_s`; 0 for a single measurement."""
         centre = self.span_s
         return 0.0 if math.isinf(centre) else statistics.median(abs(span - centre) for span in self.spans_s)
 
     @property
     def failed(self) -> bool:
-        """Return whether the setting could not be applied."""
+        """Return whether a measurement failed because the setting could not be applied."""
         return any(math.isinf(span) for span in self.spans_s)
 
     def as_trial(
@@ -169,10 +177,11 @@ class Setting(Generic[S]):
 
 
 class Ledger(Generic[S]):
-    """Measurements of all settings so far, and the noise of one measurement.
+    """Measured communication times of all settings so far, and the noise of one measurement.
 
     Args:
-        identity: returns equal values for knobs that are the same setting, such as knobs with equal plans.
+        identity: function that returns equal values for knobs that are the same setting, such as knobs with equal
+            plans.
     """
 
     def __init__(self, *, identity: Callable[[S], Hashable]) -> None:
@@ -188,13 +197,16 @@ class Ledger(Generic[S]):
         return self._settings.get(self._identity(knobs))
 
     def add(self, knobs: S, *, arm: str, spans_s: Sequence[float], repeats: bool = True) -> Setting[S]:
-        """Add measured spans to a setting.
+        """Add measured communication times to a setting, and return the setting with all its measurements.
 
         Args:
             knobs: the measured setting.
-            arm: name of the proposing arm. Ignored if the setting has been measured before.
-            spans_s: measured spans, `(n,)`. A span that is not a positive finite number counts as failed.
-            repeats: whether the spans are single measurements, from which the noise is estimated.
+            arm: name of the search method (arm) that proposed the setting. Ignored if the setting has been measured
+                before.
+            spans_s: communication times of iterations, `(n,)`. A time that is not a positive finite number counts as a
+                failed measurement.
+            repeats: whether each time is the measurement of one iteration, so that the differences between the times
+                show the noise.
         """
         setting = self._settings.setdefault(self._identity(knobs), Setting(knobs=knobs, arm=arm))
         for span in spans_s:
@@ -212,7 +224,7 @@ class Ledger(Generic[S]):
 
     @property
     def noise(self) -> float:
-        """Return the standard deviation of one measured span, as a fraction of the span.
+        """Return the standard deviation of one measured communication time, as a fraction of that time.
 
         The estimate is based on differences between successive measurements of one setting, with outliers clipped.
         It is averaged with `PRIOR_NOISE`, which dominates while there are few differences.
@@ -224,7 +236,10 @@ class Ledger(Generic[S]):
         return math.sqrt((_PRIOR_WEIGHT * PRIOR_NOISE**2 + squares) / (_PRIOR_WEIGHT + n))
 
     def expected_loss(self, first: Setting[S], second: Setting[S]) -> float:
-        """Return the expected loss, as a fraction of the span, of choosing `first` because it was measured faster."""
+        """Return the expected loss of choosing `first`, which was measured faster but may be slower than `second`.
+
+        The loss is a fraction of the communication time.
+        """
         if math.isinf(first.span_s) or math.isinf(second.span_s):
             return 0.0
         error, lead = self._error(first, second), math.log(second.span_s / first.span_s)
@@ -232,18 +247,19 @@ class Ledger(Generic[S]):
         return error * normal.pdf(lead / error) - lead * normal.cdf(-lead / error)
 
     def _error(self, first: Setting[S], second: Setting[S]) -> float:
-        """Return the standard error of the difference between the logarithms of two settings' spans."""
+        """Return the standard error of the difference between the logarithms of two settings' communication times."""
         return self.noise * math.sqrt(1.0 / len(first.spans_s) + 1.0 / len(second.spans_s))
 
     def cautious_lead(self, first: Setting[S], second: Setting[S]) -> float:
-        """Return log(span of `second` / span of `first`) less one standard error.
+        """Return log(communication time of `second` / communication time of `first`), less one standard error.
 
-        The standard error corrects for selection: the fastest of several measured settings is usually also a lucky one.
+        The standard error is subtracted because `first` was selected as the fastest of several measured settings, and
+        the fastest measured setting usually owes a part of its lead to noise.
         """
         return math.log(second.span_s / first.span_s) - self._error(first, second)
 
     def lead(self, first: Setting[S], second: Setting[S]) -> float:
-        """Return by how many standard errors `first` is faster than `second`; negative if it is slower."""
+        """Return by how many standard errors `first` was measured faster than `second`; negative if it was slower."""
         if math.isinf(first.span_s) or math.isinf(second.span_s):
             return 0.0 if first.span_s == second.span_s else math.copysign(math.inf, second.span_s - first.span_s)
         return math.log(second.span_s / first.span_s) / self._error(first, second)
@@ -251,25 +267,27 @@ class Ledger(Generic[S]):
 
 # ── what proves a gain ───────────────────────────────────────────────────────────────────────────────────────────────
 
-MOST_PAIRS = 24
-MOST_PAIRS_OF_CHECK = 8  # for a setting from the registry, which the following search can still choose
-ENOUGH_PAIRS = 8  # budget for comparing a compressed setting with the fastest lossless one
+MOST_PAIRS = 24  # maximum number of measured pairs (default, candidate) in the final comparison
+MOST_PAIRS_OF_CHECK = 8  # the same for an earlier job's setting, which a search can still choose after the check
+ENOUGH_PAIRS = 8  # number of pairs reserved for comparing a compressed setting with the fastest lossless one
 
-OTHER_GAIN = 1.25  # ratio of two gains from which the link must have changed
-USUAL_MEASUREMENTS = 4  # assumed number of measurements behind an earlier job's spans
+OTHER_GAIN = 1.25  # ratio of this job's and the earlier job's gain, above which the network must have changed
+USUAL_MEASUREMENTS = 4  # assumed number of measurements from which an earlier job computed a communication time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remembered(Generic[S]):
-    """Result of an earlier session of the same job, from the registry.
+    """Result of an earlier tuning session of the same job, read from the registry.
 
     Attributes:
         knobs: the setting that the earlier session chose.
-        best_s: span of the setting.
-        default_s: span of the untuned default.
-        noise: standard deviation of one measured span, as a fraction of the span.
-        gain: proved gain over the default. None if the default was chosen, or by a release that proved no gains.
-        other_times: ratio of spans, then and now, from which the link must have changed.
+        best_s: communication time with `knobs` in the earlier session.
+        default_s: communication time with the untuned default in the earlier session.
+        noise: standard deviation of one measured communication time, as a fraction of it.
+        gain: proved gain over the default. None if the earlier session chose the default, or if an old release of
+            Sirtaki stored the result without a proof.
+        other_times: ratio of the communication times of this job and of the earlier job, above which the network must
+            have changed.
     """
 
     knobs: S
@@ -280,12 +298,13 @@ class Remembered(Generic[S]):
     other_times: float = 1.5
 
     def contradicted_by(self, best: Setting[S], default: Setting[S], *, noise: float) -> bool:
-        """Return whether this job's measurements show that the link has changed.
+        """Return whether this job's measurements show that the network's speed has changed since the earlier job.
 
         Args:
-            best: this job's measurements of the setting.
-            default: this job's measurements of the default. Must be the object `best` if the default was chosen.
-            noise: standard deviation of one measured span in this job, as a fraction.
+            best: this job's measurements of the setting that the earlier job chose.
+            default: this job's measurements of the untuned default. Must be the same object as `best` if the earlier
+                job chose the default.
+            noise: standard deviation of one measured communication time in this job, as a fraction of it.
         """
         ratios = best.span_s / self.best_s, default.span_s / self.default_s
         if not all(0.0 < ratio < math.inf for ratio in ratios):
@@ -301,29 +320,33 @@ class Remembered(Generic[S]):
 
 
 PROOF = 1.5
-"""Maximum number of iterations of the final comparison, as a multiple of the budget, which they do not count to.
+"""Maximum number of iterations of the final comparison, as a multiple of the search's budget.
 
-Pairs of two fast settings cost a job almost nothing. A fast setting that is not proved faster is lost.
+These iterations are added to the budget, because they cost a job almost nothing (both compared settings are fast), and
+because a fast setting is not used if too few iterations are left to prove that it is faster.
 """
 
-REFINEMENT = 0.12  # fraction of the budget for neighbours of the fastest setting
-SHORT = 60  # budget in iterations below which neighbours are not tried, because there are too few trials
-NOISY = 0.06  # noise above which the spans of neighbours cannot be distinguished
+# Refinement: after the search, try neighbours, which are settings that differ from the fastest one in one knob.
+REFINEMENT = 0.12  # fraction of the budget that is reserved for neighbours
+SHORT = 60  # budget in iterations below which neighbours are not tried, because the search itself needs all trials
+NOISY = 0.06  # measurement noise above which neighbours are not tried, because their times cannot be distinguished
 
-MAX_RETRIES = 8  # consecutive proposals that need no measurement, after which the arm counts as exhausted
-FEW = 16  # number of distinct settings up to which all are tried, as with a model of one or two units
+MAX_RETRIES = 8  # number of measured or invalid proposals in a row, after which a search method counts as exhausted
+FEW = 16  # number of distinct settings up to which the search tries all, as with a model of one or two units (buckets)
 
-PROMISING = 1.0  # distance to the best setting, in standard errors, from which a setting is not measured again
-WORTHWHILE = 0.001  # expected improvement, as a fraction of the span, below which the search may end
+PROMISING = 1.0  # a trial is stopped if its setting is slower than the best one by this many standard errors
+WORTHWHILE = 0.001  # expected improvement below which the search may end, as a fraction of the communication time
 
-INDIFFERENT = 0.001  # expected loss, as a fraction of the span, below which finalists are not compared any further
-DOUBTFUL = 0.1  # gain that the noise may hide before the result is in doubt, in a session with a `least_gain`
-HOPELESS = 3.0  # distance to the fastest setting, in standard errors, from which a setting is not a finalist
+# Finals: measure the fastest settings (finalists) again in rounds, each of which drops the slower half.
+INDIFFERENT = 0.001  # a finalist is dropped if choosing the best costs less than this fraction of the time on average
+DOUBTFUL = 0.1  # with a `least_gain`, a result is reported as doubtful if noise may hide a larger gain than this
+HOPELESS = 3.0  # a setting slower than the fastest one by this many standard errors is not a finalist
 MAX_ROUNDS = 8  # maximum number of rounds of the finals
-SHORT_SEARCH_ITERATIONS = 40  # budget of a search that starts from a good setting found on a different link
+
+SHORT_SEARCH_ITERATIONS = 40  # budget of a search that starts from an earlier job's setting after the network changed
 
 _Script = Generator[Assignment[S], Sequence[float], None]
-"""Generator that yields assignments and receives their measured spans."""
+"""Generator that yields assignments (settings to run next) and receives the communication times measured with them."""
 
 
 def _seeds(similar: Sequence[S], draws: Sequence[S]) -> list[Proposal[S]]:
@@ -334,30 +357,36 @@ def _seeds(similar: Sequence[S], draws: Sequence[S]) -> list[Proposal[S]]:
 
 
 class TuningSession(Generic[S]):
-    """Search for the fastest setting within a budget of iterations. Runs on rank 0.
+    """Search for the fastest setting within a budget of training iterations. Runs on rank 0.
 
-    The caller runs the current `assignment`, passes the measured spans to `record`, and repeats until `done`.
+    The caller runs the setting in `assignment`, passes the measured communication times to `record`, and repeats this
+    until `done`.
 
     Args:
         space: permitted settings. Proposals outside the space are rejected.
-        default: untuned setting, measured first and chosen if no setting is proved faster. In a re-tune, the setting in
-            use.
-        arm: source of proposals; receives every trial. None = no proposals until `begin_search`.
-        rng: determines the order in which finalists are run.
+        default: untuned setting, which is measured first, and chosen if no setting is proved faster. In a re-tune (a
+            second session of a tuned job), the setting in use.
+        arm: search method that proposes settings and receives the result of every trial. None = no proposals until
+            `begin_search`.
+        rng: random generator that determines the order in which the fastest settings are measured again at the end.
         budget_iterations: training iterations of the search, including discarded ones. The final comparison takes as
             many more as a proof needs, at most `PROOF` times the budget.
         discarded_iterations: iterations that are not measured after each change of the setting.
         measured_iterations: measured iterations of a trial that is not stopped early.
-        exact: the registry's result for this job. It is compared with the default before anything else, and chosen if
-            it is faster and this job or the earlier one proves it. If the link has changed, a short search follows.
+        exact: result of an earlier run of this job, from the registry. Its setting is compared with the default before
+            anything else. It is chosen if it is faster and if the comparison, together with the earlier gain, proves
+            it. If the network has changed, a short search follows.
         seeds: settings of similar jobs, which are the first proposals.
-        draws: random settings for fitting the contention model, which follow the seeds (see `skip_draws`).
-        given: the user's plan, proposed before all others. It is also compared if `exact` is chosen.
-        history: `trials` of an earlier, unfinished session. They count against the budget.
-        identity: returns equal values for knobs that are the same setting, which is then measured only once.
-        refine: whether to try neighbours of the fastest setting after the arm's trials.
-        retune: whether the job is already tuned and `default` is in use.
-        least_gain: fraction that a setting must gain over the default to be chosen.
+        draws: random settings, which are proposed after the seeds. Their trials show how much communication slows
+            computation down. `skip_draws` cancels them.
+        given: the user's plan, which is proposed before all other settings. If `exact` is given, first its setting is
+            compared with the default, then the plan.
+        history: `trials` of an earlier, unfinished session. Their iterations count against the budget.
+        identity: function that returns equal values for knobs that are the same setting, which is then measured only
+            once.
+        refine: whether to try settings that differ from the fastest one in one knob, after the arm's trials.
+        retune: whether the job is already tuned and uses `default` when the session begins.
+        least_gain: minimum gain over the default for a setting to be chosen, as a fraction of the communication time.
 
     Raises:
         TuningError: `discarded_iterations` is negative, or `measured_iterations` is below 1.
@@ -390,22 +419,22 @@ class TuningSession(Generic[S]):
             )
         self._default, self._arm, self._rng, self._identity = default, arm, rng, identity
         self._iterations, self._spent = budget_iterations, 0
-        self._for_proof = 0  # iterations of the final comparison, once it has begun
+        self._for_proof = 0  # additional iterations for the final comparison; 0 before it begins
         self._discarded, self._measured = discarded_iterations, measured_iterations
         self._trial_iterations = discarded_iterations + measured_iterations
         self._most_finalists = 3 if budget_iterations >= 60 else 2
         self._refines, self._least_gain = refine, least_gain
         self._ledger = Ledger(identity=identity)
         self._trials: list[Trial[S]] = []
-        self._since_best = 0  # trials since the last new best
-        self._incumbent: Setting[S] | None = None  # the last new best; the default until there is one
+        self._since_best = 0  # number of trials since a setting was last faster than all before it
+        self._incumbent: Setting[S] | None = None  # last setting that was clearly faster than all before it
         self._running = default if retune else None
         self._default_name = "the setting that ran" if retune else "the default"
         self._exact = exact
         self._space, self._given = space, given
         self._seeds = _seeds(seeds, draws)
         self._has_rejected = False
-        # The history is limited, because a session cannot have more trials than iterations.
+        # Only the latest trials of the history are used: a session cannot have more trials than iterations.
         self._history = tuple(trial for trial in history[-budget_iterations:] if self._accepts(trial.knobs))
         self._outcome: tuple[S, str, Gain | None] | None = None
         self._doubt = ""
@@ -414,7 +443,7 @@ class TuningSession(Generic[S]):
 
     @property
     def assignment(self) -> Assignment[S]:
-        """Return the assignment to run now. After the end, it has the purpose KEPT and no iterations to measure."""
+        """Return the setting to run now. After the session's end, it has the purpose KEPT and nothing to measure."""
         return self._assignment
 
     @property
@@ -424,15 +453,15 @@ class TuningSession(Generic[S]):
 
     @property
     def trials(self) -> tuple[Trial[S], ...]:
-        """Return all finished trials in order, including the default's. Can be passed to a session as `history`."""
+        """Return all finished trials in order, including the default's. A later session accepts them as `history`."""
         return tuple(self._trials)
 
     def record(self, spans_s: Sequence[float]) -> None:
-        """Record the measured spans of the current assignment, and proceed to the next one.
+        """Record the communication times measured with the setting in `assignment`, and choose the next setting.
 
         Args:
-            spans_s: spans of the measured iterations in seconds, each the smallest over ranks; infinite if the setting
-                could not be applied.
+            spans_s: communication time of each measured iteration in seconds, on the rank where it was the shortest;
+                infinite if the setting could not be applied.
 
         Raises:
             TuningError: the session has ended, or `spans_s` is empty.
@@ -455,7 +484,11 @@ class TuningSession(Generic[S]):
 
     @property
     def result(self) -> SessionResult[S]:
-        """Return the result. Before the end, it is the best setting so far, or the default if its lead may be noise."""
+        """Return the session's result.
+
+        Before the session has ended, this is the fastest setting so far if its lead over the default exceeds the noise,
+        else the default.
+        """
         knobs, reason, gain = self._outcome or (self._best_so_far(), "the tuning phase was cut short", None)
         setting, default_s = self._setting(knobs), self._setting(self._default).span_s
         return SessionResult(
@@ -478,16 +511,17 @@ class TuningSession(Generic[S]):
         return self._iterations + self._proof_iterations
 
     def begin_search(self, arm: Arm[S], *, space: Space[S], seeds: Sequence[S] = (), draws: Sequence[S] = ()) -> None:
-        """Start a search when the current assignment has the purpose SEARCH. Measurements so far are used.
+        """Start the search for which the session waits. The search uses the measurements made before it.
 
         Args:
-            arm: source of proposals; receives all trials so far.
-            space: permitted settings, which may be fewer than before.
+            arm: search method that proposes settings. It receives the results of all trials so far.
+            space: permitted settings, which may be fewer than those of the constructor.
             seeds: settings of similar jobs, which are the first proposals.
-            draws: random settings for fitting the contention model, which follow the seeds.
+            draws: random settings, which are proposed after the seeds. Their trials show how much communication slows
+                computation down.
 
         Raises:
-            TuningError: the current assignment has another purpose.
+            TuningError: the session does not wait: `assignment` has another purpose than SEARCH.
         """
         if self._assignment.purpose is not Purpose.SEARCH:
             raise TuningError(f"a search must begin at {Purpose.SEARCH}, found {self._assignment.purpose}")
@@ -495,7 +529,7 @@ class TuningSession(Generic[S]):
         self._advance(())
 
     def skip_draws(self) -> None:
-        """Skip the remaining `draws`, because the contention model does not need them."""
+        """Do not propose the remaining random settings (`draws`), because their measurements are not needed."""
         self._seeds = [proposal for proposal in self._seeds if proposal.arm != DRAW_ARM]
 
     # ── phases ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -547,12 +581,13 @@ class TuningSession(Generic[S]):
     def _prove(
         self, base: S, base_name: str, *, lossy: bool
     ) -> Generator[Assignment[S], Sequence[float], tuple[S, Gain | None, str]]:
-        """Select the fastest lossy or lossless setting, and compare it with `base` in pairs.
+        """Select the fastest setting, either lossy (compressed) or lossless, and compare it with `base` in pairs.
 
-        If the candidate is clearly slower than `base`, the next candidate is compared.
+        If this setting is clearly slower than `base` or fails, the next fastest setting is compared.
 
         Returns:
-            The chosen setting, its proved gain over `base` (None without one), and the verdict in words.
+            The chosen setting, which may be `base`; its proved gain over `base`, or None if no gain was proved; and the
+            reason for the choice in words.
         """
         self._for_proof = self._proof_iterations
         chosen, gain, verdict = base, None, f"no setting was nearly as fast as {base_name}"
@@ -574,10 +609,11 @@ class TuningSession(Generic[S]):
         self._outcome = knobs, reason, gain
 
     def _check(self, exact: Remembered[S]) -> Generator[Assignment[S], Sequence[float], bool]:
-        """Compare an earlier job's result with the default, then the user's plan if there is one.
+        """Compare an earlier job's setting with the default, then the user's plan (if there is one) with the default.
 
         Returns:
-            Whether the session may end: one of both settings is proved faster, or the earlier job chose the default.
+            Whether the session may end: the setting or the plan is proved faster than the default, or the earlier job
+            chose the default.
         """
         given, self._given = self._given, None
         confirmed: list[tuple[float, S, str, Gain | None]] = []
@@ -603,14 +639,18 @@ class TuningSession(Generic[S]):
         return bool(confirmed)
 
     def _link_has_changed(self, exact: Remembered[S]) -> bool:
-        """Return whether this job's measurements contradict those of the earlier job."""
+        """Return whether this job's measurements show that the network has changed since the earlier job (`exact`)."""
         best, default = self._setting(exact.knobs), self._setting(self._default)
         return exact.contradicted_by(best, default, noise=self._ledger.noise)
 
     # ── the search ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def _search(self) -> Generator[Assignment[S], Sequence[float], str]:
-        """Run trials until the budget is used, nothing is found any more, or no proposal is left. Return the reason."""
+        """Run trials of proposed settings, and return in words why the search ended.
+
+        It ends when the budget is used, when many trials in a row were not faster and the search method (arm) expects
+        no improvement, or when no proposal is left.
+        """
         patience = max(8, self._iterations // (4 * self._trial_iterations))
         while True:
             if self._remaining - self._reserved_for_refinement < self._discarded + 1:
@@ -625,7 +665,7 @@ class TuningSession(Generic[S]):
             yield from self._run_trial(proposal)
 
     def _refine(self) -> _Script[S]:
-        """Run trials of the fastest setting's neighbours until all are measured or the trials' budget is used."""
+        """Run trials of settings that differ from the fastest one in one knob, until none or no budget is left."""
         while self._remaining > self._discarded:
             tried = [setting.knobs for setting in self._ledger.ranked()]
             around = opinion(self._space, "around", tried[0], tried) if tried else None
@@ -635,7 +675,10 @@ class TuningSession(Generic[S]):
             yield from self._run_trial(Proposal(arm=REFINEMENT_ARM, knobs=knobs, reason="neighbour of the fastest"))
 
     def _run_trial(self, proposal: Proposal[S]) -> _Script[S]:
-        """Measure a proposal until it is clearly better or worse than the best other setting."""
+        """Measure a proposed setting. Stop early if it is clearly slower than the fastest other setting.
+
+        If it is faster, but not by more than the noise, measure it up to twice as often.
+        """
         wanted = proposal.iterations or self._measured
         rival = next((best for best in self._ledger.ranked() if not self._same(best.knobs, proposal.knobs)), None)
         while True:
@@ -650,7 +693,11 @@ class TuningSession(Generic[S]):
         self._finish(proposal)
 
     def _next_proposal(self) -> Proposal[S] | None:
-        """Return the next proposal that needs a measurement. For all others, send the known result to the arm."""
+        """Return the next proposed setting that needs a measurement; None if there is none.
+
+        If a proposed setting has been measured already or is not permitted, send the known result to the search method
+        (arm) instead.
+        """
         for _ in range(MAX_RETRIES):
             given, self._given = self._given, None
             if given is not None:
@@ -672,7 +719,7 @@ class TuningSession(Generic[S]):
         return self._untried()
 
     def _untried(self) -> Proposal[S] | None:
-        """Propose a setting that no arm has proposed, if the space has at most `FEW` distinct settings."""
+        """Propose a permitted setting that no search method (arm) has proposed, if at most `FEW` are permitted."""
         distinct = {
             self._identity(knobs): knobs for knobs in opinion(self._space, "every") or () if self._accepts(knobs)
         }
@@ -681,7 +728,10 @@ class TuningSession(Generic[S]):
         return None if knobs is None else Proposal(arm=REFINEMENT_ARM, knobs=knobs, reason="not proposed by any arm")
 
     def _accepts(self, knobs: S) -> bool:
-        """Return whether the knobs are permitted and fit this job. Knobs from arms or other jobs may be invalid."""
+        """Return whether the knobs are permitted and fit this job. Log the reason if not.
+
+        The check is needed because search methods (arms) and the registry may supply invalid knobs.
+        """
         try:
             if knobs in self._space:
                 self._identity(knobs)
@@ -696,7 +746,11 @@ class TuningSession(Generic[S]):
     # ── the final comparison ─────────────────────────────────────────────────────────────────────────────────────
 
     def _finalists(self, base: S, beaten: Sequence[S], *, lossy: bool) -> list[S]:
-        """Return the finalists: alternately the next fastest by measurement and by the arm's estimate."""
+        """Return the settings to measure again before the comparison with `base`, without those in `beaten`.
+
+        They are taken alternately from two rankings: by measured communication time, and by the search method's
+        estimate of it.
+        """
         ranked = [setting for setting in self._ledger.ranked() if self._is_lossy(setting.knobs) is lossy]
         rivals = [
             setting.knobs
@@ -712,9 +766,10 @@ class TuningSession(Generic[S]):
     def _select(
         self, base: S, beaten: Sequence[S], *, lossy: bool
     ) -> Generator[Assignment[S], Sequence[float], S | None]:
-        """Run the finalists in rounds, and drop the slower half after each round. Return the fastest; None without any.
+        """Measure the fastest settings (finalists) again in rounds, and return the fastest; None without finalists.
 
-        The rounds end when one finalist remains, or when all other iterations are reserved for the paired comparison.
+        Each round drops the slower half. The rounds end when one finalist remains, or when all remaining iterations are
+        reserved for the paired comparison.
         """
         finalists = self._finalists(base, beaten, lossy=lossy)
         for _ in range(MAX_ROUNDS):
@@ -735,19 +790,19 @@ class TuningSession(Generic[S]):
     def _compare(
         self, knobs: S, *, arm: str, known: Gain | None = None, base: S | None = None
     ) -> Generator[Assignment[S], Sequence[float], PairedComparison | None]:
-        """Compare a setting with the default in pairs.
+        """Compare a setting with the default (or with `base`) in pairs of measurements.
 
-        The first look is at the number of pairs that will probably prove the lead measured in the search, the last look
-        at the largest number that the budget allows.
+        The pairs are evaluated twice: after the number of pairs that will probably prove the lead measured in the
+        search, and after the largest number of pairs that the budget allows.
 
         Args:
             knobs: the setting.
-            arm: name of the arm for the resulting trial.
-            known: gain that an earlier job has proved; None = no such gain.
+            arm: name to store as the proposer in the resulting trial, `FINALS_ARM` in the final comparison.
+            known: gain that an earlier job has proved for the setting; None = no such gain.
             base: setting to compare with; None = the default.
 
         Returns:
-            The comparison; None if too few iterations are left.
+            The comparison; None if too few iterations are left for it.
         """
         default, final = base or self._default, arm == FINALS_ARM
         most = MOST_PAIRS if final else MOST_PAIRS_OF_CHECK
@@ -757,7 +812,7 @@ class TuningSession(Generic[S]):
             return None
         if final:
             wanted = min(self._pairs_wanted(knobs, default), at_most)
-        else:  # may exceed the budget
+        else:  # the check of an earlier job's setting or of the user's plan may use more iterations than the budget
             wanted = FEWEST_PAIRS_KNOWN if known is not None and known.proved else FEWEST_PAIRS
         pairs = PairedComparison(
             noise_before=self._ledger.noise,
@@ -778,13 +833,16 @@ class TuningSession(Generic[S]):
     def _judge(
         self, knobs: S, pairs: PairedComparison | None, *, base: S | None = None, base_name: str = ""
     ) -> tuple[S, Gain | None, str]:
-        """Return the setting to use, its proved gain (None without one), and the verdict in words.
+        """Choose between a setting and the baseline by their paired comparison.
 
         Args:
-            knobs: the candidate.
-            pairs: comparison of the candidate with the baseline.
+            knobs: the setting.
+            pairs: comparison of the setting with the baseline; None = they could not be compared.
             base: the baseline; None = the default.
-            base_name: name of the baseline in the verdict; empty = name of the default.
+            base_name: name of the baseline for the reason in words; empty = name of the default.
+
+        Returns:
+            The chosen setting; its proved gain, or None if the baseline is chosen; and the reason in words.
         """
         base = base or self._default
         if pairs is None or pairs.failed:
@@ -809,11 +867,14 @@ class TuningSession(Generic[S]):
 
     @property
     def _proof_iterations(self) -> int:
-        """Return the maximum number of iterations of the final comparison."""
+        """Return the maximum number of training iterations of the final comparison with the default."""
         return max(self._pair_iterations(FEWEST_PAIRS), round(PROOF * self._iterations))
 
     def _pairs_wanted(self, knobs: S, base: S | None = None) -> int:
-        """Return the number of pairs that will probably prove a setting's lead over the default, or over `base`."""
+        """Return how many paired measurements will probably prove that a setting is faster than `base` or the default.
+
+        The number is computed from the difference measured in the search.
+        """
         setting, default = self._setting(knobs), self._setting(base or self._default)
         if not all(0.0 < one.span_s < math.inf for one in (setting, default)):
             return FEWEST_PAIRS
@@ -822,27 +883,33 @@ class TuningSession(Generic[S]):
 
     @property
     def _reserved_for_pairs(self) -> int:
-        """Return the iterations reserved for the paired comparison of the fastest setting."""
+        """Return the number of iterations reserved for the paired comparison of the fastest setting and the default."""
         ranked = self._ledger.ranked()
         return self._pair_iterations(self._pairs_wanted(ranked[0].knobs)) if ranked else 0
 
     @property
     def _reserved_for_lossy(self) -> int:
-        """Return the iterations reserved for comparing a compressed setting with the fastest lossless one.
+        """Return the number of iterations reserved for comparing a compressed setting with the fastest lossless one.
 
-        Zero if the fastest setting so far is lossless, or if the session is short.
+        The number is 0 if the fastest setting so far is lossless, or if the session's budget is below `SHORT`.
         """
         ranked = self._ledger.ranked() if self._iterations >= SHORT else []
         needed = ranked and self._is_lossy(ranked[0].knobs)
         return self._pair_iterations(ENOUGH_PAIRS) + self._trial_iterations if needed else 0
 
     def _pair_iterations(self, n_pairs: int) -> int:
-        """Return the iterations of `n_pairs` pairs. The setting changes once before them, and once in each pair."""
+        """Return the number of iterations that `n_pairs` pairs of measurements take, including discarded iterations.
+
+        Iterations are discarded after each change of the setting: once before the pairs, and once in each pair.
+        """
         return self._discarded + n_pairs * (2 + self._discarded)
 
     @property
     def _reserved_for_refinement(self) -> int:
-        """Return the part of the trials' iterations for neighbours of the fastest setting. Zero if noise is large."""
+        """Return the number of iterations reserved for settings that differ from the fastest one in one knob.
+
+        The number is 0 if measurements are too noisy to distinguish such settings, or if the budget is small.
+        """
         worthwhile = self._refines and self._ledger.noise <= NOISY and self._iterations >= SHORT
         return round(REFINEMENT * self._iterations) if worthwhile else 0
 
@@ -851,7 +918,7 @@ class TuningSession(Generic[S]):
     def _run(
         self, knobs: S, *, arm: str, purpose: Purpose, measured: int
     ) -> Generator[Assignment[S], Sequence[float], Sequence[float]]:
-        """Yield an assignment, record its measured spans, and return them."""
+        """Yield a setting as the next assignment, store the communication times measured with it, and return them."""
         discarded = 0 if self._running == knobs else self._discarded
         spans_s = yield Assignment(
             knobs=knobs, discarded_iterations=discarded, measured_iterations=measured, arm=arm, purpose=purpose
@@ -866,7 +933,7 @@ class TuningSession(Generic[S]):
         self._finish(Proposal(arm=DEFAULT_ARM, knobs=self._default))
 
     def _finish(self, proposal: Proposal[S]) -> None:
-        """Create a trial from the measurements of a proposed setting, and send it to the arm."""
+        """Create a trial from the measurements of a proposed setting, and send the trial to the search method (arm)."""
         setting = self._setting(proposal.knobs)
         was_best = self._ledger.lead(setting, self._incumbent or setting) > 1.0
         if was_best or self._incumbent is None:
@@ -886,14 +953,18 @@ class TuningSession(Generic[S]):
             self._arm.tell([trial])
 
     def _add_history(self, history: Sequence[Trial[S]]) -> None:
-        """Add an earlier session's trials. Scale their spans by the ratio of the default's spans, now to then."""
+        """Add the trials of an earlier, unfinished session, and count their iterations against the budget.
+
+        Their communication times are multiplied by the ratio of the default's time in this session to its time in the
+        earlier session.
+        """
         before = [trial.span_s for trial in history if self._same(trial.knobs, self._default)]
         scale = self._setting(self._default).span_s / before[-1] if before else 1.0
         scale = scale if 0.0 < scale < math.inf else 1.0
-        latest = {
-            self._identity(trial.knobs): trial for trial in history
-        }  # includes the setting's earlier measurements
-        proposers = {self._identity(trial.knobs): trial.arm for trial in reversed(history)}  # first proposing arm
+        # Keep the latest trial of each setting, because it includes the setting's earlier measurements.
+        latest = {self._identity(trial.knobs): trial for trial in history}
+        # The arm of a setting's first trial is the one that proposed the setting.
+        proposers = {self._identity(trial.knobs): trial.arm for trial in reversed(history)}
         for trial in history:
             if self._same(trial.knobs, self._default):
                 continue
@@ -907,23 +978,24 @@ class TuningSession(Generic[S]):
                 self._spent += trial.iterations + self._discarded
         best = self._setting(self._best_so_far())
         if self._incumbent is not None and best.spans_s:
-            self._incumbent = best  # because a new best must also beat the earlier session's best
+            # Later trials count as a new best only if they also beat the earlier session's best setting.
+            self._incumbent = best
         self._spent = min(self._spent, max(self._iterations, self._trial_iterations))
 
     def _setting(self, knobs: S) -> Setting[S]:
-        """Return the measurements of a setting, or an empty `Setting`."""
+        """Return the measurements of a setting; a `Setting` without measurements if it has not been run."""
         return self._ledger.find(knobs) or Setting(knobs=knobs, arm=DEFAULT_ARM)
 
     def _estimated_s(self, knobs: S) -> float:
-        """Return the arm's estimate of a setting's span, or the measured span if the arm has none."""
+        """Return the search method's estimate of a setting's communication time; the measured time without estimate."""
         estimate = opinion(self._arm, "expected_span_s", knobs)
         return self._setting(knobs).span_s if estimate is None else estimate
 
     def _best_so_far(self) -> S:
         """Return the fastest setting if its lead over the default exceeds the noise, else the default.
 
-        The noise must be exceeded because the fastest of many measured settings may only have been lucky. A setting
-        from the registry was not selected by these measurements, so any lead suffices.
+        The lead must exceed the noise, because the fastest of many measured settings may owe its lead to noise. A
+        setting from the registry was not selected by these measurements, so that any lead over the default suffices.
         """
         ranked, default = self._ledger.ranked(), self._setting(self._default)
         if ranked and self._ledger.lead(ranked[0], default) > 1.0:

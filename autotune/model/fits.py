@@ -1,6 +1,7 @@
-"""Fits of models to measurements: of the link's cost model, and of LIBRA's contention model.
+"""Fits of two models to measurements.
 
-Contention is how much computation and communication slow each other down.
+They are the network's latency and bandwidth model, and LIBRA's contention model, which tells how much computation and
+communication slow each other down.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class RateCurve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContentionModel:
-    """LIBRA's contention model: how computation and communication with r GPU threads slow each other down.
+    """LIBRA's contention model: how much computation and communication with r GPU threads slow each other down.
 
     Attributes:
         alpha_1: fraction of the compute speed that remains during communication with few threads (LIBRA eq. 5).
@@ -85,9 +86,10 @@ class ContentionModel:
         return max(self.alpha_1 - self.alpha_2 * threads, 0.05)
 
     def rescaled(self, *, from_ranks: int, to_ranks: int) -> ContentionModel:
-        """Return the model of the same GPUs in a ring of another size.
+        """Return the model for a ring of the same GPUs with another number of ranks.
 
-        In a ring of N ranks, transmission times are proportional to (N − 1) / N (LIBRA eq. 4). The compute speed stays.
+        In a ring of N ranks, transmission times are proportional to (N − 1) / N (LIBRA eq. 4). The compute speed does
+        not change.
 
         Raises:
             TuningError: one of the rings has fewer than two ranks.
@@ -102,10 +104,10 @@ class ContentionModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkProbe:
-    """Measurement of `rounds` equal all-reduces on each of `streams` streams, all launched at the same time.
+    """Measured time of equal all-reduces on several streams, from which the network's cost model is fitted.
 
-    More than one all-reduce per stream is needed to measure the sustained rate of a training iteration, because traffic
-    shapers let short bursts pass at a higher rate.
+    All of them are launched at the same time. More than one all-reduce per stream (round) is needed to measure the
+    sustained rate of a training iteration, because traffic shapers let short bursts pass at a higher rate.
 
     Attributes:
         unit_bytes: size of each all-reduced tensor.
@@ -131,25 +133,27 @@ class LinkProbe:
 
     @property
     def round_s(self) -> float:
-        """Return the mean time in which each stream completes one all-reduce."""
+        """Return the mean time in which each stream completes one all-reduce (a round)."""
         return self.seconds / self.rounds
 
 
 MAX_RESIDUAL = 0.25
-"""Maximum relative error (root mean square) with which a fitted model is used."""
+"""Maximum relative error (root mean square) of a model fitted to measurements. With a larger error, it is not used."""
 
 LEAST_BUSY = 0.02
 """Minimum value of `LinkModel.busy`, the number of processors that a rank keeps busy during an all-reduce."""
 
 
 def fit_link(probes: Sequence[LinkProbe]) -> LinkModel:
-    """Fit a link model to probes by non-negative least squares of relative errors.
+    """Fit the network's latency and bandwidth model to measured all-reduces (probes).
+
+    The fit minimises the squares of relative errors, with non-negative parameters.
 
     The time of one all-reduce on each of n streams is modelled as `t = α + n · max(o, bytes / G(n))`. α is the start-up
     time, o the processor time of an all-reduce and G(n) the link's rate. Probes of equal size and number of streams are
     replaced by their median. Between two measured numbers of streams, the rate per stream is that of the smaller
-    number, and the total rate is limited by that of the larger number. Flows with a rate limit each behave like this on
-    a link that enough flows saturate.
+    number, and the total rate is limited by that of the larger number. This is the behaviour of a link that several
+    flows saturate, each of which has a rate limit.
 
     Raises:
         TuningError: there are fewer than two sizes on one stream, times do not increase with the size, or the relative
@@ -185,7 +189,7 @@ def fit_link(probes: Sequence[LinkProbe]) -> LinkModel:
 
 
 def _between(rates: Mapping[int, float], count: int) -> float:
-    """Return the total rate of `count` streams, interpolated between the measured numbers of streams."""
+    """Return the total transmission rate of `count` streams, interpolated between the measured numbers of streams."""
     if count in rates:
         return rates[count]
     fewer, more = max(each for each in rates if each < count), min(each for each in rates if each > count)
@@ -238,7 +242,7 @@ class _RoundsFit:
 
 
 def _possibly_on_host(rounds: Sequence[_Round]) -> Iterator[frozenset[_Round]]:
-    """Yield sets of measurements that the processor may limit instead of the link, the empty set first.
+    """Yield sets of all-reduce measurements that the processor may limit instead of the link, the empty set first.
 
     If the processor limits a measurement, it also limits measurements that need less time on the link. So each set has
     the measurements with the shortest link times. The largest size of each number of streams is never in a set, because
@@ -258,7 +262,7 @@ def _possibly_on_host(rounds: Sequence[_Round]) -> Iterator[frozenset[_Round]]:
 
 
 def _fit_rounds(rounds: Sequence[_Round], on_host: frozenset[_Round]) -> _RoundsFit:
-    """Fit the link's parameters, assuming that the processor limits `on_host`, and the link all other measurements."""
+    """Fit a link's latency and bandwidth, if the processor limits the rounds in `on_host` and the link all others."""
     counts = sorted({one.streams for one in rounds})
     rows = np.zeros((len(rounds), 2 + len(counts)))
     for row, one in zip(rows, rounds, strict=True):
@@ -350,8 +354,8 @@ def fit_contention(
         default_threads: number of GPU threads of units (buckets) for which the plan has no number.
 
     Raises:
-        TuningError: there are no samples of a kind or all have the same number of threads, or the relative error (root
-            mean square) of one of the three fits exceeds `MAX_RESIDUAL`.
+        TuningError: for one of the three functions, there are no measurements, all of them have the same number of GPU
+            threads, or the relative error (root mean square) of the fit exceeds `MAX_RESIDUAL`.
     """
     _check_samples("computation", compute)
     overlapped = [sample for sample in transmissions if sample.overlapped]
@@ -425,5 +429,5 @@ def _fit_rate_curve(kind: str, samples: Sequence[TransmissionSample], alpha_s: f
 
 
 def root_mean_square(errors: NDArray[np.float64]) -> float:
-    """Return the root mean square of errors, which is the measure of error (`residual`) of all fits."""
+    """Return the root mean square of a fitted model's relative errors, which is its `residual`."""
     return float(np.sqrt(np.mean(errors**2)))

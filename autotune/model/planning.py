@@ -1,4 +1,4 @@
-"""Planning model of a job's communication: its predictions, and its correction by measured trials."""
+"""Model that predicts a job's communication time with any setting, and its correction by measured trials."""
 
 from __future__ import annotations
 
@@ -28,16 +28,15 @@ from .simulator import Profile, Simulator
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningModel:
-    """Model of a job's communication, from which planners compute plans.
+    """Model of a job's communication, from which planners divide the gradients into units (buckets).
 
     Attributes:
         layout: gradients in the order in which they become ready.
         profile: times at which gradients become ready.
-        links: cost model of each measured route (transport and algorithm), at least one.
+        links: latency and bandwidth model of each measured route (transport and algorithm), at least one.
         contention: LIBRA's model of how computation and communication slow each other down, measured by probes. None if
             they do not, or if it was not measured.
-        learnt: the same kind of model for each route, fitted to training iterations (`with_contention_learnt`). It has
-            precedence over `contention`.
+        learnt: for each route, such a model fitted to training iterations. It has precedence over `contention`.
         host: the host that all ranks share, if they communicate on the processors that compute; otherwise None.
 
     Raises:
@@ -67,7 +66,9 @@ class PlanningModel:
         )
 
     def contention_on(self, route: Route) -> ContentionModel | None:
-        """Return the model of how computation and a route's communication slow each other down (contention).
+        """Return the model of how computation and communication slow each other down ("contention") on a route.
+
+        A route is a pair of transport and algorithm.
 
         It is the model fitted to training iterations if there is one, otherwise the model measured by probes.
         """
@@ -77,8 +78,8 @@ class PlanningModel:
         """Predict the communication time of an iteration with these knobs, by simulation.
 
         Returns:
-            Seconds. None if the route was not measured. None if the knobs set compressors or NCCL algorithms, because
-            probes do not measure the costs of compressors and NCCL algorithms.
+            Seconds. None if the knobs' route (transport and algorithm) was not measured, or if they set compressors or
+            NCCL algorithms, because probes do not measure the costs of compressors and NCCL algorithms.
 
         Raises:
             PlanError: the knobs' cuts do not fit the layout.
@@ -87,7 +88,7 @@ class PlanningModel:
         return self.simulator(knobs.route).run_knobs(knobs).span_s if is_measured else None
 
     def link_between_hosts(self, route: Route) -> LinkModel | None:
-        """Return the link model of a route between hosts.
+        """Return the latency and bandwidth model of a route (transport and algorithm) between hosts.
 
         None if the route was not measured, or if all ranks communicate on one host's processors, which also compute.
         """
@@ -95,21 +96,22 @@ class PlanningModel:
 
     @property
     def bound_s(self) -> float:
-        """Return a lower bound of the communication time, whatever the plan.
+        """Return a time below which no setting can reduce the communication time of an iteration.
 
         It is the larger of two times: the backward pass from its first gradient on, and the transmission of all bytes
-        at the highest rate of any route and number of streams. The rate counts gradient bytes, so that it includes the
-        factor 2 (P − 1) / P of a ring of P ranks.
+        at the highest rate of any route (transport and algorithm) and number of streams. The rate counts gradient
+        bytes, so that it includes the factor 2 (P − 1) / P of a ring of P ranks.
         """
         fastest = max(max(link.throughput) for link in self.links.values())
         compute_s = max(self.profile.ready_s) - min(self.profile.ready_s)
         return max(compute_s, self.layout.total_bytes / fastest)
 
     def differs_from(self, other: PlanningModel) -> bool:
-        """Return whether the models differ so much that plans must be computed again.
+        """Return whether two models differ so much that planners must compute their plans again.
 
-        They do if layouts, routes, contention models or hosts differ, if a parameter of a link differs by more than its
-        measurement error, or if a gradient's ready time differs by more than a tenth of the backward pass.
+        They do if the gradients, the routes (transport and algorithm), the models of how computation and communication
+        slow each other down, or the hosts differ, if a link's latency or bandwidth differs by more than its measurement
+        error, or if a gradient is ready earlier or later by more than a tenth of the backward pass.
         """
         if self.layout != other.layout or set(self.links) != set(other.links):
             return True
@@ -141,7 +143,7 @@ class PlanningModel:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PlanningModel:
-        """Create a model from the result of `to_json`.
+        """Create a model from the dict that `PlanningModel.to_json` returns.
 
         Raises:
             TuningError: a field is missing or invalid.
@@ -165,25 +167,28 @@ class PlanningModel:
 
 
 BENEFIT_OF_THE_DOUBT = 0.05
-"""Weight of the trust in a model before there are trials.
+"""Weight of the initial trust in a model of communication times, before there are trials.
 
-It counts as one pair of settings whose communication times differ by 5 %, and which the model orders correctly.
+It counts as much as one pair of settings whose times differ by 5 %, and of which the model predicts the faster one.
 """
 
 LARGEST_WEIGHT = 0.5
-"""Maximum weight of a pair of settings, because it does not matter by how much a much slower setting is slower."""
+"""Maximum weight of a pair of settings in `Forecast.agreement`, as a relative difference of their measured times.
+
+It is limited, because it does not matter by how much a much slower setting is slower.
+"""
 
 BELIEVED = 0.4
-"""Minimum `Forecast.agreement` of a trusted model.
+"""Minimum agreement of a trusted model's predictions with measured communication times (`Forecast.agreement`).
 
-It means that the model orders pairs of settings with 70 % of the total weight correctly.
+It means that the model predicts the faster setting of pairs that have 70 % of all pairs' total weight.
 """
 
 LEAST_RANKED, RANKED = 5, 0.7
-"""Conditions for trusting a model that is not trusted before there are trials.
+"""Conditions for trusting a model of communication times that is not trusted initially.
 
-They are the minimum number of measured settings, and the minimum of Spearman's rank correlation of predicted and
-measured communication times.
+They are the minimum number of measured settings, and the minimum rank correlation (Spearman) of their predicted and
+measured times.
 """
 
 MOST_COMPARED = 24
@@ -191,12 +196,12 @@ MOST_COMPARED = 24
 
 
 class Forecast:
-    """Predictions of a planning model, and how well they agree with measured trials.
+    """Communication times that a model predicts, and how well they agree with measured trials.
 
     Args:
-        model: the planning model. `update_model` replaces it, and keeps the measurements.
+        model: model of the job's communication. `update_model` replaces it, and keeps the measurements.
         presumed: whether the model is trusted until trials contradict it. Otherwise it is trusted only after it has
-            ranked trials correctly.
+            predicted the order of trials correctly.
     """
 
     def __init__(self, model: PlanningModel, *, presumed: bool = True) -> None:
@@ -206,12 +211,15 @@ class Forecast:
         self._agreement: float | None = None
 
     def update_model(self, model: PlanningModel) -> None:
-        """Replace the planning model. Measured trials are kept, and compared with the new model's predictions."""
+        """Replace the model of the job's communication.
+
+        Measured trials are kept, and compared with the new model's predictions.
+        """
         if model is not self._model:
             self._model, self._predicted_s, self._agreement = model, {}, None
 
     def tell(self, trials: Sequence[Trial]) -> None:
-        """Add the communication times that trials have measured. Idempotent."""
+        """Add the communication times that trials have measured. Adding a trial twice has no further effect."""
         for trial in trials:
             if math.isfinite(trial.span_s) and self._measured_s.get(trial.knobs) != trial.span_s:
                 self._measured_s[trial.knobs] = trial.span_s
@@ -231,7 +239,7 @@ class Forecast:
 
     @property
     def agreement(self) -> float:
-        """Return how well predictions order the measured settings, from -1 (all pairs in reverse order) to 1.
+        """Return how well predicted times order the measured settings, from -1 (all pairs in reverse order) to 1.
 
         It is Kendall's rank correlation, with each pair of settings weighted by the difference of their measured
         communication times.
@@ -249,7 +257,7 @@ class Forecast:
 
     @property
     def believed(self) -> bool:
-        """Return whether the model is trusted, given all trials until now."""
+        """Return whether the model's predictions agree well enough with all trials so far to be trusted."""
         if self._presumed:
             return self.agreement >= BELIEVED
         pairs = self._pairs()
@@ -290,7 +298,7 @@ def _rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Cluster that the user describes instead of measuring it: a ring of ranks with equal links.
+    """Cluster whose network the user describes instead of measuring it: a ring of ranks with equal links.
 
     Attributes:
         name: name of the cluster in tables.
@@ -298,7 +306,7 @@ class Cluster:
         hop_s: latency between two neighbours of the ring (LIBRA's α in eq. 4).
         link_bytes_per_s: rate of a rank's link in each direction.
         flow_bytes_per_s: maximum rate of a single flow, that is of one stream.
-        crowding: fraction of the throughput lost with each stream beyond those that saturate the link.
+        crowding: fraction of the throughput that is lost with each stream beyond the number that saturates the link.
 
     Raises:
         TuningError: an attribute is out of range.
@@ -323,7 +331,7 @@ class Cluster:
             raise TuningError(f"a cluster needs 0 ≤ crowding < 1, found {self.crowding}")
 
     def link(self, *, max_streams: int = 24) -> LinkModel:
-        """Return the link model of a ring all-reduce (LIBRA eq. 4).
+        """Return the latency and bandwidth model of a ring all-reduce on the cluster (LIBRA eq. 4).
 
         With N ranks, the start-up time is 2 (N − 1) α, and each gradient byte needs 2 (N − 1) / N bytes on the wire.
         n flows have n times the rate of one flow until they saturate the link. Each further flow reduces the total rate
@@ -343,21 +351,21 @@ class Cluster:
 logger = logging.getLogger(__name__)
 
 FEWEST_TRIALS = 5
-"""Minimum number of trials on a route for correcting the route's model by trials."""
+"""Minimum number of trials on a route (transport and algorithm) for correcting the route's model by them."""
 
 TOLERANCE = 0.1
-"""Relative prediction error up to which a model is not corrected by trials."""
+"""Relative error of predicted communication times up to which a model is not corrected by trials."""
 
 MAX_PLANS = 12
-"""Maximum number of trials from which a link model is corrected, so that the fit takes at most 0.25 s.
+"""Maximum number of trials by which a latency and bandwidth model is corrected, so that the fit takes at most 0.25 s.
 
-If there are more, those with the fewest units (buckets) are used.
+If there are more trials, those whose settings have the fewest units (buckets) are used.
 """
 
 REGULARISATION = 0.03
-"""Cost of a changed parameter in a fit: a factor of e costs as much as a prediction error of this fraction.
+"""Cost of changing a model's parameter when it is fitted to trials, so that undetermined parameters keep their values.
 
-Parameters that no trial determines therefore keep their values.
+A change by a factor of e costs as much as this relative error of a predicted communication time.
 """
 
 _SEARCH: Any = {"diff_step": 0.02, "loss": "soft_l1", "f_scale": 0.1, "max_nfev": 12}
@@ -375,17 +383,17 @@ def calibrate_link(
     trials: Sequence[Trial],
     contention: ContentionModel | None = None,
 ) -> LinkModel:
-    """Correct a link model so that the simulator reproduces measured trials.
+    """Correct a model of latency and bandwidth so that the simulator reproduces the times of measured trials.
 
-    Correction factors are fitted for the start-up time, for the throughput of one stream, for that of the largest
-    number of streams, and for the processor time if it is not zero. The factors between both throughputs are
-    interpolated.
+    Correction factors are fitted for the start-up time of a message, for the throughput of one stream, for that of the
+    largest number of streams, and for the processor time of a message if it is not zero. For numbers of streams in
+    between, the factors are interpolated.
 
     Args:
-        link: the link model to correct.
+        link: the latency and bandwidth model to correct.
         layout: the job's gradients.
         profile: the job's compute times.
-        trials: measured trials on one route.
+        trials: measured trials of settings on one route (transport and algorithm).
         contention: model of how computation and communication slow each other down; None = they do not.
 
     Raises:
@@ -414,11 +422,12 @@ def calibrate_link(
 
 
 def fitted_to_trials(model: PlanningModel, trials: Sequence[Trial]) -> PlanningModel:
-    """Fit the model's contention and links to trials (LIBRA's algorithm 2). Return the corrected model.
+    """Correct a model of a job's communication by the times of measured trials (LIBRA's algorithm 2), and return it.
 
-    Contention is how much computation and communication slow each other down. It is fitted first if the job has a
-    contention model, then the link, for each route. The model stays unchanged if the median error of its predictions is
-    at most `TOLERANCE`, if fewer than `FEWEST_TRIALS` trials succeeded, or if the fit does not reduce the error.
+    For each route (transport and algorithm), two parts are fitted: first how much computation and communication slow
+    each other down, if the job has a model of this, then the link's latency and bandwidth. The model stays unchanged if
+    the median error of its predictions is at most `TOLERANCE`, if fewer than `FEWEST_TRIALS` trials succeeded, or if
+    the fit does not reduce the error.
     """
     for route in model.links:
         usable = [trial for trial in trials if trial.knobs.route == route]
@@ -475,7 +484,7 @@ def _link_correction(link: LinkModel) -> Callable[[NDArray[np.float64]], LinkMod
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """Measured times of one training iteration.
+    """Measured times of one training iteration with a setting.
 
     Attributes:
         knobs: setting of the iteration.
@@ -488,36 +497,37 @@ class Observation:
     backward_s: float = math.nan
 
 
-LEAST_ERROR = 0.02  # assumed minimum of the simulator's relative error
-CONFIDENCE = 0.99  # required confidence that an improvement over the unchanged model is not noise
-MOST_SLOWED = 0.95  # maximum fraction of the compute speed that communication takes, with the most GPU threads
+# Constants of fitting how computation and communication slow each other down (`with_contention_learnt`).
+LEAST_ERROR = 0.02  # the simulator's times are assumed to have at least this relative error
+CONFIDENCE = 0.99  # required confidence that the fitted model is better than the unchanged one not only by noise
+MOST_SLOWED = 0.95  # communication with the most GPU threads slows computation by at most this fraction of its speed
 _NO_EFFECT = RateCurve(gamma_1=1.0, gamma_2=0.0, gamma_3=0.0)
 
 
 def with_contention_learnt(model: PlanningModel, route: Route, seen: Sequence[Observation]) -> PlanningModel:
-    """Fit how computation and a route's communication slow each other down (contention) to training iterations.
+    """Fit how computation and communication slow each other down ("contention") to measured training iterations.
 
     This is line 3 of LIBRA's algorithm 2. Three parameters are fitted with the simulator, starting from the probes'
     results:
 
     - the slow-down of computation by each communication thread (α2),
     - the slow-down of an all-reduce by computation (p / q),
-    - the time of the undisturbed backward pass. If backward passes were not measured, a common factor of the
-      transmission rates with and without computation (p and q) instead.
+    - the time of the undisturbed backward pass; or, if backward passes were not measured, a common factor of the
+      transmission rates with and without computation (p and q).
 
-    If probes did not measure contention, as on CPUs, an all-reduce counts as one thread per stream.
+    If probes did not measure contention, as on CPUs, an all-reduce counts as one communication thread per stream.
 
     Args:
-        model: the planning model to correct.
+        model: model of the job's communication to correct.
         route: the route (transport and algorithm) whose contention is fitted.
         seen: measured iterations with several settings. Iterations on other routes are ignored.
 
     Returns:
-        A copy of the planning model with the fitted contention.
+        A copy of the model with the fitted contention.
 
     Raises:
-        TuningError: there are fewer than three settings, the relative error of the fit exceeds `MAX_RESIDUAL`, or its
-            improvement over the unchanged model may be noise.
+        TuningError: fewer than three settings were measured, the relative error of the fitted model's times exceeds
+            `MAX_RESIDUAL`, or their improvement over the unchanged model's times may be noise.
     """
     times_s: dict[Knobs, list[tuple[float, float]]] = {}
     for one in seen:
@@ -581,8 +591,8 @@ def with_contention_learnt(model: PlanningModel, route: Route, seen: Sequence[Ob
     before, after = errors_of(unchanged), errors_of(learnt)
     if (residual := root_mean_square(after)) > MAX_RESIDUAL:
         raise TuningError(f"contention misses the iterations by {residual:.0%}, the limit is {MAX_RESIDUAL:.0%}")
-    # An F-test with 2 and `freedom` degrees of freedom rejects improvements that may be noise. The simulator's minimum
-    # error counts as noise.
+    # Reject the fit by an F-test with 2 and `freedom` degrees of freedom if its improvement over the unchanged model
+    # may be noise. The simulator's minimum error counts as noise.
     freedom = len(after) - 3
     explained = float((before**2).sum() - (after**2).sum()) / (float((after**2).sum()) + len(after) * LEAST_ERROR**2)
     if freedom < 1 or explained <= (1.0 - CONFIDENCE) ** (-2.0 / freedom) - 1.0:
@@ -599,14 +609,16 @@ DRAWS = 3
 """Number of random settings that `ContentionLearner` measures in addition to the default setting."""
 
 DRAWN_STREAMS, DRAWN_UNITS = 2, 4
-"""Maximum ratio of a random setting to the default setting, for the number of streams and for the unit (bucket) size.
+"""Maximum ratio of the random settings of `ContentionLearner` to the default setting.
+
+The first is the ratio of the numbers of streams, the second that of the unit (bucket) sizes.
 """
 
 DRAWN_SLOWER = 1.1
-"""Maximum predicted communication time of a random setting, relative to the default setting's."""
+"""Maximum predicted communication time of the random settings of `ContentionLearner`, relative to the default's."""
 
 ROUNDS = 3
-"""Maximum number of random settings that are drawn with the same numbers of streams and GPU threads."""
+"""Maximum number of random settings of `ContentionLearner` with the same numbers of streams and GPU threads."""
 
 
 class ContentionLearner:
@@ -615,9 +627,10 @@ class ContentionLearner:
     These iterations run the default setting, then random settings near it. This is LIBRA's algorithm 2.
 
     Attributes:
-        draws: random settings to run first. They have the default's transport and algorithm, differ in streams, GPU
-            threads and unit sizes, and are not predicted to be clearly slower. Empty if the default's route was not
-            measured, or if ranks communicate on processors that compute, because `SharedHost` models that case.
+        draws: random settings to run after the default. They have the default's transport and algorithm, differ in
+            streams, GPU threads and unit (bucket) sizes, and are not predicted to be clearly slower. Empty if the
+            default's route (transport and algorithm) was not measured, or if ranks communicate on processors that
+            compute, because `SharedHost` models that case.
     """
 
     def __init__(self, model: PlanningModel, *, space: KnobSpace, default: Knobs, rng: np.random.Generator) -> None:
@@ -628,18 +641,19 @@ class ContentionLearner:
             self.draws = tuple(_drawn(model, space, default, rng))
 
     def learn(self, model: PlanningModel, seen: Sequence[Observation]) -> PlanningModel | None:
-        """Add measured iterations of one setting, and fit contention once all random settings (`draws`) have run.
+        """Add measured iterations of a setting. After the last random setting (`draws`), correct the model by them.
 
-        If the model predicts the default's communication time within `TOLERANCE`, it is returned unchanged after the
-        default's iterations, because measurements of other settings would not improve it.
+        The correction fits how computation and communication slow each other down ("contention"). If the model predicts
+        the default's communication time within `TOLERANCE`, it is returned unchanged after the default's iterations,
+        because measurements of other settings would not improve it.
 
         Args:
-            model: the current planning model.
+            model: the current model of the job's communication.
             seen: measured iterations of one setting. The first call must have those of the default setting.
 
         Returns:
-            The planning model with the fitted contention, or the unchanged model if contention cannot be fitted. None
-            until all random settings have run.
+            The model with the fitted contention, or the unchanged model if contention need not or cannot be fitted.
+            None until all random settings have run.
         """
         self._seen += seen
         seen_knobs = {one.knobs for one in self._seen}
@@ -693,7 +707,7 @@ def _drawn(model: PlanningModel, space: KnobSpace, default: Knobs, rng: np.rando
 
 
 def _measured(layout: GradientLayout, trials: Sequence[Trial]) -> tuple[list[CommPlan], NDArray[np.float64]]:
-    """Return plans and communication times of the successful trials that have the fewest units (buckets).
+    """Return plans and communication times of successful trials, preferably of those with the fewest units (buckets).
 
     Raises:
         TuningError: fewer than four trials succeeded.

@@ -13,7 +13,7 @@ from sirtaki.errors import ReplayError, TuningError
 
 
 class Phase(Enum):
-    """Phase of a training step."""
+    """Phase of a training step to which an operation of the simulated graph belongs."""
 
     DATA = "data"  # waiting for the data loader
     FORWARD = "forward"
@@ -41,15 +41,17 @@ NEVER = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedResource:
-    """Resource that concurrent jobs share equally: a network link or processors. A job is a node's use of the resource.
+    """Resource that concurrent operations share equally: a network link or processors.
+
+    A "job" is one operation's use of the resource.
 
     Attributes:
         name: name of the resource in messages and charts.
         totals: total throughput of n concurrent jobs relative to a single job, for n = 1, 2, …; constant beyond the
             end. `(1, 2)` describes two processors, `(1,)` a link that a single flow saturates.
         is_link: whether the resource is a link; otherwise it is processors.
-        speed: function that returns the factor by which the sum of nodes' loads (`Load`) slows all jobs. None = loads
-            have no effect.
+        speed: function that returns the relative speed of all jobs, given the sum of the loads (`Load`) that operations
+            put on the resource without working on it. None = loads have no effect.
 
     Raises:
         ReplayError: a total is not positive.
@@ -65,7 +67,7 @@ class SharedResource:
             raise ReplayError(f"{self.name} needs a positive throughput for each number of jobs, found {self.totals}")
 
     def share(self, jobs: float) -> float:
-        """Return the speed of each of `jobs` concurrent jobs, relative to a single job.
+        """Return the speed of each of `jobs` concurrent uses (jobs) of the resource, relative to a single one.
 
         For a fractional number of jobs, the throughput is interpolated linearly.
         """
@@ -78,7 +80,7 @@ class SharedResource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceDemand:
-    """Work that a node (an operation) does on one shared resource ("server").
+    """Work that an operation (a node of the simulated graph) does on one shared resource ("server").
 
     Attributes:
         server: index of the resource in `ReplayGraph.servers`.
@@ -98,13 +100,13 @@ class ResourceDemand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Slow-down of a shared resource ("server") by a node that does no work on it.
+    """Slow-down of a shared resource ("server") by an operation (node) that does no work on it.
 
     An example is an all-reduce that slows down the processors that compute.
 
     Attributes:
         server: index of the resource in `ReplayGraph.servers`.
-        amount: the node's part of the load. The sum over nodes is the argument of `SharedResource.speed`.
+        amount: the operation's part of the load. The sum over concurrent operations determines the resource's speed.
     """
 
     server: int
@@ -113,7 +115,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayNode:
-    """One operation of a simulated graph.
+    """One operation of the simulated graph, such as an operator or an all-reduce.
 
     It takes the constant time `fixed_s`, followed by the time until its work on all shared resources has ended.
 
@@ -147,14 +149,15 @@ class ReplayNode:
 
 
 Edge = tuple[int, int, float]
-"""Dependency (before, after, gap_s): indices of two nodes, and the minimum time from the first's end to the second's
-start.
+"""Dependency between two operations: (index of the first, index of the second, gap in seconds).
+
+The second operation can start when this time has passed since the end of the first.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayGraph:
-    """Dependency graph of operations.
+    """Graph of the operations of training iterations, their dependencies, and the resources that they share.
 
     Attributes:
         nodes: operations. Of operations that are ready at the same time, the first one in this list starts first.
@@ -187,14 +190,14 @@ class ReplayGraph:
 
 
 _ROUNDING = 1e-12
-"""Relative tolerance of times. Jobs whose end times differ by less end at the same time."""
+"""Relative tolerance of simulated times. Uses of a resource whose end times differ by less end at the same time."""
 
 
 class FairShare:
-    """State of one shared resource during a simulation.
+    """State of one shared resource (link or processors) during a simulation.
 
-    The resource has a clock that advances at the speed of each of its jobs. A job therefore ends at a clock value that
-    is known when the job starts, and that does not change when other jobs start or end.
+    The resource has a clock that advances at the speed of each of its jobs (uses by operations). A job therefore ends
+    at a clock value that is known when the job starts, and that does not change when other jobs start or end.
 
     Attributes:
         next_s: simulated time at which the next job ends if no job starts before; infinite without jobs.
@@ -210,14 +213,14 @@ class FairShare:
         self.next_s = math.inf
 
     def add(self, now_s: float, job: int, seconds: float, jobs: float) -> None:
-        """Add a job that would take `seconds` alone, and that counts as `jobs` concurrent jobs."""
+        """Add a job (use of the resource) that would take `seconds` alone, and counts as `jobs` concurrent jobs."""
         self._advance(now_s)
         heappush(self._ends, (self._clock + seconds, job, jobs))
         self._jobs += jobs
         self._update()
 
     def pop_ended(self, now_s: float) -> list[int]:
-        """Remove the jobs that have ended by `now_s`, and return them."""
+        """Remove the jobs (uses of the resource) that have ended by `now_s`, and return their numbers."""
         self._advance(now_s)
         ended, ends = [], self._ends
         limit = self._clock + _ROUNDING * max(1.0, now_s)
@@ -229,13 +232,13 @@ class FairShare:
         return ended
 
     def add_load(self, now_s: float, amount: float) -> None:
-        """Add a node's load to the resource's load. A negative amount removes load."""
+        """Add an operation's load, which slows the resource down. A negative amount removes the load again."""
         self._advance(now_s)
         self._load += amount
         self._update()
 
     def scale_remaining(self, now_s: float, factors: Mapping[int, float]) -> None:
-        """Multiply the remaining work of each job in `factors` by its factor."""
+        """Multiply the remaining work of jobs (uses of the resource) by factors, {job: factor}."""
         self._advance(now_s)
         clock = self._clock
         self._ends = [(clock + (end - clock) * factors.get(job, 1.0), job, count) for end, job, count in self._ends]
@@ -260,7 +263,7 @@ class FairShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedHost:
-    """Host on which all ranks of a job compute and communicate.
+    """Host whose processors all ranks of a training job use, for computation and for communication.
 
     Attributes:
         ranks: number of ranks, which compute simultaneously.
@@ -281,9 +284,9 @@ class SharedHost:
 
     @property
     def server(self) -> SharedResource:
-        """Return the host's processors as a shared resource.
+        """Return the host's processors as a resource that concurrent operations share.
 
-        n concurrent jobs have the throughput of n processors, up to `processors`.
+        n concurrent uses (jobs) have the throughput of n processors, up to `processors`.
         """
         whole = int(self.processors)
         totals = tuple(float(count) for count in range(1, whole + 1))
@@ -297,7 +300,7 @@ class SharedHost:
         return ResourceDemand(server=server, seconds=seconds * self.server.share(jobs), jobs=jobs)
 
     def unit(self, server: int, seconds: float, busy: float) -> ResourceDemand:
-        """Return the processors' work for an all-reduce that takes `seconds` alone.
+        """Return the processors' work for the all-reduce of a unit (bucket) that takes `seconds` alone.
 
         It keeps `busy` processors of each rank busy.
         """
@@ -307,7 +310,7 @@ class SharedHost:
 
 
 START = -1
-"""Value in `Replay.causes` for a node that waited for no other node."""
+"""Value in `Replay.causes` for an operation (node) that waited for no other operation."""
 
 _READY, _FIXED, _SERVER = range(3)
 
@@ -333,7 +336,7 @@ class Replay:
 
     @property
     def total_s(self) -> float:
-        """Return the time at which the last node ended."""
+        """Return the time at which the last operation of the simulation ended."""
         return max(self.end_s, default=0.0)
 
 
@@ -360,7 +363,11 @@ def replay(graph: ReplayGraph) -> Replay:
 
 
 class _Run:
-    """Event loop of a simulation. `n_pending` is the number of nodes (operations) that have not ended."""
+    """Event loop that simulates a graph of operations.
+
+    Attributes:
+        n_pending: number of operations (nodes) that have not ended.
+    """
 
     def __init__(self, graph: ReplayGraph) -> None:
         count = len(graph.nodes)
@@ -393,7 +400,7 @@ class _Run:
                 self._enqueue(now_s, index)
             elif kind == _FIXED:
                 self._serve(now_s, index)
-            # If the server's jobs have changed since the event was created, the event is obsolete.
+            # End the jobs of a shared resource, unless they have changed since this event was created.
             elif self._servers[index].next_s <= now_s:
                 self._end_works(now_s, index)
 

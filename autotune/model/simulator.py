@@ -116,7 +116,10 @@ class Profile:
 
 
 LINK, MESSAGES, PROCESSORS = range(3)
-"""Indices in `ReplayGraph.servers` of the link, the processor that sends messages, and the computing processors."""
+"""Indices of the resources that a simulated iteration shares (`ReplayGraph.servers`).
+
+They are the network link, the processor that sends messages, and the processors that compute.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +127,8 @@ class SimulatedIteration:
     """Times of one simulated iteration, relative to the start of the backward pass.
 
     Attributes:
-        issue_s: time at which each unit (bucket) was launched on its stream, `(n_units,)`.
+        issue_s: time at which each unit (bucket) was launched on its stream (parallel connection on CPUs, CUDA stream
+            on GPUs), `(n_units,)`.
         start_s: time at which the stream started each unit's all-reduce, `(n_units,)`.
         stop_s: time at which each unit's all-reduce ended, `(n_units,)`.
         first_ready_s: time at which the first gradient was ready.
@@ -141,7 +145,7 @@ class SimulatedIteration:
 
     @property
     def end_s(self) -> float:
-        """Return the time at which both the backward pass and all units' all-reduces have ended."""
+        """Return the time at which both the backward pass and the all-reduces of all units (buckets) have ended."""
         return max(self.compute_end_s, max(self.stop_s, default=0.0))
 
     @property
@@ -151,12 +155,12 @@ class SimulatedIteration:
 
     @property
     def iteration_s(self) -> float:
-        """Return the iteration's time: forward pass, backward pass and exposed communication."""
+        """Return the iteration's time: forward pass, backward pass, and the communication that ends after it."""
         return self.forward_s + self.end_s
 
 
 def link_servers(link: LinkModel) -> list[SharedResource]:
-    """Return the resources that units (buckets) share: the link, and the processor that sends messages."""
+    """Return the resources that all-reduces of units (buckets) share: the link, and the processor that sends."""
     rates = link.throughput
     shared = SharedResource(name="link", totals=tuple(rate / rates[0] for rate in rates), is_link=True)
     return [shared, SharedResource(name="messages", totals=(1.0,))]
@@ -183,13 +187,15 @@ def _unit_node(
 
 
 class Simulator:
-    """Simulator of training iterations with different plans, for one gradient layout on one link.
+    """Simulator of a job's training iterations with different plans, on one link.
+
+    A plan divides the gradients into units (buckets), and assigns these to streams.
 
     Attributes:
         layout: the job's gradients.
         profile: compute times without communication.
-        link: cost model of the link.
-        contention: LIBRA's model of how computation and communication slow each other down; None = they do not.
+        link: latency and bandwidth model of the link.
+        contention: LIBRA's model of how much computation and communication slow each other down; None = they do not.
         host: host on whose processors all ranks compute and communicate; None = other processors communicate.
         issuable_s: time at which each gradient and all gradients before it are ready without communication,
             `(n_gradients,)`.
@@ -216,20 +222,20 @@ class Simulator:
         self.issuable_s = profile.issuable_s
 
     def run_knobs(self, knobs: Knobs) -> SimulatedIteration:
-        """Simulate an iteration with the plan of these knobs."""
+        """Simulate a training iteration with the division of gradients into units (buckets) of these knobs."""
         return self.run(knobs.to_plan(self.layout))
 
     def run_cuts(self, cuts: Sequence[Cut]) -> SimulatedIteration:
         """Simulate an iteration with these units (buckets), on as many streams as the units use."""
         streams = 1 + max((cut.stream for cut in cuts), default=0)
-        transport = TransportKind.GLOO  # any transport gives the same result, because the link model has the costs
+        transport = TransportKind.GLOO  # any transport gives the same times, which depend only on the link model
         return self.run_knobs(Knobs(unit_bytes=1, streams=streams, transport=transport, cuts=tuple(cuts)))
 
     def run(self, plan: CommPlan) -> SimulatedIteration:
-        """Simulate an iteration with a plan.
+        """Simulate a training iteration with a plan, which divides the gradients into units (buckets).
 
         Raises:
-            TuningError: plan and layout have different numbers of elements.
+            TuningError: the plan and the job's gradients have different numbers of elements.
         """
         if plan.numel != self.layout.numel:
             raise TuningError(
@@ -264,7 +270,7 @@ class Simulator:
         return ReplayGraph(nodes=[*pieces, *units], edges=edges, lanes=lanes, servers=self._servers())
 
     def _servers(self) -> list[SharedResource]:
-        """Return the shared resources: the link, the processor that sends messages, and the computing processors."""
+        """Return the resources that operations share: link, processor that sends messages, processors that compute."""
         if self.host is not None:
             return [*link_servers(self.link), self.host.server]
         speed = None if self.contention is None else self.contention.compute_speed
@@ -312,8 +318,7 @@ class Simulator:
 
 
 ITERATIONS = 5
-"""Number of iterations that `deferred_iteration_s` simulates. Its result is the mean time of the last two iterations.
-"""
+"""Number of iterations that `deferred_iteration_s` simulates, of which it averages the last two."""
 
 
 def deferred_iteration_s(
@@ -329,10 +334,10 @@ def deferred_iteration_s(
     Args:
         units: units (buckets) in the order of their launch. A stream runs its units one after the other.
         complete_s: time from the first ready gradient until all gradients of each unit are ready, `(n_units,)`.
-        pace: measured times of the iteration's backward pass.
+        pace: measured times of the backward pass.
         forward_s: time from the end of a backward pass to the first gradient of the next backward pass, without waiting
             for units.
-        link: link model of all units.
+        link: latency and bandwidth model of the link that reduces all units.
     """
     cycle, read_s = _Cycle(units, link), [_read_s(unit, pace, forward_s) for unit in units]
     for iteration in range(ITERATIONS):
@@ -343,7 +348,7 @@ def deferred_iteration_s(
 
 
 def _read_s(unit: ScheduledUnit, pace: IterationPace, forward_s: float) -> float:
-    """Return the time at which the forward pass first reads one of the parameters whose gradients are in a unit.
+    """Return the time at which the forward pass first reads one of the parameters whose gradients are in a bucket.
 
     Modules are assumed to run in the reverse order of the backward pass.
     """
@@ -352,7 +357,7 @@ def _read_s(unit: ScheduledUnit, pace: IterationPace, forward_s: float) -> float
 
 
 class _Cycle:
-    """Builder of a graph of the operations of several successive iterations.
+    """Builder of a graph of the operations of several successive training iterations.
 
     Attributes:
         ends: index of the last node of each backward pass.
@@ -375,8 +380,8 @@ class _Cycle:
     def forward(self, iteration: int, read_s: Sequence[float], forward_s: float) -> None:
         """Add a forward pass to the graph.
 
-        It waits for a unit of the previous iteration before it reads the unit's parameters. Each wait starts a new
-        node.
+        Before it reads parameters, it waits for the all-reduce of the unit (bucket) of the previous iteration that has
+        their gradients. Each wait starts a new node.
         """
         moments_s = sorted({0.0, *read_s})
         for begin_s, end_s in pairwise([*moments_s, max(forward_s, moments_s[-1])]):
