@@ -1,4 +1,4 @@
-"""Communication between ranks: small messages (control plane), transports, and all-reduces of gradients by a given plan.
+"""Communication between ranks: small messages (control plane), transports, all-reduces of gradients by a given plan.
 
 Nothing here chooses or tunes a plan.
 """

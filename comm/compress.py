@@ -11,7 +11,7 @@ sum of the applied gradients and the last residuals equals the sum of the true g
 omits. Gradients that are infinite or NaN stay so on all ranks, as a loss scaler expects, and leave no residual.
 
 Units are compressed only if ranks exchange bytes over TCP. They are not compressed over shared memory, on GPUs, and in
-the first iterations, in which the order of gradients is profiled. Control flags (numbers of Sirtaki at the end of a
+iterations in which the order of gradients is profiled. Control flags (numbers of Sirtaki at the end of a
 buffer) are never compressed.
 """
 
@@ -78,8 +78,8 @@ class Blockwise:
         count = values.numel()
         padded = torch.nn.functional.pad(values, (0, -count % self.block)).view(-1, self.block)
         scales = padded.abs().amax(1).div_(self._largest)
-        # Encode a block as zeros if its scale is too small to divide by. Its values are not lost, because error feedback
-        # adds them in the next step.
+        # Encode a block as zeros if its scale is too small to divide by. Its values are not lost, because error
+        # feedback adds them in the next step.
         shares = padded * torch.where(scales < 1e-37, 0.0, 1.0 / scales)[:, None]
         if not self.dtype.is_floating_point:
             shares.round_()
@@ -336,7 +336,7 @@ class PowerSgd:
             values[start:stop] = 0.0
 
     def _factor(self, unit: CompressionInput, piece: MatrixSlice) -> torch.Tensor:
-        """Return the right narrow matrix of the previous step, or random numbers, equal on all ranks, if there is none."""
+        """Return the right narrow matrix of the previous step. None yet = random numbers, equal on all ranks."""
         shape = (piece.columns, self.rank)
         known = unit.factors.get(piece.key)
         if known is not None and known.shape == shape and bool(known.isfinite().all()) and known.any():
@@ -402,7 +402,7 @@ class Feedback:
     loaded: bool = False
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return copies of the residuals (key "owed") and of PowerSGD's narrow matrices (key "factors"), for a checkpoint."""
+        """Return copies of the residuals (key "owed") and of PowerSGD's right narrow matrices (key "factors")."""
         return {
             "owed": {name: residual.clone() for name, residual in self.residuals.items()},
             "factors": {name: factor.clone() for name, factor in self.factors.items()},
@@ -499,7 +499,7 @@ class CompressedUnits:
         self._copy_residuals()
 
     def _copy_residuals(self) -> None:
-        """Copy the residuals (what compression has lost) into one tensor per flat buffer, at the places of the gradients.
+        """Copy the residuals (what compression has lost) into one tensor per flat buffer, in the gradients' layout.
 
         A flat buffer that has neither residuals nor compressed units (buckets) gets no tensor for residuals.
         """

@@ -101,7 +101,7 @@ class Device:
         """
 
     def record_event(self, *, timed: bool = False) -> Event:
-        """Record an event on the current CUDA stream, or the time on the host. `elapsed_s` needs events with `timed`."""
+        """Record an event: on the current CUDA stream, or the time of the host. `elapsed_s` needs `timed` events."""
         return time.perf_counter()
 
     def order_after(self, event: Event) -> None:
@@ -142,8 +142,8 @@ POOL_STREAMS = 32
 `c10/cuda/CUDAStream.cpp` defines the number."""
 
 CAPTURE_MODE_THREAD_LOCAL = 1
-"""Value of `cudaStreamCaptureModeThreadLocal`, a mode of a thread. In this mode, the thread may call CUDA functions that a
-CUDA graph capture in another thread would otherwise forbid."""
+"""Value of `cudaStreamCaptureModeThreadLocal`, a mode of a thread. In this mode, the thread may call CUDA functions
+that a CUDA graph capture in another thread would otherwise forbid."""
 
 
 @functools.cache
@@ -183,7 +183,7 @@ class CudaDevice(Device):
     streams = True
 
     def __init__(self, index: int) -> None:
-        """Create the device for the GPU `cuda:index`. Callers must use `cuda_device`, which creates one object per GPU."""
+        """Create the device for the GPU `cuda:index`. Call `cuda_device` instead, which creates one object per GPU."""
         self.torch_device = torch.device("cuda", index)
         self._index = index
         self._own_streams: set[int] = set()
@@ -250,7 +250,10 @@ class CudaDevice(Device):
             self._noticed.add(raw)
 
     def pin(self, tensor: torch.Tensor) -> None:
-        """Page-lock the host memory of `tensor`, which ranks may share, until it is freed. Log a warning if CUDA refuses."""
+        """Page-lock the host memory of `tensor`, which ranks may share, until it is freed.
+
+        If CUDA refuses, log a warning.
+        """
         if tensor.numel() == 0:
             return
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch's

@@ -35,7 +35,7 @@ _state = _ThreadModes()
 
 
 def script_is_in_inference_mode() -> bool:
-    """Return whether the training script is in inference mode in this thread, even if `outside_modes` has left the mode.
+    """Return whether the training script is in inference mode in this thread, even if `outside_modes` has left it.
 
     A `TorchDispatchMode` must not begin or end inside inference mode, because leaving inference mode restores the
     dispatch keys that the thread had on entering inference mode. A `TorchDispatchMode` that begins there would see no

@@ -65,8 +65,8 @@ THREADS_PER_CTA = 512
 MAX_CTAS = 32
 
 SHARE_ALIGNMENT_BYTES = 16
-"""Alignment of each rank's part of a unit (bucket) in the hierarchical algorithm. Only at such addresses, NCCL's kernels
-load and store 16 bytes at once."""
+"""Alignment of each rank's part of a unit (bucket) in the hierarchical algorithm. Only at such addresses, NCCL's
+kernels load and store 16 bytes at once."""
 
 ALLOWANCES = tuple(THREADS_PER_CTA * ctas for ctas in (1, 2, 4, 8, 16))
 """Possible numbers of GPU threads that reduce one unit (bucket): those of 1, 2, 4, 8 or 16 CTAs (thread blocks)."""
