@@ -122,7 +122,7 @@ class GradientLayout:
         return f"{self.names[first]} … {self.names[last]} ({last - first + 1})"
 
     def class_of(self, start: int, stop: int) -> UnitClass:
-        """Return the class (large, embeddings or small) of gradients to which most elements in `[start, stop)` belong."""
+        """Return the class of gradients (large, embeddings, small) to which most elements in `[start, stop)` belong."""
         elements: Counter[UnitClass] = Counter()
         place = bisect_right(self.offsets, start) - 1
         while place < len(self.sizes) and self.offsets[place] < stop:

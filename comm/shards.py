@@ -9,7 +9,7 @@ each rank sends directly to every other rank, over one or several connections:
 
 Data are not copied in between. Operations do not wait for each other, because each message has a tag that names its
 operation, so that messages need no order. Ranks of one host do not send, but read each other's memory. If nodes have
-several ranks, an operation has two levels, so that each element crosses the network once per node and not once per rank:
+several ranks, an operation has two levels, so that each element crosses the network once per node, not once per rank:
 
     gather     between nodes: shards of the ranks with the same local rank ─▶ within the node: the rows received so far
     scatter    within the node: sum of the rows for each local rank ─▶ between nodes: sum over ranks of one local rank
@@ -64,8 +64,8 @@ END_S = 1.0
 by then keep running."""
 
 NEVER_S = 7 * 24 * 3600.0
-"""Timeout of the transport's operations in seconds, so long that it never expires. `ShardWork.wait` has a timeout of its
-own instead, which may change during the job, and whose error names the operation."""
+"""Timeout of the transport's operations in seconds, so long that it never expires. `ShardWork.wait` has its own timeout
+instead, which may change during the job, and whose error names the operation."""
 
 
 class ShardWork:
@@ -391,7 +391,7 @@ def open_shard_lanes(control: ControlPlane, *, timeout: Timeout, kind: Transport
     Args:
         control: control plane of two or more ranks (small messages between them). Other code must not use it.
         timeout: returns the time in seconds after which a wait for other ranks fails.
-        kind: transport that the user asked for. None = the fastest one. If it cannot transport shards, sockets are used.
+        kind: transport that the user asked for. None = the fastest one. If it cannot move shards, sockets are used.
 
     Raises:
         TransportError: on all ranks, if no connection can be opened.
@@ -429,7 +429,7 @@ class _Finisher(Worker):
 
 
 class _OverSockets(ShardLanes):
-    """All-gathers and reduce-scatters over sockets. Messages go directly to their receivers, over several connections."""
+    """All-gathers and reduce-scatters over sockets. Ranks send directly to each other, over several connections."""
 
     kind = TransportKind.GLOO
 
@@ -541,7 +541,7 @@ class _OverSockets(ShardLanes):
         return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
     def _put_scratch(self, memory: torch.Tensor) -> None:
-        """Keep `memory`, the buffer of a completed reduce-scatter, for reuse, unless too much memory is kept already."""
+        """Keep `memory`, the buffer of a completed reduce-scatter, for reuse. Free it if enough memory is kept."""
         if sum(one.numel() for one in self._scratch) + memory.numel() <= self._largest_scratch:
             self._scratch.append(memory)
 
@@ -594,12 +594,12 @@ WHOLES = 4
 flight or in use at the same time without private memory."""
 
 RELEASE_S = 0.05
-"""Seconds to wait until other ranks no longer use a result of an all-gather in shared memory, so that the next one can be
-written there. After this time, private memory is used instead."""
+"""Seconds to wait until other ranks no longer use a result of an all-gather in shared memory, so that the next one can
+be written there. After this time, private memory is used instead."""
 
 
 class _Slots:
-    """Slots (buffers in shared memory) through which ranks of a node exchange data. Operations use the slots in turn."""
+    """Slots (buffers in shared memory) through which ranks of a node exchange data. Operations use them in turn."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -637,7 +637,7 @@ class _Slots:
         return slot
 
     def end_turn(self, work: ShardWork) -> None:
-        """Make `next` return the other slot (buffer) from now on. `work` is the operation that reads the current slot."""
+        """Make `next` return the other slot (buffer). `work` is the operation that reads the current slot."""
         self._works[self._next] = work
         self._next = (self._next + 1) % SLOTS
 
@@ -665,7 +665,7 @@ class _Wholes:
         self.number = 0  # number of the next gather
 
     def take(self, size_bytes: int) -> torch.Tensor | None:
-        """Return shared memory, uint8, for the result of the next all-gather. None = the caller must use private memory.
+        """Return shared memory, uint8, for the result of the next all-gather. None = private memory must be used.
 
         This rank releases the shared memory when the last tensor that refers to it is freed.
         """
