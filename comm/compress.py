@@ -1,18 +1,18 @@
 """Gradient compression with error feedback: the part of a gradient that compression loses is added in the next step.
 
-A unit (bucket) is compressed when it is launched, so that hooks, accumulation, plans and trials need no code for
-compression. Each stream has a thread, which processes a unit in these steps:
+A unit (bucket) is compressed when its all-reduce is launched, so that gradient hooks, gradient accumulation and tuning
+need no code for compression. Each stream (connection) has a thread, which processes a unit in these steps:
 
     all_reduce ─▶ queue of the stream ─▶ add the residual ─▶ `Scheme.reduce` ─▶ keep the new residual
 
 The residual of a gradient is the part that compression has lost. `Feedback` stores residuals by parameter name, so that
-they outlive plans, buffers, and restarts of an elastic job with other ranks. Over several steps, the sum of the applied
-gradients and the last residuals equals the sum of the true gradients, whatever a scheme omits. Gradients that are not
-finite stay so on all ranks, as a loss scaler expects, and leave no residual.
+they outlive communication plans, flat buffers, and restarts of an elastic job with other ranks. Over several steps, the
+sum of the applied gradients and the last residuals equals the sum of the true gradients, whatever a compression scheme
+omits. Gradients that are infinite or NaN stay so on all ranks, as a loss scaler expects, and leave no residual.
 
-Units are compressed only if ranks exchange bytes over TCP. Over shared memory, on GPUs, and
-while the order of gradients is profiled, units are not compressed. Control flags at the end of a buffer are never
-compressed.
+Units are compressed only if ranks exchange bytes over TCP. They are not compressed over shared memory, on GPUs, and in
+iterations in which the order of gradients is profiled. Control flags (numbers of Sirtaki at the end of a
+buffer) are never compressed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .router import Router
 from .transports.contract import FlatBuffer, Parcels, ReduceOp, ThreadWork, Work, Worker, join_workers
 
 FEWEST = 1024
-"""Smallest number of elements of a unit (bucket) or shard that is compressed."""
+"""Smallest number of elements of a unit (bucket) of gradients, or of a shard, that is compressed."""
 
 
 @runtime_checkable
@@ -46,12 +46,12 @@ class Codec(Hashable, Protocol):
     def pack(self, values: torch.Tensor) -> torch.Tensor:
         """Return the encoding, `(m,)` uint8, of `values`, `(n,)` float32.
 
-        m must depend on n only. Infinite values and NaN must not become finite.
+        m must depend on n only. Infinite values and NaN must not be finite after decoding.
         """
         ...
 
     def unpack(self, packed: torch.Tensor, count: int) -> torch.Tensor:
-        """Return the decoded values, `(count,)` float32."""
+        """Return the decoded values, `(count,)` float32, of an encoding that `pack` has returned."""
         ...
 
 
@@ -74,20 +74,21 @@ class Blockwise:
         return float(torch.finfo(self.dtype).max if self.dtype.is_floating_point else torch.iinfo(self.dtype).max)
 
     def pack(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the scales of all blocks, followed by the scaled values."""
+        """Return the encoding of `values` as bytes: the scales of all blocks, followed by the scaled values."""
         count = values.numel()
         padded = torch.nn.functional.pad(values, (0, -count % self.block)).view(-1, self.block)
         scales = padded.abs().amax(1).div_(self._largest)
-        # A block whose scale is too small to divide by is encoded as zeros. Error feedback keeps its values.
+        # Encode a block as zeros if its scale is too small to divide by. Its values are not lost, because error
+        # feedback adds them in the next step.
         shares = padded * torch.where(scales < 1e-37, 0.0, 1.0 / scales)[:, None]
         if not self.dtype.is_floating_point:
             shares.round_()
         return torch.cat([scales.view(torch.uint8), shares.to(self.dtype).view(torch.uint8).view(-1)[:count]])
 
     def unpack(self, packed: torch.Tensor, count: int) -> torch.Tensor:
-        """Return the encoded values, each multiplied by the scale of its block."""
+        """Return the decoded values, `(count,)` float32: the encoded ones, each times the scale of its block."""
         n_blocks = -(-count // self.block)
-        scales = packed[: 4 * n_blocks].clone().view(torch.float32)  # clone, because the message may be unaligned
+        scales = packed[: 4 * n_blocks].clone().view(torch.float32)  # clone for `view`: `packed` may be unaligned
         numbers = packed[4 * n_blocks :].view(self.dtype).float()
         padded = torch.nn.functional.pad(numbers, (0, -count % self.block)).view(n_blocks, self.block)
         return padded.mul_(scales[:, None]).view(-1)[:count]
@@ -95,7 +96,7 @@ class Blockwise:
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """Codec that rounds values to a 16-bit float type. Finite values beyond its range become its largest value.
+    """Codec that rounds values to a 16-bit float type. Finite values beyond the type's range are clamped to the range.
 
     Attributes:
         dtype: dtype of the encoded values, float16 or bfloat16.
@@ -110,30 +111,31 @@ class Rounded:
         return within.to(self.dtype).view(torch.uint8)
 
     def unpack(self, packed: torch.Tensor, count: int) -> torch.Tensor:
-        """Return the rounded values as float32."""
+        """Return the rounded values in `packed` as float32, `(count,)`."""
         return packed.clone().view(self.dtype)[:count].float()
 
 
 class Scheme(Protocol):
-    """Compression scheme: an algorithm that computes an approximate sum over ranks."""
+    """Compression scheme: an algorithm that sums gradients over ranks approximately, and sends fewer bytes."""
 
     def reduce(self, unit: CompressionInput, result: torch.Tensor, scale: float) -> None:
         """Write the approximate sum of `unit.values` over ranks, times `scale`, into `result`. Collective.
 
-        The result must be bitwise equal on all ranks. The scheme replaces `unit.values` by the residual of this rank.
-        The residuals of all ranks add up to the exact sum minus the approximate sum, except for rounding.
+        The result must be bitwise equal on all ranks. The scheme overwrites `unit.values` with the residual of this
+        rank, the part of its values that the sum lacks. The residuals of all ranks must add up to the exact sum minus
+        the approximate sum, except for rounding.
         """
         ...
 
 
 @dataclass(slots=True, eq=False)
 class CompressionInput:
-    """A unit (bucket) to be summed approximately over ranks, with the exact collectives that a scheme may use.
+    """A unit (bucket) that a compression scheme must sum over ranks. Its methods are collectives without compression.
 
     Attributes:
         values: summand of this rank, `(n,)` float32.
-        pieces: whole matrix rows of parameters that the unit contains. Only PowerSGD uses them.
-        factors: right factors of PowerSGD from the previous step, by `MatrixSlice.key`.
+        pieces: slices of the unit that are whole rows of parameter matrices. Only PowerSGD uses them.
+        factors: right one of the two narrow matrices of PowerSGD from the previous step, by `MatrixSlice.key`.
         rank: rank of this process.
         size: number of ranks.
         sent_bytes: number of bytes that this rank has sent for the unit.
@@ -150,7 +152,7 @@ class CompressionInput:
     sent_bytes: float = 0.0
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All-reduce a contiguous vector in place, without compression. Block until the sum is there. Collective."""
+        """All-reduce a contiguous vector in place, without compression, and return it. Collective, blocking."""
         if tensor.numel():
             self.sent_bytes += ring_bytes(tensor.nbytes, self.size)
             buffer = FlatBuffer(tensor)
@@ -163,7 +165,7 @@ class CompressionInput:
 
         Args:
             parcels: bytes that this rank sends, uint8, by receiver. The entry of this rank is ignored.
-            lengths: number of bytes that a rank receives from each of its peers, by receiver.
+            lengths: number of bytes that each rank receives from every one of its peers, by receiver.
         """
         by_sender = np.tile(np.array(lengths, dtype=np.int64), (self.size, 1))
         np.fill_diagonal(by_sender, 0)
@@ -187,10 +189,10 @@ class CompressionInput:
 class MatrixSlice:
     """Elements `[start, stop)` of a unit (bucket) that form whole rows of one parameter, seen as a matrix.
 
-    A row of the matrix is an entry along the outermost dimension of the parameter.
+    The outermost dimension of the parameter counts the rows. The other dimensions are flattened to columns.
 
     Attributes:
-        key: name of the parameter, and index in the parameter of the slice's first row.
+        key: name of the parameter, and index of the slice's first row within the parameter.
         columns: number of elements of a row.
     """
 
@@ -202,22 +204,29 @@ class MatrixSlice:
 
 @lru_cache(maxsize=4096)
 def packed_bytes(codec: Codec, count: int) -> int:
-    """Return the number of bytes into which `codec` packs `count` values."""
+    """Return the number of bytes into which `codec` packs (encodes) `count` float32 values."""
     return codec.pack(torch.zeros(count, dtype=torch.float32, device="cpu")).numel()
 
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """Scheme that sends packed values. Each rank sums one part of a unit (bucket), from packed summands of all ranks.
+    """Compression scheme that sends values packed by a codec.
 
-    The rank then sends the packed sum of its part to all ranks. Sums are computed in float32. The rounding errors of
-    packing summands and sums become residuals of the rank that has packed them.
+    Each rank receives the packed summands of one part of a unit (bucket) from all ranks, unpacks them, and sums them in
+    float32. It then sends the packed sum to all ranks. Packing rounds summands and sums. The rounding errors become
+    residuals (added in the next step) of the rank that has packed them.
+
+    Attributes:
+        codec: encodes values in fewer bytes.
     """
 
     codec: Codec = field(default_factory=Blockwise)
 
     def reduce(self, unit: CompressionInput, result: torch.Tensor, scale: float) -> None:
-        """Sum the packed values of all ranks. The residual is the rounding error of this rank's packing."""
+        """Sum `unit.values` over ranks into `result`, times `scale`, with packed messages. Collective.
+
+        `unit.values` receives the residual: what packing on this rank has lost by rounding.
+        """
         codec, me, size = self.codec, unit.rank, unit.size
         edges = [result.numel() * number // size for number in range(size + 1)]
         counts = [stop - start for start, stop in pairwise(edges)]
@@ -240,9 +249,9 @@ class Quantised:
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """Scheme in which each rank sends its values of largest magnitude, with their indices, to all ranks.
+    """Compression scheme in which each rank sends its values of largest magnitude, with their indices, to all ranks.
 
-    The bytes that a rank receives grow with the number of ranks.
+    A rank receives more bytes the more ranks there are.
 
     Attributes:
         ratio: fraction of the values of a unit (bucket) that a rank sends.
@@ -257,10 +266,13 @@ class TopK:
             )
 
     def reduce(self, unit: CompressionInput, result: torch.Tensor, scale: float) -> None:
-        """Sum the values that the ranks send. The residual contains the values that this rank does not send."""
+        """Sum the values that the ranks send, times `scale`, into `result`. Collective.
+
+        `unit.values` receives the residual: the values that this rank does not send.
+        """
         values = unit.values
         count = max(1, math.ceil(self.ratio * values.numel()))
-        if count * unit.size >= values.numel():  # an all-reduce sends no more bytes than top-k
+        if count * unit.size >= values.numel():  # because an all-reduce then sends no more bytes
             unit.sum_(result.copy_(values)).mul_(scale)
             values.zero_()
             return
@@ -275,10 +287,10 @@ class TopK:
 
 @dataclass(frozen=True, slots=True)
 class PowerSgd:
-    """Low-rank scheme (Vogels et al., "PowerSGD", NeurIPS 2019, algorithm 1 with warm start).
+    """Low-rank compression scheme (Vogels et al., "PowerSGD", NeurIPS 2019, algorithm 1 with warm start).
 
-    Each `MatrixSlice` is approximated as the product of two narrow matrices. Matrices that are too small to save bytes,
-    and elements that are in no matrix, are summed exactly.
+    Each gradient matrix (`MatrixSlice`) is approximated by the product of two narrow matrices, which are sent instead.
+    Matrices that are too small to save bytes, and elements that are in no matrix, are summed exactly.
 
     Attributes:
         rank: number of columns of the narrow matrices.
@@ -291,7 +303,10 @@ class PowerSgd:
             raise ConfigError(f"the rank of powersgd must be at least 1, not {self.rank}")
 
     def reduce(self, unit: CompressionInput, result: torch.Tensor, scale: float) -> None:
-        """Sum matrices by one power iteration. The residual is the own matrix minus the mean of the approximate sum."""
+        """Sum the unit (bucket) into `result`, times `scale`, its matrices by one power iteration. Collective.
+
+        The residual of a matrix is this rank's matrix minus the mean of the approximate sum over ranks.
+        """
         values, plain, end = unit.values, list[tuple[int, int]](), 0
         blocks: list[tuple[MatrixSlice, torch.Tensor, torch.Tensor]] = []
         for piece in unit.pieces:
@@ -302,7 +317,8 @@ class PowerSgd:
                 end = piece.stop
                 blocks.append((piece, matrix, self._factor(unit, piece)))
         plain.append((end, values.numel()))
-        # Skip QR for matrices with infinite values or NaN, because it might not terminate. The result is not finite.
+        # Skip the QR decomposition of matrices with infinite values or NaN, because it might not terminate. The sums of
+        # such matrices are then infinite or NaN, as they must be.
         lefts = [
             torch.linalg.qr(left).Q if bool(left.isfinite().all()) else left
             for left in _summed(unit, [matrix @ factor for _, matrix, factor in blocks])
@@ -320,7 +336,7 @@ class PowerSgd:
             values[start:stop] = 0.0
 
     def _factor(self, unit: CompressionInput, piece: MatrixSlice) -> torch.Tensor:
-        """Return the right factor of the previous step. If there is none, return noise that is equal on all ranks."""
+        """Return the right narrow matrix of the previous step. None yet = random numbers, equal on all ranks."""
         shape = (piece.columns, self.rank)
         known = unit.factors.get(piece.key)
         if known is not None and known.shape == shape and bool(known.isfinite().all()) and known.any():
@@ -331,7 +347,7 @@ class PowerSgd:
 
 @lru_cache(maxsize=64)
 def scheme_of(name: str) -> Scheme:
-    """Return the compression scheme for the name of a compressor.
+    """Return the compression scheme for the name of a compressor, such as `topk:0.1`.
 
     Raises:
         ConfigError: there is no compressor of this name.
@@ -351,7 +367,7 @@ def scheme_of(name: str) -> Scheme:
 
 
 def codec_of(name: str) -> Codec | None:
-    """Return the codec for the name of a compressor. None for top-k and PowerSGD, which use no codec.
+    """Return the codec (encoding in fewer bytes) for the name of a compressor. None = top-k or PowerSGD, without codec.
 
     Raises:
         ConfigError: there is no compressor of this name.
@@ -373,12 +389,12 @@ def _summed(unit: CompressionInput, tensors: Sequence[torch.Tensor]) -> list[tor
 class Feedback:
     """State of error feedback on this rank: residuals, which are parts of gradients that compression has lost.
 
-    The residuals outlive plans and buffers.
+    The residuals outlive communication plans and flat buffers.
 
     Attributes:
         residuals: residuals by parameter name, `(n,)` float32, in the memory order of the parameter.
-        factors: right factors of PowerSGD from the previous step, by `MatrixSlice.key`.
-        loaded: True if `load_state_dict` was called after the residuals were last copied into the buffers' layout.
+        factors: right one of the two narrow matrices of PowerSGD from the previous step, by `MatrixSlice.key`.
+        loaded: True if `load_state_dict` was called, and `CompressedUnits` has not yet adopted the loaded residuals.
     """
 
     residuals: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -386,14 +402,14 @@ class Feedback:
     loaded: bool = False
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return copies of the residuals (key "owed") and of PowerSGD's factors (key "factors")."""
+        """Return copies of the residuals (key "owed") and of PowerSGD's right narrow matrices (key "factors")."""
         return {
             "owed": {name: residual.clone() for name, residual in self.residuals.items()},
             "factors": {name: factor.clone() for name, factor in self.factors.items()},
         }
 
     def load_state_dict(self, state: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Load a state of `state_dict`. Residuals of parameters that are not in `state` become zero."""
+        """Load a state that `state_dict` has returned. Residuals of parameters that are not in `state` become zero."""
         for name, residual in self.residuals.items():
             stored = state["owed"].get(name)
             if stored is None or stored.shape != residual.shape:
@@ -407,7 +423,7 @@ class Feedback:
 
 
 class CompressibleGroup(Protocol):
-    """The attributes of `FlatGroup` (gradients in one flat buffer) that compression uses."""
+    """Type with the attributes of `FlatGroup` (gradients in one flat buffer) that compression uses."""
 
     layout: GradientLayout
     buffer: FlatBuffer
@@ -431,7 +447,7 @@ class Cost(NamedTuple):
 
 
 class CompressedUnits:
-    """All-reduces units (buckets) with compression where their route permits it, and else through the router.
+    """All-reduces units (buckets), with compression if ranks exchange them through sockets, else without compression.
 
     Attributes:
         measures: True if `all_reduce` must measure the `Cost` of compression.
@@ -441,9 +457,11 @@ class CompressedUnits:
         """Create the object without starting a thread.
 
         Args:
-            router: reduces units (buckets), and exchanges packed values. The caller must close this object before it.
-            scheme: scheme of all units that name no compressor. None = units without a compressor are not compressed.
-            feedback: residuals of this rank.
+            router: sends units (buckets) and packed values over transports. The caller must close this object before
+                the router.
+            scheme: compression scheme of units for which the plan names no compressor. None = these units are not
+                compressed.
+            feedback: residuals of this rank (what compression has lost of gradients).
             rank: rank of this process.
             size: number of ranks.
         """
@@ -453,13 +471,18 @@ class CompressedUnits:
         self._groups: dict[int, CompressibleGroup] = {}
         self._plans: list[CommPlan] = []
         self._schemes: dict[tuple[int, int], Scheme] = {}  # scheme of each compressed unit, by buffer and start
-        self._uncompressed: set[tuple[int, int]] = set()  # units whose residuals must be added uncompressed
+        self._uncompressed: set[tuple[int, int]] = set()  # uncompressed units with a residual to add
         self.measures = False
         self._costs: dict[int, Cost] = {}  # costs since the last call of `cost`, by stream
 
     def lay_out(self, groups: Sequence[CompressibleGroup], plans: Sequence[CommPlan]) -> None:
-        """Use the buffers of `groups`, and `plans`, from now on. No unit (bucket) may be in flight."""
-        self._feedback.factors.clear()  # because the matrix slices change
+        """Set the flat buffers and communication plans of later iterations. No unit (bucket) may be in flight.
+
+        Args:
+            groups: groups of gradients, each with its flat buffer.
+            plans: communication plan of each group.
+        """
+        self._feedback.factors.clear()  # because units now contain other rows of matrices
         self._groups, self._plans = {id(group.buffer): group for group in groups}, list(plans)
         self._schemes = {}
         for group, plan in zip(groups, plans, strict=True):
@@ -476,9 +499,9 @@ class CompressedUnits:
         self._copy_residuals()
 
     def _copy_residuals(self) -> None:
-        """Copy the residuals into one tensor per flat buffer.
+        """Copy the residuals (what compression has lost) into one tensor per flat buffer, in the gradients' layout.
 
-        A flat buffer that has neither residuals nor compressed units (buckets) gets no tensor.
+        A flat buffer that has neither residuals nor compressed units (buckets) gets no tensor for residuals.
         """
         feedback = self._feedback
         feedback.loaded, self._residuals, self._uncompressed = False, {}, set()
@@ -516,9 +539,10 @@ class CompressedUnits:
         op: ReduceOp = ReduceOp.SUM,
         scale: float = 1.0,
     ) -> Work:
-        """Launch the all-reduce of a unit (bucket), like `Router.all_reduce`.
+        """Launch the all-reduce of a unit (bucket), compressed if possible. Collective, non-blocking.
 
-        Of a plan, either all units or none must be launched by this method.
+        The arguments are those of `Router.all_reduce`. Either all units of a plan must be launched by this method, or
+        none.
         """
         if self._feedback.loaded:
             self._copy_residuals()
@@ -553,7 +577,7 @@ class CompressedUnits:
         return work
 
     def cost(self) -> Cost:
-        """Return the costs of compression since the last call of `cost`."""
+        """Return the precision lost and bytes saved by compression since the last call of this method."""
         costs, self._costs = self._costs, {}
         return Cost(*(sum(values) for values in zip(Cost(), *costs.values(), strict=True)))
 
@@ -562,13 +586,19 @@ class CompressedUnits:
         self._costs[stream] = Cost(*(old + new for old, new in zip(before, cost, strict=True)))
 
     def _end(self, group: CompressibleGroup, stop: int) -> int:
-        """Return the end of the gradients in a unit (bucket) that ends at `stop`. Control flags may follow them."""
+        """Return the end of the gradients in a unit (bucket) that ends at `stop`.
+
+        After the gradients, a unit may contain control flags (numbers of Sirtaki), which are not compressed.
+        """
         layout = group.layout
         return min(stop, layout.offsets[-2]) if layout.names[-1:] == (FLAGS,) else stop
 
     @torch.no_grad()
     def _add_residual(self, target: torch.Tensor, residual: torch.Tensor) -> None:
-        """Add the residual to a unit (bucket) that is no longer compressed. Its new value is the rounding error."""
+        """Add `residual`, which compression has left, to `target`, a unit (bucket) that is no longer compressed.
+
+        `residual` receives the rounding error of this addition.
+        """
         before = target.clone() if target.itemsize < residual.itemsize else None
         target.add_(residual)
         if before is None:
@@ -598,7 +628,7 @@ class CompressedUnits:
             target.copy_(result)
 
     def _pieces(self, buffer: FlatBuffer, start: int, stop: int) -> list[MatrixSlice]:
-        """Return the matrix slices of all parameters of which elements `[start, stop)` contain whole rows."""
+        """Return the slices of parameter matrices that are whole rows within elements `[start, stop)` of `buffer`."""
         group, pieces = self._groups[id(buffer)], []
         for (name, first, end), place in zip(_spans(group.layout), group.places, strict=True):
             if end <= start or first >= stop or first == end or place.dim() < 2:
@@ -612,11 +642,14 @@ class CompressedUnits:
         return pieces
 
     def close(self) -> bool:
-        """End the threads once no unit (bucket) is in flight. Return False if a thread still waits for a peer."""
+        """End the threads after they have reduced the queued units (buckets).
+
+        Return False if a thread still waits for a peer.
+        """
         return join_workers(list(self._workers.values()), within_s=1.0)
 
 
 def _spans(layout: GradientLayout) -> list[tuple[str, int, int]]:
-    """Return the name, start and stop of each parameter in the flat buffer."""
+    """Return the name, first element and end of each parameter's gradient in the flat buffer."""
     ranges = zip(layout.names, layout.offsets, layout.offsets[1:], strict=False)
     return [(name, start, stop) for name, start, stop in ranges if name != FLAGS]

@@ -1,8 +1,8 @@
 """The device that holds the gradients: host memory, or one CUDA GPU.
 
-On the host, an operation is complete when its call returns. On a GPU, a call only puts work on a CUDA stream. Two CUDA
-streams are ordered only by events, and the caching allocator reuses memory in the order of the stream that allocated
-it. `Device` hides this difference, so that the gradient pipeline has one implementation for host and GPU.
+On the host, an operation is complete when its call returns. On a GPU, a call only queues work on a CUDA stream. Only
+events order the work of two CUDA streams, and memory freed by one stream may be overwritten while another one still
+reads it. `Device` hides these differences, so that the gradient pipeline has one implementation for host and GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import torch
 from sirtaki.machine import finalize, free_in_forked_children
 
 count_storage_users: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
-"""Function from a storage's `_cdata` to the number of tensors that use it. None in older PyTorch built without CUDA."""
+"""Function that returns the number of tensors that use a storage, given its `_cdata`. None in older versions of PyTorch
+that are built without CUDA."""
 
 Event = Any
 """A point in the work of a device, recorded by `Device.record_event`: a host time in seconds, or a CUDA event."""
@@ -34,8 +35,9 @@ class Device:
 
     Attributes:
         torch_device: device of the tensors.
-        streams: True if work is asynchronous. All ranks must then launch reductions in the same order, from one thread
-            at a time. The measurements of an iteration are then available when the next iteration ends.
+        streams: True if the device runs work asynchronously, as a GPU does. All ranks must then launch all-reduces in
+            the same order, from one thread at a time, and the times of an iteration are known only when the next
+            iteration ends.
         users: number of gradient pipelines on this device. Each pipeline increments it.
     """
 
@@ -45,30 +47,42 @@ class Device:
     _nothing = nullcontext()
 
     def launch(self, function: Callable[..., object], *args: object) -> None:
-        """Call `function`, whose tensor operations run on the current stream."""
+        """Call `function(*args)`. Its tensor operations run on the current CUDA stream, or on the host."""
         function(*args)
 
     def beside(self) -> AbstractContextManager[object]:
-        """Return a context whose body runs on the packing stream, which copies gradients into flat buffers.
+        """Return a context manager whose body runs on the packing stream, which copies gradients into flat buffers.
 
-        The body runs after the work that is queued on the current stream now.
+        The packing stream first waits for the work that is queued on the current CUDA stream.
         """
         return self._nothing
 
     def before_packing(self) -> AbstractContextManager[object]:
-        """Return a context whose body runs on the stream from which `beside` was entered. Packing waits for it."""
+        """Return a context manager whose body runs on the CUDA stream from which `beside` was entered.
+
+        The packing stream, which copies gradients into flat buffers, then waits for the work of the body.
+        """
         return self._nothing
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
-        """Return a context whose body runs on a stream of `make_stream`, without any order to the current stream."""
+        """Return a context manager whose body runs on `stream`, which `make_stream` has returned.
+
+        The work of the body is not ordered after the work on the current CUDA stream.
+        """
         return self._nothing
 
     def make_stream(self) -> Any:
-        """Create a high-priority stream. None on the host. Streams differ until PyTorch's pool of 32 is used up."""
+        """Return a CUDA stream of high priority. None on the host.
+
+        The first 32 returned streams differ. Later ones repeat them, because PyTorch has no more.
+        """
         return None
 
     def notice_stream(self) -> None:
-        """Order packing after the current stream, which has just written a gradient. Called for each gradient."""
+        """Make the packing stream, which copies gradients into flat buffers, wait for the current CUDA stream.
+
+        Called for each gradient, on the CUDA stream that has just written it.
+        """
 
     def pin(self, tensor: torch.Tensor) -> None:
         """Page-lock the host memory of `tensor` until it is freed, so that copies to the device are asynchronous."""
@@ -78,41 +92,44 @@ class Device:
         return torch.zeros(numel, dtype=dtype, device="cpu")
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Keep references to tensors until the work that is queued on the current stream now has ended."""
+        """Keep `tensors` from being freed until the work that is queued on the current CUDA stream has ended."""
 
     def release(self) -> None:
-        """Drop the references of `keep`. Streams that may reuse their memory first wait for packing, which reads it."""
+        """Drop the tensor references that `keep` holds.
+
+        CUDA streams that may reuse the memory of the tensors wait until it has been copied into flat buffers.
+        """
 
     def record_event(self, *, timed: bool = False) -> Event:
-        """Record an event on the current stream. Only timed events can be passed to `elapsed_s`."""
+        """Record an event: on the current CUDA stream, or the time of the host. `elapsed_s` needs `timed` events."""
         return time.perf_counter()
 
     def order_after(self, event: Event) -> None:
-        """Make the current stream wait for `event`. Does not block the host."""
+        """Make later work on the current CUDA stream wait for `event`. Does not block the host."""
 
     def is_reached(self, event: Event) -> bool:
-        """Return whether the device has reached `event`. Non-blocking."""
+        """Return whether the device has done all work before `event`. Non-blocking."""
         return True
 
     def wait_for(self, event: Event) -> None:
-        """Block the calling thread until the device has reached `event`."""
+        """Block the calling thread until the device has done all work before `event`."""
 
     def elapsed_s(self, begin: Event, end: Event) -> float:
-        """Return the seconds between two timed events that have been reached."""
+        """Return the seconds between two timed events, whose preceding work must be done."""
         return float(end - begin)
 
     def synchronise(self) -> None:
-        """Block the calling thread until the device has done all its work."""
+        """Block the calling thread until the device has done all work that is queued on it."""
 
     def enter_thread(self) -> None:
-        """Prepare a helper thread for calls to the device. Call it first in each thread that is not the user's."""
+        """Prepare the calling thread for work on the device. Each thread that Sirtaki starts must call it first."""
 
 
 HOST = Device()
 
 
 def copy_(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy `source` to `target`, without blocking the host if the host memory is page-locked. For `Device.launch`."""
+    """Copy `source` to `target`. Between page-locked host memory and a GPU, the copy does not block the host."""
     target.copy_(source, non_blocking=True)
 
 
@@ -121,17 +138,20 @@ logger = logging.getLogger(__name__)
 HIGH_PRIORITY = -1
 
 POOL_STREAMS = 32
-"""Number of streams per device and priority that PyTorch creates and returns in turn (c10/cuda/CUDAStream.cpp)."""
+"""Number of different CUDA streams that PyTorch has per device and priority, and returns in turn. Its source file
+`c10/cuda/CUDAStream.cpp` defines the number."""
 
 CAPTURE_MODE_THREAD_LOCAL = 1
-"""`cudaStreamCaptureModeThreadLocal`. A CUDA graph capture in another thread then forbids no calls in this thread."""
+"""Value of `cudaStreamCaptureModeThreadLocal`, a mode of a thread. In this mode, the thread may call CUDA functions
+that a CUDA graph capture in another thread would otherwise forbid."""
 
 
 @functools.cache
 def cuda_runtime() -> Any:  # Any: ctypes has no types for C functions
-    """Return the CUDA runtime library that PyTorch has loaded, or None if it cannot be found.
+    """Return the CUDA runtime library that PyTorch has loaded, through ctypes. None = it cannot be found.
 
-    `torch.cuda.cudart()` lacks `cudaGetLastError`, `cudaDriverGetVersion` and `cudaThreadExchangeStreamCaptureMode`.
+    It has functions that `torch.cuda.cudart()` lacks: `cudaGetLastError`, `cudaDriverGetVersion` and
+    `cudaThreadExchangeStreamCaptureMode`.
     """
     major = str(torch.version.cuda).split(".")[0]
     for name in (f"libcudart.so.{major}", "libcudart.so"):
@@ -144,7 +164,7 @@ def cuda_runtime() -> Any:  # Any: ctypes has no types for C functions
 
 
 def driver_version() -> tuple[int, int]:
-    """Return the newest CUDA version that the driver supports, as (major, minor). (0, 0) = unknown."""
+    """Return the newest CUDA version that the installed GPU driver supports, as (major, minor). (0, 0) = unknown."""
     found = ctypes.c_int(0)
     library = cuda_runtime()
     if library is None or library.cudaDriverGetVersion(ctypes.byref(found)) != 0:
@@ -153,7 +173,7 @@ def driver_version() -> tuple[int, int]:
 
 
 class CudaDevice(Device):
-    """One GPU of this process, as the device of the gradients.
+    """One GPU of this process, as the device that holds the gradients.
 
     Gradients are copied into flat buffers on a separate CUDA stream, the packing stream, so the backward pass does not
     wait for the copies. When the last reference to a gradient is dropped, the caching allocator may give its memory to
@@ -163,22 +183,25 @@ class CudaDevice(Device):
     streams = True
 
     def __init__(self, index: int) -> None:
-        """Create the device for the GPU `cuda:index`. Use `cuda_device` instead, which returns one device per GPU."""
+        """Create the device for the GPU `cuda:index`. Call `cuda_device` instead, which creates one object per GPU."""
         self.torch_device = torch.device("cuda", index)
         self._index = index
         self._own_streams: set[int] = set()
         self._known_streams: dict[int, Any] = {}
         self._side = self.make_stream()
-        self._outer: Any = None  # the stream from which `beside` was entered
+        self._outer: Any = None  # the CUDA stream from which `beside` was entered; None outside of `beside`
         self._stash: deque[tuple[Event, list[torch.Tensor]]] = deque()
         self._stashing = free_in_forked_children(threading.Lock())
-        self._latest_stream: int | None = None  # raw handle of the last noticed stream; 0 is the default stream
+        self._latest_stream: int | None = None  # handle of the last stream of gradients; 0 = the default stream
         self._noticed: set[int] = set()
         self._thread = threading.local()
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Run the body of the `with` statement on the packing stream, after the work now on the current stream."""
+        """Run the body of the `with` statement on the packing stream, which copies gradients into flat buffers.
+
+        The packing stream first waits for the work that is queued on the current CUDA stream.
+        """
         outer, self._outer = self._outer, torch.cuda.current_stream(self.torch_device)
         try:
             self._side.wait_stream(self._outer)
@@ -189,7 +212,10 @@ class CudaDevice(Device):
 
     @contextmanager
     def before_packing(self) -> Iterator[None]:
-        """Run the body on the stream from which `beside` was entered. The packing stream then waits for this stream."""
+        """Run the body of the `with` statement on the CUDA stream from which `beside` was entered.
+
+        The packing stream, which copies gradients into flat buffers, then waits for this CUDA stream.
+        """
         if self._outer is None:
             yield
             return
@@ -198,11 +224,11 @@ class CudaDevice(Device):
         self._side.wait_stream(self._outer)
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
-        """Return a context whose body runs on `stream`, without any order to the current stream."""
+        """Return a context manager whose body runs on `stream`, not ordered after the current CUDA stream."""
         return torch.cuda.stream(stream)
 
     def make_stream(self) -> torch.cuda.Stream:
-        """Create a high-priority stream, different from earlier ones as long as PyTorch's pool has unused streams."""
+        """Return a CUDA stream of high priority, different from earlier ones as long as PyTorch has unused streams."""
         for _ in range(POOL_STREAMS):
             stream: torch.cuda.Stream = torch.cuda.Stream(self.torch_device, priority=HIGH_PRIORITY)  # type: ignore[no-untyped-call]  # torch's
             if stream.cuda_stream not in self._own_streams:
@@ -211,9 +237,10 @@ class CudaDevice(Device):
         return stream
 
     def notice_stream(self) -> None:
-        """Make the packing stream wait for the previous CUDA stream if autograd now runs on a different one.
+        """Make the packing stream, which copies gradients into flat buffers, wait for the streams that write gradients.
 
-        The packing stream waits for the last of these streams in `beside`.
+        Called for each gradient. The packing stream waits for a CUDA stream once autograd has changed to another one.
+        For the last one, it waits in `beside`.
         """
         raw = torch._C._cuda_getCurrentRawStream(self._index)
         if raw != self._latest_stream:
@@ -223,7 +250,10 @@ class CudaDevice(Device):
             self._noticed.add(raw)
 
     def pin(self, tensor: torch.Tensor) -> None:
-        """Page-lock the memory of `tensor`, which ranks of a host may share. Log a warning if CUDA refuses."""
+        """Page-lock the host memory of `tensor`, which ranks may share, until it is freed.
+
+        If CUDA refuses, log a warning.
+        """
         if tensor.numel() == 0:
             return
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch's
@@ -236,9 +266,9 @@ class CudaDevice(Device):
         finalize(tensor, runtime.cudaHostUnregister, tensor.data_ptr())
 
     def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Allocate page-locked memory from PyTorch. If CUDA refuses, log a warning and allocate pageable memory.
+        """Allocate zeroed, page-locked host memory, `(numel,)`. If CUDA refuses, log a warning and leave it pageable.
 
-        A forked child may use the returned memory, unlike memory that `pin` has page-locked.
+        A forked child process may use the returned memory, unlike memory that `pin` has page-locked.
         """
         try:
             return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=True)
@@ -247,9 +277,9 @@ class CudaDevice(Device):
             return torch.zeros(numel, dtype=dtype, device="cpu")
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Keep references to `tensors` until the current stream reaches an event that is recorded now.
+        """Keep references to `tensors` until the work that is queued on the current CUDA stream has ended.
 
-        Also drop references of earlier calls whose event has been reached.
+        Also drop the references of earlier calls whose work has ended.
         """
         event = self.record_event()
         with self._stashing:
@@ -258,7 +288,11 @@ class CudaDevice(Device):
                 self._stash.popleft()
 
     def release(self) -> None:
-        """Drop the references of `keep`. The current stream, and those that wrote gradients, first wait for packing."""
+        """Drop the tensor references that `keep` holds.
+
+        The current CUDA stream, and those that have written gradients, wait for the packing stream first, because they
+        may reuse the memory that it reads.
+        """
         torch.cuda.current_stream(self.torch_device).wait_stream(self._side)
         for raw in self._noticed:
             self._stream_of(raw).wait_stream(self._side)
@@ -284,31 +318,32 @@ class CudaDevice(Device):
         return event
 
     def order_after(self, event: Event) -> None:
-        """Make the current CUDA stream wait for `event`. Does not block the host."""
+        """Make later work on the current CUDA stream wait for the CUDA event `event`. Does not block the host."""
         torch.cuda.current_stream(self.torch_device).wait_event(event)
 
     def is_reached(self, event: Event) -> bool:
-        """Return whether the GPU has reached `event`. Non-blocking."""
+        """Return whether the GPU has done all work before the CUDA event `event`. Non-blocking."""
         return bool(event.query())
 
     def wait_for(self, event: Event) -> None:
-        """Block the calling thread until the GPU has reached `event`."""
+        """Block the calling thread until the GPU has done all work before the CUDA event `event`."""
         event.synchronize()
 
     def elapsed_s(self, begin: Event, end: Event) -> float:
-        """Return the seconds between two timed events by the GPU's clock."""
+        """Return the seconds between two timed CUDA events, measured by the GPU."""
         return float(begin.elapsed_time(end)) / 1e3
 
     def synchronise(self) -> None:
-        """Block the calling thread until all streams of this GPU are done."""
+        """Block the calling thread until all work on all CUDA streams of this GPU is done."""
         torch.cuda.synchronize(self.torch_device)
 
     def enter_thread(self) -> None:
-        """Make this GPU the current device of a helper thread, and exempt the thread from other threads' captures.
+        """Prepare the calling thread, started by Sirtaki, for calls to this GPU.
 
-        With another current device, a call could create a CUDA context of about 0.5 GB on GPU 0. Without the exemption,
-        an event query would invalidate a CUDA graph that the user captures in the default mode. The main thread is not
-        changed, because the user sets its current device.
+        Make the GPU the thread's current device. With another current device, a call could create a CUDA context of
+        about 0.5 GB on GPU 0. Also exempt the thread from CUDA graph captures of other threads. Without this, an event
+        query here would invalidate a graph that the user captures in the default mode. The main thread is not changed,
+        because the user sets its current device.
         """
         if threading.current_thread() is threading.main_thread() or getattr(self._thread, "entered", False):
             return
@@ -320,5 +355,5 @@ class CudaDevice(Device):
 
 @functools.cache
 def cuda_device(index: int) -> CudaDevice:
-    """Return the one `CudaDevice` of this process for `cuda:index`."""
+    """Return the only `CudaDevice` object of this process for the GPU `cuda:index`."""
     return CudaDevice(index)

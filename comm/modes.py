@@ -1,9 +1,9 @@
 """Run Sirtaki's tensor operations outside of the PyTorch modes of the training script.
 
 A mode applies to all operations of a thread. Examples are `torch.inference_mode()`, a default device,
-`torch.autocast`, and modes of the script (`TorchFunctionMode`, `TorchDispatchMode`) that count, change or refuse
-operations. Sirtaki's operations in the training thread must not be affected. DDP's reducer runs in C++, so that most
-modes do not affect its operations either.
+`torch.autocast`, and modes of the training script (`TorchFunctionMode`, `TorchDispatchMode`) that count, change or
+refuse operations. They must not affect Sirtaki's operations in the training thread. Most modes do not affect the
+operations of DDP's reducer either, because it runs in C++.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ without_subclasses = torch._C.DisableTorchFunctionSubclass
 """Context manager in which PyTorch ignores `__torch_function__` of tensor subclasses."""
 
 no_torch_function = torch._C._disabled_torch_function_impl
-"""Value for `__torch_function__` of a tensor subclass, with which its operations return plain tensors."""
+"""Value for `__torch_function__` of a tensor subclass. With it, operations on the subclass return plain tensors."""
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
@@ -35,11 +35,11 @@ _state = _ThreadModes()
 
 
 def script_is_in_inference_mode() -> bool:
-    """Return whether the script has entered inference mode in this thread, even if `outside_modes` has left it.
+    """Return whether the training script is in inference mode in this thread, even if `outside_modes` has left it.
 
     A `TorchDispatchMode` must not begin or end inside inference mode, because leaving inference mode restores the
-    dispatch keys that the thread had on entering inference mode. The `TorchDispatchMode` would then see no operations,
-    or PyTorch would call it after its end.
+    dispatch keys that the thread had on entering inference mode. A `TorchDispatchMode` that begins there would see no
+    operations, and PyTorch would call one that ends there after its end.
     """
     return torch.is_inference_mode_enabled() or _state.left_inference_mode
 
@@ -47,8 +47,9 @@ def script_is_in_inference_mode() -> bool:
 def outside_changes(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
     """Wrap `function` so that it runs outside of all modes of the calling thread except `TorchDispatchMode`.
 
-    Used for code in the backward pass. There, a `TorchDispatchMode` also sees the operations of DDP's reducer, and
-    `function` may exit a `TorchDispatchMode` that the script has entered.
+    Modes are, for example, autocast and inference mode. This wrapper is for functions that run in the backward pass.
+    There, a `TorchDispatchMode` also sees the operations of DDP's reducer, so that it may see those of `function`, too.
+    `function` may exit a `TorchDispatchMode` that the training script has entered.
     """
 
     @functools.wraps(function)
@@ -65,9 +66,9 @@ def outside_changes(function: Callable[_Given, _Result]) -> Callable[_Given, _Re
 
 
 def outside_modes(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
-    """Wrap `function` so that it runs outside of all modes of the calling thread, with the same effect in any thread.
+    """Wrap `function` so that it runs outside of all PyTorch modes of the calling thread, such as autocast.
 
-    Inference mode is left too, because other threads could not write tensors that `function` creates in inference mode.
+    It also runs outside of inference mode, because other threads could not write tensors that it creates in that mode.
     """
     outside_other_modes = outside_changes(function)
 
@@ -85,8 +86,8 @@ def outside_modes(function: Callable[_Given, _Result]) -> Callable[_Given, _Resu
 def _without_modes() -> Iterator[None]:
     """Leave inference mode, autocast (CPU and CUDA) and all `TorchFunctionMode`s while the `with` body runs.
 
-    They are entered again at its end. A default device is a `TorchFunctionMode`. If inference mode was on, gradient
-    recording stays off.
+    The modes are entered again at its end. A default device is left too, because it is a `TorchFunctionMode`. If
+    inference mode was on, autograd records no operations in the body.
     """
     with ExitStack() as stack:
         while torch._C._len_torch_function_stack():

@@ -1,6 +1,7 @@
-"""Communication plans: the layout of gradients in a flat buffer, and the units (buckets) that reduce it.
+"""Communication plans: how the gradients in a flat buffer are all-reduced, unit (bucket) by unit.
 
-A plan gives each unit a range of the flat buffer, a stream, GPU threads and an algorithm.
+A plan states for each unit its range of the flat buffer, and the stream (connection or CUDA stream), number of GPU
+threads and all-reduce algorithm that reduce it.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from typing import Any
 from sirtaki.errors import ConfigError, PlanError
 
 SMALL_GRADIENT = 16 * 1024
-"""Number of elements from which on a gradient is in `UnitClass.LARGE`."""
+"""Number of elements from which on a gradient counts as large, and not as small (`UnitClass`)."""
 
 
 class UnitClass(Enum):
     """Class of a unit (bucket): the kind of gradient to which most of its elements belong."""
 
-    LARGE = "large"  # gradients of many elements
-    EMBEDDINGS = "embeddings"  # embedding matrices, whose gradients have mostly zero rows
+    LARGE = "large"  # gradients of at least `SMALL_GRADIENT` elements
+    EMBEDDINGS = "embeddings"  # gradients of embedding matrices, with mostly zero rows
     SMALL = "small"  # gradients of fewer than `SMALL_GRADIENT` elements
 
 
@@ -53,28 +54,31 @@ def compressor_name(text: str) -> str:
 
 
 FLAGS = "sirtaki.control_flags"
-"""Name under which a layout lists the control flags, which follow the gradients in a flat buffer."""
+"""Name in `GradientLayout.names` of Sirtaki's control flags, a few numbers behind the gradients in a flat buffer."""
 
 
 CUDA_ALIGNMENT_BYTES = 256
-"""Alignment of `cudaMalloc`. Vectorised kernels of NCCL and of `torch._foreach_*` require at least 16 bytes."""
+"""Alignment of gradients in flat buffers on GPUs: that of memory from `cudaMalloc`. Vectorised kernels of NCCL and of
+`torch._foreach_*` require at least 16 bytes."""
 
 
 def alignment(device: str, itemsize_bytes: int) -> int:
-    """Return the alignment, in elements, of gradients and units (buckets) in flat buffers on a type of device."""
+    """Return the alignment, in elements, of gradients and units (buckets) in flat buffers on "cpu" or "cuda"."""
     return max(1, CUDA_ALIGNMENT_BYTES // itemsize_bytes) if device == "cuda" else 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientLayout:
-    """Order and sizes of the gradients in a flat buffer, sorted by the time at which they are expected to be ready.
+    """Order and sizes of the gradients in a flat buffer.
+
+    They are sorted by the time at which the backward pass is expected to have computed them.
 
     Attributes:
         sizes: number of elements of each gradient, rounded up to `alignment`, `(n_gradients,)`. Zero is allowed.
         itemsize_bytes: bytes of one element of the flat buffer.
         dtype: name of the dtype of the flat buffer, such as "float32".
         device: type of the device that holds the flat buffer, "cpu" or "cuda".
-        names: parameter names, `(n_gradients,)`, for messages and traces. Empty = unknown.
+        names: names of the gradients' parameters, `(n_gradients,)`, for messages and traces. Empty = unknown.
         embeddings: names of parameters whose gradients have mostly zero rows. Empty = unknown.
     """
 
@@ -95,7 +99,7 @@ class GradientLayout:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Index of the first element of each gradient, followed by the number of all elements: `(n_gradients + 1,)`."""
+        """Index in the flat buffer of each gradient's first element, followed by `numel`: `(n_gradients + 1,)`."""
         return (0, *accumulate(self.sizes))
 
     @property
@@ -118,7 +122,7 @@ class GradientLayout:
         return f"{self.names[first]} … {self.names[last]} ({last - first + 1})"
 
     def class_of(self, start: int, stop: int) -> UnitClass:
-        """Return the class of gradients to which most elements in `[start, stop)` belong."""
+        """Return the class of gradients (large, embeddings, small) to which most elements in `[start, stop)` belong."""
         elements: Counter[UnitClass] = Counter()
         place = bisect_right(self.offsets, start) - 1
         while place < len(self.sizes) and self.offsets[place] < stop:
@@ -130,7 +134,7 @@ class GradientLayout:
         return max(UnitClass, key=lambda kind: elements[kind])
 
     def reordered(self, order: Sequence[int]) -> GradientLayout:
-        """Return the layout whose gradient i is gradient `order[i]` of this layout."""
+        """Return the layout of the gradients in another order: its gradient i is gradient `order[i]` of this layout."""
         if sorted(order) != list(range(len(self.sizes))):
             raise PlanError(f"an order of {len(self.sizes)} gradients must contain each index once")
         return GradientLayout(
@@ -151,7 +155,7 @@ class Algorithm(Enum):
 
 
 class TransportKind(Enum):
-    """Transport that reduces a unit (bucket) between ranks. With the hierarchical algorithm, the one between nodes."""
+    """Transport that reduces a unit (bucket) over ranks. In the hierarchical algorithm, it connects the nodes."""
 
     SHARED_MEMORY = "shared_memory"
     GLOO = "gloo"
@@ -165,7 +169,10 @@ Route = tuple[TransportKind, Algorithm]
 
 
 def goes_through_sockets(route: Route) -> bool:
-    """Return whether ranks exchange bytes through sockets on a route. Only then, compression is allowed."""
+    """Return whether a route (transport and algorithm) sends bytes through sockets.
+
+    Only units (buckets) on such routes may be compressed.
+    """
     return route[0] in (TransportKind.GLOO, TransportKind.MPI) and route[1] is Algorithm.FLAT
 
 
@@ -181,12 +188,12 @@ class NcclWay(Enum):
 
     @property
     def algorithm(self) -> str:
-        """The algorithm, as a value of the variable `NCCL_ALGO`."""
+        """The NCCL algorithm, as a value of the environment variable `NCCL_ALGO`."""
         return self.value.split("/")[0].capitalize()
 
     @property
     def protocol(self) -> str:
-        """The protocol, as a value of the variable `NCCL_PROTO`."""
+        """The NCCL protocol, as a value of the environment variable `NCCL_PROTO`."""
         name = self.value.split("/")[1]
         return "Simple" if name == "simple" else name.upper()
 
@@ -196,12 +203,12 @@ class Unit:
     """A communication unit (bucket): elements `[start, stop)` of the flat buffer, reduced by one all-reduce.
 
     Attributes:
-        start: first element of the range.
-        stop: end of the range.
-        stream: number of the stream that reduces the unit.
+        start: index of the unit's first element in the flat buffer.
+        stop: end of the unit's elements.
+        stream: number of the stream (connection or CUDA stream) that reduces the unit.
         threads: number of GPU threads that reduce the unit (LIBRA's r). None = the transport's default.
         algorithm: flat or hierarchical all-reduce.
-        compressor: name of the compressor, as `compressor_name` returns it. Empty = not compressed.
+        compressor: canonical name of the compressor, such as `topk:0.1`. Empty = the unit is not compressed.
         nccl: NCCL algorithm and protocol. None = NCCL decides, or the transport is not NCCL.
     """
 
@@ -226,11 +233,11 @@ class CommPlan:
     Attributes:
         numel: number of elements of the flat buffer.
         units: units, sorted by `start`, which cover each element once.
-        streams: number of streams over which the units are distributed.
+        streams: number of streams (connections or CUDA streams) over which the units are distributed.
         transport: transport that reduces all units.
 
     Raises:
-        PlanError: units overlap, leave a gap, are empty or have a stream number that is not below `streams`.
+        PlanError: units overlap, leave a gap or are empty, or a unit's stream number is not below `streams`.
     """
 
     numel: int
@@ -257,7 +264,7 @@ class CommPlan:
             raise PlanError(f"the units end at element {position} of {self.numel}")
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as a dict for JSON. `from_json` is the inverse."""
+        """Return the plan as a dict that can be stored as JSON. `from_json` is the inverse."""
         return {
             "numel": self.numel,
             "streams": self.streams,
@@ -276,13 +283,13 @@ class CommPlan:
         )
 
     def on_fewest_streams(self) -> CommPlan:
-        """Return an equivalent plan without unused streams, in which streams are numbered in the order of first use."""
+        """Return this plan without unused streams. Streams are numbered in the order in which units first use them."""
         numbers = {stream: number for number, stream in enumerate(dict.fromkeys(unit.stream for unit in self.units))}
         units = tuple(replace(unit, stream=numbers[unit.stream]) for unit in self.units)
         return replace(self, units=units, streams=max(1, len(numbers)))
 
     def fingerprint(self) -> str:
-        """Return a hash of the plan. Two plans with equal hashes are equal."""
+        """Return a hash of the communication plan. Two plans with equal hashes are equal."""
         text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -290,7 +297,8 @@ class CommPlan:
 def _unit_json(unit: Unit) -> dict[str, Any]:
     """Return a unit (bucket) as a dict for JSON.
 
-    The dict omits `compressor` and `nccl` at their defaults, so that fingerprints of older versions stay valid.
+    The dict omits default values of `compressor` and `nccl`, attributes that older versions lack. So the fingerprint
+    (hash) of a plan is the same in older versions.
     """
     data = {**asdict(unit), "algorithm": unit.algorithm.value}
     if not unit.compressor:

@@ -1,7 +1,7 @@
 """Interface through which the communication layer reports the times of iterations and operations to a recorder.
 
-The recorder belongs to a higher layer, which passes it to `start`. If nothing is recorded, `current` is None, and the
-only cost per iteration is the check whether `current` is None.
+A higher layer creates the recorder, and passes it to `start`. If nothing is recorded, `current` is None, and the only
+cost per iteration is to check this.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .plan import GradientLayout, Route
 
 
 class ReadyMoment(NamedTuple):
-    """Time `ready_s` at which gradient number `place` of layout number `layout` became ready in the backward pass."""
+    """Time `ready_s` at which the backward pass has computed gradient number `place` of layout number `layout`."""
 
     layout: int
     place: int
@@ -23,7 +23,7 @@ class ReadyMoment(NamedTuple):
 
 
 class CopySpan(NamedTuple):
-    """Begin and end of a copy of `n_gradients` gradients into flat buffers, by `time.perf_counter`."""
+    """Times by `time.perf_counter` at which a copy of `n_gradients` gradients into flat buffers began and ended."""
 
     begin_s: float
     end_s: float
@@ -35,11 +35,11 @@ class TracedUnit:
     """Times of the all-reduce of one unit (bucket, a range of a flat buffer), by `time.perf_counter`.
 
     Attributes:
-        layout_number: index of the unit's layout among the layouts of the gradient pipeline.
-        layout: layout of the unit's flat buffer.
+        layout_number: index of `layout` among the layouts of the gradient pipeline.
+        layout: layout of the gradients in the unit's flat buffer.
         start: first element of the unit in the flat buffer.
         stop: end of the unit's elements.
-        stream: number of the stream that reduced the unit.
+        stream: number of the stream (connection or CUDA stream) that reduced the unit.
         route: transport and algorithm that reduced the unit.
         issued_s: time at which the all-reduce was launched.
         began_s: time at which the transport started the all-reduce. None = unknown.
@@ -64,11 +64,11 @@ class TracedIteration:
     Attributes:
         source: the gradient pipeline.
         number: number of earlier iterations of this pipeline.
-        profiling: True if the order in which gradients become ready was profiled in this iteration.
-        first_ready_s: time at which the first gradient was ready.
+        profiling: True if the iteration was used to profile the order in which the backward pass computes gradients.
+        first_ready_s: time at which the backward pass had computed its first gradient.
         backward_ended_s: time at which the backward pass ended.
         end_s: time at which all gradients were reduced.
-        ready: times at which gradients became ready. Empty without a recorder.
+        ready: times at which the backward pass had computed each gradient. Empty without a recorder.
         copies: times of copies of gradients into flat buffers.
         units: times of the units (buckets) that were reduced in the iteration.
     """
@@ -86,7 +86,7 @@ class TracedIteration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedOperation:
-    """Times at which one eager operation was submitted on this rank, agreed by all ranks, and done."""
+    """Times of one eager operation: its submission on this rank, the agreement of all ranks to run it, and its end."""
 
     name: str
     kind: str
@@ -97,35 +97,35 @@ class TracedOperation:
 
 
 class Recorder(Protocol):
-    """Receiver of the times of iterations and operations. Its methods must be fast, because their callers wait."""
+    """Receiver of the times of training iterations and eager operations. Its methods must be fast, as callers wait."""
 
     def iteration(self, traced: TracedIteration) -> None:
-        """Record an iteration after all its gradients are reduced. Called by the training thread."""
+        """Record a training iteration. Called by the training thread, after all its gradients are reduced."""
 
     def operation(self, traced: TracedOperation) -> None:
-        """Record an eager operation after it has ended. Called by the thread that runs eager operations."""
+        """Record an eager operation. Called after its end, by the thread that runs eager operations."""
 
     def end(self) -> None:
         """End the recording, because the job or this rank ends. Thread-safe. May be called several times."""
 
 
 current: Recorder | None = None
-"""The recorder in use. None = no recording."""
+"""The recorder that receives times of iterations and operations. None = nothing is recorded."""
 
 
 def times_wanted() -> bool:
-    """Return whether transports must record when the all-reduce of a unit (bucket) starts and ends."""
+    """Return whether transports must measure when the all-reduce of a unit (bucket) starts and ends."""
     return current is not None or timeline.current is not None
 
 
 def start(recorder: Recorder) -> None:
-    """Make `recorder` receive all later iterations and operations. The iteration in progress is not recorded."""
+    """Make `recorder` receive the times of all later iterations and operations, but not of the current iteration."""
     global current
     current = recorder
 
 
 def stop() -> None:
-    """Remove the current recorder without calling `Recorder.end`."""
+    """Stop recording, without a call of `Recorder.end`."""
     global current
     current = None
 
@@ -134,7 +134,7 @@ os.register_at_fork(after_in_child=stop)
 
 
 def end() -> None:
-    """Remove the current recorder, if there is one, and call `Recorder.end`, because the job ends."""
+    """Stop recording, and call `end` of the recorder, if there is one. Called when the job or this rank ends."""
     recorder = current
     stop()
     if recorder is not None:

@@ -1,6 +1,7 @@
-"""Choose and open the routes of a job. A route is the transport and algorithm that reduce a unit (bucket).
+"""Choose and open the routes of a job. A route is a transport and an algorithm, which together reduce units (buckets).
 
-The router states which routes are possible and how many streams each offers, opens streams, and launches all-reduces.
+`Router` states which routes are possible, and how many streams (connections or CUDA streams) each offers. It opens
+streams, and launches all-reduces on them.
 """
 
 from __future__ import annotations
@@ -39,23 +40,29 @@ from .plan import Algorithm, CommPlan, NcclWay, Route, TransportKind
 logger = logging.getLogger(__name__)
 
 MAX_COMMUNICATORS = 24
-"""Largest number of open NCCL communicators. A stream has one communicator for each number of CTAs that plans use."""
+"""Largest number of open NCCL communicators. A CUDA stream may have several: one for each number of CTAs (thread
+blocks), and each NCCL algorithm and protocol, that plans use on it."""
 
 DIRECT_LATENCY_S = 2e-3
-"""Latency between nodes from which on `DirectTransport` replaces Gloo's ring. Measured on four emulated nodes (400
-Mbit/s, 100 Mbit/s per flow). With `DirectTransport`, units (buckets) of 16 KiB to 1 MiB take 0.2 to 0.5 of the ring's
-time at any latency. A buffer of 8 MiB takes 1.04 to 1.09 of the ring's time at latencies up to 2 ms, and the same time
-at 5 ms."""
+"""Latency between nodes from which on `DirectTransport` (each rank sends to all others) replaces Gloo's ring.
+
+The value was measured on four emulated nodes (400 Mbit/s, 100 Mbit/s per TCP connection). With `DirectTransport`, units
+(buckets) of 16 KiB to 1 MiB take 0.2 to 0.5 of the ring's time at any latency. A buffer of 8 MiB takes 1.04 to 1.09 of
+the ring's time at latencies up to 2 ms, and the same time at 5 ms.
+"""
 
 FLAT, TREE = Algorithm.FLAT, Algorithm.HIERARCHICAL
 
 
 class Router:
-    """Transports of one user, such as a gradient pipeline. Users whose operations may interleave need separate routers.
+    """The transports of one user, such as a gradient pipeline, and the choice between them.
+
+    Users whose operations may be launched in a different order on each rank need separate routers. A route is a
+    transport and an algorithm (flat or hierarchical).
 
     Attributes:
         device: device of the gradients.
-        transports: possible transports by route. They need not have open streams.
+        transports: possible transports by route. They need not have open streams (connections or CUDA streams).
         between_nodes: True if `routes` must omit hierarchical routes, whose sums within nodes cannot be compressed.
     """
 
@@ -70,14 +77,15 @@ class Router:
         nccl: Opener | None = None,
         direct: bool | None = None,
     ) -> None:
-        """Find the possible routes without opening a stream. Collective.
+        """Find the possible routes (transport and algorithm) without opening connections for gradients. Collective.
 
         Args:
-            control: control plane of the ranks.
-            timeout_s: timeout of a reduction that makes no progress.
+            control: control plane of the ranks (small messages between them).
+            timeout_s: seconds after which an all-reduce without progress fails.
             device: device of the gradients.
             nccl: opens NCCL communicators. None = gradients on GPUs are reduced in host memory.
-            direct: use `DirectTransport` instead of Gloo's ring. None = use it if latency is above `DIRECT_LATENCY_S`.
+            direct: True to use `DirectTransport` instead of Gloo's ring. None = use it if the latency between nodes is
+                above `DIRECT_LATENCY_S`.
         """
         self._control, self.device, self._timeout_s, self._nccl = control, device, timeout_s, nccl
         self._descriptors = int(control.minimum(np.array([float(descriptors_for_streams())]))[0])
@@ -88,8 +96,8 @@ class Router:
                 nccl, limit=MAX_COMMUNICATORS, worst=lambda value: float(control.maximum(np.array([value]))[0])
             )
         self.transports: dict[Route, Transport] = {}
-        self._opened: dict[Route, int] = {}  # numbers of open streams, equal on all ranks
-        self._refused: dict[Route, int] = {}  # smallest number of streams that is not tried again after a failure
+        self._opened: dict[Route, int] = {}  # number of open streams by route, equal on all ranks
+        self._refused: dict[Route, int] = {}  # by route: after a failure, fewest streams not tried
         self._shares_memory = nccl is None and max(control.local_sizes) > 1
         if self._shares_memory:
             try:
@@ -102,7 +110,7 @@ class Router:
     # ── routes ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _possible(self) -> tuple[Route, ...]:
-        """Return the routes that are possible in this job. The first one is expected to be the fastest."""
+        """Return the possible routes (transport and algorithm) of this job, the supposedly fastest one first."""
         control = self._control
         if self._nccl is not None:
             nodes = not control.one_node and control.is_homogeneous and control.local_size > 1
@@ -133,7 +141,7 @@ class Router:
                 logger.warning("%s %s cannot be used: %s; %s", route[0].value, route[1].value, err, instead)
 
     def _create(self, route: Route) -> Transport:
-        """Create the transport of a route without opening a stream. Collective.
+        """Create the transport of a route (transport kind and algorithm) without opening its connections. Collective.
 
         Raises:
             TransportError: on all ranks, if any rank cannot create the transport.
@@ -189,14 +197,17 @@ class Router:
         self._shares_memory = False
         for route in [
             route for route in self.transports if route[0] is TransportKind.STAGED
-        ]:  # these routes may use shared memory
+        ]:  # remove the routes that may use shared memory
             self.transports.pop(route).close()
             self._opened.pop(route, None)
             self._create_if_possible(route)
 
     @property
     def routes(self) -> tuple[Route, ...]:
-        """Routes that a plan may use, except those that failed to open. The first is expected to be the fastest."""
+        """Routes (transport and algorithm) that a plan may use, the supposedly fastest one first.
+
+        Routes that could not be opened before are omitted.
+        """
         return tuple(
             route
             for route in self._possible()
@@ -204,21 +215,24 @@ class Router:
         )
 
     def max_streams(self, routes: Sequence[Route] | None = None) -> int:
-        """Return the largest number of streams that each of `routes` offers. None = all routes of the job.
+        """Return the largest number of streams (connections or CUDA streams) that every one of `routes` offers.
 
-        The transport, the file descriptors of each rank and earlier failures to open streams limit the number.
+        The kind of transport, the free file descriptors and earlier failures to open streams limit the number.
+
+        Args:
+            routes: transports and algorithms. None = all that a plan may use.
         """
         return min(self._limit(route)[0] for route in routes or self.routes)
 
     def why_not_more(self, routes: Sequence[Route]) -> str:
-        """Return a text that says what limits the streams of `routes[0]`, and which of `routes` offer more."""
+        """Return a text for messages: what limits the number of streams of `routes[0]`, and which routes offer more."""
         limits = {route: self._limit(route) for route in routes}
         lowest, reason = limits[routes[0]]
         more = sorted({f"{limit} on {route[0].value}" for route, (limit, _) in limits.items() if limit > lowest})
         return f"{reason}{'; with SIRTAKI_TRANSPORT set there can be ' if more else ''}{' and '.join(more)}"
 
     def _limit(self, route: Route) -> tuple[int, str]:
-        """Return the largest number of streams of a route, and a text that says what limits the number."""
+        """Return the largest number of streams (parallel connections) of a route, and the reason, as text."""
         transport, name = self.transports[route], route[0].value
         fit = streams_within(self._descriptors, transport.stream_cost, most=transport.max_streams)
         refused = self._refused.get(route)
@@ -232,7 +246,7 @@ class Router:
         return fit, f"{name} has at most {fit}"
 
     def threads(self) -> tuple[int, ...]:
-        """Return the numbers of GPU threads per unit (bucket) that all routes offer. Empty = there is no choice."""
+        """Return the numbers of GPU threads per unit (bucket) that every route offers. Empty = there is no choice."""
         offers = [self.transports[route].threads for route in self.routes]
         return tuple(count for count in offers[0] if all(count in offer for offer in offers))
 
@@ -241,7 +255,7 @@ class Router:
         return () if self._nccl is None else self._nccl.ways
 
     def allocate(self, numel: int, dtype: torch.dtype) -> FlatBuffer:
-        """Allocate a zeroed flat buffer of `numel` elements on each rank. All routes can reduce it. Collective."""
+        """Allocate a zeroed flat buffer of `numel` elements on each rank. All transports can reduce it. Collective."""
         if not self.device.streams:
             return self._allocate_on_host(numel, dtype)
         mirror = self._allocate_on_host(numel, dtype) if self._pool is None else None
@@ -262,19 +276,24 @@ class Router:
     # ── streams ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def open_plan(self, plan: CommPlan) -> None:
-        """Open the streams that the plan uses. Collective.
+        """Open the streams (connections or CUDA streams) that the units of `plan` use. Collective.
 
         Raises:
-            PlanError: on all ranks, if the job has no such route, or the route has fewer streams.
-            TransportError: on all ranks, if the streams could not be opened. Earlier streams stay open. The router then
-                offers only half of the missing streams, because another failure to open streams may take long.
+            PlanError: on all ranks, if the plan's transport and algorithm are not possible, or offer fewer streams.
+            TransportError: on all ranks, if the streams could not be opened. Streams opened before stay open. From then
+                on, the router offers only half of the missing streams, because another failure may take long.
         """
-        # All ranks must open the algorithms in the same order, because opening is collective.
+        # Open the streams of each algorithm in an order that is the same on all ranks, because opening is collective.
         for algorithm in sorted({unit.algorithm for unit in plan.units}, key=lambda kind: kind.value):
             self._open((plan.transport, algorithm), streams_of(plan, algorithm), planned=plan.streams)
 
     def open_streams(self, route: Route, count: int, *, threads: int | None = None) -> None:
-        """Open the streams 0 to `count` - 1 of a route. Collective. Raises the same errors as `open_plan`."""
+        """Open the streams (connections or CUDA streams) 0 to `count` - 1 of a route. Collective.
+
+        Raises:
+            PlanError: on all ranks, if the route is not possible, or offers fewer streams.
+            TransportError: on all ranks, if the streams could not be opened. Streams opened before stay open.
+        """
         self._open(route, [StreamSpec(number, threads) for number in range(count)], planned=count)
 
     def _open(self, route: Route, streams: Sequence[StreamSpec], *, planned: int) -> None:
@@ -290,8 +309,8 @@ class Router:
         have, want = self._opened.get(route, 0), 1 + max(stream.number for stream in streams)
         try:
             if want > have:
-                # First check descriptors and threads on all ranks, because a failure in `open_streams` takes long and
-                # can make Gloo unusable.
+                # First check that all ranks can have the file descriptors and threads, because a failure in
+                # `open_streams` takes long, and can make Gloo unusable.
                 with reserved(transport.stream_cost * (want - have)) as problem:
                     self._control.agree_on_success(problem)
             transport.open_streams(streams)
@@ -301,11 +320,11 @@ class Router:
         self._opened[route] = max(have, want)
 
     def keep_only(self, plans: Sequence[CommPlan]) -> None:
-        """Close streams that `plans` do not use, if idle ones cost CPU time or GPU memory. Collective.
+        """Close the connections that `plans` do not use, if idle ones cost CPU time or GPU memory. Collective.
 
         No operation may be in flight on this rank.
         """
-        self._control.agree_on_success("")  # once all ranks are here, no operation is in flight
+        self._control.agree_on_success("")  # waits for all ranks: then no operation is in flight
         for (kind, algorithm), transport in self.transports.items():
             specs = [spec for plan in plans if plan.transport is kind for spec in streams_of(plan, algorithm)]
             wanted = 1 + max((spec.number for spec in specs), default=-1)
@@ -320,18 +339,20 @@ class Router:
                 for plan in plans
                 for key in transport.keys(streams_of(plan, algorithm))
             ]
-            self.device.synchronise()  # a communicator may be closed only with no operation in flight
+            self.device.synchronise()  # because communicators must have no operation in flight when they are closed
             self._pool.keep_only(keys)
 
     # ── units ───────────────────────────────────────────────────────────────────────────────────────
 
     def prepare(self, act: Callable[[], None], *, route: Route, stream: int) -> None:
-        """Call `act` before units (buckets) submitted to the stream later: in the thread of the stream, if it has one.
+        """Call `act` before units (buckets) that are submitted to a stream later are reduced.
+
+        If the stream has a thread, queue the call for this thread, without waiting. Else call `act` now.
 
         Args:
             act: function to call. Must not raise.
-            route: route of the stream.
-            stream: number of an open stream.
+            route: transport and algorithm of the stream.
+            stream: number of an open stream (connection or CUDA stream).
         """
         if not self.transports[route].prepare(act, stream=StreamSpec(stream)):
             act()
@@ -349,7 +370,10 @@ class Router:
         op: ReduceOp = ReduceOp.SUM,
         scale: float = 1.0,
     ) -> Work:
-        """Launch the all-reduce of a range on an open stream, like `Transport.all_reduce`. Collective, non-blocking."""
+        """Launch the all-reduce of elements `[start, stop)` of `buffer`, in place. Collective, non-blocking.
+
+        `route` (transport and algorithm) and `stream` (its number) state where it runs. The stream must be open.
+        """
         return self.transports[route].all_reduce(
             buffer, start, stop, stream=StreamSpec(stream, threads, nccl), op=op, scale=scale
         )
@@ -357,11 +381,14 @@ class Router:
     def exchange(
         self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, *, route: Route, stream: int
     ) -> Work:
-        """Launch an all-to-all in host memory on a flat route, like `Transport.exchange`. Collective, non-blocking."""
+        """Launch an all-to-all of parcels (messages between two ranks) in host memory. Collective, non-blocking.
+
+        `route` must have the flat algorithm. `Transport.exchange` describes the other arguments.
+        """
         return self.transports[route].exchange(outgoing, parcels, incoming, stream=StreamSpec(stream))
 
     def all_reduce_plan(self, buffer: FlatBuffer, plan: CommPlan, *, scale: float = 1.0) -> list[Work]:
-        """Launch the all-reduces of all units (buckets) of `plan` on its open streams. Collective, non-blocking."""
+        """Launch the all-reduces of all units (buckets) of `plan`, whose streams are open. Collective, non-blocking."""
         return [
             self.all_reduce(
                 buffer,
@@ -377,24 +404,28 @@ class Router:
         ]
 
     def wait_for(self, works: Sequence[Work], *, interrupted: Callable[[], bool] | None = None) -> bool:
-        """Wait for all works, like `wait_for_work`.
+        """Wait for all works (all-reduces and all-to-alls in flight). Return False if the wait was interrupted.
 
-        The error names the rank that has ended, even if this rank's connection to that rank broke first. A rank that
-        exits closes the connections of its router before its control plane.
+        If a rank ends during the wait, the raised error names the rank. A rank that ends closes the connections of its
+        router before its control plane. So when a connection breaks, the wait asks the control plane for the reason.
+
+        Args:
+            works: operations in flight, in the order of their launch.
+            interrupted: returns True to end the wait.
         """
         return wait_for_work(works, failures=self._control.failures, interrupted=interrupted)
 
     def check(self) -> None:
-        """Check the NCCL communicators for asynchronous errors. Thread-safe, non-blocking.
+        """Raise an error if an NCCL communicator has an asynchronous error. Thread-safe, non-blocking.
 
         Raises:
-            CommError: a communicator has failed.
+            CommError: an NCCL communicator has failed.
         """
         if self._pool is not None:
             self._pool.check()
 
     def release(self) -> bool:
-        """End the threads and connections of this rank. NCCL communicators stay open: closing them is collective.
+        """End the threads and connections of this rank, but not NCCL communicators, whose end is collective.
 
         Returns:
             False if a thread still waits for a peer.
@@ -404,15 +435,15 @@ class Router:
         return all(closed)
 
     def close(self) -> None:
-        """Close all transports and communicators. Collective. May be called twice."""
+        """Close all transports and NCCL communicators. Collective. May be called twice."""
         self.release()
         if self._pool is not None and self._control.failures.error is None:
-            self.device.synchronise()  # a communicator may be closed only with no operation in flight
+            self.device.synchronise()  # because communicators must have no operation in flight when they are closed
             self._pool.close()
 
 
 def streams_of(plan: CommPlan, algorithm: Algorithm) -> list[StreamSpec]:
-    """Return the streams that the units (buckets) of `plan` with this algorithm use, each once."""
+    """Return the streams (connections or CUDA streams) of the units of `plan` with this algorithm, each once."""
     return list(
         dict.fromkeys(
             StreamSpec(unit.stream, unit.threads, unit.nccl) for unit in plan.units if unit.algorithm is algorithm

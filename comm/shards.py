@@ -7,12 +7,12 @@ each rank sends directly to every other rank, over one or several connections:
     gather     this rank's shard, cut into one piece per connection ─▶ its row of the whole tensor on each peer
     scatter    row r of this rank's tensor ─▶ rank r, which adds up the rows in the order of ranks
 
-There are no intermediate copies. Operations do not wait for each other, because a tag identifies each message, so that
-messages need no order. Ranks of one host do not send, but read each other's memory. If nodes have several ranks, an
-operation has two levels, so that each element crosses the network once per node and not once per rank:
+Data are not copied in between. Operations do not wait for each other, because each message has a tag that names its
+operation, so that messages need no order. Ranks of one host do not send, but read each other's memory. If nodes have
+several ranks, an operation has two levels, so that each element crosses the network once per node, not once per rank:
 
     gather     between nodes: shards of the ranks with the same local rank ─▶ within the node: the rows received so far
-    scatter    within the node: sum of the rows of each local rank ─▶ between nodes: sum over ranks of one local rank
+    scatter    within the node: sum of the rows for each local rank ─▶ between nodes: sum over ranks of one local rank
 
 Several small gathers or scatters may be coalesced into one (`JointGather`, `JointScatter`), because copying the tensors
 into one buffer and out of the buffer takes less time than one message for each tensor.
@@ -53,17 +53,19 @@ from sirtaki.errors import CommError, MismatchError, StallError
 from sirtaki.machine import finalize
 
 MOST_TAGS = 1 << 30
-"""Number of different tags that messages can have."""
+"""Number of different tags of messages. A tag names the operation to which a message belongs."""
 
 GATHERS, SCATTERS = StreamSpec(0), StreamSpec(1)
-"""Streams of gathers and scatters in the shared-memory transport. On sockets, the number is part of a message's tag."""
+"""Streams of all-gathers (gathers) and reduce-scatters (scatters) in the shared-memory transport. Over sockets, the
+number of the stream is part of a message's tag."""
 
 END_S = 1.0
-"""Time for which `close` waits for threads after closing their connections. Threads that still run keep running."""
+"""Seconds for which `ShardLanes.close` waits for its threads, whose connections are closed. Threads that have not ended
+by then keep running."""
 
 NEVER_S = 7 * 24 * 3600.0
-"""Timeout of the transport, so long that it never expires. `ShardWork.wait` has its own timeout instead, which may
-change during the job, and its error names the operation."""
+"""Timeout of the transport's operations in seconds, so long that it never expires. `ShardWork.wait` has its own timeout
+instead, which may change during the job, and whose error names the operation."""
 
 
 class ShardWork:
@@ -76,11 +78,13 @@ class ShardWork:
         self._problems = problems
 
     def is_done(self) -> bool:
-        """Return whether the operation has ended, with or without an error."""
+        """Return whether the all-gather or reduce-scatter has ended, with or without an error. Non-blocking."""
         return self._work.is_done()
 
     def wait(self) -> None:
-        """Block until the result is in the tensors of this rank. May be called several times.
+        """Block until the result of the all-gather or reduce-scatter is in the tensors of this rank.
+
+        May be called several times.
 
         Raises:
             CommError: the operation has failed, or has not ended within the timeout.
@@ -101,7 +105,7 @@ class ShardWork:
             for problem in self._problems:
                 raise fresh(problem)
         except (StallError, MismatchError) as err:
-            if failures.error is None:  # stop the other ranks, which may wait for this rank elsewhere
+            if failures.error is None:  # report the error to the other ranks, because they may wait for this rank
                 failures.report(err)
                 self._control.comm.abort(f"rank {self._control.rank}: {err}")
             raise
@@ -124,14 +128,17 @@ class Loss:
     sent_bytes: float = 0.0
 
     def add(self, values: torch.Tensor, packed: torch.Tensor, codec: Codec, itemsize: int) -> None:
-        """Add the loss of packing `values`, which had `itemsize` bytes each before conversion to float32."""
+        """Add what packing (compressing) `values` to `packed` by `codec` has lost and saved.
+
+        `itemsize` is the number of bytes of a value before its conversion to float32.
+        """
         self.squares += float(values.square().sum())
         self.lost_squares += float((values - codec.unpack(packed, values.numel())).square().sum())
         self.whole_bytes += values.numel() * itemsize
         self.sent_bytes += packed.numel()
 
     def describe(self) -> str:
-        """Return a text for the log: `0.25 of the bytes, 0.6 % of the norm lost`."""
+        """Return the loss as text for the log, such as `0.25 of the bytes, 0.6 % of the norm lost`."""
         bytes_share = self.sent_bytes / self.whole_bytes if self.whole_bytes else 1.0
         lost = math.sqrt(self.lost_squares / self.squares) if self.squares else 0.0
         return f"{bytes_share:.2g} of the bytes, {100.0 * lost:.2g} % of the norm lost"
@@ -141,11 +148,11 @@ class ShardLanes(ABC):
     """Connections over which the ranks of one group run all-gathers (gathers) and reduce-scatters (scatters).
 
     Attributes:
-        control: control plane of these ranks. Only one thread at a time may use it.
+        control: control plane of these ranks (small messages). Only one thread at a time may use it.
         kind: transport between the ranks, or between nodes if there are two levels.
         most_streams: largest possible number of connections to each peer.
         peers: number of ranks to which each rank has connections.
-        losses: precision that packing has lost in gathers and in scatters. None = not measured.
+        losses: precision that packing (compression) has lost in gathers and in scatters. None = not measured.
     """
 
     kind: TransportKind
@@ -157,28 +164,30 @@ class ShardLanes(ABC):
         self.losses: tuple[Loss, Loss] | None = None
 
     def reserve(self, *, shard_bytes: int, whole_bytes: int = 0) -> None:  # noqa: B027 - most need no memory
-        """Allocate shared memory for later gathers and scatters. Collective.
+        """Allocate shared memory for later all-gathers and reduce-scatters. Collective.
 
         Args:
-            shard_bytes: size of the largest shard that is gathered.
-            whole_bytes: size of the largest tensor that is scattered. 0 = none is scattered. Then `gather_memory`
-                returns private memory.
+            shard_bytes: size of the largest shard to be gathered.
+            whole_bytes: size of the largest tensor to be reduce-scattered. 0 = there is none, and `gather_memory`
+                returns memory that ranks do not share.
         """
 
     def within_node(self, *, shard_bytes: int) -> ShardLanes | None:
-        """Open connections for gathers between the ranks of this node only. Collective.
+        """Open connections for all-gathers between the ranks of this node only. Collective.
 
         Args:
-            shard_bytes: size of the largest shard that is gathered.
+            shard_bytes: size of the largest shard to be gathered.
 
         Returns:
-            The connections. `close` of this object closes them, too. None = each node has one rank, or there is only
+            The connections, which `close` of this object closes, too. None = each node has one rank, or there is only
             one node.
         """
         return None
 
     def use(self, streams: int) -> None:  # noqa: B027 - shared memory has no connections
-        """Split later operations over `streams` connections to each peer. Collective; no operation may be in flight.
+        """Split the data of later all-gathers and reduce-scatters over `streams` connections to each peer.
+
+        Collective. No operation may be in flight.
 
         Raises:
             TransportError: on all ranks, if the connections cannot be opened. The earlier connections stay in use.
@@ -194,9 +203,9 @@ class ShardLanes(ABC):
             rows: targets, one tensor per rank, `(n,)`, contiguous. They may be views of `gather_memory`. This rank's
                 row may be `shard` itself.
             shard: shard of this rank, `(n,)`.
-            codec: packs floating-point shards that are sent over sockets. All rows then hold unpacked values, including
-                the row of this rank. None = shards are sent unpacked.
-            label: number of the operation. The work fails if the ranks pass different labels.
+            codec: packs (compresses) floating-point shards that are sent over sockets. All rows, also this rank's, then
+                receive the values after unpacking, which are rounded. None = shards are sent unchanged.
+            label: number that names the operation. The work fails if the ranks pass different labels.
         """
 
     @abstractmethod
@@ -217,16 +226,16 @@ class ShardLanes(ABC):
             part: result of this rank, `(n,)`, contiguous, same dtype as `whole`.
             op: reduction over ranks. 16-bit floats are reduced in float32 and rounded once.
             scale: factor for the result.
-            codec: packs floating-point rows that are sent over sockets to be summed. None = rows are sent unpacked.
-            label: number of the operation. The work fails if the ranks pass different labels.
+            codec: packs (compresses) floating-point rows that are sent over sockets. None = rows are sent unchanged.
+            label: number that names the operation. The work fails if the ranks pass different labels.
         """
 
     def gather_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory, `(numel,)`, for the whole tensor of the next gather. Ranks of a node share it if possible."""
+        """Return memory, `(numel,)`, for the result of the next all-gather. Ranks of a node share it if possible."""
         return torch.empty(numel, dtype=dtype, device="cpu")
 
     def scatter_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory, `(numel,)`, for the whole tensor of the next scatter. Ranks of a node share it if possible.
+        """Return memory, `(numel,)`, for the input of the next reduce-scatter. Ranks of a node share it if possible.
 
         Collective. Waits until all ranks have read the previous contents of the memory.
         """
@@ -241,18 +250,18 @@ class ShardLanes(ABC):
 
 
 class JointGather:
-    """Several all-gathers of one dtype between the same ranks, coalesced into one.
+    """Several all-gathers (gathers) of one dtype between the same ranks, coalesced into one.
 
     The coalesced gather is packed (compressed) only if each of its shards is large enough to be packed.
 
     Attributes:
-        sent: True once the coalesced gather is launched. `add` must not be called any more.
+        sent: True once the coalesced gather is launched. `add` must then not be called any more.
     """
 
     sent = False
 
     def __init__(self, lanes: ShardLanes, dtype: torch.dtype, *, codec: Codec | None) -> None:
-        """Create a coalesced gather without shards. `codec` is passed to `ShardLanes.gather`."""
+        """Create a coalesced all-gather, yet without shards. `codec` packs (compresses) its messages, if not None."""
         self.lanes, self.dtype, self._codec = lanes, dtype, codec
         self._label: int | None = None
         self._shards: list[torch.Tensor] = []
@@ -260,7 +269,12 @@ class JointGather:
         self._received: list[torch.Tensor] = []  # row r: all shards of rank r, concatenated
 
     def add(self, rows: Sequence[torch.Tensor], shard: torch.Tensor, *, label: int = 0) -> Callable[[], None]:
-        """Add a gather to the coalesced one. The arguments are those of `ShardLanes.gather`.
+        """Add an all-gather to the coalesced one.
+
+        Args:
+            rows: tensors that receive the shards, one per rank.
+            shard: shard of this rank.
+            label: number that names the gather. It must be equal on all ranks.
 
         Returns:
             Function that copies the received shards into `rows`. The caller must call it after `wait`.
@@ -277,7 +291,7 @@ class JointGather:
         return put
 
     def send(self) -> None:
-        """Launch the coalesced gather, unless it is already launched. Collective, non-blocking."""
+        """Launch the coalesced all-gather, unless it is already launched. Collective, non-blocking."""
         if not self.sent:
             self.sent, ranks = True, self.lanes.control
             self._received = list(self.lanes.gather_memory(self._numel * ranks.size, self.dtype).view(ranks.size, -1))
@@ -287,11 +301,11 @@ class JointGather:
             self._work = self.lanes.gather(self._received, own_shard, codec=codec, label=self._label or 0)
 
     def is_done(self) -> bool:
-        """Return whether the coalesced gather has ended, with or without an error."""
+        """Return whether the coalesced all-gather has ended, with or without an error. Non-blocking."""
         return self.sent and self._work.is_done()
 
     def wait(self) -> None:
-        """Call `send`, and block until the coalesced gather has ended. May be called several times.
+        """Launch the coalesced all-gather if necessary, and block until it has ended. May be called several times.
 
         Raises:
             CommError: the gather has failed, or has not ended within the timeout.
@@ -301,12 +315,12 @@ class JointGather:
 
 
 class JointScatter:
-    """Several reduce-scatters of one dtype between the same ranks, coalesced into one.
+    """Several reduce-scatters (scatters) of one dtype between the same ranks, coalesced into one.
 
     The coalesced scatter is packed (compressed) only if each of its parts is large enough to be packed.
 
     Attributes:
-        sent: True once the coalesced scatter is launched. `add` must not be called any more.
+        sent: True once the coalesced scatter is launched. `add` must then not be called any more.
     """
 
     sent = False
@@ -314,7 +328,7 @@ class JointScatter:
     def __init__(
         self, lanes: ShardLanes, dtype: torch.dtype, *, op: ReduceOp, scale: float, codec: Codec | None
     ) -> None:
-        """Create a coalesced scatter without tensors. `op`, `scale` and `codec` are passed to `ShardLanes.scatter`."""
+        """Create a coalesced reduce-scatter, yet without tensors. `ShardLanes.scatter` describes the arguments."""
         self.lanes, self.dtype, self.op, self.scale = lanes, dtype, op, scale
         self._codec = codec
         self._label: int | None = None
@@ -322,16 +336,19 @@ class JointScatter:
         self._parts: list[torch.Tensor] = []
 
     def add(self, whole: torch.Tensor, part: torch.Tensor, *, label: int = 0) -> None:
-        """Add a scatter to the coalesced one. The arguments are those of `ShardLanes.scatter`.
+        """Add a reduce-scatter to the coalesced one.
 
-        The caller must not write `whole` before `send` has returned.
+        Args:
+            whole: summand of this rank, `(ranks, n)`. Must not be written before `send` has returned.
+            part: tensor that receives this rank's row of the sum, `(n,)`.
+            label: number that names the scatter. It must be equal on all ranks.
         """
         self._label = _joint_label(self._label, label)
         self._wholes.append(whole.detach().view(self.lanes.control.size, -1))
         self._parts.append(part.detach().view(-1))
 
     def send(self) -> None:
-        """Launch the coalesced scatter, unless it is already launched. Collective, non-blocking."""
+        """Launch the coalesced reduce-scatter, unless it is already launched. Collective, non-blocking."""
         if not self.sent:
             self.sent, size = True, self.lanes.control.size
             numel = sum(part.numel() for part in self._parts)
@@ -344,7 +361,9 @@ class JointScatter:
             )
 
     def wait(self) -> None:
-        """Call `send`, and block until each `part` holds its row of the sum. May be called several times.
+        """Launch the coalesced reduce-scatter if necessary, and block until each added `part` holds its row of the sum.
+
+        May be called several times.
 
         Raises:
             CommError: the scatter has failed, or has not ended within the timeout.
@@ -357,9 +376,9 @@ class JointScatter:
 
 
 def _joint_label(label: int | None, another: int) -> int:
-    """Return the label of a coalesced operation after adding an operation labelled `another`.
+    """Return the label (naming number) of a coalesced operation to which an operation with label `another` is added.
 
-    `label` is the label before that. None = no operation was added yet.
+    `label` is its label before the addition. None = it is still empty.
     """
     return another if label is None else ((label + 1) * 8191 + another) % (1 << 40)
 
@@ -370,9 +389,9 @@ def open_shard_lanes(control: ControlPlane, *, timeout: Timeout, kind: Transport
     Collective.
 
     Args:
-        control: control plane of two or more ranks. Other code must not use it.
-        timeout: returns the time in seconds after which waiting for other ranks fails.
-        kind: transport that the user asked for. None = the fastest one. Sockets replace a transport without shards.
+        control: control plane of two or more ranks (small messages between them). Other code must not use it.
+        timeout: returns the time in seconds after which a wait for other ranks fails.
+        kind: transport that the user asked for. None = the fastest one. If it cannot move shards, sockets are used.
 
     Raises:
         TransportError: on all ranks, if no connection can be opened.
@@ -392,21 +411,25 @@ def open_shard_lanes(control: ControlPlane, *, timeout: Timeout, kind: Transport
 
 
 LEAST_PIECE_BYTES = 16 << 10
-"""Smallest piece that a shard is cut into, one per connection. Cutting smaller ones takes more time than sending."""
+"""Smallest size in bytes of the pieces into which a shard is cut, one per connection. Cutting smaller pieces takes more
+time than is gained by sending them at the same time."""
 
 
 class _Finisher(Worker):
-    """A thread that completes gathers or scatters in the order in which they were submitted."""
+    """A thread that completes all-gathers or reduce-scatters in the order of submission."""
 
     def follow(self, step: Callable[[], None]) -> Work:
-        """Queue `step`, which waits for the messages of an operation and copies or reduces their contents."""
+        """Queue `step` for the thread, and return a work that ends with it. Non-blocking.
+
+        `step` waits for the messages of an operation, and copies or reduces their contents.
+        """
         work = ThreadWork()
         self.put(partial(work.run, step, "shards could not be copied to their target"))
         return work
 
 
 class _OverSockets(ShardLanes):
-    """Gathers and scatters over sockets. Each message goes directly to its receiver, on one of several connections."""
+    """All-gathers and reduce-scatters over sockets. Ranks send directly to each other, over several connections."""
 
     kind = TransportKind.GLOO
 
@@ -420,7 +443,7 @@ class _OverSockets(ShardLanes):
         self._streams = 0
         self._tags = itertools.count()
         self._gathers, self._scatters = _Finisher("sirtaki-gathers"), _Finisher("sirtaki-scatters")
-        self._scratch: list[torch.Tensor] = []  # buffers of completed scatters
+        self._scratch: list[torch.Tensor] = []  # buffers of completed reduce-scatters, for reuse
         self._largest_scratch = 0
         self.use(1)
 
@@ -506,7 +529,11 @@ class _OverSockets(ShardLanes):
         return self._shard_work(self._scatters.follow(add_up), "reduce-scatter", len(rows) * count)
 
     def _take_scratch(self, size_bytes: int) -> torch.Tensor:
-        """Return the buffer of a completed scatter if one is large enough, because newly allocated memory is slow."""
+        """Return memory of `size_bytes` for received rows of a reduce-scatter.
+
+        It is the buffer of a completed reduce-scatter if one is large enough, because first writes to new memory are
+        slow.
+        """
         self._largest_scratch = max(self._largest_scratch, size_bytes)
         while self._scratch:
             if (memory := self._scratch.pop()).numel() >= size_bytes:
@@ -514,7 +541,7 @@ class _OverSockets(ShardLanes):
         return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
     def _put_scratch(self, memory: torch.Tensor) -> None:
-        """Keep the buffer of a completed scatter for reuse. All such buffers together never exceed the largest one."""
+        """Keep `memory`, the buffer of a completed reduce-scatter, for reuse. Free it if enough memory is kept."""
         if sum(one.numel() for one in self._scratch) + memory.numel() <= self._largest_scratch:
             self._scratch.append(memory)
 
@@ -532,8 +559,9 @@ class _OverSockets(ShardLanes):
         waits = []
         for start, stop in itertools.pairwise(bounds):
             number = next(self._tags)
-            # The tag contains length and label, so that a rank that has submitted another operation does not receive
-            # this message. It would write beyond its memory, or take one module's values for those of another module.
+            # Derive the tag from length and label of the operation, so that a rank that has submitted another operation
+            # does not receive this message. The rank would write beyond its memory, or take one module's values for
+            # those of another module.
             tag = (number * 8191 + numel + (2 * label + kind.number) * 524287) % MOST_TAGS
             if start < stop:
                 parts = [[row[start:stop] for row in rows] for rows in (sent, received)]
@@ -547,26 +575,31 @@ class _OverSockets(ShardLanes):
 
     def close(self) -> None:
         super().close()  # makes the waits of the threads fail
-        # Wait for the threads: PyTorch aborts the process if a thread returns from its wait at interpreter exit.
+        # Wait for the threads now, because PyTorch aborts the process if a thread returns from such a wait at
+        # interpreter exit.
         join_workers([self._gathers, self._scatters], within_s=END_S)
 
 
 SLOTS = 2
-"""Number of slots (buffers in shared memory) for gathers, and for scatters. One is read while the next is filled."""
+"""Number of slots (buffers in shared memory) for all-gathers, and for reduce-scatters. One slot is read while the other
+is filled."""
 
 MARK_BYTES = 16
-"""Bytes of the mark that a rank writes at the end of a slot: two int64, size in bytes and label of the operation. A
-negative size means that the data are in the whole tensor that all ranks share, and not in the slot."""
+"""Size in bytes of the mark that a rank writes at the end of a slot (buffer in shared memory). The mark consists of two
+int64: the size of the data in bytes, and the label (number) of the operation. A negative size means that the data are
+in the whole tensor that all ranks share, and not in the slot."""
 
 WHOLES = 4
-"""Number of whole tensors in shared memory. So many results of gathers may be in flight or in use at the same time."""
+"""Number of buffers in shared memory for results of all-gathers (whole tensors). It limits how many results may be in
+flight or in use at the same time without private memory."""
 
 RELEASE_S = 0.05
-"""Time to wait until other ranks have released a whole tensor in shared memory. Then private memory is used instead."""
+"""Seconds to wait until other ranks no longer use a result of an all-gather in shared memory, so that the next one can
+be written there. After this time, private memory is used instead."""
 
 
 class _Slots:
-    """Slots (buffers in shared memory) through which the ranks of a node exchange data. Operations use them in turn."""
+    """Slots (buffers in shared memory) through which ranks of a node exchange data. Operations use them in turn."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -575,7 +608,7 @@ class _Slots:
         self._next = 0
 
     def reserve(self, size_bytes: int) -> None:
-        """Enlarge the slots, if they are smaller than `size_bytes`. Collective."""
+        """Enlarge the slots (buffers in shared memory), if they are smaller than `size_bytes`. Collective."""
         if not self._slots or self._slots[0].tensor.numel() - MARK_BYTES < size_bytes:
             for work in self._works:
                 if work is not None:
@@ -585,34 +618,40 @@ class _Slots:
             self._slots = [self._router.allocate(whole_bytes, torch.uint8) for _ in range(SLOTS)]
 
     def next(self, size_bytes: int) -> FlatBuffer:
-        """Return the next slot, uint8, after all ranks have read its previous contents. Collective."""
+        """Wait until all ranks have read the next slot (buffer in shared memory), and return it, uint8. Collective."""
         self.reserve(size_bytes)
         if (work := self._works[self._next]) is not None:
             work.wait()
         return self._slots[self._next]
 
     def fill(self, mark: int, label: int) -> FlatBuffer:
-        """Write the size `mark` and the label to the end of the slot that `next` returned, and return the slot."""
+        """Write the mark of this rank's data to the end of the slot that `next` has returned, and return the slot.
+
+        Args:
+            mark: size of the data in bytes. Negative = the data are not in the slot.
+            label: number that names the operation.
+        """
         slot = self._slots[self._next]
         marks = torch.tensor([mark, label], dtype=torch.int64, device="cpu")
         slot.tensor[-MARK_BYTES:].view(torch.int64).copy_(marks)
         return slot
 
     def end_turn(self, work: ShardWork) -> None:
-        """Make `next` return the other slot. `work` is the operation that reads the current slot."""
+        """Make `next` return the other slot (buffer). `work` is the operation that reads the current slot."""
         self._works[self._next] = work
         self._next = (self._next + 1) % SLOTS
 
 
 class _Wholes:
-    """Whole tensors of gathers in memory that the ranks of a node share. Each rank writes its shard, and none copies.
+    """Memory, shared by the ranks of a node, for results of all-gathers. Each rank writes its shard, and copies none.
 
-    Gather n uses whole tensor n modulo `WHOLES`, if every rank has released the previous contents. If a rank has not,
-    or if the gather is larger than reserved, private memory is used instead. Each rank decides this independently.
+    All-gather n uses the buffer n modulo `WHOLES`, if every rank has released the previous result in the buffer. If a
+    rank has not, or if the result is larger than the buffer, private memory is used instead. Each rank decides this
+    independently.
     """
 
     def __init__(self, control: ControlPlane, router: Router, size_bytes: int) -> None:
-        """Allocate `WHOLES` whole tensors of `size_bytes` each in shared memory. Collective."""
+        """Allocate `WHOLES` buffers of `size_bytes` each in shared memory, for results of all-gathers. Collective."""
         size_bytes = -(-size_bytes // 64) * 64
         each = -(-WHOLES // control.size)
         memory = router.allocate(each * size_bytes, torch.uint8)
@@ -621,12 +660,12 @@ class _Wholes:
         ]
         self._released = [peer.numpy() for peer in router.allocate(WHOLES, torch.int64).peers]
         self._me, self._failures = control.rank, control.failures
-        self._held: dict[int, int] = {}  # gather whose result this rank holds, by whole tensor
-        self._ended = [0] * WHOLES  # by whole tensor: this rank has ended all gathers before this one
+        self._held: dict[int, int] = {}  # number of the gather whose result this rank uses, by buffer
+        self._ended = [0] * WHOLES  # by buffer: this rank has ended all gathers before this number
         self.number = 0  # number of the next gather
 
     def take(self, size_bytes: int) -> torch.Tensor | None:
-        """Return shared memory for the result of the next gather, uint8. None = use private memory.
+        """Return shared memory, uint8, for the result of the next all-gather. None = private memory must be used.
 
         This rank releases the shared memory when the last tensor that refers to it is freed.
         """
@@ -649,24 +688,33 @@ class _Wholes:
         self._release_before(place, self._held.pop(place) + 1)
 
     def _release_before(self, place: int, number: int) -> None:
-        """Release `place` after gathers before `number`, unless this rank still holds a result in it. Thread-safe."""
+        """Tell the peers that this rank needs no result in buffer `place` of all-gathers before `number`. Thread-safe.
+
+        If this rank still uses a result in the buffer, the peers are told once it does not.
+        """
         self._ended[place] = max(self._ended[place], number)
         if place not in self._held:
             self._released[self._me][place] = self._ended[place]
 
     def next(self) -> torch.Tensor:
-        """Start the next gather, and return its shared memory, uint8. If `take` returned None, `end` must follow."""
+        """Start the next all-gather, and return its shared memory, uint8.
+
+        If `take` has returned None for this all-gather, the caller must call `end` later.
+        """
         place = self.number % WHOLES
         self.number += 1
         return torch.from_numpy(self._memory[place])
 
     def end(self, number: int) -> None:
-        """Release the shared memory of gather `number`, on a rank that did not `take` it, once all shards are read."""
+        """Release the shared memory of all-gather `number`.
+
+        Called on a rank that has used private memory instead (`take` has returned None), once it has read all shards.
+        """
         self._release_before(number % WHOLES, number + 1)
 
 
 class _InSharedMemory(ShardLanes):
-    """Gathers and scatters through memory that all ranks of one node share."""
+    """All-gathers and reduce-scatters through memory that all ranks of one node share."""
 
     kind = TransportKind.SHARED_MEMORY
 
@@ -753,7 +801,10 @@ class _InSharedMemory(ShardLanes):
         kind: str,
         elements: int,
     ) -> ShardWork:
-        """Launch a call of `read` with the marks and the slots of all ranks, once all ranks have filled their slots."""
+        """Launch a call of `read`, once all ranks have filled their slots (buffers in shared memory). Non-blocking.
+
+        `read` gets the slots of all ranks, and the sizes (marks) of the data in them.
+        """
         slot, size_bytes = slots.fill(mark, label), abs(mark)
         problems: list[CommError] = []
 
@@ -782,10 +833,10 @@ class _InSharedMemory(ShardLanes):
 
 
 class _OverNodes(ShardLanes):
-    """Gathers and scatters in two levels: shared memory within a node, and sockets between ranks of equal local rank.
+    """All-gathers and reduce-scatters in two levels: shared memory within a node, sockets between nodes.
 
-    Gathers and scatters have separate connections, because each of the two has a thread, which starts the second level
-    when the first level has ended.
+    The sockets connect ranks of equal local rank. All-gathers have a thread, which starts the second level when the
+    first one has ended, and so have reduce-scatters. Each of the two threads needs connections of its own.
     """
 
     kind = TransportKind.GLOO

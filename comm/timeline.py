@@ -22,23 +22,24 @@ from sirtaki.machine import free_in_forked_children
 logger = logging.getLogger(__name__)
 
 FLUSH_S = 0.05
-"""Time between two writes of recorded events to the trace file."""
+"""Seconds between two writes of recorded events to the trace file."""
 
 _END = b"\n]\n"
 
 Event = tuple[str | None, str, float, float, Mapping[str, object]]
-"""(track, name, begin_s, end_s, arguments). Times by `time.perf_counter`. Track None = the event may overlap others."""
+"""An event of the trace: (track, name, begin_s, end_s, arguments). Times by `time.perf_counter`. Track None = the event
+may overlap others of the same name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Writer:
-    """Identity of a process that writes to a trace.
+    """Identity of a process that writes to a trace file.
 
     Attributes:
-        job: name of the job. A trace file of a different job is overwritten.
+        job: name of the job. A trace file that a different job has written is overwritten.
         rank: rank of this process, used as process id in the trace.
         host: name of this process's host.
-        clock_offset_s: offset to add to times of this process, so that all ranks use one clock in the trace.
+        clock_offset_s: seconds to add to times of this process, so that the trace has one clock for all ranks.
     """
 
     job: str
@@ -48,10 +49,10 @@ class Writer:
 
 
 class Timeline:
-    """Trace of the events of this process. Recording is thread-safe and non-blocking."""
+    """Chrome trace of the communication events of this process. Recording an event is thread-safe and non-blocking."""
 
     def __init__(self, path: Path, writer: Writer, *, mark_cycles: bool = False) -> None:
-        """Open the file, and start the writing thread.
+        """Open the trace file, and start the thread that writes to it.
 
         Args:
             path: trace file, common to all ranks of a host.
@@ -65,7 +66,7 @@ class Timeline:
         self._writer = writer
         self._events: list[Event] = []
         self._tracks: dict[str, int] = {}
-        self._overlapping = writer.rank << 32  # latest id of an overlapping event; other ranks use other ids
+        self._overlapping = writer.rank << 32  # last id of an event that may overlap; differs by rank
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         self._writing = free_in_forked_children(threading.Lock())
         try:
@@ -78,15 +79,15 @@ class Timeline:
         self._thread.start()
 
     def span(self, track: str, name: str, begin_s: float, end_s: float, **arguments: object) -> None:
-        """Record an event with a duration. Events of one track must be disjoint or nested in time."""
+        """Record an event with a duration. Events of one track (row of the trace) must be disjoint or nested."""
         self._events.append((track, name, begin_s, end_s, arguments))
 
     def overlapping(self, name: str, begin_s: float, end_s: float, **arguments: object) -> None:
-        """Record an event with a duration on a track `name`, whose events may overlap."""
+        """Record an event with a duration that may overlap others. Its track (row of the trace) is called `name`."""
         self._events.append((None, name, begin_s, end_s, arguments))
 
     def instant(self, track: str, name: str, when_s: float, **arguments: object) -> None:
-        """Record an event without a duration."""
+        """Record an event without a duration on a track (row of the trace)."""
         self._events.append((track, name, when_s, when_s, arguments))
 
     def _run(self) -> None:
@@ -94,7 +95,7 @@ class Timeline:
             self.flush()
 
     def flush(self) -> None:
-        """Write the recorded events to the file. If this fails, as on a full disk, log a warning and close the file."""
+        """Write the recorded events to the trace file. On an error, such as a full disk, warn and close the file."""
         with self._writing:
             count = len(self._events)
             events = self._events[:count]
@@ -137,7 +138,10 @@ class Timeline:
         return {"name": name, "ph": "M", "pid": self._writer.rank, "tid": tid, "args": dict(arguments)}
 
     def _append(self, entries: list[dict[str, object]]) -> None:
-        """Append entries to the file in one write, which replaces the closing bracket. Hold a lock on the file."""
+        """Append entries to the JSON array in the trace file in one write, which replaces the array's closing bracket.
+
+        The file is locked meanwhile, because other ranks write to it, too.
+        """
         text = ",\n".join(json.dumps(entry, separators=(",", ":")) for entry in entries).encode()
         fcntl.flock(self._file, fcntl.LOCK_EX)
         try:
@@ -164,7 +168,7 @@ class Timeline:
         return b"[\n" + json.dumps(labels, separators=(",", ":")).encode()
 
     def close(self) -> None:
-        """Write the remaining events, and close the file. May be called twice."""
+        """Write the remaining events, and close the trace file. May be called twice."""
         self._closing.set()
         self._thread.join(timeout=2.0)
         self.flush()
@@ -178,7 +182,7 @@ class Timeline:
 
 
 current: Timeline | None = None
-"""The trace in use. None = no trace."""
+"""The trace that receives the events of this process. None = no trace."""
 
 
 def start(timeline: Timeline) -> None:

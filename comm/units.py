@@ -1,18 +1,19 @@
-"""All-reduce of large tensors in units (element ranges, like buckets), over several streams at the same time.
+"""All-reduce of large tensors in units (element ranges, like buckets), over several connections at the same time.
 
-Eager operations and torch.distributed's process groups reduce their large tensors here. Gradients, whose units are in a
-communication plan, use `gradients.pipeline` instead. The steps of a tensor are:
+Eager operations and torch.distributed's process groups reduce their large tensors here. Gradients use
+`gradients.pipeline` instead, with the units of a communication plan. A tensor passes these steps, in which a *stream*
+is one of the parallel connections:
 
     submit ─▶ _launch_units: cut off the next unit, and copy it into a free slot if there are slots
            ─▶ _launch: reduce the unit on the next stream
     finish ─▶ _advance: wait for the oldest unit, copy its result to the target, launch the next unit
 
-There is no plan and no negotiation: all ranks must submit the same tensors in the same order, as with every process
-group. The units of all tensors form one sequence. Unit n uses stream n modulo the number of streams.
+The ranks do not negotiate which tensors to reduce: all ranks must submit the same tensors in the same order, as with
+every process group. The units of all tensors form one sequence. Unit n uses stream n modulo the number of streams.
 
 Where ranks share memory, units pass through a window of *slots* in shared memory. A unit is copied into its slot,
 reduced there and copied out again. A tensor of any size therefore needs little shared memory, which stays in the
-processor's cache. Where ranks do not share memory, units are reduced in place, in the tensor itself.
+processor's cache. Where ranks do not share memory, units are reduced in the tensor itself.
 """
 
 from __future__ import annotations
@@ -38,34 +39,43 @@ from .plan import Route
 from .router import Router
 
 LEAST_BYTES = 128 << 10
-"""Size of the smallest unit (bucket). A tensor too small for one full unit per stream is cut into equal units."""
+"""Smallest size in bytes of the units (buckets) into which a tensor is cut. Except for this limit, a tensor is cut into
+at least one unit per stream (connection)."""
 
 LATE_S = 0.5
-"""Time that operations in flight get after a rank has ended: a rank may exit normally after its last operation."""
+"""Seconds in which operations in flight may still complete after a rank has ended. The rank may have exited normally,
+after it has sent all its data."""
 
 UNIT_BLAME_S = 0.5
-"""Time for which the error of an operation waits until the control plane names the rank that has ended. A rank that
-ends closes its control plane before its transports, so the name arrives early."""
+"""Seconds to wait, after an operation has failed, until the control plane (small messages between ranks) reports which
+rank has ended, for the error message. The wait may be short, because a rank that ends closes its control plane before
+its transports."""
 
 
 class TensorOperation:
-    """An operation in flight that writes its result into tensors.
+    """An operation between ranks, in flight, that writes its result into tensors.
 
     Attributes:
-        ended: future, resolved when the result is in the tensors, or with the error of the operation.
+        ended: future that gets a result when the result is in the tensors, or the error if the operation fails.
     """
 
     def __init__(self, then: Callable[[], None] = lambda: None) -> None:
-        """Create the operation. The caller starts it.
+        """Create the object. The caller starts the operation.
 
         Args:
-            then: called once the result is in the tensors, before `ended` is resolved.
+            then: called once the result is in the tensors, before the future `ended` gets its result.
         """
         self.ended: Future[None] = Future()
         self._then = then
 
     def finish(self, error: CommError | None = None) -> None:
-        """Resolve `ended`, with `error` if the operation has failed. Only the first call has an effect. Thread-safe."""
+        """Mark the operation as ended, and wake the threads that wait for it. Thread-safe.
+
+        Only the first call has an effect.
+
+        Args:
+            error: error of the operation. None = it has succeeded.
+        """
         if error is None:
             try:
                 self._then()
@@ -78,7 +88,10 @@ class TensorOperation:
                 self.ended.set_exception(error)
 
     def wait(self, timeout_s: float) -> bool:
-        """Block for at most `timeout_s`, and return whether the operation has ended. Another thread must drive it."""
+        """Block until the operation has ended, for at most `timeout_s`. Return whether it has ended.
+
+        This call does not advance the operation; another thread must do so.
+        """
         return bool(wait([self.ended], timeout_s).done)
 
     def check(self) -> None:
@@ -93,8 +106,8 @@ class TensorReduction(TensorOperation):
 
     Attributes:
         source: summand of this rank, 1-d and contiguous. Must not be written until the operation has ended.
-        target: tensor for elements `[start, start + target.numel())` of the result, 1-d and contiguous. May be
-            `source`.
+        target: tensor that receives elements `[start, start + target.numel())` of the result, 1-d and contiguous. May
+            be `source`.
         start: index of the first element of the result that `target` receives.
     """
 
@@ -116,7 +129,7 @@ class TensorReduction(TensorOperation):
             start: index of the first element of the result that `target` receives.
             op: reduction over ranks.
             timeout_s: time after this call at which a reduction that has not ended fails.
-            then: called once the result is in `target`, before `ended` is resolved.
+            then: called once the result is in `target`, before the future `ended` gets its result.
         """
         super().__init__(then)
         self.source, self.target, self.start = source, target, start
@@ -148,16 +161,17 @@ class UnitPipeline:
         unit_bytes: int,
         slots: FlatBuffer | None = None,
     ) -> None:
-        """Create the pipeline. The streams of `route` must be open already.
+        """Create the pipeline. The `streams` streams (connections) of `route` must be open already.
 
         Args:
-            router: transports of these ranks. The pipeline is its only user, and closes it.
-            control: control plane of these ranks. The pipeline closes it if all ranks close the pipeline together.
+            router: sends units over the transports between these ranks. The pipeline is its only user, and closes it.
+            control: control plane of these ranks (small messages). The pipeline closes it if all ranks close the
+                pipeline together.
             route: transport and algorithm of all units.
-            streams: number of streams.
+            streams: number of streams over which units are distributed.
             unit_bytes: size of a unit (bucket) in bytes.
-            slots: uint8 buffer in memory that the ranks of the node share. Its size is a multiple of `unit_bytes`.
-                None = units are reduced in the tensors themselves.
+            slots: uint8 buffer in memory that the ranks of the node share, through which units are reduced. Its size
+                is a multiple of `unit_bytes`. None = units are reduced in the tensors themselves.
         """
         self._router, self._control, self._failures = router, control, control.failures
         self._route, self._streams, self._unit_bytes = route, streams, unit_bytes
@@ -165,7 +179,7 @@ class UnitPipeline:
         self._window = slots.tensor.numel() // unit_bytes if slots is not None else 1 << 30
         self._typed: dict[torch.dtype, FlatBuffer] = {}
         self._queue: deque[TensorReduction] = deque()
-        self._offset = 0  # first element of `_queue[0]` not yet launched
+        self._offset = 0  # first element of `_queue[0]` whose all-reduce is not yet launched
         self._launched = 0
         self._in_flight: deque[_TensorUnit] = deque()
         self._submit_lock = free_in_forked_children(threading.Lock())
@@ -173,7 +187,9 @@ class UnitPipeline:
         self._error: CommError | None = None
 
     def submit(self, reduction: TensorReduction) -> None:
-        """Queue a reduction, and launch its units (buckets) as long as slots are free. Non-blocking.
+        """Queue the all-reduce of a tensor, and launch its units (buckets) as long as slots in shared memory are free.
+
+        Non-blocking. `finish` launches the remaining units.
 
         Raises:
             CommError: an earlier reduction has failed.
@@ -190,7 +206,7 @@ class UnitPipeline:
             self.fail(problem)
 
     def finish(self, reduction: TensorReduction, timeout_s: float | None = None) -> bool:
-        """Wait until a reduction has ended. Meanwhile launch units (buckets), unless another thread does so.
+        """Wait until the all-reduce of a tensor has ended. Launch its units (buckets), unless another thread does.
 
         Returns:
             False if the reduction has not ended within `timeout_s`.
@@ -224,13 +240,13 @@ class UnitPipeline:
         self.finish(reduction)
 
     def drain(self) -> None:
-        """Wait until no unit (bucket) is in flight. Raise no error, because the callers of `finish` get the errors."""
+        """Wait until no unit (bucket) is in flight. Raise no errors of reductions, because `finish` raises them."""
         while self._in_flight:
             with self._drive_lock:
                 self._advance()
 
     def fail(self, error: CommError) -> None:
-        """Fail all pending reductions with `error`. Later calls of `submit` raise this error."""
+        """Fail all queued and launched all-reduces with `error`. Later calls of `submit` raise this error."""
         with self._submit_lock:
             self._error = self._error or error
             pending = [*(unit.reduction for unit in self._in_flight), *self._queue]
@@ -244,8 +260,8 @@ class UnitPipeline:
         """End the threads and connections of this rank.
 
         Args:
-            together: True if all ranks close the pipeline now, with no operation in flight. The call is then
-                collective, and also closes communicators and the control plane.
+            together: True if all ranks make this call now, with no operation in flight. The call is then collective,
+                and also closes NCCL communicators and the control plane.
         """
         if together:
             self._router.close()
@@ -254,7 +270,10 @@ class UnitPipeline:
             self._router.release()
 
     def _launch_units(self) -> CommError | None:
-        """Launch units (buckets) while slots are free. Return the error if a launch fails. Requires `_submit_lock`."""
+        """Launch queued units (buckets) while slots in shared memory are free. The caller must hold `_submit_lock`.
+
+        Return the error if a launch fails, else None.
+        """
         while self._queue and len(self._in_flight) < self._window:
             reduction = self._queue[0]
             itemsize, numel = reduction.source.itemsize, reduction.source.numel()
@@ -274,7 +293,7 @@ class UnitPipeline:
     def _launch(self, reduction: TensorReduction, low: int, high: int) -> _TensorUnit:
         if self._slots is None:
             if low == 0 and reduction.target is not reduction.source:
-                reduction.source = reduction.source.clone()  # because the reduction in place changes its source
+                reduction.source = reduction.source.clone()  # because `source` must not change
             buffer, start, result = FlatBuffer(reduction.source), low, reduction.source[low:high]
         else:
             buffer = self._typed.get(reduction.source.dtype) or self._view(self._slots, reduction.source.dtype)
@@ -297,7 +316,10 @@ class UnitPipeline:
         return found
 
     def _advance(self) -> None:
-        """Wait briefly for the oldest unit (bucket). If it has ended, copy its result. Requires `_drive_lock`."""
+        """Wait briefly for the oldest unit (bucket). If it has ended, copy its result, and launch further units.
+
+        The caller must hold `_drive_lock`.
+        """
         try:
             unit = self._in_flight[0]
         except IndexError:  # another thread is launching a unit, or has called `fail`
@@ -332,7 +354,10 @@ class UnitPipeline:
             self.fail(problem)
 
     def _copy_result(self, unit: _TensorUnit) -> None:
-        """Copy the wanted elements of a unit (bucket) to `target`, unless the unit was reduced in `target` itself."""
+        """Copy a reduced unit (bucket) to the `target` of its reduction, unless it was reduced in `target` itself.
+
+        Elements that `target` does not receive are left out.
+        """
         reduction = unit.reduction
         if self._slots is None and reduction.target is reduction.source:
             return

@@ -1,1 +1,1 @@
-"""Transport over NCCL: a pool of communicators whose operations run on separate CUDA streams."""
+"""Transport over NCCL: all-reduces by several communicators, whose operations run on separate CUDA streams."""

@@ -3,10 +3,10 @@
 Each communicator is a `ProcessGroupNCCL` of PyTorch. It is created directly, without
 `torch.distributed.init_process_group`, so the user's default process group is not affected.
 
-Before NCCL 2.26, the caller had to order the operations of all communicators of a GPU. From NCCL 2.26 on, the variable
-`NCCL_LAUNCH_ORDER_IMPLICIT=1` makes NCCL keep the order in which the host launches operations. With CUDA 12.3 or newer
-(driver and runtime), operations of different communicators overlap nevertheless. If NCCL, CUDA or the variable does not
-meet these conditions, only one stream is used, because several streams could deadlock or would not overlap.
+Operations of several communicators on one GPU can deadlock, unless all ranks run them in the same order. From NCCL 2.26
+on, the environment variable `NCCL_LAUNCH_ORDER_IMPLICIT=1` makes NCCL run operations in the order in which the host
+launches them. With CUDA 12.3 or newer (driver and runtime), operations of different communicators still overlap. If
+NCCL or CUDA is older, or the variable is not 1, only one stream is used.
 """
 
 from __future__ import annotations
@@ -39,38 +39,44 @@ from sirtaki.machine import free_in_forked_children, keep_in_forked_children
 
 # ── the transport ─────────────────────────────────────────────────────────────────────────────────────────────────────
 #
-# CTAs, algorithm and protocol of a communicator cannot change after NCCL has created it. A stream number therefore has
-# one communicator for each combination that plans use. Units (buckets) with the same stream number still run one after
-# another, on one CUDA stream, whichever communicator reduces them (LIBRA's stages are sequential). Communicators take
-# GPU memory, so a pool closes unused communicators. It opens and closes communicators in the same order on all ranks.
+# The number of CTAs (thread blocks), the algorithm and the protocol of a communicator cannot change after NCCL has
+# created it. A stream number therefore has one communicator for each combination of the three that plans use. Units
+# (buckets) with the same stream number still run one after another, on one CUDA stream, whichever communicator reduces
+# them (LIBRA's stages are sequential). Communicators take GPU memory, so `CommunicatorPool` closes unused ones. It
+# opens and closes communicators in the same order on all ranks.
 #
 # Launching a unit and waiting for it do not block the host. `_start` launches the unit on the CUDA stream of its stream
 # number, after the copies of gradients into the flat buffer. `NcclWork.wait` makes the caller's current CUDA stream
-# wait. Opening new streams blocks the host. NCCL requires the same order of operations on all ranks, over all
-# communicators of a GPU, and launches from one thread at a time. The gradient pipeline keeps this order, and
-# `LAUNCH_LOCK` admits one thread. The tests run this module without a GPU, over tests/fakes/cuda.py.
+# wait. Only opening communicators blocks the host.
+#
+# NCCL requires that all ranks launch the operations of all communicators of a GPU in the same order, and from one
+# thread at a time. The gradient pipeline keeps this order, and `LAUNCH_LOCK` admits one thread.
 
 logger = logging.getLogger(__name__)
 
 MEMORY_SHARE = 0.1
-"""Largest fraction of GPU memory that communicators may use. The pool refuses plans that need more."""
+"""Largest fraction of GPU memory that NCCL communicators may use. `CommunicatorPool` refuses communication plans that
+need more."""
 
 
 THREADS_PER_CTA = 512
-"""Threads of one CTA of NCCL on current GPUs (`NCCL_NTHREADS`, which has one value per process)."""
+"""Number of GPU threads of one CTA (thread block) of NCCL on current GPUs, the default of `NCCL_NTHREADS`."""
 
 MAX_CTAS = 32
 
 SHARE_ALIGNMENT_BYTES = 16
-"""Alignment of each rank's part of a unit (bucket). It lets NCCL's kernels load and store 16 bytes at once (the 128-bit
-paths of `ncclKernel`)."""
+"""Alignment of each rank's part of a unit (bucket) in the hierarchical algorithm. Only at such addresses, NCCL's
+kernels load and store 16 bytes at once."""
 
 ALLOWANCES = tuple(THREADS_PER_CTA * ctas for ctas in (1, 2, 4, 8, 16))
-"""Possible numbers of GPU threads for one unit (bucket). Each corresponds to a different number of CTAs."""
+"""Possible numbers of GPU threads that reduce one unit (bucket): those of 1, 2, 4, 8 or 16 CTAs (thread blocks)."""
 
 
 def ctas_for(threads: int | None) -> int | None:
-    """Return the number of CTAs (thread blocks) that have `threads` GPU threads (LIBRA's r). None = NCCL decides."""
+    """Return the number of CTAs (thread blocks) that have `threads` GPU threads in all. None = NCCL decides.
+
+    In the LIBRA paper, `threads` is called r.
+    """
     if threads is None:
         return None
     return min(MAX_CTAS, max(1, threads // THREADS_PER_CTA))
@@ -80,18 +86,18 @@ class Scope(Enum):
     """Set of ranks that a communicator connects."""
 
     ALL = "all"
-    NODE = "node"  # ranks of this rank's node
-    ACROSS = "across"  # ranks with this rank's local rank, one per node
+    NODE = "node"  # all ranks of this rank's node
+    ACROSS = "across"  # on each node, the rank with the same local rank as this rank
 
 
 @dataclass(frozen=True, slots=True)
 class CommunicatorKey:
-    """Key of a communicator in the pool.
+    """Key of an NCCL communicator in `CommunicatorPool`.
 
     Attributes:
-        stream: number of the stream on which the communicator's operations run.
-        ctas: thread blocks per operation, also called channels. None = NCCL decides.
-        scope: ranks of the communicator.
+        stream: number of the CUDA stream on which the communicator's operations run.
+        ctas: number of CTAs (thread blocks, NCCL's channels) per operation. None = NCCL decides.
+        scope: set of ranks that the communicator connects.
         way: NCCL algorithm and protocol of the communicator's all-reduces. None = NCCL decides.
     """
 
@@ -108,25 +114,25 @@ class CommunicatorKey:
 
 
 class Group(Protocol):
-    """One NCCL communicator. Its operations are launched on the current CUDA stream. Collective, non-blocking."""
+    """One NCCL communicator. Its operations are collective, and are launched on the current CUDA stream."""
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         """Launch an all-reduce of `tensor`, in place."""
 
     def all_reduce_scaled(self, tensor: torch.Tensor, scale: float) -> bool:
-        """Launch an all-reduce in place: the sum of `tensor` over ranks, multiplied by `scale`.
+        """Launch one NCCL call that sums `tensor` over ranks, in place, and multiplies the sum by `scale`.
 
-        Return False, without a launch, if NCCL cannot sum and multiply in one call.
+        Return False, without a launch, if NCCL has no such call for this dtype and scale.
         """
 
     def reduce_scatter(self, share: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> None:
-        """Launch a reduce-scatter of `tensor`, `(ranks * share.numel(),)`. `share` gets this rank's part of the sum."""
+        """Launch a reduce-scatter of `tensor`, `(ranks * share.numel(),)`. `share` receives this rank's part."""
 
     def all_gather(self, tensor: torch.Tensor, share: torch.Tensor) -> None:
-        """Launch an all-gather: concatenate `share` of all ranks in `tensor`, `(ranks * share.numel(),)`, by rank."""
+        """Launch an all-gather: write `share` of each rank, by rank, to `tensor`, `(ranks * share.numel(),)`."""
 
     def error(self) -> str:
-        """Return the asynchronous error of the communicator, empty if there is none. Thread-safe."""
+        """Return the asynchronous error of the NCCL communicator, "" if there is none. Thread-safe."""
 
     def close(self) -> None:
         """Free the communicator. Collective. No operation may be in flight."""
@@ -136,7 +142,7 @@ class Opener(Protocol):
     """Factory of NCCL communicators.
 
     Attributes:
-        max_streams: number of streams that may run at the same time.
+        max_streams: number of CUDA streams whose operations may run at the same time.
         threads: possible numbers of GPU threads for one unit (bucket).
         ways: combinations of NCCL algorithm and protocol that a communicator may have.
     """
@@ -146,9 +152,9 @@ class Opener(Protocol):
     ways: tuple[NcclWay, ...]
 
     def open(self, key: CommunicatorKey) -> Group:
-        """Open a communicator. Collective over all ranks of the job.
+        """Open the NCCL communicator that `key` describes. Collective over all ranks of the job.
 
-        With `Scope.NODE` or `Scope.ACROSS`, several communicators are opened, and this rank joins one of them.
+        With `Scope.NODE` or `Scope.ACROSS`, several communicators are opened, and each rank joins one of them.
 
         Raises:
             PlanError: on all ranks, if NCCL rejects `key.way`.
@@ -160,12 +166,14 @@ class Opener(Protocol):
 
 
 class CommunicatorPool:
-    """A pool of open NCCL communicators, which closes the least recently used ones to make room.
+    """A set of open NCCL communicators, of limited number and GPU memory.
+
+    To open a new one above the limits, the pool first closes the least recently used ones.
 
     Attributes:
         limit: largest number of open communicators.
         open: open communicators by key, least recently used first.
-        cuda_streams: CUDA streams by stream number. The flat and the hierarchical algorithm share them.
+        cuda_streams: CUDA streams by stream number. The flat and the hierarchical all-reduce share them.
     """
 
     def __init__(self, opener: Opener, *, limit: int, worst: Callable[[float], float]) -> None:
@@ -179,16 +187,17 @@ class CommunicatorPool:
         self.opener, self.limit, self._worst = opener, limit, worst
         self.open: OrderedDict[CommunicatorKey, Group] = OrderedDict()
         self.cuda_streams: dict[int, Any] = {}
-        self._taken_share = 0.0  # fraction of GPU memory of all open communicators, each by its largest rank
+        self._taken_share = 0.0  # fraction of GPU memory that the communicators use, on the rank where each uses most
 
     def require(self, keys: Sequence[CommunicatorKey]) -> None:
-        """Open the communicators of `keys` that are not open, in the order of `keys`. Collective.
+        """Open those communicators of `keys` that are not open, in the order of `keys`. Collective.
 
-        If there is no room, the pool closes the least recently used ones. No operation may be in flight.
+        If the pool would exceed its limits, it first closes the least recently used communicators. No operation may be
+        in flight.
 
         Raises:
-            PlanError: on all ranks, if there are too many communicators, if they need too much memory, or if NCCL
-                rejects a combination of algorithm and protocol.
+            PlanError: on all ranks, if `keys` are more communicators than the pool may hold, if these need too much GPU
+                memory, or if NCCL rejects a combination of algorithm and protocol.
             CommError: the ranks cannot connect.
         """
         wanted = list(dict.fromkeys(keys))
@@ -221,7 +230,7 @@ class CommunicatorPool:
             self._close(unused)
 
     def _expected_share(self) -> float:
-        """Return the expected fraction of GPU memory for all communicators after opening one more of average size."""
+        """Return the fraction of GPU memory that all communicators will use with one more of average size."""
         return self._taken_share * (len(self.open) + 1) / len(self.open)
 
     def _close(self, key: CommunicatorKey) -> None:
@@ -230,35 +239,41 @@ class CommunicatorPool:
         logger.debug("closed the NCCL communicator of %s; %d stay open", key, len(self.open))
 
     def keep_only(self, keys: Iterable[CommunicatorKey]) -> None:
-        """Close all communicators except those of `keys`. Collective. No operation may be in flight."""
+        """Close all NCCL communicators except those of `keys`. Collective. No operation may be in flight."""
         kept = set(keys)
         for key in [key for key in self.open if key not in kept]:
             self._close(key)
 
     def check(self) -> None:
-        """Check all open communicators for asynchronous NCCL errors. Thread-safe.
+        """Raise an error if an open communicator has an asynchronous NCCL error. Thread-safe.
 
         Raises:
-            CommError: a communicator has failed; the message names it.
+            CommError: a communicator has failed. The message names the communicator.
         """
         for key, group in list(self.open.items()):
             if error := group.error():
                 raise CommError(f"NCCL failed in an operation on {key}: {error}; run with NCCL_DEBUG=INFO for details")
 
     def close(self) -> None:
-        """Close all communicators. Collective. No operation may be in flight."""
+        """Close all NCCL communicators of the pool. Collective. No operation may be in flight."""
         self.keep_only(())
 
 
 LAUNCH_LOCK = free_in_forked_children(threading.Lock())
-"""Held while a thread launches NCCL operations: NCCL permits one launching thread at a time, for all communicators."""
+"""Lock that a thread holds while it launches NCCL operations, because NCCL permits one launching thread at a time."""
 
 
 class NcclWork(Work):
     """The all-reduce of a unit (bucket) on a CUDA stream. `wait` blocks the current CUDA stream, and not the thread."""
 
     def __init__(self, device: Device, begin: Event | None, end: Event) -> None:
-        """Store the CUDA events recorded before and after the all-reduce. Both are timed if `begin` is not None."""
+        """Create the work from the CUDA events that were recorded before and after the all-reduce.
+
+        Args:
+            device: GPU that runs the all-reduce.
+            begin: event before the all-reduce. None = the all-reduce is not timed.
+            end: event after the all-reduce. It must have a time if `begin` is not None.
+        """
         self._device, self._begin, self._end = device, begin, end
 
     def is_done(self) -> bool:
@@ -276,7 +291,7 @@ class NcclWork(Work):
 
 
 class NcclTransport(Transport):
-    """Transport over NCCL with the flat algorithm: one all-reduce over all ranks reduces one unit (bucket)."""
+    """Transport over NCCL that reduces each unit (bucket) by one all-reduce over all ranks (the flat algorithm)."""
 
     kind = TransportKind.NCCL
     scopes: tuple[Scope, ...] = (Scope.ALL,)
@@ -285,31 +300,35 @@ class NcclTransport(Transport):
         """Create the transport. `open_streams` opens communicators.
 
         Args:
-            pool: pool of communicators, shared with the hierarchical algorithm. The owner of the pool closes it.
-            device: device of the buffers.
-            opener: source of `max_streams` and `threads`.
+            pool: open communicators, shared with the transport of the hierarchical algorithm. The owner of the pool
+                closes it.
+            device: GPU that holds the buffers.
+            opener: opens communicators. Its `max_streams` and `threads` limit those of this transport.
         """
         self._pool, self._device = pool, device
         self.max_streams = min(opener.max_streams, pool.limit // len(self.scopes))
         self.threads = opener.threads
-        self.stream_cost = StreamCost()  # zero, because NCCL streams cost GPU memory, which the pool limits
+        self.stream_cost = StreamCost()  # no descriptors and threads; the pool limits the GPU memory of streams
 
     def keys(self, streams: Sequence[StreamSpec]) -> list[CommunicatorKey]:
-        """Return the keys of the communicators that `streams` need."""
+        """Return the keys of the NCCL communicators that units (buckets) on `streams` need."""
         return list(dict.fromkeys(_key(stream, scope) for stream in streams for scope in self.scopes))
 
     def open_streams(self, streams: Sequence[StreamSpec]) -> None:
-        """Open the communicators that `streams` need. Collective. No operation may be in flight."""
+        """Open the NCCL communicators that units (buckets) on `streams` need. Collective.
+
+        No operation may be in flight.
+        """
         keys = self.keys(streams)
         if not set(keys) <= self._pool.open.keys():
             self._device.synchronise()  # no operation may be in flight when the pool closes a communicator
         self._pool.require(keys)
 
     def _start(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
-        """Launch the all-reduce of a unit (bucket) on the CUDA stream that belongs to `stream.number`.
+        """Launch the all-reduce of elements `[start, stop)` of `buffer`, a unit (bucket).
 
-        It runs after the work that is queued on the current CUDA stream. Units with the same stream number run one
-        after another, even if different communicators reduce them.
+        It runs on the CUDA stream of `stream.number`, after the work that is queued on the current CUDA stream. Units
+        with the same stream number run one after another, even if different communicators reduce them.
         """
         unit, device, timed = buffer.tensor[start:stop], self._device, recorder.times_wanted()
         packed = device.record_event()
@@ -348,20 +367,21 @@ class NcclTransport(Transport):
 
 
 def _key(stream: StreamSpec, scope: Scope) -> CommunicatorKey:
-    """Return the key of the communicator that a stream uses for `scope`.
+    """Return the key of the communicator that a stream uses between the ranks of `scope`.
 
-    Within a node, NCCL chooses algorithm and protocol, because the operations there are reduce-scatter and all-gather,
-    for which NCCL has no tree algorithm.
+    For `Scope.NODE`, the key leaves NCCL's algorithm and protocol to NCCL. The operations within a node are
+    reduce-scatter and all-gather, for which NCCL has no tree algorithm.
     """
     way = None if scope is Scope.NODE else stream.nccl
     return CommunicatorKey(stream.number, ctas_for(stream.threads), scope, way)
 
 
 class NcclHierarchicalTransport(NcclTransport):
-    """The hierarchical algorithm: reduce-scatter within the node, all-reduce between nodes, all-gather within the node.
+    """Transport over NCCL that reduces each unit (bucket) within nodes first, then between nodes.
 
-    Each rank of a node reduces an equal part of a unit (bucket) between nodes, so that all network interfaces of the
-    node are used. The last elements of a unit, too few to give each rank an aligned part, use the flat algorithm.
+    The steps are a reduce-scatter within the node, an all-reduce between nodes, and an all-gather within the node. Each
+    rank of a node reduces an equal part of a unit between nodes, so that all network interfaces of the node are used.
+    The last elements of a unit, too few to give each rank an aligned part, are reduced over all ranks at once.
     """
 
     scopes = (Scope.ALL, Scope.NODE, Scope.ACROSS)
@@ -377,14 +397,19 @@ class NcclHierarchicalTransport(NcclTransport):
     ) -> None:
         """Create the transport. `open_streams` opens communicators.
 
-        All nodes must have `local_size` ranks. `NcclTransport` describes the other arguments.
+        Args:
+            pool: open communicators, shared with the transport of the flat algorithm. The owner of the pool closes it.
+            device: GPU that holds the buffers.
+            opener: opens communicators. Its `max_streams` and `threads` limit those of this transport.
+            local_size: number of ranks per node, equal on all nodes.
+            local_rank: number of this rank within its node.
         """
         super().__init__(pool, device, opener=opener)
         self._local_size, self._local_rank = local_size, local_rank
 
     def _launch(self, unit: torch.Tensor, stream: StreamSpec, op: ReduceOp, scale: float) -> None:
-        # The parts of all ranks must have equal size, and start at addresses that NCCL's vectorised kernels require.
-        # Therefore `whole` has a multiple of `piece` elements, and `rest` has fewer than `piece`.
+        # Split the unit (bucket) into `whole`, a multiple of `piece` elements, and `rest`, fewer than `piece` elements.
+        # So the parts of `whole` have equal size, and start at addresses that NCCL's vectorised kernels require.
         piece = self._local_size * max(1, SHARE_ALIGNMENT_BYTES // unit.element_size())
         split = unit.numel() // piece * piece
         whole, rest = unit[:split], unit[split:]
@@ -405,19 +430,19 @@ ORDERED_NCCL = (2, 26)
 OVERLAPPING_CUDA = (12, 3)
 
 MAX_STREAMS = 24
-"""Largest number of streams in AIACC's experiments. `CommunicatorPool` limits the GPU memory of communicators."""
+"""Largest number of CUDA streams for all-reduces: the largest one in the experiments of the AIACC paper."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NcclVersions:
-    """Versions and settings that determine whether several communicators may run at the same time.
+    """Versions and settings of this process that decide whether several NCCL communicators may run at the same time.
 
     Attributes:
         nccl: version of NCCL, as (major, minor, patch).
         cuda_runtime: version of CUDA for which torch was built, as (major, minor).
-        cuda_driver: the newest CUDA that the driver supports, as (major, minor); (0, 0) if unknown.
-        launch_order: the value of `NCCL_LAUNCH_ORDER_IMPLICIT`, "" if it is not set, `TOO_LATE` if NCCL may have read
-            the variable before Sirtaki set it.
+        cuda_driver: newest version of CUDA that the GPU's driver supports, as (major, minor). (0, 0) = unknown.
+        launch_order: value of the environment variable `NCCL_LAUNCH_ORDER_IMPLICIT`. Empty = not set. `TOO_LATE` = NCCL
+            may have read the variable before Sirtaki set it.
     """
 
     nccl: tuple[int, ...]
@@ -427,7 +452,7 @@ class NcclVersions:
 
     @classmethod
     def here(cls, environ: Mapping[str, str] = os.environ) -> NcclVersions:
-        """Return the versions and settings of this process. Requires a GPU."""
+        """Return the versions of NCCL and CUDA, and the launch-order setting, of this process. Requires a GPU."""
         major, minor = (int(part) for part in str(torch.version.cuda).split(".")[:2])
         return cls(
             nccl=tuple(torch.cuda.nccl.version()),  # type: ignore[no-untyped-call]  # torch's
@@ -438,12 +463,12 @@ class NcclVersions:
 
     @property
     def max_streams(self) -> int:
-        """Number of communicators that may run at the same time."""
+        """Number of NCCL communicators whose operations may run at the same time."""
         return 1 if self.why_one_stream else MAX_STREAMS
 
     @property
     def why_one_stream(self) -> str:
-        """Reason why only one stream is possible, for the log. Empty = several streams are possible."""
+        """Reason why only one CUDA stream can be used for all-reduces, for the log. Empty = several can be used."""
         if self.nccl[:2] < ORDERED_NCCL:
             return f"NCCL {_dotted(self.nccl)} cannot order several communicators; {_dotted(ORDERED_NCCL)} can"
         if self.launch_order == TOO_LATE:
@@ -466,7 +491,7 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 
 TOO_LATE = "set too late"
-"""Value of `NcclVersions.launch_order` if NCCL may have read the variable before Sirtaki could set it."""
+"""Value of `NcclVersions.launch_order` if NCCL may have read `NCCL_LAUNCH_ORDER_IMPLICIT` before Sirtaki set it."""
 
 _set_too_late = False
 
@@ -474,8 +499,8 @@ _set_too_late = False
 def ask_for_launch_order() -> None:
     """Set `NCCL_LAUNCH_ORDER_IMPLICIT=1`, unless the user has set it. Called when `sirtaki.torch` is imported.
 
-    NCCL reads the variable once, at its first launch. If CUDA and process groups are already in use, NCCL may have read
-    the variable before this call.
+    NCCL reads this environment variable once, at its first launch. If CUDA and process groups are already in use, NCCL
+    may have read it before this call; this is noted for `NcclVersions.here`.
     """
     global _set_too_late
     if LAUNCH_ORDER not in os.environ:
@@ -485,16 +510,16 @@ def ask_for_launch_order() -> None:
 
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 NO_HANDLING = "0"
-"""Value with which PyTorch only reports the failure of a communicator. By default, PyTorch would end the process before
-Sirtaki can name the failed ranks. PyTorch must not abort the communicator either, because CUDA streams that wait for
-the communicator would continue with wrong gradients."""
+"""Value of `TORCH_NCCL_ASYNC_ERROR_HANDLING` with which PyTorch only reports the failure of an NCCL communicator. By
+default, PyTorch would end the process before Sirtaki can name the failed ranks. With the value 2, PyTorch would abort
+the communicator, and CUDA streams that wait for it would continue with wrong gradients."""
 
 PREMULTIPLIED = (torch.float16, torch.float32, torch.float64)
-"""dtypes for which each supported version of torch offers NCCL's pre-multiplied sum."""
+"""dtypes for which each supported version of torch offers NCCL's pre-multiplied sum (scale and sum in one call)."""
 
 
 class NcclGroup:
-    """A communicator, over a `ProcessGroupNCCL` of PyTorch.
+    """One NCCL communicator, implemented by a `ProcessGroupNCCL` of PyTorch.
 
     From torch 2.8 on, a collective with `asyncOp = False` runs on the current CUDA stream and returns None. Older
     versions run each collective on a CUDA stream of the group, after the kernels queued on the current stream, and
@@ -503,15 +528,18 @@ class NcclGroup:
     """
 
     def __init__(self, group: Any) -> None:  # Any: ProcessGroupNCCL, which a torch without CUDA lacks
-        """Wrap a `ProcessGroupNCCL`, which `close` or `abort` ends."""
+        """Wrap a `ProcessGroupNCCL`. `close` and `abort` shut it down."""
         self._group = group
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
-        """Launch an all-reduce on the current CUDA stream."""
+        """Launch an all-reduce of `tensor`, in place, on the current CUDA stream."""
         self._reduce(tensor, TORCH_OPS[op])
 
     def all_reduce_scaled(self, tensor: torch.Tensor, scale: float) -> bool:
-        """Launch a scaled sum on the current CUDA stream, as an average or as NCCL's pre-multiplied sum."""
+        """Launch a sum of `tensor` over ranks, times `scale`, in place, on the current CUDA stream.
+
+        NCCL computes it as an average or as a pre-multiplied sum. Return False, without a launch, if neither fits.
+        """
         if not tensor.is_floating_point():
             return False
         if math.isclose(scale * self._group.size(), 1.0):
@@ -528,13 +556,13 @@ class NcclGroup:
         self._order(self._group.allreduce([tensor], _on_current_stream(options)))
 
     def reduce_scatter(self, share: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> None:
-        """Launch a reduce-scatter on the current CUDA stream."""
+        """Launch a reduce-scatter of `tensor` into `share` on the current CUDA stream."""
         options = dist.ReduceScatterOptions()
         options.reduceOp = TORCH_OPS[op]  # type: ignore[assignment]  # torch's stub rejects RedOpType
         self._order(self._group._reduce_scatter_base(share, tensor, _on_current_stream(options)))
 
     def all_gather(self, tensor: torch.Tensor, share: torch.Tensor) -> None:
-        """Launch an all-gather on the current CUDA stream."""
+        """Launch an all-gather of `share` into `tensor` on the current CUDA stream."""
         self._order(self._group._allgather_base(tensor, share, _on_current_stream(AllgatherOptions())))
 
     @staticmethod
@@ -543,18 +571,18 @@ class NcclGroup:
             work.wait()
 
     def error(self) -> str:
-        """Return the asynchronous error of the communicator, empty if there is none. Thread-safe."""
+        """Return the asynchronous error of the NCCL communicator, "" if there is none. Thread-safe."""
         if not hasattr(self._group, "get_error"):  # torch < 2.7 cannot query errors
             return ""
         found = self._group.get_error()
         return "" if found.name == "SUCCESS" else str(found.name).lower().replace("_", " ")
 
     def close(self) -> None:
-        """Free the communicator, by the method that this version of torch has."""
+        """Free the NCCL communicator. Collective. No operation may be in flight."""
         self._end("shutdown", "abort", "_shutdown")  # torch 2.4 has only `_shutdown`
 
     def abort(self) -> None:
-        """Make pending operations fail, and free the communicator. Not collective. Thread-safe."""
+        """Make pending operations fail, and free the NCCL communicator. Not collective. Thread-safe."""
         self._end("abort", "shutdown", "_shutdown")
 
     def _end(self, *methods: str) -> None:
@@ -573,11 +601,11 @@ START_POLL_S, ABORT_S = 0.02, 10.0
 
 
 class _Opening:
-    """One attempt to open a communicator.
+    """One attempt to open an NCCL communicator.
 
     Attributes:
         prefix: prefix of this attempt's keys in the store.
-        store: store through which the ranks of the communicator exchange NCCL's id.
+        store: key-value store through which the ranks of the communicator exchange the id of the NCCL communicator.
         group: the communicator. None until PyTorch has created the process group.
         problem: reason why the attempt has failed. Empty = it has not failed.
     """
@@ -585,7 +613,10 @@ class _Opening:
     def __init__(
         self, control: ControlPlane, device: CudaDevice, key: CommunicatorKey, *, timeout: datetime.timedelta
     ) -> None:
-        """Choose the prefix of the keys in the store. Collective over the ranks of the scope."""
+        """Choose the prefix of this attempt's keys in the store, without opening the communicator.
+
+        Collective over the ranks of `key.scope`.
+        """
         self._key, self._device, self._timeout = key, device, timeout
         self._rank, self._size, name = {
             Scope.ALL: (control.rank, control.size, "all"),
@@ -598,7 +629,7 @@ class _Opening:
         self.problem = ""
 
     def run(self) -> None:
-        """Open the communicator, and run its first operation, which connects the ranks.
+        """Open the NCCL communicator, and run its first operation, which connects the ranks.
 
         Raises:
             RuntimeError: NCCL failed.
@@ -607,8 +638,8 @@ class _Opening:
         options._timeout = self._timeout
         if self._key.ctas is not None:
             options.config.min_ctas = options.config.max_ctas = self._key.ctas
-        # PyTorch reads ERROR_HANDLING in `ProcessGroupNCCL`. NCCL reads its variables in the first operation, which
-        # creates the communicator.
+        # Set environment variables during the creation of the process group, in which PyTorch reads ERROR_HANDLING, and
+        # during the first operation, in which NCCL creates the communicator and reads its variables.
         with (
             torch.cuda.device(self._device.torch_device),
             environment({ERROR_HANDLING: NO_HANDLING} | nccl_variables(self._key)),
@@ -621,7 +652,10 @@ class _Opening:
             self._device.synchronise()
 
     def attempt(self) -> None:
-        """Call `run`, and store the error message in `problem` if it raises. Runs in a helper thread."""
+        """Open the communicator by `run`, and store the error message in `problem` if it raises.
+
+        Called in a helper thread.
+        """
         try:
             self._device.enter_thread()
             self.run()
@@ -629,14 +663,14 @@ class _Opening:
             self.problem = self.problem or str(err)
 
     def abort(self) -> None:
-        """Make a pending attempt fail, or free the communicator that it has opened."""
+        """Make the attempt fail if it is pending, or free the communicator that the attempt has opened."""
         if self.group is not None:
             with contextlib.suppress(RuntimeError):
                 self.group.abort()
 
 
 class NcclOpener:
-    """Opens communicators between the ranks of a control plane, on one GPU of this process."""
+    """Opens NCCL communicators between the ranks of a control plane. Each rank uses one GPU."""
 
     def __init__(
         self,
@@ -650,10 +684,10 @@ class NcclOpener:
         """Create the opener. `open` and `open_first` open communicators.
 
         Args:
-            control: control plane of the ranks.
+            control: control plane of the ranks (small messages between them).
             device: GPU of this process.
-            max_streams: number of streams that may run at the same time.
-            timeout_s: timeout of an NCCL operation that makes no progress.
+            max_streams: number of CUDA streams whose operations may run at the same time.
+            timeout_s: seconds after which an NCCL operation without progress fails.
             ways: combinations of NCCL algorithm and protocol that a communicator may have.
         """
         self._control, self._device = control, device
@@ -664,7 +698,10 @@ class NcclOpener:
         self._first: NcclGroup | None = None
 
     def open(self, key: CommunicatorKey) -> Group:
-        """Open a communicator, and run its first operation. Collective."""
+        """Open the NCCL communicator that `key` describes, and run its first operation. Collective.
+
+        If `open_first` has opened this communicator before, return it.
+        """
         if key == FIRST and self._first is not None:
             first, self._first = self._first, None
             return first
@@ -677,7 +714,8 @@ class NcclOpener:
             opening.problem = str(err)
         if key.way is not None:
             try:
-                # NCCL accepts or rejects `key.way` by the topology, equally on each rank, so that all ranks come here.
+                # Let all ranks agree on the result. No rank hangs before this line, because NCCL accepts or rejects an
+                # algorithm and protocol by the topology, equally on each rank.
                 self._control.agree_on_success(opening.problem)
             except TransportError as err:
                 opening.abort()
@@ -686,11 +724,11 @@ class NcclOpener:
         return opening.group
 
     def open_first(self) -> str:
-        """Open the communicator of stream 0, which `open` returns later. Collective.
+        """Open the NCCL communicator of stream 0 as a test of NCCL. `open` returns it later. Collective.
 
-        A rank whose attempt fails writes the reason to the store. Its peers poll the store and abort their attempts,
-        because NCCL would wait for the failed rank. With PyTorch 2.4, which cannot clone a store, the peers abort their
-        attempts only after the timeout.
+        A rank whose attempt fails writes the reason to the key-value store. Its peers poll the store and abort their
+        attempts, because NCCL would wait for the failed rank. With PyTorch 2.4, which cannot clone a store, the peers
+        abort their attempts only after the timeout.
 
         Returns:
             Reason why NCCL cannot be used between these ranks, equal on all ranks. Empty = NCCL can be used.
@@ -700,7 +738,8 @@ class NcclOpener:
         """
         control, opening = self._control, _Opening(self._control, self._device, FIRST, timeout=self._timeout)
         failed, within_s = f"{opening.prefix}/failed", self._timeout.total_seconds()
-        # Poll over a second connection, because the attempt may block in the first one. torch 2.4 cannot clone a store.
+        # Poll the store over a second connection, because the attempt may block the first one. torch 2.4 cannot clone a
+        # store, so that nothing is polled.
         watched = opening.store.clone() if hasattr(opening.store, "clone") else None
         thread = threading.Thread(target=opening.attempt, name="sirtaki-nccl-start", daemon=True)
         thread.start()
@@ -738,11 +777,15 @@ class NcclOpener:
 
 ALGORITHM, PROTOCOL = "NCCL_ALGO", "NCCL_PROTO"
 USER_VARIABLES = (ALGORITHM, PROTOCOL, "NCCL_TUNER_PLUGIN")
-"""If one of these variables is set, the user or a plugin of NCCL chooses algorithm and protocol."""
+"""Environment variables by which the user, or a tuner plugin of NCCL, chooses NCCL's algorithm and protocol. If one of
+them is set, Sirtaki does not tune the two."""
 
 
 def nccl_variables(key: CommunicatorKey) -> dict[str, str]:
-    """Return the environment variables that set algorithm and protocol; `ProcessGroupNCCL` has no options for them."""
+    """Return the environment variables that make NCCL use the algorithm and protocol of `key`.
+
+    `ProcessGroupNCCL` has no options for them.
+    """
     return {} if key.way is None else {ALGORITHM: key.way.algorithm, PROTOCOL: key.way.protocol}
 
 
@@ -764,7 +807,7 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 def tunable_ways(control: ControlPlane, environ: Mapping[str, str] = os.environ) -> tuple[NcclWay, ...]:
     """Return the combinations of NCCL algorithm and protocol to tune. Collective.
 
-    Empty if one of `USER_VARIABLES` is set on any rank, because algorithm and protocol are then chosen already.
+    Return none if one of `USER_VARIABLES` is set on any rank, because the user has then chosen algorithm and protocol.
     """
     decided: list[str] = control.all_gather(next((name for name in USER_VARIABLES if environ.get(name)), ""))
     chosen = next(filter(None, decided), "")
@@ -774,15 +817,15 @@ def tunable_ways(control: ControlPlane, environ: Mapping[str, str] = os.environ)
 
 
 def find_nccl(control: ControlPlane, device: CudaDevice, *, forced: bool, timeout_s: float) -> Opener | None:
-    """Return an opener of NCCL communicators between these ranks' GPUs. Collective.
+    """Return an object that opens NCCL communicators between the GPUs of these ranks. Collective.
 
     If NCCL cannot be used, log the reason and return None.
 
     Args:
-        control: control plane of the ranks.
+        control: control plane of the ranks (small messages between them).
         device: GPU of this rank.
         forced: True if the user has asked for NCCL. NCCL is then tried even if ranks share a GPU.
-        timeout_s: timeout of an NCCL operation that makes no progress.
+        timeout_s: seconds after which an NCCL operation without progress fails.
     """
     own = _identity(device, control.hosts[control.rank]) if dist.is_nccl_available() else ""
     gpus: list[str] = control.all_gather(own)

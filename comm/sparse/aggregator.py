@@ -1,8 +1,8 @@
-"""In-network aggregation as in Libra, with a process in place of the switch. An experiment, which training jobs do not
-use.
+"""Sums of gradient rows by an aggregator, a process to which all ranks send. An experiment, not used in training jobs.
 
-An `Aggregator` sums the values that the ranks of a job send, packet by packet. An `AggregatorClient` sends a rank's
-rows, receives the sums, and changes to a standby aggregator if its aggregator fails.
+In the Libra paper, a network switch is the aggregator. An `Aggregator` sums the values that the ranks of a job send,
+packet by packet. An `AggregatorClient` sends a rank's rows, receives the sums, and changes to a standby aggregator if
+its aggregator fails.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from sirtaki.machine import Address, parse_address
 
 # ── packets and sockets ───────────────────────────────────────────────────────────────────────────────────────────────
 #
-# Libra's packets are pairs of row index and value. These packets have no indices: all ranks use the same layout (rows
-# by access frequency, width, registers) and send hot rows as a dense block, with zeros for rows without a gradient. So
-# packet s holds n floats from position s · n on. A real switch would need the indices.
+# In the Libra paper, a packet contains pairs of row index and value. The packets here contain no indices: all ranks
+# send the frequent rows as one dense block of equal layout, with zeros for rows without a gradient. So packet s
+# contains the n floats of the block from position s · n on. A real switch would need the indices.
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -52,10 +52,10 @@ HEADER = np.dtype(
         ("rank", "<u2"),
         ("ranks", "<u2"),  # number of ranks of the job
         ("job", "<u8"),
-        ("epoch", "<u8"),  # random id that an aggregator gives a job, so that clients notice a restarted aggregator
+        ("epoch", "<u8"),  # random id from the aggregator for the job, by which clients notice its restart
         ("step", "<u4"),
         ("count", "<u4"),  # number of values in the step
-        ("window", "<u4"),  # limit of packets in flight per rank, set by the aggregator
+        ("window", "<u4"),  # largest number of packets in flight per rank, set by the aggregator
         ("seq", "<u4"),
     ]
 )
@@ -65,20 +65,20 @@ _EQUAL_BYTES = HEADER_BYTES - 4
 
 
 class PacketKind(IntEnum):
-    """Kind of a packet. Each comment names the sender first."""
+    """Kind of a packet between ranks and aggregator. Each comment names the sender, then the meaning."""
 
     PART = 1  # rank: values to sum
     SUM = 2  # aggregator: the sum; rank: a sum from the previous aggregator, which has failed
     ACK = 3  # aggregator: packet received, but packets of other ranks are missing
     REFUSED = 4  # aggregator: job rejected, with the reason
-    GONE = 5  # aggregator: it shuts down
-    BYE = 6  # rank: it leaves the job
+    GONE = 5  # aggregator: the aggregator shuts down
+    BYE = 6  # rank: the rank leaves the job
     STATUS = 7  # any process: request of counters
     COUNTERS = 8  # aggregator: counters as JSON
 
 
 def packet(kind: PacketKind, *, body: bytes = b"", **fields: int) -> bytes:
-    """Return the bytes of a packet."""
+    """Return a packet as bytes: a header with these `fields`, then `body`."""
     header = np.zeros(1, HEADER)
     header["magic"], header["version"], header["kind"] = MAGIC, VERSION, kind
     for name, value in fields.items():
@@ -87,7 +87,7 @@ def packet(kind: PacketKind, *, body: bytes = b"", **fields: int) -> bytes:
 
 
 def frames(packets: int, floats: int, kind: PacketKind, **fields: int) -> Bytes:
-    """Return a matrix with one packet of `floats` values per row, numbered from 0: (packets, bytes)."""
+    """Return a matrix, `(packets, bytes)`, whose rows are packets with `floats` zeros each, numbered from 0."""
     row = np.frombuffer(packet(kind, body=bytes(4 * floats), **fields), np.uint8)
     matrix = np.repeat(row[None], packets, axis=0)
     headers_of(matrix)["seq"] = np.arange(packets)
@@ -95,17 +95,20 @@ def frames(packets: int, floats: int, kind: PacketKind, **fields: int) -> Bytes:
 
 
 def headers_of(rows: Bytes) -> Headers:
-    """Return a view of the headers of equally long packets: (packets,)."""
+    """Return a view, `(packets,)`, of the headers of equally long packets (the rows of a matrix)."""
     return rows[:, :HEADER_BYTES].view(HEADER)[:, 0]
 
 
 def floats_of(rows: Bytes) -> Floats:
-    """Return a view of the values of equally long packets: (packets, floats)."""
+    """Return a view, `(packets, floats)`, of the values in equally long packets (the rows of a matrix)."""
     return rows[:, HEADER_BYTES:].view(np.float32)
 
 
 def groups(rows: Bytes) -> list[Bytes]:
-    """Split equally long packets where any header field but `seq` changes. Drops packets of other protocols."""
+    """Split equally long packets into groups of consecutive packets with equal header fields, except `seq`.
+
+    Packets of other protocols are dropped.
+    """
     if rows.shape[1] < HEADER_BYTES:
         return []
     rows = rows[(rows[:, :3] == np.frombuffer(struct.pack("<HB", MAGIC, VERSION), np.uint8)).all(axis=1)]
@@ -116,7 +119,7 @@ def groups(rows: Bytes) -> list[Bytes]:
 
 
 def runs(seqs: Numbers) -> list[tuple[int, int]]:
-    """Return ascending numbers as ranges: [(begin, end), …]."""
+    """Return ascending integers as ranges of consecutive integers, `[begin, end)`."""
     if not seqs.size:
         return []
     cuts = np.flatnonzero(np.diff(seqs) != 1) + 1
@@ -142,11 +145,11 @@ class Wire:
     def __init__(self, sock: socket.socket, *, batches: bool = True) -> None:
         """Take ownership of the socket. `batches=False` disables GSO and GRO."""
         self._sock = sock
-        # Use a blocking socket, so that a full queue of the network device slows the sender down.
+        # Use a blocking socket, so that the sender waits while the queue of the network device is full.
         sock.setblocking(True)
         for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
             sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER_BYTES)
-        # Allow IP fragmentation, because a link may have frames that are shorter than packets.
+        # Allow IP fragmentation, because the frames of a network may be shorter than packets.
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _NEVER)
         self._segments = batches
@@ -197,11 +200,11 @@ class Wire:
         return self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until a packet arrives. Return False if the time is up."""
+        """Wait until a packet arrives, for at most `timeout_s`. Return False if none has arrived."""
         return bool(self._poll.poll(max(0.0, 1e3 * timeout_s)))
 
     def send(self, data: bytes, to: Address | None = None) -> None:
-        """Send a packet. Errors of the network count as packet loss; a missing listener sets `refused`."""
+        """Send a packet. Ignore network errors, as if the packet were lost. If no process listens, set `refused`."""
         try:
             if to is None:
                 self._sock.send(data)
@@ -211,7 +214,7 @@ class Wire:
             self._handle_error(err)
 
     def send_rows(self, rows: Bytes, to: Address | None = None) -> None:
-        """Send a packet for each row of a contiguous matrix. Blocks while the network device's queue is full."""
+        """Send each row of a contiguous matrix as a packet. Block while the queue of the network device is full."""
         size = rows.shape[1]
         batch = min(_MAX_SEGMENTS, _MAX_BYTES // size) if self._segments else 1
         for begin in range(0, len(rows), batch):
@@ -223,14 +226,18 @@ class Wire:
             self._sock.sendmsg([rows.data], cut, 0, *(() if to is None else (to,)))
         except OSError as err:
             if len(rows) > 1 and err.errno in (errno.EIO, errno.EINVAL, errno.EMSGSIZE, errno.ENOPROTOOPT):
-                # Send single packets from now on, because the network device does not support GSO.
+                # From now on, send packets one by one, because the network device does not support GSO (one system call
+                # for many packets).
                 self._segments = False
                 self.send_rows(rows, to)
             else:
                 self._handle_error(err)
 
     def batches(self, most: int = 64) -> Iterator[tuple[Bytes, Address]]:
-        """Yield received packets of equal size and sender, (packets, bytes). An array is valid until the next one."""
+        """Yield arrays of received packets, `(packets, bytes)`, each with the sender's address.
+
+        Packets of an array have equal size and sender. An array is valid until the next one is yielded.
+        """
         for _ in range(most):
             try:
                 length, extra, _, sender = self._sock.recvmsg_into([self._buffer], 64, socket.MSG_DONTWAIT)
@@ -285,13 +292,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeatLayout:
-    """Layout of hot (frequent) rows in packets and in the aggregator's registers (sums).
+    """Layout of hot (frequent) rows in packets and in the aggregator's registers, which store sums.
 
     Attributes:
-        rows: number of rows, ordered by access frequency.
-        width: float32 values per row.
-        registers: number of registers (m in the Libra paper). None = one for each row of a packet, the smallest number
-            without conflicts.
+        rows: number of hot rows, ordered by how often they occur in gradients.
+        width: number of float32 values per row.
+        registers: number of rows whose sums the aggregator stores per packet (m in the Libra paper). None = as many
+            rows as fit into a packet.
 
     Raises:
         ConfigError: a number is not positive.
@@ -307,13 +314,13 @@ class HeatLayout:
 
     @property
     def floats(self) -> int:
-        """Return the number of values per packet: one row of each register, or a part of a row that is longer."""
+        """Return the number of values per packet: one row per register, or a part of a row if rows are too long."""
         rows = MAX_FLOATS // self.width
         return min(rows, self.registers or rows) * self.width or MAX_FLOATS
 
     @property
     def packets(self) -> int:
-        """Return the number of packets of a step that sums all rows."""
+        """Return the number of packets that contain all hot rows once."""
         return -(-self.rows * self.width // self.floats)
 
 
@@ -321,7 +328,7 @@ REORDER = 32
 """Number of later packets that may overtake a packet before it counts as lost."""
 
 MAX_BURST = 88
-"""New packets sent between two reads of the socket."""
+"""Largest number of new packets that are sent between two reads of the socket."""
 
 MAX_PROBES = 8
 MIN_WINDOW = 16
@@ -331,18 +338,21 @@ MAX_RANKS = 65535
 
 
 class _StepPackets:
-    """Packets of one step (one call of `sum`): this rank's values and the received sums. Two objects alternate."""
+    """Packets of one step (one call of `AggregatorClient.sum`): this rank's values, and the received sums.
+
+    A client has two objects, for the current and the previous step.
+    """
 
     def __init__(self, packets: int, floats: int, **fields: int) -> None:
         self._parts = frames(packets, floats, PacketKind.PART, **fields)
-        # After a failure of the aggregator, these sums are sent to the next one.
+        # Keep received sums as packets, because this rank sends them to a standby if the aggregator fails.
         self._sums = frames(packets, floats, PacketKind.SUM, **fields)
         self._received, self._acknowledged = np.zeros(packets, np.bool_), np.zeros(packets, np.bool_)
         self._sent_s, self._tries = np.zeros(packets), np.zeros(packets, np.int64)
         self.number, self._count, self.resent = -1, 0, 0
 
     def begin(self, number: int, values: Floats) -> None:
-        """Start a new step, and copy its values, (n,), into the packets."""
+        """Start step `number`, and copy this rank's `values`, `(n,)`, into the packets."""
         into = floats_of(self._parts)
         floats = into.shape[1]
         whole, rest = divmod(values.size, floats)
@@ -356,24 +366,29 @@ class _StepPackets:
         self.restart()
 
     def restart(self) -> None:
-        """Mark all packets as unsent, because a new aggregator has no state of this step."""
+        """Mark all packets as unsent. Called for a new aggregator, which has received nothing of this step."""
         self._acknowledged[:], self._tries[:], self._top = False, 0, 0
 
     @property
     def is_complete(self) -> bool:
-        """Return whether all sums of this step were received."""
+        """Return whether this rank has received all sums of this step."""
         return bool(self._received[: self._count].all())
 
     def result(self, size: int) -> Floats:
-        """Return a copy of the first `size` sums."""
+        """Return a copy of the first `size` received sums."""
         return floats_of(self._sums)[: self._count].reshape(-1)[:size].copy()
 
     def store(self, seqs: Numbers, values: Floats, now_s: float) -> float | None:
-        """Store received sums. Repeated sums are ignored.
+        """Store sums that the aggregator has sent. Sums that were received before are ignored.
+
+        Args:
+            seqs: numbers of the packets.
+            values: sums in the packets, `(packets, floats)`.
+            now_s: current time.
 
         Returns:
-            The round-trip time in seconds, measured on packets that were sent only once. 0.0 if there is no such
-            packet. None if none of the sums was expected.
+            The round-trip time in seconds, measured on packets that this rank has sent only once. 0.0 = there is no
+            such packet. None = all sums were received before.
         """
         valid = seqs < self._count
         valid[valid] &= ~self._acknowledged[seqs[valid]]
@@ -388,10 +403,10 @@ class _StepPackets:
         return now_s - float(self._sent_s[once].max()) if once.size else 0.0
 
     def send(self, wire: Wire, now_s: float, *, window: int, timeout_s: float) -> None:
-        """Send new packets within the window, and resend lost packets.
+        """Send packets that were not yet sent, at most `window` in flight, and resend lost packets.
 
-        If all packets are acknowledged, send one packet every `PROBE_INTERVAL_S`, to learn whether the aggregator still
-        has the state of this step.
+        If the aggregator has answered all packets, send one packet every `PROBE_INTERVAL_S`. The answer shows whether
+        the aggregator still has the sums of this step, or has failed.
         """
         missing = np.flatnonzero(~self._acknowledged[: self._count])
         if not missing.size:
@@ -404,7 +419,8 @@ class _StepPackets:
         fresh = open_[tries == 0][:MAX_BURST]
         lost = (tries > 0) & (waited_s > np.minimum(timeout_s * 2.0 ** (tries - 1), MAX_TIMEOUT_S))
         overtaken = open_ + REORDER < self._top
-        # Resend only a few packets that no later packet has overtaken, because they may just wait for a slow rank.
+        # Of the packets that no later packet has overtaken, resend only a few, because their sums may just wait for a
+        # slow rank.
         again = np.concatenate((open_[lost & overtaken], open_[lost & ~overtaken][:MAX_PROBES]))
         self.resent += again.size
         due = np.sort(np.concatenate((fresh, again)))
@@ -424,13 +440,13 @@ class AggregatorClient:
         job: unique name of the job, equal on all ranks.
         rank: rank of this process.
         ranks: number of ranks.
-        layout: layout of the rows, equal on all ranks.
-        lost_s: seconds without an answer after which an aggregator counts as lost.
-        stall_s: seconds without a new sum after which `sum` raises.
+        layout: layout of the rows in packets, equal on all ranks.
+        lost_s: seconds without an answer after which an aggregator counts as failed.
+        stall_s: seconds without a new sum after which `sum` raises an error.
         connect: opens a socket to an address.
 
     Attributes:
-        moves: number of changes to another aggregator.
+        moves: number of times that this client has changed to another aggregator.
 
     Raises:
         ConfigError: an address or number is invalid.
@@ -464,7 +480,7 @@ class AggregatorClient:
 
     @property
     def resent(self) -> int:
-        """Return the number of packets sent more than once."""
+        """Return how many times this client has sent a packet again."""
         return self._previous.resent + self._current.resent
 
     def sum(self, values: Floats) -> Floats:
@@ -490,9 +506,10 @@ class AggregatorClient:
         return self._current.result(values.size).reshape(values.shape)
 
     def linger(self, until: Callable[[], bool]) -> None:
-        """Continue to exchange packets with the aggregator until a condition holds.
+        """Continue to exchange packets with the aggregator until `until` returns True.
 
-        If the aggregator fails, its standby and the peers may need sums that only this rank has received.
+        Call this after the last sum. If the aggregator fails, its standby and the peers may need sums that only this
+        rank has received.
         """
         while not until():
             with contextlib.suppress(AggregatorError):
@@ -502,7 +519,7 @@ class AggregatorClient:
     def close(self) -> None:
         """Leave the job. Call this after all ranks have received their last sums. May be called twice."""
         if self._wire is not None:
-            # Send BYE three times, because a packet may be lost, and BYE has no answer.
+            # Send BYE three times, because packets may be lost, and the aggregator does not answer BYE.
             for _ in range(3):
                 self._wire.send(packet(PacketKind.BYE, body=b"", **self._fields))
             self._wire.close()
@@ -520,7 +537,7 @@ class AggregatorClient:
                 step.send(wire, now_s, window=self._window, timeout_s=timeout_s)
             wire.wait(0.002)
             before_s, self._now_s = now_s, time.monotonic()
-            # Ignore a pause in which this process was suspended, because no answer could arrive.
+            # Do not count a pause of this process as silence of the aggregator, because no answer could be received.
             if self._now_s - before_s > SUSPENDED_S:
                 self._last_received_s += self._now_s - before_s
             if not self._receive(wire):
@@ -534,7 +551,7 @@ class AggregatorClient:
                 )
 
     def _receive(self, wire: Wire) -> bool:
-        """Process received packets. Return False if this rank has changed to another aggregator because of a packet."""
+        """Process received packets. Return False if a packet has made this client change to another aggregator."""
         for rows, _ in wire.batches(8):
             for group in groups(rows):
                 self._process(group)
@@ -564,7 +581,7 @@ class AggregatorClient:
             self._move("ends")
         elif kind in (PacketKind.SUM, PacketKind.ACK):
             self._failures, self._window = 0, max(int(first["window"]), 1)
-            if epoch != self._epoch:  # first answer of this aggregator, or it was restarted
+            if epoch != self._epoch:  # the first answer of this aggregator, or of a restarted one
                 if self._epoch:
                     self._restart_steps()
                 self._epoch = epoch
@@ -601,7 +618,7 @@ class AggregatorClient:
 # ── table-based float addition: Libra, §3.5 ───────────────────────────────────────────────────────────────────────────
 
 ONE = 1 << 16
-"""Fixed-point 1.0: logarithms have 16 fractional bits."""
+"""The number 1.0 in fixed point with 16 fractional bits, the format of logarithms here."""
 
 _NEAREST = 1 << 11  # a table's key is a difference of logarithms with 5 integer and 11 fractional bits
 _FARTHEST = 31  # if a number is this many powers of two smaller than another, it is negligible
@@ -611,7 +628,10 @@ _TINY = -(1 << 30)  # stands for log2(0)
 
 
 class Tables:
-    """Lookup tables for float addition. Comments give the names in the Libra paper. An entry has 16 bits."""
+    """Lookup tables for the addition of float32 numbers by logarithms, as in the Libra paper, section 3.5.
+
+    The comments give the paper's names of the tables.
+    """
 
     def __init__(self) -> None:
         high = np.arange(4096)
@@ -631,12 +651,12 @@ class Tables:
 
 @cache
 def tables() -> Tables:
-    """Return the lookup tables of `table_sum`. They are computed once."""
+    """Return the lookup tables for `table_sum`, which the first call computes."""
     return Tables()
 
 
 def table_sum(x: Floats, y: Floats) -> Floats:
-    """Add x and y by table lookups. Subnormal numbers count as 0. NaN and infinities are added as usual."""
+    """Add x and y approximately, by table lookups. Subnormal numbers count as 0. NaN and infinity stay exact."""
     x, y = np.broadcast_arrays(np.asarray(x, np.float32), np.asarray(y, np.float32))
     bits_x, bits_y = x.view(np.uint32).astype(np.int64), y.view(np.uint32).astype(np.int64)
     larger = (bits_x & 0x7FFFFFFF) >= (bits_y & 0x7FFFFFFF)
@@ -644,7 +664,7 @@ def table_sum(x: Floats, y: Floats) -> Floats:
     i, j = _log2(first), _log2(second)
     found = tables()
     theta = i - j
-    key = np.minimum((theta + 16) >> 5, 65535)  # 16 places → 11
+    key = np.minimum((theta + 16) >> 5, 65535)  # rounds from 16 fractional bits to 11
     same_sign = (first ^ second) >> 31 == 0
     step = np.where(same_sign, found.plus[key], found.minus[key])
     step = np.where(theta >= _FARTHEST * ONE, 0, step)
@@ -665,7 +685,10 @@ def _is_zero(bits: Numbers) -> npt.NDArray[np.bool_]:
 
 
 def _log2(bits: Numbers) -> Numbers:
-    """Return log2 of the magnitude with 16 fractional bits, by equation 1 of the paper."""
+    """Return log2 of the magnitude of float32 numbers, given as bits, by equation 1 of the Libra paper.
+
+    The result is in fixed point with 16 fractional bits.
+    """
     found = tables()
     m, rest = (bits >> _SPLIT) & 0x7FF, bits & 0xFFF
     key = np.minimum(found.log_m_ln2[m] - found.log_rest[rest], 65535)
@@ -674,7 +697,7 @@ def _log2(bits: Numbers) -> Numbers:
 
 
 def _power(logarithm: Numbers, sign: Numbers) -> npt.NDArray[np.float32]:
-    """Return ±2^logarithm. Subnormal results become 0, and too large results become infinity."""
+    """Return ±2^logarithm as float32. Subnormal results become 0, and too large results become infinity."""
     exponent, fraction = (logarithm >> 16) + 127, tables().power[logarithm & 0xFFFF]
     carry = fraction >> 16
     exponent, fraction = exponent + carry, fraction & 0xFFFF
@@ -687,23 +710,28 @@ def _power(logarithm: Numbers, sign: Numbers) -> npt.NDArray[np.float32]:
 
 
 class StepRegisters:
-    """Sums of one step of a job, stored as packets to send."""
+    """Sums over ranks of one step (one call of `AggregatorClient.sum`) of a job, stored as packets to send."""
 
     def __init__(self, *, ranks: int, values: int, floats: int, by_tables: bool, **fields: int) -> None:
         packets = -(-values // floats)
         self.frames = frames(packets, floats, PacketKind.SUM, ranks=ranks, count=values, **fields)
         self._sums = floats_of(self.frames)
-        # True where a rank's packet was added, so that repeated packets are ignored, as in the paper.
+        # Note which packets of each rank were added, so that repeated packets are ignored, as in the Libra paper.
         self._seen = np.zeros((ranks, packets), np.bool_)
         self._final = np.zeros(packets, np.bool_)
         self._add = table_sum if by_tables else np.add
         self.values, self.bytes = values, self.frames.nbytes + self._seen.nbytes
 
     def add(self, rank: int, seqs: Numbers, values: Floats) -> tuple[Numbers, int]:
-        """Add packets of one rank to the sums, except repeated packets. `seqs` must be unique.
+        """Add packets of one rank to the sums. Ignore packets that were added before.
+
+        Args:
+            rank: rank that has sent the packets.
+            seqs: numbers of the packets, without duplicates.
+            values: values in the packets, `(packets, floats)`.
 
         Returns:
-            The numbers of the packets whose sums became complete, and the number of repeated packets.
+            The numbers of the packets whose sums are now complete, and how many packets were ignored.
         """
         new = ~(self._seen[rank, seqs] | self._final[seqs])
         repeated = len(seqs) - int(new.sum())
@@ -716,32 +744,38 @@ class StepRegisters:
         return complete, repeated
 
     def put(self, seqs: Numbers, values: Floats) -> Numbers:
-        """Store sums that a failed aggregator had completed. Return the packets whose sums were incomplete here."""
+        """Store complete sums of a failed aggregator, which a rank has sent.
+
+        Return the numbers of the packets whose sums were incomplete in this object.
+        """
         new = ~self._final[seqs]
         self._sums[seqs[new]] = values[new]
         self._final[seqs] = True
         return seqs[new]
 
     def final(self, seqs: Numbers) -> Numbers:
-        """Return the packets among `seqs` whose sums are complete."""
+        """Return those packet numbers among `seqs` whose sums over all ranks are complete."""
         return seqs[self._final[seqs]]
 
 
 class AggregationJob:
-    """State of a job, from its first packet until all ranks leave or a new job replaces this silent job."""
+    """State of a job in the aggregator.
+
+    It exists from the job's first packet until all ranks have left, or until a new job needs its place after a silence.
+    """
 
     def __init__(self, ranks: int, floats: int) -> None:
         self.ranks, self.floats = ranks, floats
         self.epoch = secrets.randbits(63) | 1
         self.addresses: dict[int, Address] = {}
-        # The last two steps are kept, because a slow rank may still need the previous sums.
+        # Keep the last two steps, because a slow rank may still need the sums of the previous step.
         self.steps: dict[int, StepRegisters] = {}
         self.left: set[int] = set()
         self.last_received_s = 0.0
 
     @property
     def bytes(self) -> int:
-        """Return the size of the job's registers."""
+        """Return the size in bytes of the job's registers (sums)."""
         return sum(registers.bytes for registers in self.steps.values())
 
 
@@ -749,11 +783,12 @@ MAX_WINDOW = 1024
 
 
 class Aggregator:
-    """Sums the values of jobs until it is stopped. For one thread, except `stop`.
+    """Sums the values that the ranks of jobs send, until it is stopped. Only `stop` is thread-safe.
 
     Attributes:
-        counters: numbers of events since the start: packets added (`parts`), `repeated` packets ignored, `sums`
-            completed, sums `taken_over` from a failed aggregator, `stale` and `malformed` packets, `refusals`.
+        counters: numbers of events since the start. `parts`: packets added. `repeated`: packets ignored, because they
+            were added before. `sums`: packets whose sums became complete. `taken_over`: sums of a failed aggregator
+            stored. `stale`: packets of old steps. `malformed`: packets not understood. `refusals`: packets rejected.
     """
 
     def __init__(
@@ -765,14 +800,14 @@ class Aggregator:
         silent_s: float = 15.0,
         by_tables: bool = False,
     ) -> None:
-        """Take ownership of the socket.
+        """Create an aggregator, which `serve` starts.
 
         Args:
-            wire: bound socket.
-            memory_bytes: limit for the registers of all jobs.
+            wire: socket that is bound to the aggregator's address. The aggregator closes it.
+            memory_bytes: largest size of the registers (sums) of all jobs together.
             jobs: largest number of jobs at a time.
-            silent_s: seconds without a packet after which a job may be replaced by a new one.
-            by_tables: True to add numbers by table lookups, as Libra's switch does.
+            silent_s: seconds without a packet after which a new job may replace a job.
+            by_tables: True to add numbers by table lookups, as the switch in the Libra paper does.
         """
         self._wire, self._memory_bytes, self._max_jobs, self._silent_s = wire, memory_bytes, jobs, silent_s
         self._by_tables = by_tables
@@ -781,8 +816,8 @@ class Aggregator:
         self.counters: Counter[str] = Counter()
 
     def serve(self) -> None:
-        """Serve until `stop` is called. Then notify all ranks, so that they change to a standby at once."""
-        # Ignore floating-point errors, because overflow in the ranks' sums is no error here.
+        """Receive values and send sums until `stop` is called. Then make all ranks change to a standby."""
+        # Make NumPy ignore overflows, because sums of the ranks' values may overflow without an error of this process.
         with np.errstate(all="ignore"):
             while not self._stopping:
                 self._wire.wait(0.2)
@@ -797,14 +832,15 @@ class Aggregator:
         self._wire.close()
 
     def stop(self) -> None:
-        """Stop `serve`. Thread-safe, and allowed in a signal handler."""
+        """Make `serve` return. Thread-safe, and allowed in a signal handler."""
         self._stopping = True
 
     def _process(self, rows: Bytes, address: Address) -> None:
         headers = headers_of(rows)
         first = headers[0]
         kind, key, rank = int(first["kind"]), int(first["job"]), int(first["rank"])
-        # Ignore short requests, because the answers would amplify an attacker's traffic.
+        # Ignore short status requests, because an attacker could use their longer answers to flood a victim whose
+        # address the requests pretend to come from.
         if kind == PacketKind.STATUS and rows.shape[1] >= PACKET_BYTES:
             self._wire.send(packet(PacketKind.COUNTERS, body=self._status_json()), address)
         elif kind == PacketKind.BYE:
@@ -832,10 +868,10 @@ class Aggregator:
     def _registers(
         self, key: int, ranks: int, floats: int, step: int, size: int
     ) -> tuple[AggregationJob, StepRegisters] | str | None:
-        """Return a job's registers (sums) of a step, and create them at the step's first packet.
+        """Return a job and its registers (sums) of a step. Create them at the first packet of the job or step.
 
         Returns:
-            The job and its registers. A reason if the packet is rejected. None if the step is too old.
+            The job and its registers. A text = the packet must be rejected for this reason. None = the step is too old.
         """
         job = self._jobs.get(key)
         if job is None:
@@ -900,7 +936,7 @@ class Aggregator:
             self.counters["sums"] += len(complete)
         for to in job.addresses.values():
             self._send_sums(registers, complete, to)
-        # Send sums again, because a rank that repeats packets lacks their sums.
+        # Send the sums of repeated packets again, because a rank repeats a packet if it lacks the sum.
         if repeated:
             final = registers.final(seqs)
             self._send_sums(registers, np.setdiff1d(final, complete), address)
@@ -928,7 +964,7 @@ _SUM, _ACK = (packet(kind)[:4] for kind in (PacketKind.SUM, PacketKind.ACK))
 
 
 def ask_status(wire: Wire, timeout_s: float = 2.0) -> dict[str, int] | None:
-    """Return the counters of the aggregator that `wire` is connected to. None if it does not answer in time."""
+    """Return the event counters of the aggregator to which `wire` is connected. None = it has not answered in time."""
     counters: dict[str, int] = {}
 
     def is_answered() -> bool:

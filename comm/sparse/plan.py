@@ -1,4 +1,4 @@
-"""Algorithm that sums the rows of one sparse gradient."""
+"""Plans of sparse gradients: the algorithm that sums the rows of one gradient over ranks, and its settings."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from sirtaki.errors import PlanError
 
 
 class SparsePath(Enum):
-    """Algorithm for summing the rows of all ranks."""
+    """Algorithm that sums the rows of a sparse gradient over all ranks."""
 
-    GATHER = "gather"  # all-gather the rows; each rank adds them
-    OWNER = "owner"  # send each row to its owner rank, which adds; all-gather the sums
-    HOT_COLD = "hot_cold"  # all-reduce frequent ("hot") rows as a dense block; GATHER or OWNER for the cold rows
-    BLOCKS = "blocks"  # agree on the blocks of rows that any rank has; all-reduce these blocks
-    DENSE = "dense"  # all-reduce all rows
+    GATHER = "gather"  # all-gather the rows; each rank adds up all of them
+    OWNER = "owner"  # send each row to the rank that owns it and adds it up; all-gather the sums
+    HOT_COLD = "hot_cold"  # all-reduce frequent ("hot") rows as a dense block; use GATHER or OWNER for the others
+    BLOCKS = "blocks"  # agree on the blocks of consecutive rows that any rank has; all-reduce these blocks
+    DENSE = "dense"  # all-reduce all rows of the parameter, with zeros for missing rows
 
 
 COLD_PATHS = (SparsePath.GATHER, SparsePath.OWNER)
@@ -33,12 +33,12 @@ class SparsePlan:
 
     Attributes:
         path: the algorithm.
-        hot_rows: frequent rows in ascending order. For `HOT_COLD` only.
-        cold: algorithm for the cold rows. For `HOT_COLD` only.
-        block_rows: number of consecutive rows in a block. For `BLOCKS` only.
+        hot_rows: indices of the frequent (hot) rows, ascending. Only used with `SparsePath.HOT_COLD`.
+        cold: algorithm for the other (cold) rows. Only used with `SparsePath.HOT_COLD`.
+        block_rows: number of consecutive rows in a block. Only used with `SparsePath.BLOCKS`.
 
     Raises:
-        PlanError: the attributes do not fit together.
+        PlanError: the values of the attributes are not possible together.
     """
 
     path: SparsePath
@@ -58,16 +58,16 @@ class SparsePlan:
 
     @cached_property
     def hot_indices(self) -> npt.NDArray[np.int64]:
-        """Return the indices of the hot rows as an array, `(n_hot,)`."""
+        """Return the indices of the hot (frequent) rows as an array, `(n_hot,)`."""
         return np.array(self.hot_rows, dtype=np.int64)
 
     def fingerprint(self) -> str:
-        """Return a digest that is equal on two ranks exactly if their plans are."""
+        """Return a hash of the plan. Plans of two ranks are equal if and only if their hashes are equal."""
         text = repr((self.path.value, self.hot_rows, self.cold.value, self.block_rows))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def describe(self) -> str:
-        """Return the plan in words."""
+        """Return the plan as text for messages."""
         if self.path is SparsePath.HOT_COLD:
             return f"hot_cold ({len(self.hot_rows)} hot rows, the others by {self.cold.value})"
         if self.path is SparsePath.BLOCKS:

@@ -1,4 +1,4 @@
-"""A worker thread that sums the rows of sparse gradients over all ranks, by the algorithm of a plan."""
+"""A worker thread that sums the rows of sparse gradients over all ranks. A plan states the algorithm per parameter."""
 
 from __future__ import annotations
 
@@ -27,37 +27,41 @@ from sirtaki.machine import free_in_forked_children
 
 FIRST_REGION_BYTES = 1 << 20
 MAX_REGION_BYTES = 1 << 28
-"""Largest shared-memory region between the ranks of a node. Larger data is sent in several parts, one after another."""
+"""Largest size in bytes of the shared-memory region through which the ranks of a node exchange rows. Larger data are
+sent in several parts, one after another."""
 
 MAX_MESSAGE_BYTES = 1 << 28
-"""Largest amount of data that one exchange sends over one stream, because MPI counts with 32 bits."""
+"""Largest number of bytes that one all-to-all sends over one stream (connection). MPI counts bytes with
+32 bits."""
 
 MIN_PIECE_BYTES = 1 << 15
-"""Smallest part of a message that is sent over a stream of its own."""
+"""Smallest size in bytes of the parts of a message that are sent over different streams (connections)."""
 
 
 class Closed(Exception):
-    """Raised by a collective after this rank has closed its `SparseLanes`."""
+    """Raised by a pending or later collective of `SparseLanes` when this rank stops or closes it."""
 
 
 class SparseLanes:
-    """Streams that carry sparse rows. The collectives block. One thread calls them, in the same order on all ranks.
+    """Streams (connections) that carry rows of sparse gradients, and blocking collectives over them.
+
+    One thread must call the collectives, in the same order on all ranks.
 
     Attributes:
         rank, size: rank of this process, and number of participating ranks.
         route: transport and algorithm of all streams. The algorithm is flat (not hierarchical).
         streams: number of open streams.
-        exchange_streams, reduce_streams: number of streams that an exchange and an all-reduce use.
+        exchange_streams, reduce_streams: largest numbers of streams that an all-to-all and an all-reduce may use.
     """
 
     def __init__(self, control: ControlPlane, *, timeout_s: float, kind: TransportKind | None, streams: int) -> None:
-        """Open streams over the fastest transport that can be opened. Collective.
+        """Open streams (connections) over the fastest transport that can be opened. Collective.
 
         Args:
-            control: participating ranks.
-            timeout_s: seconds without progress after which a reduction fails.
-            kind: the only transport to use. None = any.
-            streams: largest number of streams. Shared memory uses one.
+            control: control plane of the participating ranks (small messages between them).
+            timeout_s: seconds after which an operation without progress fails.
+            kind: the only transport to use. None = any transport may be used.
+            streams: largest number of streams to open. With shared memory, only one is opened.
 
         Raises:
             ConfigError: this job has no such transport. Raised on all ranks.
@@ -99,18 +103,24 @@ class SparseLanes:
         return count
 
     def open_streams(self, streams: int) -> int:
-        """Open up to `streams` streams, and return how many are open. Collective, with no operation in flight."""
+        """Open up to `streams` streams (connections), and return how many are open. Collective.
+
+        No operation may be in flight.
+        """
         try:
             self.streams = max(self.streams, self._open(self.route, streams))
         except TransportError:
-            # Keep the streams opened earlier, because a failure does not close them.
+            # Continue with the streams that were open before, because a failure to open more does not close them.
             self.streams = max(1, self.streams)
         return self.streams
 
     # ── the shared region ────────────────────────────────────────────────────────────────────────────────────────
 
     def grow(self) -> None:
-        """Enlarge the shared-memory region if earlier data did not fit. Collective, with no operation in flight."""
+        """Enlarge the shared-memory region if the data of an earlier operation did not fit. Collective.
+
+        No operation may be in flight.
+        """
         region = self._region
         if region is None or self._needed_bytes <= region.tensor.numel() or self._needed_bytes > MAX_REGION_BYTES:
             return
@@ -122,7 +132,7 @@ class SparseLanes:
         except TransportError:
             if self._region is None:
                 raise
-            # Stay with the present region, and do not try to enlarge it again for the same data.
+            # Keep the smaller region, and do not try to enlarge it again until larger data come.
             self._needed_bytes = 0
             return
         self._region = FlatBuffer(regions[self._control.local_rank], regions)
@@ -130,11 +140,16 @@ class SparseLanes:
     # ── exchanges ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def all_gather(self, parcel: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """All-gather byte tensors (parcels). `lengths` are the lengths of all ranks' parcels, by rank. Collective."""
+        """All-gather byte tensors (parcels), and return them by rank. Collective, blocking.
+
+        Args:
+            parcel: byte tensor of this rank.
+            lengths: size in bytes of each rank's parcel, by rank.
+        """
         return self._transfer([parcel], Parcels.to_all(lengths))
 
     def gather_counts(self, counts: Sequence[int]) -> list[list[int]]:
-        """All-gather integers. Return the integers by rank. Each rank must pass the same number of them. Collective."""
+        """All-gather integers, and return those of each rank, by rank. Ranks must pass equally many. Collective."""
         own = torch.tensor(counts, dtype=torch.int64, device="cpu").view(torch.uint8)
         return [part.view(torch.int64).tolist() for part in self.all_gather(own, [own.numel()] * self.size)]
 
@@ -174,14 +189,14 @@ class SparseLanes:
         return whole
 
     def _split(self, layout: Parcels) -> tuple[int, int]:
-        """Return the number of consecutive parts in which to send data, and of parallel streams for each part.
+        """Return into how many parts, sent one after another, data are cut, and how many streams carry each part.
 
-        Both are equal on all ranks.
+        Both numbers are equal on all ranks.
         """
         largest = layout.largest_outgoing_bytes
         if self._region is not None:
             self._needed_bytes = max(self._needed_bytes, largest)
-            # Subtract `size`, because pieces may differ in length by a byte.
+            # Reserve one byte per rank, because pieces of parcels may differ in length by a byte.
             room = self._region.tensor.numel() - self.size
             return max(1, -(-largest // room)), 1
         width = max(1, min(self.exchange_streams, int(layout.lengths.max()) // MIN_PIECE_BYTES))
@@ -197,7 +212,7 @@ class SparseLanes:
     # ── all-reduces ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def all_reduce_(self, tensor: torch.Tensor) -> None:
-        """Sum a contiguous CPU tensor over all ranks, in place. Collective."""
+        """Sum a contiguous CPU tensor over all ranks, in place. Collective, blocking."""
         flat = torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor.view(-1)
         if self._region is None:
             self._reduce_in_place(flat)
@@ -235,11 +250,11 @@ class SparseLanes:
             raise Closed
 
     def stop(self) -> None:
-        """Make waits of the thread that uses these streams raise `Closed`. Thread-safe."""
+        """Make pending and later collectives raise `Closed` in the thread that calls them. Thread-safe."""
         self._closing = True
 
     def close(self) -> None:
-        """Close this rank's streams. Called once, when no thread uses them. Not collective."""
+        """Close this rank's streams (connections). Call it once, when no thread uses them. Not collective."""
         self._closing = True
         if self._router.release():
             self._control.release(self._router.close)
@@ -247,23 +262,27 @@ class SparseLanes:
 
 
 def _part(parcels: Sequence[torch.Tensor], number: int, of: int) -> list[torch.Tensor]:
-    """Cut each parcel into `of` pieces and return piece `number` of each. Must cut as `Parcels.piece` does."""
+    """Cut each parcel (byte tensor) into `of` pieces, and return piece `number` of each.
+
+    The sizes of the pieces must equal those that `Parcels.piece` computes.
+    """
     return [parcel[len(parcel) * number // of : len(parcel) * (number + 1) // of] for parcel in parcels]
 
 
 # ── rows and algorithms ───────────────────────────────────────────────────────────────────────────────────────────────
 
 ALIGNMENT_BYTES = 16
-"""Sizes of parcels (packed rows) are multiples of this, so that values are aligned in a buffer of several parcels."""
+"""Alignment of parcels (byte tensors with packed rows). Their sizes are multiples of it, so that the values of all
+parcels in a buffer are aligned."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Rows of one parameter's gradient, without duplicates.
+    """Rows of one parameter's sparse gradient, without duplicates.
 
     Attributes:
-        indices: row indices in ascending order, int64, `(n,)`.
-        values: `(n, width)`.
+        indices: indices of the rows, ascending, int64, `(n,)`.
+        values: elements of the rows, `(n, width)`.
     """
 
     indices: torch.Tensor
@@ -273,19 +292,19 @@ class Rows:
         return len(self.indices)
 
     def of(self, positions: torch.Tensor) -> Rows:
-        """Return the rows at these positions of `indices`, in this order."""
+        """Return the rows at `positions` (not row indices) in this object, in the order of `positions`."""
         return Rows(self.indices[positions], self.values[positions])
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which values of `dtype` are summed."""
+    """Return the dtype in which values of `dtype` are summed: float32 for 16-bit floats, else `dtype` itself."""
     return torch.float32 if dtype in HALF_DTYPES else dtype
 
 
 def coalesced(gradient: torch.Tensor) -> Rows:
-    """Return the rows of a CPU COO tensor with one sparse dimension, copied.
+    """Return copies of the rows of a sparse COO tensor on the CPU, which must have one sparse dimension.
 
-    Duplicates are summed. Half precision is summed in float32 and rounded once.
+    Rows with equal indices are summed. 16-bit floats are summed in float32 and rounded once.
     """
     indices, values = gradient._indices()[0], gradient._values()
     values = values.flatten(1) if gradient.dim() > 1 else values[:, None]
@@ -298,7 +317,10 @@ def coalesced(gradient: torch.Tensor) -> Rows:
 
 
 def merged(parts: Sequence[Rows]) -> Rows:
-    """Sum the rows of all ranks. Rows are added in rank order, so that results are bitwise equal on all ranks."""
+    """Sum sets of rows, one set per rank, and return all rows that are in any set.
+
+    Rows are added in the order of `parts`. If this is the order of ranks, results are bitwise equal on all ranks.
+    """
     dtype = parts[0].values.dtype
     present, position = torch.unique(torch.cat([part.indices for part in parts]), return_inverse=True)
     total = torch.zeros(len(present), parts[0].values.shape[1], dtype=wide(dtype), device="cpu")
@@ -308,18 +330,20 @@ def merged(parts: Sequence[Rows]) -> Rows:
 
 
 def disjoint(parts: Sequence[Rows]) -> Rows:
-    """Concatenate parts that have no row in common, and sort the rows by index."""
+    """Return the rows of all `parts`, sorted by row index. No two parts may have a row in common."""
     indices, order = torch.cat([part.indices for part in parts]).sort()
     return Rows(indices, torch.cat([part.values for part in parts])[order])
 
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """Wire format of one parameter's rows: all indices, then all values, both padded to `ALIGNMENT_BYTES`.
+    """Format of a message with rows of one parameter: all row indices, then all values.
+
+    The indices and the values are each padded to a multiple of `ALIGNMENT_BYTES`.
 
     Attributes:
         n_rows: number of rows of the parameter.
-        width: elements per row.
+        width: number of elements per row.
         dtype: dtype of the values.
     """
 
@@ -329,25 +353,25 @@ class RowFormat:
 
     @property
     def index_dtype(self) -> torch.dtype:
-        """Return the dtype of row indices: int32 if they fit."""
+        """Return the dtype of row indices in messages: int32 if the largest index fits, else int64."""
         return torch.int32 if self.n_rows <= 2**31 else torch.int64
 
     @property
     def row_bytes(self) -> int:
-        """Return the size of one row without its index."""
+        """Return the size in bytes of the values of one row, without its index."""
         return self.width * self.dtype.itemsize
 
     @property
     def flagged_bytes(self) -> int:
-        """Return the size of one row with the additional element that marks the row as present."""
+        """Return the size in bytes of one row with an additional element, which marks the row as present on a rank."""
         return self.row_bytes + self.dtype.itemsize
 
     def parcel_bytes(self, n: int) -> int:
-        """Return the size of a parcel with `n` packed rows."""
+        """Return the size in bytes of a parcel (message) with `n` packed rows."""
         return _padded(n * self.index_dtype.itemsize) + _padded(n * self.row_bytes)
 
     def pack(self, rows: Rows) -> torch.Tensor:
-        """Pack rows into a new byte tensor (parcel)."""
+        """Return a new byte tensor (parcel) that contains the rows."""
         parcel = torch.empty(self.parcel_bytes(len(rows)), dtype=torch.uint8, device="cpu")
         indices, values = self._views(parcel, len(rows))
         indices.copy_(rows.indices)
@@ -355,7 +379,7 @@ class RowFormat:
         return parcel
 
     def unpack(self, parcel: torch.Tensor, n: int) -> Rows:
-        """Return the `n` rows of a parcel (packed rows). The returned values share the parcel's memory."""
+        """Return the `n` rows that a parcel (byte tensor) contains. Their values share the parcel's memory."""
         indices, values = self._views(parcel, n)
         return Rows(indices.long(), values)
 
@@ -373,12 +397,12 @@ def _padded(n_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reduced:
-    """Sum of the rows, and statistics of which ranks had them. Equal on all ranks.
+    """Sum of a sparse gradient over ranks, with numbers of the summed rows. Equal on all ranks.
 
     Attributes:
         rows: sums of all rows that at least one rank had.
-        n_touched: number of rows over all ranks. A row counts once for each rank that had it.
-        n_hot: number of hot rows in `n_touched`.
+        n_touched: sum over ranks of the number of rows. A row counts once for each rank that had it.
+        n_hot: number of hot (frequent) rows counted in `n_touched`.
         by_rank: row indices of each rank. Empty if the algorithm does not reveal them.
     """
 
@@ -389,7 +413,7 @@ class Reduced:
 
 
 def reduce_rows(plan: SparsePlan, rows: Rows, form: RowFormat, lanes: SparseLanes) -> Reduced:
-    """Sum the rows of all ranks by the plan's algorithm. Collective."""
+    """Sum the rows of a sparse gradient over ranks, by the algorithm of `plan`. Collective, blocking."""
     if plan.path is SparsePath.HOT_COLD:
         return _hot_cold(plan, rows, form, lanes)
     if plan.path is SparsePath.BLOCKS:
@@ -398,7 +422,7 @@ def reduce_rows(plan: SparsePlan, rows: Rows, form: RowFormat, lanes: SparseLane
 
 
 def _gathered(rows: Rows, form: RowFormat, lanes: SparseLanes) -> list[Rows]:
-    """All-gather rows. Return the rows of each rank, by rank. Collective."""
+    """All-gather rows of a sparse gradient. Return the rows of each rank, by rank. Collective, blocking."""
     counts = [count for (count,) in lanes.gather_counts([len(rows)])]
     parcels = lanes.all_gather(form.pack(rows), [form.parcel_bytes(count) for count in counts])
     return [form.unpack(parcel, count) for parcel, count in zip(parcels, counts, strict=True)]
@@ -410,7 +434,10 @@ def _gather(rows: Rows, form: RowFormat, lanes: SparseLanes) -> Reduced:
 
 
 def owners_of(indices: torch.Tensor, n_ranks: int) -> torch.Tensor:
-    """Return the owner rank of each row: `(n,)`. Indices are hashed, because frequent rows are often adjacent."""
+    """Return the rank that sums each row (its owner), `(n,)`.
+
+    Owners are chosen by a hash of the row index. Frequent rows, which are often adjacent, so have different owners.
+    """
     return ((indices * 2654435761) >> 15) % n_ranks
 
 
@@ -428,10 +455,10 @@ def _owner(rows: Rows, form: RowFormat, lanes: SparseLanes) -> Reduced:
 def _dense_sum(
     rows: Rows, positions: torch.Tensor, n: int, form: RowFormat, lanes: SparseLanes
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum rows over all ranks in a dense buffer, each row at its position. Collective.
+    """Sum rows over all ranks by one all-reduce of a dense buffer for `n` rows. Row i is at `positions[i]`. Collective.
 
     Returns:
-        The sums, and the number of ranks that had each row.
+        The sums, and for each row of the buffer the number of ranks that had the row.
     """
     buffer = torch.zeros(n * (form.width + 1), dtype=form.dtype, device="cpu")
     values, touched = buffer[: n * form.width].view(n, form.width), buffer[n * form.width :]
@@ -491,19 +518,19 @@ _PLAIN: dict[SparsePath, Callable[[Rows, RowFormat, SparseLanes], Reduced]] = {
 
 
 END_S = 2.0
-"""Seconds that `SparseWorker.close` waits for its thread."""
+"""Seconds for which `SparseWorker.close` waits for the end of its thread."""
 
 
 class SparseWork(ThreadWork):
-    """Sum of one parameter's rows, in flight.
+    """Sum over ranks of one parameter's sparse gradient, in flight.
 
     Attributes:
         name: name of the parameter.
         rows: rows of this rank.
-        form: wire format of the rows.
-        plan: algorithm that sums the rows.
-        submitted_s: `time.perf_counter()` when the work was created.
-        reduced: the result, once the work is done.
+        form: format of messages with the rows.
+        plan: algorithm that sums the rows, with its settings.
+        submitted_s: time at which this object was created, by `time.perf_counter`.
+        reduced: the sum, once the work is done.
     """
 
     reduced: Reduced
@@ -515,22 +542,29 @@ class SparseWork(ThreadWork):
 
     @property
     def span_s(self) -> float:
-        """Return the duration of the finished reduction in seconds, without the time in the queue."""
+        """Return how many seconds the completed sum took, without its time in the queue."""
         return self.done_s - self.begun_s
 
 
 class SparseWorker:
-    """Thread that performs the reductions of each iteration in a fixed order.
+    """Thread that sums the sparse gradients of each iteration over ranks, in an order that `begin` sets.
 
-    A reduction that is submitted early waits for those before it in the order. So ranks need not agree on which
-    reductions are ready.
+    A gradient that is submitted early waits for those before it in the order. So ranks need not agree on which
+    gradients the backward pass has computed.
 
     Attributes:
-        lanes: the worker's streams, which `close` closes. Between iterations, other threads may measure their speed.
+        lanes: streams (connections) that the thread uses, and `close` closes. Between iterations, other threads may use
+            them to measure their speed.
     """
 
     def __init__(self, lanes: SparseLanes, failures: FailureBoard, *, prefix: str = "") -> None:
-        """Start the thread. `prefix` is prepended to names of operations in recordings."""
+        """Start the thread.
+
+        Args:
+            lanes: streams (connections) for the thread.
+            failures: record of the job's failure, to which the thread adds its errors.
+            prefix: text before the names of parameters in traces.
+        """
         self.lanes, self._failures, self._prefix = lanes, failures, prefix
         self._lock = free_in_forked_children(threading.Lock())
         self._order: list[str] = []
@@ -541,13 +575,19 @@ class SparseWorker:
         self._thread.start()
 
     def begin(self, order: Sequence[str]) -> None:
-        """Set the order of the next iteration's reductions, equal on all ranks. Call between iterations."""
+        """Set the order, by parameter name, in which the next iteration's sparse gradients are summed.
+
+        The order must be equal on all ranks. Call this between iterations.
+        """
         with self._lock:
             self._order, self._next = list(order), 0
             self._early.clear()
 
     def submit(self, work: SparseWork) -> None:
-        """Queue a reduction. It starts after all reductions before it in the order. Thread-safe, non-blocking."""
+        """Queue a sparse gradient. It is summed after those before it in the order of `begin`.
+
+        Thread-safe, non-blocking.
+        """
         with self._lock:
             self._early[work.name] = work
             while self._next < len(self._order) and self._order[self._next] in self._early:
@@ -557,7 +597,7 @@ class SparseWorker:
     def _run(self) -> None:
         failed: CommError | None = None
         while (work := self._works.get()) is not None:
-            # Fail all later reductions, because this rank's operations no longer match those of its peers.
+            # After an error, fail all later works, because this rank's operations no longer match those of its peers.
             if failed is not None:
                 work.finish(failed)
                 continue
@@ -569,7 +609,7 @@ class SparseWorker:
             except CommError as err:
                 failed = err
             except Exception as err:
-                # Report every error, because threads and peers wait for this reduction.
+                # Report any error, because other threads and ranks wait for the sum.
                 failed = CommError(f"failed to reduce the rows of {work.name}: {err!r}")
                 self._failures.report(failed)
             else:
@@ -577,7 +617,7 @@ class SparseWorker:
             work.finish(failed)
 
     def _record(self, work: SparseWork) -> None:
-        """Report a finished reduction to the timeline and the recorder."""
+        """Report the times of a completed sum to the timeline (Chrome trace) and the recorder, if they are in use."""
         done_s, name = time.perf_counter(), f"{self._prefix}{work.name}"
         if (trace := timeline.current) is not None:
             trace.span(f"sparse {self._prefix}".strip(" ."), name, work.begun_s, done_s, path=work.plan.path.value)
@@ -594,7 +634,7 @@ class SparseWorker:
             )
 
     def close(self) -> bool:
-        """Stop the thread, even if it is waiting, and close the streams. Called once, not collective.
+        """Stop the thread, even if it waits for peers, and close its connections. Call it once. Not collective.
 
         Returns:
             False if the thread did not stop within `END_S`. The streams stay open in that case.

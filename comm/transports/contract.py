@@ -1,11 +1,12 @@
 """The interface of transports, and the code that they share.
 
-A transport all-reduces element ranges of flat buffers over streams. Each stream reduces its ranges in order, and
-different streams run at the same time. Some transports also offer an all-to-all of parcels (uint8 messages).
+A transport all-reduces element ranges of flat buffers over streams (parallel connections on CPUs, CUDA streams on
+GPUs). Each stream reduces its ranges in order, and different streams run at the same time. Some transports also offer
+an all-to-all of parcels (uint8 messages).
 
 A stream is opened on all ranks or on none, because a rank that failed alone would leave its peers waiting. Before that,
-each rank checks that it can have the file descriptors and threads of the stream. Otherwise Gloo's own threads would end
-the process when they get no descriptor.
+each rank checks that it can have the file descriptors and threads of the stream. Without this check, Gloo's own threads
+would end the process if they got no file descriptor.
 """
 
 from __future__ import annotations
@@ -57,11 +58,11 @@ class Parcels:
         return cls(np.repeat(each[:, None], len(each), axis=1), shared=True)
 
     def piece(self, number: int, of: int) -> Parcels:
-        """Return the sizes for exchange `number` of `of`, if each parcel is sent in `of` parts of about equal size."""
+        """Return the sizes of part `number` of each parcel, if each is sent in `of` parts of about equal size."""
         return Parcels(self.lengths * (number + 1) // of - self.lengths * number // of, self.shared)
 
     def sent_by(self, rank: int) -> list[tuple[int, int]]:
-        """Return the range `[start, stop)` of each parcel in the outgoing buffer of `rank`, by receiver."""
+        """Return the range `[start, stop)` in bytes of each parcel in the send buffer of `rank`, by receiver."""
         lengths = self.lengths[rank].tolist()
         if self.shared:
             return [(0, length) for length in lengths]
@@ -69,30 +70,31 @@ class Parcels:
         return [(stop - length, stop) for length, stop in zip(lengths, stops, strict=True)]
 
     def received_by(self, rank: int) -> list[int]:
-        """Return the numbers of bytes that `rank` receives, by sender."""
+        """Return the number of bytes that `rank` receives from each rank, by sender."""
         received: list[int] = self.lengths[:, rank].tolist()
         return received
 
     @property
     def largest_outgoing_bytes(self) -> int:
-        """Size in bytes of the largest outgoing buffer of all ranks."""
+        """Size in bytes of the largest send buffer of any rank."""
         return int((self.lengths.max(1) if self.shared else self.lengths.sum(1)).max())
 
     @property
     def empty(self) -> bool:
-        """Return whether all parcels are empty."""
+        """Return whether all parcels (messages between two ranks) are empty."""
         return not self.lengths.any()
 
 
 SHARE = 0.5
-"""Fraction of the free file descriptors that streams may use. Data loaders, files and sockets need the others."""
+"""Largest fraction of the free file descriptors that the connections of a transport may use. Data loaders, files and
+sockets of the training script need the other file descriptors."""
 
 UNLIMITED = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamCost:
-    """File descriptors and threads that streams use in this process."""
+    """Numbers of file descriptors and threads that streams (parallel connections) use in this process."""
 
     descriptors: int = 0
     threads: int = 0
@@ -108,7 +110,7 @@ def raise_descriptor_limit() -> int:
     """Raise the soft limit of open file descriptors to the hard limit, and return the new soft limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        # `setrlimit` fails if the hard limit is above the kernel's present maximum. The soft limit then stays.
+        # Keep the soft limit if `setrlimit` fails, as it does if the hard limit is above the kernel's present maximum.
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return descriptor_limit()
@@ -121,16 +123,16 @@ def descriptor_limit() -> int:
 
 
 def descriptors_for_streams() -> int:
-    """Return the number of file descriptors that new streams may use, a part of those still free."""
+    """Return how many of the free file descriptors new streams (parallel connections) may use."""
     try:
         in_use = len(os.listdir("/proc/self/fd"))
-    except OSError:  # no /proc, or no free descriptor to open it
+    except OSError:  # the system has no /proc, or no file descriptor is free to open it
         in_use = descriptor_limit() // 2
     return max(0, int(SHARE * (descriptor_limit() - in_use)))
 
 
 def streams_within(descriptors: int, cost: StreamCost, *, most: int) -> int:
-    """Return the number of streams that fit into `descriptors` file descriptors, at least 1 and at most `most`."""
+    """Return the number of streams (connections) for which `descriptors` file descriptors suffice, from 1 to `most`."""
     return max(1, min(most, descriptors // cost.descriptors)) if cost.descriptors else most
 
 
@@ -138,10 +140,10 @@ def streams_within(descriptors: int, cost: StreamCost, *, most: int) -> int:
 def reserved(cost: StreamCost) -> Iterator[str]:
     """Check that this process can open as many file descriptors and start as many threads as `cost` states.
 
-    It opens them at the start of the `with` statement, and releases them at its end.
+    They are opened and started at the start of the `with` statement, and closed and ended at its end.
 
     Yields:
-        Error message if some cannot be opened or started. Empty = all can.
+        Error message if a file descriptor cannot be opened or a thread cannot be started. Empty = no error.
     """
     descriptors: list[int] = []
     threads: list[threading.Thread] = []
@@ -149,7 +151,8 @@ def reserved(cost: StreamCost) -> Iterator[str]:
     problem = ""
     try:
         try:
-            # If an `open` fails, `extend` has stored the earlier descriptors, so that `finally` closes them.
+            # Open the files inside `extend`, which stores the earlier descriptors if an `open` fails, so that `finally`
+            # closes these descriptors.
             descriptors.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(cost.descriptors))
         except OSError as err:
             problem = f"{cost.descriptors} more descriptors cannot be opened ({err}; the limit is {descriptor_limit()})"
@@ -173,7 +176,10 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def scale_(tensor: torch.Tensor, factor: float) -> None:
-    """Multiply `tensor` by `factor` in place. 16-bit floats use float32; integers use float64, then truncation."""
+    """Multiply `tensor` by `factor` in place.
+
+    16-bit floats are multiplied in float32. Integers are multiplied in float64, and the product is truncated.
+    """
     if factor == 1.0 or tensor.numel() == 0:
         return
     if tensor.dtype in HALF_DTYPES:
@@ -185,7 +191,7 @@ def scale_(tensor: torch.Tensor, factor: float) -> None:
 
 
 class ReduceOp(Enum):
-    """Reduction over ranks. An average is `SUM` with the scale 1 / number of ranks."""
+    """Reduction over ranks. To average, reduce with `SUM` and pass the scale 1 / number of ranks."""
 
     SUM = "sum"
     MIN = "min"
@@ -195,7 +201,7 @@ class ReduceOp(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatBuffer:
-    """A contiguous buffer of the same size on each rank. One all-reduce reduces one unit (bucket), an element range.
+    """A contiguous buffer of the same size on each rank. Each all-reduce reduces one element range, a unit (bucket).
 
     Attributes:
         tensor: buffer of this rank, 1-d and contiguous.
@@ -211,7 +217,7 @@ class FlatBuffer:
 
 
 class Work:
-    """An all-reduce or exchange in flight. The base class is an operation on an empty range, which has ended."""
+    """An all-reduce or all-to-all in flight. An object of this base class is an empty operation, which has ended."""
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the result is in the buffer, for at most `timeout_s`.
@@ -227,11 +233,11 @@ class Work:
         return True
 
     def is_done(self) -> bool:
-        """Return whether the operation has ended, with or without an error. Non-blocking."""
+        """Return whether the all-reduce or all-to-all has ended, with or without an error. Non-blocking."""
         return True
 
     def times(self) -> tuple[Event | None, Event | None]:
-        """Return when the transport started and ended the operation. None = unknown. Call after its end."""
+        """Return the times at which the operation started and ended. None = unknown. Call it after the operation."""
         return None, None
 
 
@@ -239,7 +245,7 @@ NOTHING_TO_DO = Work()
 
 
 class Worker:
-    """A thread that runs queued tasks in order. A task must not raise."""
+    """A thread that calls queued functions (tasks) in order. A task must not raise."""
 
     def __init__(self, name: str) -> None:
         """Start the thread.
@@ -252,7 +258,7 @@ class Worker:
         self.thread.start()
 
     def put(self, task: Callable[[], object]) -> None:
-        """Queue a task. Thread-safe, non-blocking."""
+        """Queue a function, which the thread calls after those queued before. Thread-safe, non-blocking."""
         self._tasks.put(task)
 
     def _serve(self) -> None:
@@ -279,7 +285,7 @@ def join_workers(workers: Sequence[Worker], *, within_s: float) -> bool:
 
 
 class ThreadWork(Work):
-    """An all-reduce or exchange that a helper thread runs for the caller.
+    """An all-reduce or all-to-all that a helper thread runs for the caller.
 
     Attributes:
         begun_s: time at which the thread started the operation, by `time.perf_counter`. 0 = not started, or unknown.
@@ -287,23 +293,27 @@ class ThreadWork(Work):
     """
 
     def __init__(self) -> None:
-        self._in_flight = threading.Lock()  # released when the work ends; cheaper than an Event
+        self._in_flight = threading.Lock()  # released when the work ends; a lock is cheaper than a `threading.Event`
         self._in_flight.acquire()
         self._error: CommError | None = None
         self.begun_s = self.done_s = 0.0
 
     def finish(self, error: CommError | None = None) -> None:
-        """End the work, with `error` if it has failed, and wake waiting threads. Called once, by the helper thread."""
+        """Mark the work as ended, and wake the threads that wait for it. Called once, by the helper thread.
+
+        Args:
+            error: error that `wait` raises. None = the work has succeeded.
+        """
         self._error = error
         self.done_s = time.perf_counter()
         self._in_flight.release()
 
     def attempt(self, act: Callable[[], None], failed: str) -> bool:
-        """Call `act`. If it raises, end the work with a `CommError`.
+        """Call `act`, a part of the work. If it raises, mark the work as failed with a `CommError`.
 
         Args:
-            act: a part of the work.
-            failed: start of the error message if `act` raises something other than a `CommError`.
+            act: function to call.
+            failed: start of the error message if `act` raises another error than a `CommError`.
 
         Returns:
             True if `act` did not raise.
@@ -319,12 +329,21 @@ class ThreadWork(Work):
         return False
 
     def run(self, act: Callable[[], None], failed: str) -> None:
-        """Call `act` as `attempt` does, and end the work in any case: with an error if `act` raises."""
+        """Call `act`, the rest of the work, and mark the work as ended, or as failed if `act` raises.
+
+        Args:
+            act: function to call.
+            failed: start of the error message if `act` raises another error than a `CommError`.
+        """
         if self.attempt(act, failed):
             self.finish()
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until the work has ended, for at most `timeout_s`. Return False if it has not; raise its error."""
+        """Block until the work has ended, for at most `timeout_s`. Return False if it has not ended by then.
+
+        Raises:
+            CommError: the work has failed.
+        """
         if not self._in_flight.acquire(timeout=timeout_s):
             return False
         self._in_flight.release()  # lets the next waiting thread continue
@@ -333,16 +352,16 @@ class ThreadWork(Work):
         return True
 
     def is_done(self) -> bool:
-        """Return whether the work has ended."""
+        """Return whether the all-reduce or all-to-all has ended, with or without an error."""
         return self.done_s > 0.0
 
     def times(self) -> tuple[Event | None, Event | None]:
-        """Return when the thread started and ended the work."""
+        """Return the times at which the helper thread started and ended the work. None = it has not done so yet."""
         return self.begun_s or None, self.done_s or None
 
 
 class StreamSpec(NamedTuple):
-    """The stream on which a unit (bucket) is reduced, and how NCCL reduces it.
+    """Stream (connection on CPUs, CUDA stream on GPUs) that reduces a unit (bucket), and how NCCL reduces the unit.
 
     Attributes:
         number: index of the stream.
@@ -358,8 +377,8 @@ class StreamSpec(NamedTuple):
 class Transport(ABC):
     """All-reduces units (buckets, element ranges of a flat buffer) over several streams at the same time.
 
-    A stream reduces its units in the order of submission, which must be the same on all ranks. Units of different
-    streams are not ordered. Submitting a unit does not wait for peers.
+    A stream is a connection between CPUs, or a CUDA stream. It reduces its units in the order of submission, which must
+    be the same on all ranks. Units of different streams are not ordered. Submitting a unit does not wait for peers.
 
     Attributes:
         kind: name of the transport.
@@ -375,7 +394,7 @@ class Transport(ABC):
 
     @abstractmethod
     def open_streams(self, streams: Sequence[StreamSpec]) -> None:
-        """Open `streams`, and close other streams if there is no room. Collective.
+        """Open `streams`. If too many streams would be open, close others of this transport. Collective.
 
         No operation may be in flight.
 
@@ -395,7 +414,7 @@ class Transport(ABC):
             buffer: flat buffer. Elements `[start, stop)` must not be read or written until the work has ended.
             start: first element of the range.
             stop: end of the range. The range may be empty.
-            stream: an open stream.
+            stream: an open stream (connection or CUDA stream), which runs the all-reduce.
             op: reduction over ranks.
             scale: factor for the result.
         """
@@ -403,10 +422,10 @@ class Transport(ABC):
 
     @abstractmethod
     def _start(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
-        """Launch the all-reduce of elements `[start, stop)`, at least one. Called by `all_reduce`."""
+        """Launch the all-reduce of the elements `[start, stop)`, at least one, of `buffer`. Called by `all_reduce`."""
 
     def prepare(self, act: Callable[[], None], *, stream: StreamSpec) -> bool:
-        """Queue `act` for the stream's thread, which calls it before units (buckets) submitted later. Non-blocking.
+        """Make the thread of a stream (connection) call `act` before it reduces later units (buckets). Non-blocking.
 
         Args:
             act: function to call. Must not raise.
@@ -423,8 +442,8 @@ class Transport(ABC):
         A stream processes exchanges and all-reduces in the order of submission.
 
         Args:
-            outgoing: parcels that this rank sends, uint8, contiguous by receiver. Must not be written until the end of
-                the work.
+            outgoing: parcels that this rank sends, uint8, contiguous by receiver. Must not be written until the work
+                has ended.
             parcels: sizes of all parcels. Must be equal on all ranks.
             incoming: tensor that receives the parcels for this rank, uint8, contiguous by sender.
             stream: an open stream.
@@ -432,18 +451,21 @@ class Transport(ABC):
         return NOTHING_TO_DO if parcels.empty else self._exchange(outgoing, parcels, incoming, stream)
 
     def _exchange(self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, stream: StreamSpec) -> Work:
-        """Launch an all-to-all with at least one byte. Called by `exchange`."""
+        """Launch an all-to-all of parcels (messages) with at least one byte in all. Called by `exchange`."""
         raise NotImplementedError
 
     def keep(self, streams: int) -> None:  # noqa: B027 - most transports have nothing to close
-        """Close all but the first `streams` streams if idle ones use CPU time. Collective; no operation in flight."""
+        """Close all but the first `streams` streams (connections), if idle streams of this transport use CPU time.
+
+        Collective. No operation may be in flight.
+        """
 
     @abstractmethod
     def close(self) -> bool:
         """End the threads and connections of this rank. Pending operations fail. May be called twice.
 
         Returns:
-            False if a thread still waits for a peer. The buffers of its operations must then not be freed.
+            False if a thread still waits for a peer. The caller must then not free the buffers of pending operations.
         """
 
 
@@ -451,11 +473,12 @@ Stream = TypeVar("Stream")
 Opened = TypeVar("Opened")
 
 Agree = Callable[[str], None]
-"""Type of `ControlPlane.agree_on_success`. It gets this rank's error, or "", and raises on all ranks if one failed."""
+"""Type of `ControlPlane.agree_on_success`, which raises an error on all ranks if any rank passes an error message. A
+rank without an error passes ""."""
 
 
 class StreamTransport(Transport, Generic[Stream]):
-    """Base of transports that open their streams in the order of stream numbers.
+    """Base of transports that open their streams (parallel connections) in the order of stream numbers.
 
     Attributes:
         streams: open streams, by number.
@@ -466,14 +489,24 @@ class StreamTransport(Transport, Generic[Stream]):
 
     @abstractmethod
     def _open(self, number: int) -> Stream:
-        """Open stream `number`, or raise `TransportError` on all ranks. Collective."""
+        """Open the stream (connection) with index `number`. Collective.
+
+        Raises:
+            TransportError: on all ranks, if any rank cannot open the stream.
+        """
 
     @abstractmethod
     def _close_streams(self, streams: list[Stream]) -> bool:
-        """Close streams that are no longer in `self.streams`. Return False if a thread still waits for a peer."""
+        """Close streams (connections) that the caller has removed from `self.streams`.
+
+        Return False if a thread of a stream still waits for a peer.
+        """
 
     def open_streams(self, streams: Sequence[StreamSpec]) -> None:
-        """Open the missing streams in order. If opening fails on any rank, close the streams that this call opened."""
+        """Open those of `streams` (connections) that are not open, in the order of their numbers. Collective.
+
+        If opening fails on any rank, close the streams that this call has opened.
+        """
         before = len(self.streams)
         try:
             while len(self.streams) <= max(stream.number for stream in streams):
@@ -483,13 +516,16 @@ class StreamTransport(Transport, Generic[Stream]):
             raise
 
     def _close_after(self, count: int) -> bool:
-        """Close all but the first `count` streams. Return False if a thread of a closed one still waits for a peer."""
+        """Close all but the first `count` streams (connections).
+
+        Return False if a thread of a closed stream still waits for a peer.
+        """
         closed = self.streams[count:]
         del self.streams[count:]
         return self._close_streams(closed)
 
     def close(self) -> bool:
-        """Close all streams. Return False if a thread still waits for a peer."""
+        """Close all streams (connections). Return False if a thread of a stream still waits for a peer."""
         return self._close_after(0)
 
 
@@ -501,8 +537,9 @@ def open_together(
     Args:
         what: name of the object to open, for error messages.
         open_local: opens the object on this rank.
-        agree: gets this rank's error, or "", and raises on all ranks if any rank has failed.
-        close: closes this rank's object if a peer has failed.
+        agree: collective function that gets this rank's error message ("" = none), and raises on all ranks if any rank
+            has passed an error message.
+        close: closes this rank's object. Called if a peer has failed.
 
     Raises:
         TransportError: on all ranks, if `open_local` has failed on any rank.
@@ -512,7 +549,7 @@ def open_together(
     problem = ""
     try:
         opened.append(open_local())
-    except (RuntimeError, MemoryError) as err:  # raised by torch, MPI and threads
+    except (RuntimeError, MemoryError) as err:  # raised by PyTorch, MPI, and starts of threads
         problem = f"{what}: {err}"
     try:
         agree(problem)

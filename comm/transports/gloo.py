@@ -1,6 +1,6 @@
 """Transports over Gloo. Each stream is a separate process group, with its own TCP connection between any two ranks.
 
-Several connections are faster than one, because clouds limit the rate of a single TCP flow. The process groups are
+Several TCP connections are faster than one, because clouds limit the rate of each connection. The process groups are
 created directly, without `torch.distributed.init_process_group`, so the user's default process group is not affected.
 Gloo's threads run without the GIL: launching the all-reduce of a unit (bucket) takes some microseconds, and Gloo runs
 no Python code until the caller waits for the result.
@@ -59,13 +59,13 @@ LONGEST_WAIT_S = 60.0
 
 
 class WatchfulStore(Store):
-    """Wrapper of a key-value store. Waiting for a key raises when the job fails. Gloo connects its ranks through it.
+    """Wrapper of a key-value store, whose waits for a key raise an error when the job fails.
 
-    The caller must keep a reference to the wrapper while Gloo uses it.
+    Gloo uses the wrapper to connect its ranks. The caller must keep a reference to the wrapper as long as Gloo uses it.
     """
 
     def __init__(self, store: Store, failures: FailureBoard) -> None:
-        """Wrap `store`. Waits for keys raise once `failures` has recorded a failure of the job."""
+        """Wrap `store`. Waits for keys raise an error once `failures` has recorded a failure of the job."""
         super().__init__()
         self._store, self._failures = store, failures
 
@@ -106,23 +106,24 @@ class WatchfulStore(Store):
 
 MAX_STREAMS = 24
 RENDEZVOUS_TIMEOUT_S = 60.0
-"""Timeout for connecting the ranks of one stream. It may be short, because all ranks begin at the same time."""
+"""Timeout for connecting the ranks by one process group. It may be short, because all ranks begin at the same time."""
 
 UNUSED_TAG = (1 << 31) - 1
-"""Tag that no message of `send_receive` has."""
+"""Tag that no message sent by `GlooTransport.send_receive` has."""
 
 END_S = 1.0
-"""Time for which `close` waits for the threads of streams. Threads that have not ended by then keep running."""
+"""Seconds for which `GlooTransport.close` waits for its threads. Threads that have not ended by then keep running."""
 
 OWN_DESCRIPTORS = 5
-"""File descriptors of one stream besides one connection per peer: a listening socket, and those of its I/O thread."""
+"""Number of file descriptors of a Gloo process group besides one connection per peer: the descriptor of the listening
+socket, and the descriptors of the I/O thread."""
 
 OTHER_DESCRIPTORS = 100
-"""Typical number of file descriptors that a training process has open for other purposes."""
+"""Typical number of file descriptors that a training process has open besides those for communication."""
 
 
 def most_ranks(streams: int, *, descriptor_limit: int) -> int:
-    """Return the largest number of ranks of a job in which each rank can open `streams` streams."""
+    """Return the largest number of ranks of a job in which each rank can open `streams` Gloo process groups."""
     return max(1, int(SHARE * (descriptor_limit - OTHER_DESCRIPTORS)) // streams - OWN_DESCRIPTORS)
 
 
@@ -135,7 +136,7 @@ TORCH_OPS = {
 
 
 class _GlooUnitWork(Work):
-    """An all-reduce or exchange in flight. The first `wait` after its end multiplies the result by `scale`."""
+    """An all-reduce or all-to-all in flight. The first `wait` after its completion multiplies the result by `scale`."""
 
     def __init__(self, work: torch.distributed.Work, result: torch.Tensor, scale: float, what: str) -> None:
         self._work, self._result, self._scale, self._what = work, result, scale, what
@@ -160,7 +161,7 @@ class _GlooUnitWork(Work):
         if self._done:
             return True
         if not self._work.is_completed():
-            # `wait` also raises after its timeout, while the reduction continues, so the error is ignored here.
+            # Ignore the error here, because `wait` also raises if its timeout expires while the reduction continues.
             with contextlib.suppress(RuntimeError):
                 self._work.wait(datetime.timedelta(seconds=timeout_s))
             if not self._work.is_completed():
@@ -177,12 +178,12 @@ class _GlooUnitWork(Work):
 
 
 def _abort(group: ProcessGroupGloo) -> None:
-    if hasattr(group, "abort"):  # torch < 2.7 has none: a group ends with its last reference
+    if hasattr(group, "abort"):  # torch < 2.7 has no `abort`: a group ends when its last reference is dropped
         group.abort()
 
 
 _open_lock = free_in_forked_children(threading.Lock())
-_kept_until_exit: list[list[ProcessGroupGloo]] = []  # never freed, because this may block
+_kept_until_exit: list[list[ProcessGroupGloo]] = []  # never freed, because freeing a group may block
 _SO_ATTACH_FILTER, _RETURN = 26, 0x06  # constants of asm/socket.h and linux/bpf_common.h
 
 
@@ -199,9 +200,10 @@ def _listening_sockets() -> set[int]:
 
 
 def _open_and_list(open_: Callable[[], Opened], sockets: int) -> tuple[Opened, set[int]]:
-    """Call `open_`, and return its result with the listening sockets that it opened.
+    """Call `open_`, and return its result and the file descriptors of the listening sockets that it has opened.
 
-    The set of sockets is empty if their number is not `sockets`, because another thread may have opened some of them.
+    The returned set is empty if not exactly `sockets` new listening sockets are found, because another thread may then
+    have opened one of them.
     """
     with _open_lock:
         before = _listening_sockets()
@@ -218,7 +220,10 @@ def _open_device(address: str) -> object:
 
 
 def _reject_connections(listeners: set[int]) -> None:
-    """Drop all packets to listening sockets, because Gloo keeps a file descriptor open for each unknown client."""
+    """Make Linux drop all packets to the listening sockets of Gloo, so that no more clients can connect.
+
+    Gloo would keep a file descriptor open for each unknown client, such as a port scanner.
+    """
     program = ctypes.create_string_buffer(struct.pack("HBBI", _RETURN, 0, 0, 0))  # keeps 0 bytes of each packet
     for listener in listeners:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(listener)) as there:
@@ -226,9 +231,9 @@ def _reject_connections(listeners: set[int]) -> None:
 
 
 def open_group(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
-    """Open a Gloo process group like PyTorch, but reject connections once the ranks are connected. Collective.
+    """Open a Gloo process group that rejects further connections once its ranks are connected. Collective.
 
-    The arguments are those of `ProcessGroupGloo`.
+    In all else, it is the process group that PyTorch opens. The arguments are those of `ProcessGroupGloo`.
 
     Raises:
         RuntimeError: the ranks cannot connect, or an interface in `GLOO_SOCKET_IFNAME` does not exist.
@@ -272,12 +277,13 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
         Args:
             store: store through which the ranks exchange addresses.
             prefix: returns a new prefix for keys of the store at each call, equal on all ranks.
-            address: address of this host for its peers.
+            address: address at which other ranks can reach this host.
             rank: rank of this process among the participating ranks.
             size: number of participating ranks.
-            timeout_s: timeout of a reduction that makes no progress.
-            agree: gets this rank's error, or "", and raises on all ranks that open streams if one has failed.
-            failures: record of the job's failure, which ends waits.
+            timeout_s: seconds after which an all-reduce without progress fails.
+            agree: collective function that gets this rank's error message ("" = none), and raises on all participating
+                ranks if any of them has passed an error message.
+            failures: record of the job's failure. Once it contains a failure, opening streams raises an error.
         """
         super().__init__()
         self._store, self._prefix, self._address = store, prefix, address
@@ -292,7 +298,7 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
         options._timeout = datetime.timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
         store = PrefixStore(self._prefix(), self._store)
         what = f"Gloo stream {number}"
-        # A separate device gives each stream its own I/O thread.
+        # Create one Gloo device per stream, because each Gloo device has an I/O thread.
         device, listeners = open_together(
             what, lambda: _open_and_list(lambda: _open_device(self._address), sockets=1), agree=self._agree
         )
@@ -320,7 +326,7 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
         return unit_work
 
     def _exchange(self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, stream: StreamSpec) -> Work:
-        """Launch an all-to-all. All pairs of ranks send at the same time, each over its connection of the stream."""
+        """Launch an all-to-all. All pairs of ranks send at the same time, each pair over its own TCP connection."""
         sent, received = parcels.sent_by(self._rank), parcels.received_by(self._rank)
         given = outgoing.tensor[: sent[-1][1]]
         if parcels.shared:
@@ -333,10 +339,10 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
     def send_receive(
         self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], *, stream: int, tag: int
     ) -> Callable[[], None]:
-        """Launch sends of `sent[r]` to, and receives of `received[r]` from, each peer r. Collective, non-blocking.
+        """Launch a send of `sent[r]` to each peer r, and a receive of `received[r]` from r. Collective, non-blocking.
 
-        Nothing is copied. The tag identifies the messages of a call. Unlike the units (buckets) of a stream, the
-        messages of different calls are not ordered and do not wait for each other.
+        The messages are sent from and received into the given tensors, without copies. All messages of a call have the
+        tag `tag`. Messages of different calls are not ordered and do not wait for each other.
 
         Returns:
             Function that blocks until all messages are sent and received. It raises CommError if one has failed.
@@ -361,13 +367,18 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
         return finish
 
     def keep(self, streams: int) -> None:
-        """Close all but the first `streams` streams: the I/O thread of an idle stream wakes up 100 times a second."""
+        """Close all but the first `streams` streams (process groups), because idle streams use CPU time.
+
+        The I/O thread of a Gloo process group wakes up 100 times a second.
+        """
         self._close_after(streams)
 
     def _fail_messages(self, group: ProcessGroupGloo) -> None:
-        """Make all waits of `send_receive` on a group fail, by a message that times out. `abort` does not end them.
+        """Make all pending waits for messages of `send_receive` on `group` fail.
 
-        The waits must end now, because a thread that returns from such a wait at interpreter exit kills the process.
+        To this end, wait 1 ms for a message that is never sent. When this wait times out, Gloo fails all other waits of
+        the group. `abort` would not end them. They must end now, because a thread that returns from such a wait at
+        interpreter exit kills the process.
         """
         with contextlib.suppress(RuntimeError):
             peer = (self._rank + 1) % self._size
@@ -377,8 +388,8 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
     def _close_streams(self, streams: list[ProcessGroupGloo]) -> bool:
         """Abort the process groups of `streams`, and wait up to `END_S` for their threads.
 
-        A reduction that starts to wait while its connection is being closed blocks until its timeout. Dropping the last
-        reference to its process group blocks as long. Therefore helper threads drop the references to groups.
+        The last reference to each process group is dropped in a helper thread. Dropping it may block, because an
+        all-reduce that starts to wait while its connection is being closed blocks until its timeout.
         """
         if self._messages:  # messages are in flight only if the job has failed
             for stream in streams:
@@ -401,16 +412,17 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
 
 
 ONE_HOP_BYTES = 16 << 10
-"""Largest unit (bucket) that each rank sends whole to all peers. Each rank then adds up the whole unit itself."""
+"""Largest size in bytes of a unit (bucket) that each rank sends whole to all peers. Every rank then reduces the whole
+unit. Of larger units, each rank reduces one part."""
 
 MOST_SENDING = 3
-"""Largest number of units (buckets) of one stream whose summands are sent at the same time."""
+"""Largest number of units (buckets) of one stream (set of connections) whose summands are sent at the same time."""
 
 
 class _Path:
-    """Direct all-reduce of the units (buckets) of one stream, in two threads.
+    """Direct all-reduce of the units (buckets) of one stream (set of connections), in two threads.
 
-    One thread exchanges the summands of units while the other one exchanges the sums of earlier units.
+    One thread exchanges the ranks' summands of a unit, while the other thread exchanges the sums of earlier units.
     """
 
     def __init__(self, transport: GlooTransport, number: int, rank: int, size: int) -> None:
@@ -433,7 +445,10 @@ class _Path:
         return work
 
     def _begin(self, work: ThreadWork, unit: torch.Tensor, op: ReduceOp, scale: float, failed: str) -> None:
-        """Send the parts of a unit (bucket), and reduce parts of earlier units. Runs in the thread for summands."""
+        """Send the parts of a unit (bucket) to the ranks that reduce them. Reduce this rank's parts of earlier units.
+
+        Runs in the thread that exchanges summands.
+        """
         self._begun += 1
         work.begun_s = time.perf_counter()
         work.attempt(lambda: self._sending.append((work, failed, self._send(unit, op, scale))), failed)
@@ -473,16 +488,17 @@ class _Path:
         return add_up
 
     def end(self) -> bool:
-        """End the two threads. Return False if a thread still waits for a peer."""
+        """End the two threads of this stream. Return False if a thread still waits for a peer."""
         return join_workers([self._summands, self._sums], within_s=END_S)
 
 
 class DirectTransport(GlooTransport):
-    """Transport over Gloo with a direct all-reduce: rank r receives part r of a unit (bucket) from all and reduces it.
+    """Transport over Gloo with a direct all-reduce, which takes fewer message latencies than Gloo's ring.
 
-    Gloo's own all-reduce uses a ring, which takes 2(P-1) message latencies on P ranks. The direct all-reduce takes two,
-    and one for small units. It sends as many bytes as the ring, but over P-1 connections at the same time. The results
-    are bitwise equal on all ranks.
+    Each rank r receives part r of a unit (bucket) from all ranks, reduces the part, and sends the result to all ranks.
+    On P ranks, this takes 2 message latencies, and 1 for small units, whereas a ring takes 2(P-1). Except for small
+    units, a rank sends as many bytes as with a ring, but over P-1 connections at the same time. The results are bitwise
+    equal on all ranks.
     """
 
     def __init__(self, **arguments: Any) -> None:

@@ -1,8 +1,8 @@
 """Transport over MPI. Each stream is a duplicated communicator with a thread that makes blocking calls.
 
-The calls block because Open MPI has no progress thread. Other Python threads run during a call, because mpi4py releases
-the GIL.
-MPI is fast between ranks of one host. Over TCP, Gloo is faster.
+Non-blocking MPI calls would not proceed in the background, because Open MPI has no progress thread. Other Python
+threads run during a blocking call, because mpi4py releases the GIL. Between ranks of one host, MPI is fast. Over TCP,
+Gloo is faster.
 """
 
 from __future__ import annotations
@@ -58,9 +58,13 @@ def mpi_all_reduce_(tensor: torch.Tensor, *, comm: MPI.Comm, op: ReduceOp, scale
 
 
 def mpi_exchange(outgoing: torch.Tensor, parcels: Parcels, incoming: torch.Tensor, *, comm: MPI.Comm) -> None:
-    """Exchange parcels (an all-to-all of bytes). Collective, blocking.
+    """Send a parcel (message) to each rank, and receive a parcel from each rank: an all-to-all. Collective, blocking.
 
-    `Transport.exchange` describes the arguments.
+    Args:
+        outgoing: parcels that this rank sends, uint8, contiguous by receiver.
+        parcels: sizes of all parcels.
+        incoming: tensor that receives the parcels for this rank, uint8, contiguous by sender.
+        comm: communicator of the participating ranks.
     """
     MPI = load_mpi()
     sent, received = parcels.sent_by(comm.rank), parcels.received_by(comm.rank)
@@ -72,7 +76,7 @@ def mpi_exchange(outgoing: torch.Tensor, parcels: Parcels, incoming: torch.Tenso
 
 
 class _MpiStream(Worker):
-    """One stream: an MPI communicator, and the thread that makes all MPI calls on it."""
+    """One stream of the transport: an MPI communicator, and the thread that makes all MPI calls on it."""
 
     def __init__(self, comm: MPI.Comm, number: int) -> None:
         super().__init__(f"sirtaki-mpi-{number}")
@@ -80,7 +84,7 @@ class _MpiStream(Worker):
 
 
 class MpiTransport(StreamTransport[_MpiStream]):
-    """Transport over MPI. Each stream is a duplicated communicator with a thread."""
+    """Transport over MPI. Each stream is a duplicated communicator with a thread that makes blocking calls."""
 
     kind = TransportKind.MPI
     max_streams = MAX_STREAMS
@@ -91,7 +95,8 @@ class MpiTransport(StreamTransport[_MpiStream]):
 
         Args:
             duplicate: returns a new communicator over the participating ranks. Collective. The control plane frees it.
-            agree: gets this rank's error, or "", and raises on all ranks if any rank has failed.
+            agree: collective function that gets this rank's error message ("" = none), and raises on all ranks if any
+                rank has passed an error message.
         """
         super().__init__()
         self._duplicate, self._agree = duplicate, agree
@@ -113,7 +118,7 @@ class MpiTransport(StreamTransport[_MpiStream]):
         )
 
     def prepare(self, act: Callable[[], None], *, stream: StreamSpec) -> bool:
-        """Queue `act` for the stream's thread. Return True."""
+        """Queue a call of `act` for the thread of `stream`. Return True, because each stream has a thread."""
         self.streams[stream.number].put(act)
         return True
 
@@ -123,7 +128,10 @@ class MpiTransport(StreamTransport[_MpiStream]):
         )
 
     def _submit(self, number: int, act: Callable[[MPI.Comm], None], what: str) -> Work:
-        """Queue a call of `act` with the communicator of stream `number` for the stream's thread."""
+        """Make the thread of stream `number` call `act` with the stream's communicator. Non-blocking.
+
+        `what` names the operation in error messages.
+        """
         work, chosen = ThreadWork(), self.streams[number]
 
         def task() -> None:
@@ -139,5 +147,5 @@ class MpiTransport(StreamTransport[_MpiStream]):
         return work
 
     def _close_streams(self, streams: list[_MpiStream]) -> bool:
-        """End the threads of `streams` after their queued calls. Return False if a thread hangs in an MPI call."""
+        """End the threads of `streams` after their queued MPI calls. Return False if a thread hangs in an MPI call."""
         return join_workers(streams, within_s=1.0)

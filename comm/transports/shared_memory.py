@@ -6,14 +6,14 @@ With several nodes (the hierarchical algorithm), each rank first reduces its sha
 local rank then reduce the share between nodes, over another transport. Finally each rank writes the result to all
 buffers of its node.
 
-A unit passes three stages, which counters in shared memory record:
+A unit passes three stages. Counters in shared memory record how many units each rank has brought to a stage:
 
     posted      this rank's gradients are in its buffer
     reduced     this rank has written its share to all buffers
     complete    all ranks have written their shares
 
-The memory consists of anonymous files, which the peers open through `/proc/PID/fd`. Because the files have no names, a
-killed rank leaves no files behind, and the size of /dev/shm does not matter.
+The shared memory consists of anonymous files (`memfd_create`), which the peers open through `/proc/PID/fd`. Because the
+files have no names, a killed rank leaves no files behind, and the size of /dev/shm does not matter.
 """
 
 from __future__ import annotations
@@ -58,19 +58,20 @@ logger = logging.getLogger(__name__)
 
 
 def open_peers(control: ControlPlane, descriptor: int, flags: int, problem: str = "") -> list[int]:
-    """Open the files that the ranks of this node offer. Collective over the job.
+    """Open the files that the ranks of this node offer to each other, one file per rank. Collective over the job.
 
     Args:
-        control: control plane of the job.
-        descriptor: file descriptor that this rank offers. The caller may close it afterwards. -1 = `problem` is set.
-        flags: argument of `os.open`.
+        control: control plane of the job (small messages between ranks).
+        descriptor: descriptor of the file that this rank offers. The caller may close it after the call. -1 = the file
+            could not be created, and `problem` says why.
+        flags: mode in which to open the files, such as `os.O_RDWR`.
         problem: error that kept this rank from creating its file. Empty = no error.
 
     Returns:
-        File descriptors by local rank, including this rank's. The caller must close them.
+        Descriptors of the opened files, by local rank, including this rank's file. The caller must close them.
 
     Raises:
-        TransportError: on all ranks, if any rank could not open a file.
+        TransportError: on all ranks, if any rank could not create or open a file.
     """
     inode = -1 if problem else os.fstat(descriptor).st_ino
     offers = control.all_gather((os.getpid(), descriptor, inode, problem))
@@ -85,7 +86,7 @@ def open_peers(control: ControlPlane, descriptor: int, flags: int, problem: str 
                     raise OSError(f"process {pid} is not rank {rank}: the ranks are in different containers")
         except OSError as err:
             problem = f"rank {control.rank}: {err}"
-        # After this gather, all offered files have been opened, and the offering ranks may close them.
+        # Gather the errors. After this gather, all ranks have opened the files, so that each rank may close its own.
         problems = [text for text in control.all_gather(problem) if text]
     if problems:
         for number in opened:
@@ -95,20 +96,20 @@ def open_peers(control: ControlPlane, descriptor: int, flags: int, problem: str 
 
 
 def share_memory(control: ControlPlane, size_bytes: int) -> list[torch.Tensor]:
-    """Allocate one zeroed region per rank, and map the regions of all ranks of the node. Collective over the job.
+    """Allocate one zeroed region of shared memory per rank, and map the regions of all ranks of this node.
 
-    The memory of a region is freed when no tensor of any rank refers to the region any more.
+    Collective over the job. A region is freed when no tensor of any rank refers to the region any more.
 
     Returns:
         The regions of the ranks of this node, by local rank. Each is uint8, `(size_bytes,)`.
 
     Raises:
-        TransportError: on all ranks, if any rank could not map a region.
+        TransportError: on all ranks, if any rank could not allocate or map a region.
     """
     length, descriptor, problem = max(1, size_bytes), -1, ""
     try:
         descriptor = os.memfd_create("sirtaki")
-        # Reserve the pages now, so that lack of memory raises here and does not cause a SIGBUS during training.
+        # Reserve the pages now, so that lack of memory raises an error here, and no SIGBUS ends the process later.
         os.posix_fallocate(descriptor, 0, length)
     except (OSError, AttributeError) as err:  # AttributeError on systems other than Linux
         problem = f"rank {control.rank}: {err}"
@@ -131,11 +132,12 @@ def share_memory(control: ControlPlane, size_bytes: int) -> list[torch.Tensor]:
 
 
 def _mapped(descriptor: int, length: int, *, own: bool) -> torch.Tensor:
-    """Map the file behind `descriptor`, shared with peers.
+    """Map the file behind `descriptor` into memory, shared with the ranks of this node.
 
-    A child that this rank forks gets a private copy of the rank's own region, because `.grad` may refer to the region.
-    For this, a file descriptor stays open. In a child, the regions of peers contain zeros, because no tensor of user
-    code refers to the regions of peers.
+    The file is the region of this rank if `own` is True, else the region of a peer. A child process that this rank
+    forks must not write the shared memory. So it gets a private copy of this rank's own region, because `.grad` may
+    refer to the region. For the copy, a duplicate of `descriptor` stays open. In place of peers' regions, the child
+    gets zeros, because no tensor of the user refers to them.
     """
     memory = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=length, dtype=torch.uint8).numpy()
     private_in_forked_children(memory, memory.ctypes.data, length, descriptor if own else None)
@@ -143,11 +145,11 @@ def _mapped(descriptor: int, length: int, *, own: bool) -> torch.Tensor:
 
 
 class Doorbell:
-    """Wake-up calls between threads of the ranks of a node. Each rank has a pipe into which its peers write bytes.
+    """Lets threads of the ranks of a node wake each other. Each rank has a pipe into which its peers write bytes.
 
-    The value of a byte has no meaning, because the woken thread reads the shared counters. Writing a byte never blocks:
-    if the pipe is full, a wake-up is pending already. The system calls also order the memory accesses of the rank that
-    writes and the rank that reads.
+    The value of a byte has no meaning, because the woken thread reads counters in shared memory. Writing a byte never
+    blocks: if the pipe is full, the reader will wake up anyway. What a rank has written to shared memory before it
+    writes a byte is visible to the rank that reads the byte, because the system calls act as memory barriers.
     """
 
     def __init__(self, control: ControlPlane) -> None:
@@ -183,10 +185,10 @@ class Doorbell:
                 self._watch(pids[rank], rank)
 
     def _watch(self, pid: int, rank: int) -> None:
-        """Make `listen` report the end of `rank`, which is process `pid`."""
+        """Make `listen` report when the process `pid` of `rank` ends."""
         try:
             life = os.pidfd_open(pid)
-        except (OSError, AttributeError) as err:  # Linux before 5.3, a sandbox, or no free descriptor
+        except (OSError, AttributeError) as err:  # Linux before 5.3, a sandbox forbids it, or no descriptor is free
             _warn_once(f"the end of other ranks is detected by polling /proc, because pidfd_open() failed ({err})")
             self._polled[pid] = rank
         else:
@@ -197,8 +199,8 @@ class Doorbell:
         """Wake the listening thread of each peer on the node. Non-blocking."""
         for outbox in self._outboxes:
             if outbox != self._own:
-                # If the pipe is full, a wake-up is pending already. A broken pipe means that the peer has ended, which
-                # `listen` reports.
+                # Ignore a full pipe, because its reader will wake up anyway. Ignore a broken pipe, because `listen`
+                # reports that the peer has ended.
                 with contextlib.suppress(BlockingIOError, BrokenPipeError):
                     os.write(outbox, b"\0")
 
@@ -208,7 +210,9 @@ class Doorbell:
             os.write(self._own, b"\0")
 
     def listen(self, timeout_s: float) -> list[int]:
-        """Block until a rank of the node calls `ring_peers` or ends, for at most `timeout_s`.
+        """Block until a peer on the node calls `ring_peers`, this rank calls `ring_own`, or a peer ends.
+
+        Blocks for at most `timeout_s`.
 
         Returns:
             Ranks of this node that have ended since the last call.
@@ -227,7 +231,7 @@ class Doorbell:
         return dead
 
     def close(self) -> None:
-        """Close the pipes. No thread of this rank may call `listen` afterwards. Peers may still call `ring_peers`."""
+        """Close this rank's ends of the pipes. Not collective: peers may still call `ring_peers`."""
         for descriptor in (self._inbox, *self._outboxes, *self._lives):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -249,15 +253,17 @@ WIDEN: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     ReduceOp.MIN: lambda wide, halves: torch.minimum(wide, halves.float(), out=wide),
     ReduceOp.MAX: lambda wide, halves: torch.maximum(wide, halves.float(), out=wide),
 }
-"""Functions that combine a float32 tensor, in place, with a tensor of 16-bit floats."""
+"""Functions that reduce a tensor of 16-bit floats into a float32 tensor, in place."""
 
 CHUNK_ELEMENTS = 32768
-"""Elements per call of torch or NumPy. So many fit into the L2 cache, and torch uses one thread for them."""
+"""Number of elements that one call of torch or NumPy reduces. It is small, so that the elements fit into the L2 cache,
+and that torch does not split the call over several threads."""
 
 POSTED, REDUCED = 0, 1
 
 STREAM_BETWEEN_NODES = StreamSpec(0)
-"""The only stream that is opened on each transport between nodes."""
+"""Stream (connection) 0 of a transport between nodes. Each shared-memory stream has such a transport of its own, which
+has no other streams."""
 
 
 def reduce_share(
@@ -277,9 +283,9 @@ def reduce_share(
     dtype = torch.float32 if halves else buffers[0].dtype
     scratch = torch.empty(min(CHUNK_ELEMENTS, stop - start), dtype=dtype, device="cpu")
     combine, widen = COMBINE[op], WIDEN[op]
-    # Use NumPy where possible, because it is faster than torch here. NumPy has no bfloat16.
+    # Use NumPy except for 16-bit floats, because it is faster than torch here. NumPy has no bfloat16.
     arrays, targets = ([] if halves else [each.numpy() for each in side] for side in (buffers, outputs))
-    with np.errstate(all="ignore"):  # the training script gets overflows as inf or nan
+    with np.errstate(all="ignore"):  # NumPy must not warn of overflows; the results are inf or nan
         for low in range(start, stop, CHUNK_ELEMENTS):
             high = min(low + CHUNK_ELEMENTS, stop)
             result = scratch[: high - low]
@@ -303,11 +309,11 @@ NO_BUFFER = FlatBuffer(torch.empty(0, dtype=torch.float32, device="cpu"))
 
 @dataclass(slots=True, eq=False)
 class _UnitTask:
-    """One all-reduce of a unit (bucket), one exchange, or one call of `visit`, in flight on a stream.
+    """An all-reduce of a unit (bucket), an all-to-all, or a call of `visit`, in flight on a stream.
 
     Attributes:
-        posted: True if this rank has counted the task in the POSTED counter.
-        receive: function that reads the buffers of peers, for an exchange or a visit. None = an all-reduce.
+        posted: True if this rank's counter of posted tasks includes this task. Peers read the counter.
+        receive: function that reads the buffers of peers, for an all-to-all or a visit. None = an all-reduce.
     """
 
     buffer: FlatBuffer
@@ -321,30 +327,36 @@ class _UnitTask:
 
 
 class _SharedMemoryStream:
-    """Counters, doorbell and threads of one stream. A thread moves units (buckets) from stage to stage."""
+    """One stream, which reduces units (buckets) in order.
+
+    It consists of counters in shared memory, a doorbell (pipes that wake peers), and one or two threads.
+    One thread waits until a unit is in the buffers of all ranks of the node, then reduces this rank's share, and marks
+    the unit as ended when all ranks have reduced theirs.
+    """
 
     def __init__(self, control: ControlPlane, index: int, across: Transport | None) -> None:
         """Open the stream. Collective over the job.
 
         Args:
-            control: control plane of the job.
+            control: control plane of the job (small messages between ranks).
             index: number of the stream.
-            across: transport between nodes for this stream only. None = all ranks are on one node.
+            across: transport between nodes, which only this stream uses. None = all ranks are on one node.
 
         Raises:
             TransportError: on all ranks, if any rank could not open the stream.
         """
         self._control, self.across = control, across
         self._me = control.local_rank
-        # Numbers of posted and reduced units, by stage and local rank, int64, in memory of local rank 0. They only
-        # increase.
+        # Count the units that each rank has posted and reduced: `(2, local_size)`, int64. The counters are in the
+        # region of local rank 0, and never decrease.
         region = share_memory(control, 2 * control.local_size * 8)[0]
         self._counters = region.numpy().view(np.int64).reshape(2, control.local_size)
         self._doorbell = Doorbell(control)
         self._shares = min(control.local_sizes) if across else control.local_size
         self._incoming: queue.SimpleQueue[_UnitTask | Callable[[], None]] = queue.SimpleQueue()
-        # While a queued call is pending, later units are queued behind it, and the stream's thread posts them. The
-        # caller counts these calls and units in `_to_prepare`; the thread counts those done in `_prepared`.
+        # While a function of `prepare` is still queued, later units are queued behind it, and the stream's thread posts
+        # them. The caller counts these functions and units in `_to_prepare`, and the thread counts in `_prepared` those
+        # that it has called or posted.
         self._to_prepare = self._prepared = 0
         self._to_reduce: deque[_UnitTask] = deque()
         self._to_complete: deque[_UnitTask] = deque()
@@ -372,16 +384,21 @@ class _SharedMemoryStream:
             raise
 
     def prepare(self, act: Callable[[], None] | _UnitTask) -> None:
-        """Queue a call, or a unit (bucket) that the stream's thread must post, behind earlier calls. Non-blocking."""
+        """Queue a function for the stream's thread to call, or a unit (bucket) for it to post. Non-blocking.
+
+        To post a unit is to tell the peers that its gradients are in this rank's buffer.
+        """
         self._to_prepare += 1
         self._incoming.put(act)
-        if self._to_prepare - self._prepared == 1:  # else the thread is awake and empties the queue
+        if self._to_prepare - self._prepared == 1:  # else the thread is awake, and empties the queue
             self._doorbell.ring_own()
 
     def submit(self, task: _UnitTask) -> None:
-        """Queue a unit (bucket), and count it as posted unless the thread must first make a call. Non-blocking.
+        """Queue a unit (bucket), and post it: tell the peers that its gradients are in this rank's buffer.
 
-        The unit is queued before the counter increases, so that the thread finds the unit when it reads the counter.
+        Non-blocking. If functions of `prepare` are queued, the stream's thread posts the unit after it has called them.
+        The unit is queued before the counter of posted units increases, so that the thread finds the unit when it reads
+        the counter.
         """
         if self._to_prepare != self._prepared:
             task.posted = False
@@ -390,7 +407,7 @@ class _SharedMemoryStream:
         self._incoming.put(task)
         self._post()
         posted = self._counters[POSTED]
-        if posted.min() == posted[self._me]:  # else a peer that posts later wakes this rank's thread
+        if posted.min() == posted[self._me]:  # all have posted; else a later peer wakes the thread
             self._doorbell.ring_own()
 
     def _post(self) -> None:
@@ -398,13 +415,13 @@ class _SharedMemoryStream:
         self._doorbell.ring_peers()
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # other systems than Linux, or a sandbox
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # never preempts computing threads
+        with contextlib.suppress(OSError, AttributeError):  # not Linux, or a sandbox forbids it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # so that it preempts no computing thread
         try:
             while not self._closing:
                 if not self._advance():
                     for rank in self._doorbell.listen(timeout_s=1.0):
-                        self._advance()  # the rank may have posted units before it ended
+                        self._advance()  # because the rank may have posted units before it ended
                         self._fail_units_of(rank)
         except Exception as err:  # any error must wake the waiting threads
             self._fail(err)
@@ -415,7 +432,10 @@ class _SharedMemoryStream:
         self._control.failures.report(err)
 
     def _advance(self) -> bool:
-        """Move each unit (bucket) to its next stage if the counters permit it. Return whether a unit has moved."""
+        """Reduce this rank's share of units (buckets) that all ranks have posted. End units that all have reduced.
+
+        Return whether a unit was reduced or ended.
+        """
         moved = False
         while not self._incoming.empty():
             self._accept(self._incoming.get())
@@ -440,7 +460,10 @@ class _SharedMemoryStream:
         self._prepared += 1
 
     def _bounds(self, task: _UnitTask) -> tuple[int, int]:
-        """Return the element range that this rank reduces of a unit (bucket). It is empty on ranks without a share."""
+        """Return the element range of a unit (bucket) that this rank reduces.
+
+        The range is empty on a rank whose local rank does not exist on all nodes.
+        """
         numel = task.stop - task.start
         if self._me >= self._shares:
             return task.start, task.start
@@ -471,9 +494,9 @@ class _SharedMemoryStream:
         self._crossing.put((task, work))
 
     def _distribute_shares(self) -> None:
-        """Wait for shares to be reduced between nodes, and copy them to the buffers of this node's ranks.
+        """Wait until this rank's shares of units (buckets) are reduced between nodes, and copy them to all ranks here.
 
-        Runs in the second thread of the stream.
+        Loops in the second thread of the stream, until the stream is closed.
         """
         try:
             while (crossing := self._crossing.get()) is not None:
@@ -494,7 +517,7 @@ class _SharedMemoryStream:
         self._doorbell.ring_peers()
 
     def _fail_units_of(self, rank: int) -> None:
-        """Fail the units (buckets) in flight, because `rank` has ended and will not post them."""
+        """Fail the units (buckets) in flight, because `rank` has ended, and its gradients will be missing."""
         while not self._incoming.empty():
             self._accept(self._incoming.get())
         if not (self._to_reduce or self._to_complete or self._crossing.qsize()):
@@ -502,7 +525,7 @@ class _SharedMemoryStream:
         error = PeerLostError(f"rank {rank} has ended while rank {self._control.rank} waited for its gradients")
         self._control.failures.report(error)
         for tasks in (self._to_reduce, self._to_complete):
-            while tasks:  # empty the queue, because another rank may end later
+            while tasks:  # empty the queue, because `finish` may be called only once per unit, and other ranks may end
                 tasks.popleft().work.finish(error)
 
     def close(self) -> bool:
@@ -520,7 +543,11 @@ class _SharedMemoryStream:
 
 
 class SharedMemoryTransport(StreamTransport[_SharedMemoryStream]):
-    """Transport through shared memory of a node. With `across`, the all-reduce is hierarchical over several nodes."""
+    """Transport through memory that the ranks of a node share.
+
+    With several nodes, the all-reduce is hierarchical: within each node first, then between nodes over another
+    transport.
+    """
 
     kind = TransportKind.SHARED_MEMORY
     max_streams = MAX_STREAMS
@@ -529,14 +556,15 @@ class SharedMemoryTransport(StreamTransport[_SharedMemoryStream]):
         """Create the transport. `open_streams` allocates counters and starts threads.
 
         Args:
-            control: control plane of the job.
-            across: creates a transport between the ranks with the same local rank, for one stream. None = all ranks
-                are on one node.
+            control: control plane of the job (small messages between ranks).
+            across: creates a transport between the ranks with the same local rank. Called once per stream. None = all
+                ranks are on one node.
         """
         super().__init__()
         self._control, self._across = control, across
         peers = control.local_size
-        # A pipe and a process descriptor per peer, both ends of this rank's pipe, and a margin for files while opening.
+        # Count a pipe and a process descriptor per peer, the two ends of this rank's own pipe, and one more for files
+        # that are open only while the stream is opened.
         self.stream_cost = StreamCost(descriptors=2 * peers + 3, threads=1)
         if across is not None:
             example = across()
@@ -547,18 +575,21 @@ class SharedMemoryTransport(StreamTransport[_SharedMemoryStream]):
         return _SharedMemoryStream(self._control, number, self._across() if self._across is not None else None)
 
     def _start(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
-        """Launch the all-reduce of elements `[start, stop)` of `buffer`, which must be in shared memory."""
+        """Launch the all-reduce of elements `[start, stop)` of `buffer`. `buffer` must be in shared memory."""
         task = _UnitTask(buffer, start, stop, op, scale)
         self.streams[stream.number].submit(task)
         return task.work
 
     def prepare(self, act: Callable[[], None], *, stream: StreamSpec) -> bool:
-        """Queue `act` for the stream's thread. Return True."""
+        """Queue a call of `act` for the thread of `stream`. Return True, because each stream has a thread."""
         self.streams[stream.number].prepare(act)
         return True
 
     def _exchange(self, outgoing: FlatBuffer, parcels: Parcels, incoming: torch.Tensor, stream: StreamSpec) -> Work:
-        """Launch copies of the parcels for this rank out of the `outgoing` buffers, which must be in shared memory."""
+        """Launch copies of the parcels (messages) for this rank from the send buffers of all ranks of the node.
+
+        `outgoing`, which contains these buffers, must be in shared memory.
+        """
         me = self._control.local_rank
 
         def receive() -> None:
@@ -573,9 +604,9 @@ class SharedMemoryTransport(StreamTransport[_SharedMemoryStream]):
         return task.work
 
     def visit(self, read: Callable[[], None], *, stream: StreamSpec) -> Work:
-        """Queue `read` for the stream's thread, which calls it once all ranks have called `visit`. Non-blocking.
+        """Make the thread of `stream` call `read` once all ranks have called `visit`. Collective, non-blocking.
 
-        Collective. The work ends once `read` has returned on all ranks. Until then, no rank may write the shared memory
+        The returned work ends once `read` has returned on all ranks. Until then, no rank may write the shared memory
         that `read` uses.
         """
         task = _UnitTask(NO_BUFFER, receive=read)
@@ -583,7 +614,10 @@ class SharedMemoryTransport(StreamTransport[_SharedMemoryStream]):
         return task.work
 
     def keep(self, streams: int) -> None:
-        """Close all but the first `streams` streams if they use Gloo between nodes: idle Gloo threads use CPU time."""
+        """Close all but the first `streams` streams, if they use Gloo between nodes.
+
+        Other streams stay open, because only the threads of idle Gloo connections use CPU time.
+        """
         if any(stream.across is not None and stream.across.kind is TransportKind.GLOO for stream in self.streams):
             self._close_after(streams)
 

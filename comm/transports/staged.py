@@ -1,9 +1,9 @@
 """Transport of GPU buffers through pinned host memory, for ranks without NCCL or on the same GPU.
 
-Each unit (bucket) is copied to the host on a CUDA copy stream, once its gradients are in the flat buffer. Each stream
-has two threads. The first one waits for the copy to the host and submits the unit to the inner transport, which reduces
-it in host memory. The second one waits for the reduction and copies the result to the GPU. Copies of some units
-therefore overlap with the reduction of others.
+Each unit (bucket) is copied to the host on a CUDA stream for copies, once its gradients are in the flat buffer. Two
+threads per stream process the units. The first thread waits for the copy to the host, and submits the unit to the inner
+transport, which reduces the unit in host memory. The second thread waits for the reduction, and copies the result to
+the GPU. So units are copied while other units are reduced.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from .contract import (
 
 
 class _StagedWork(ThreadWork):
-    """All-reduce of a unit (bucket) in flight. `wait` blocks the caller until the reduction in host memory has ended.
+    """All-reduce of a unit (bucket) in flight.
 
-    The caller's current CUDA stream then waits for the copy of the result to the GPU.
+    `wait` blocks the calling thread until the reduction in host memory has ended. Then it makes the current CUDA stream
+    wait until the result is copied to the GPU.
     """
 
     def __init__(self, device: Device) -> None:
@@ -43,7 +44,7 @@ class _StagedWork(ThreadWork):
         self.copied: Event | None = None
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until the copy to the GPU is launched, and make the current CUDA stream wait for the copy.
+        """Block until the copy of the result to the GPU is launched. Make the current CUDA stream wait for the copy.
 
         Return False if the copy is not launched within `timeout_s`.
         """
@@ -54,7 +55,7 @@ class _StagedWork(ThreadWork):
 
 
 class _StagedStream:
-    """One stream of the transport: two CUDA copy streams and two threads."""
+    """One stream of the transport: for each direction of copies, host and GPU, one CUDA stream and one thread."""
 
     def __init__(self, index: int, device: Device, inner: Transport, failures: FailureBoard) -> None:
         self._index, self._device, self._inner, self._failures = index, device, inner, failures
@@ -64,7 +65,10 @@ class _StagedStream:
             worker.put(device.enter_thread)
 
     def submit(self, buffer: FlatBuffer, start: int, stop: int, op: ReduceOp, scale: float) -> Work:
-        """Launch the copy of a unit (bucket) to the host after the kernels on the current CUDA stream. Non-blocking."""
+        """Launch the all-reduce of elements `[start, stop)` of `buffer`, a unit (bucket). Non-blocking.
+
+        The unit is copied to the host after the kernels that are queued on the current CUDA stream.
+        """
         device, mirror, work = self._device, buffer.mirror, _StagedWork(self._device)
         assert mirror is not None
         on_gpu, on_host = buffer.tensor[start:stop], mirror.tensor[start:stop]
@@ -98,19 +102,25 @@ class _StagedStream:
 
 
 class StagedTransport(StreamTransport[_StagedStream]):
-    """Transport of GPU buffers through host memory. The inner transport reduces the copies between CPU ranks."""
+    """Transport of GPU buffers through host memory: copies them to the host, where another transport reduces them."""
 
     kind = TransportKind.STAGED
 
     def __init__(self, inner: Transport, device: Device, failures: FailureBoard) -> None:
-        """Create the transport. `inner` reduces the host copies (`FlatBuffer.mirror`). `close` also closes `inner`."""
+        """Create the transport. `open_streams` creates CUDA streams and threads.
+
+        Args:
+            inner: transport that reduces the copies in host memory (`FlatBuffer.mirror`). `close` also closes it.
+            device: GPU of this rank.
+            failures: record of the job's failure. Once it contains a failure, waiting operations fail.
+        """
         super().__init__()
         self._inner, self._device, self._failures = inner, device, failures
         self.max_streams = inner.max_streams
         self.stream_cost = inner.stream_cost + StreamCost(threads=2)
 
     def open_streams(self, streams: Sequence[StreamSpec]) -> None:
-        """Open the streams of the inner transport, then the copy streams and threads. Collective."""
+        """Open the streams of the inner transport, then create CUDA streams and threads for copies. Collective."""
         self._inner.open_streams(streams)
         super().open_streams(streams)
 
@@ -118,11 +128,17 @@ class StagedTransport(StreamTransport[_StagedStream]):
         return _StagedStream(number, self._device, self._inner, self._failures)
 
     def _start(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
-        """Launch the all-reduce of the range through `buffer.mirror`, which must not be None."""
+        """Launch the all-reduce of elements `[start, stop)` of `buffer` through its host copy, `buffer.mirror`.
+
+        `buffer.mirror` must not be None.
+        """
         return self.streams[stream.number].submit(buffer, start, stop, op, scale)
 
     def keep(self, streams: int) -> None:
-        """Close idle streams of the inner transport. Copy streams stay open, because idle ones use no CPU time."""
+        """Let the inner transport close all but its first `streams` streams, if idle streams use CPU time.
+
+        The CUDA streams and threads for copies stay, because idle ones use no CPU time.
+        """
         self._inner.keep(streams)
 
     def _close_streams(self, streams: list[_StagedStream]) -> bool:
@@ -131,6 +147,9 @@ class StagedTransport(StreamTransport[_StagedStream]):
         return True
 
     def close(self) -> bool:
-        """End the threads, and close the inner transport. Return False if its threads still wait for a peer."""
+        """End the threads for copies, and close the inner transport.
+
+        Return False if a thread of the inner transport still waits for a peer.
+        """
         super().close()
         return self._inner.close()
