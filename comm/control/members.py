@@ -1,9 +1,9 @@
 """The ranks of a mesh (TCP connections between all ranks), and how they find each other.
 
 Each rank publishes its listening addresses through an `Exchange`: over a key-value store, a process group of PyTorch,
-or MPI. In an elastic job, the agents (processes that start the ranks of each host) distribute the addresses. Records in a store are JSON, because a
-pickled record could run code. Rank 0 makes the job's secret, unless the user sets one. Every process that can read the
-store can read that secret.
+or MPI. In an elastic job, the agents (processes that start the ranks of each host) distribute the addresses. Records in
+a store are JSON, because a pickled record could run code. Rank 0 makes the job's secret, by which ranks authenticate
+each other, unless the user sets one. Every process that can read the store can read the secret that rank 0 makes.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def open_listeners(interface: str | None, *, loopback_only: bool = False) -> Lis
 
 
 def listening(member: Member, listeners: Sequence[socket.socket]) -> Member:
-    """Return a copy of `member` with this host and the addresses of the listeners."""
+    """Return a copy of `member` with the id of this host and the addresses of the listening sockets."""
     addresses = tuple(listener.getsockname()[:2] for listener in listeners)
     return replace(member, host=host_identity(), addresses=addresses)
 
@@ -133,17 +133,18 @@ def listening(member: Member, listeners: Sequence[socket.socket]) -> Member:
 def introduce(
     exchange: Exchange, own: Member, *, generation: int = 0, interface: str | None, secret: str | None
 ) -> tuple[Membership, Listeners]:
-    """Exchange the hosts of all ranks, then open listeners and exchange their addresses. Collective.
+    """Exchange the hosts of all ranks, then open listening sockets and exchange their addresses. Collective.
 
     Args:
-        exchange: function that exchanges the memberships.
-        own: this rank.
-        generation: number of the last generation in which this rank took part. 0 = none.
+        exchange: function that sends this rank's `Membership` to all ranks, and returns those of all ranks.
+        own: description of this rank.
+        generation: number of the last generation (set of ranks of an elastic job) in which this rank took part. 0 =
+            none.
         interface: name of the network interface between the hosts. None = any.
         secret: secret of the job, from the user. None = the first rank makes one.
 
     Returns:
-        The membership, with the highest generation of all ranks, and the listeners of this rank.
+        The list of all ranks, with the highest generation of all ranks, and the listening sockets of this rank.
 
     Raises:
         ConfigError: only some ranks have a secret from the user, or the interface does not exist.
@@ -348,7 +349,7 @@ part of the keys in the store, so that a second `init()` does not read the keys 
 def meet(
     meeting: Meeting, *, interface: str | None, secret: str | None, timeout_s: float, heartbeat_s: float | None
 ) -> MeshCommunicator:
-    """Open TCP connections between the ranks of `meeting`, which find each other through a key-value store. Collective."""
+    """Open TCP connections between the ranks of `meeting`, which meet at a key-value store. Collective."""
     deadline = Deadline.after(timeout_s)
     members = meeting.members or tuple(range(meeting.size))
     if len(members) == 1:
@@ -391,7 +392,7 @@ def _store(meeting: Meeting, deadline: Deadline) -> Store:
     if not meeting.agent_store and meeting.rank == (meeting.members or (0,))[0]:
         if place not in _stores:
             try:
-                # multi_tenant, because the script's own process groups may use a store at the same port
+                # Set multi_tenant, because the script's own process groups may use a store at the same port.
                 _stores[place] = serve_store(*place, timeout=timeout, multi_tenant=True)
             except (OSError, RuntimeError) as err:
                 raise ConfigError(
@@ -530,7 +531,10 @@ class StoreExchange:
             self._call("set", f"{self._prefix}problem", json.dumps(str(error)))
 
     def problem(self) -> str:
-        """Return the error that a rank has published, or "". Reads the store at most once every `_ASK_S` seconds."""
+        """Return the error that a rank has published in the store, or "".
+
+        Reads the store at most once every `_ASK_S` seconds.
+        """
         key, now_s = f"{self._prefix}problem", time.monotonic()
         if now_s < self._ask_s:
             return ""
