@@ -3,9 +3,9 @@
 Ranks agree in *rounds*. In a round, each rank sends one small message: a digest of all its pending operations, and one
 bit for each operation name used before (as in § V-A of the AIACC paper). A rank takes part in rounds only while it has
 pending operations. If all digests are equal, which is the common case, all pending operations run. Otherwise the
-operations whose bits are set on all ranks run. If bits cannot express a rank's state (a new name, a tensor of another shape or dtype, a call of
-`join()`), the ranks exchange descriptions of all pending operations. In this exchange, all ranks find the operations
-whose shapes, dtypes or other properties differ between ranks.
+operations whose bits are set on all ranks run. If bits cannot express a rank's state (a new name, a tensor of another
+shape or dtype, a call of `join()`), the ranks exchange descriptions of all pending operations. In this exchange, all
+ranks find the operations whose shapes, dtypes or other properties differ between ranks.
 
 With few ranks, the messages are all-gathered, and also contain the tensors of small operations, which then need no
 further communication. With many ranks, the messages are all-reduced (AND).
@@ -425,7 +425,8 @@ class Rounds:
     def _digest(self, works: Iterable[EagerWork], own: PendingReport) -> int:
         """Return the digest of all pending operations of this rank.
 
-        Returns 0, which never counts as equal, if this rank has called `join()`, shuts down or has an invalid operation.
+        Returns 0, which never counts as equal, if this rank has called `join()`, shuts down or has an invalid
+        operation.
         """
         if own.joined is not None or own.closing:
             return 0

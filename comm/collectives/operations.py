@@ -300,27 +300,27 @@ def adasum_(vector: torch.Tensor, *, comm: Communicator, wait: Callable[[Test], 
 Tensors = list[torch.Tensor]
 
 SPIN_S = 3e-3
-"""Seconds for which a thread that waits for an operation polls it without sleeping. Most operations complete within this
-time, because all ranks start them together."""
+"""Seconds for which a thread that waits for an operation polls it without sleeping. Most operations complete within
+this time, because all ranks start them together."""
 
 SLEEP_S = 50e-6
-"""Seconds of sleep between two polls of an operation that takes longer. It is short, because an operation makes progress
-only while it is polled."""
+"""Seconds of sleep between two polls of an operation that takes longer. It is short, because an operation makes
+progress only while it is polled."""
 
 TESTS_PER_YIELD = 8
 
 
 LANE_BYTES = 1 << 20
-"""Size in bytes from which all-reduces use lanes (parallel connections of a `UnitPipeline`). The lanes are opened at the
-first such all-reduce."""
+"""Size in bytes from which all-reduces use lanes (parallel connections of a `UnitPipeline`). The lanes are opened at
+the first such all-reduce."""
 
 LANE_DTYPES = frozenset((torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64))
 """Dtypes of tensors whose large all-reduces use lanes (parallel connections), because every transport can reduce them.
 Half precision is converted to float32 first."""
 
 OpenLanes = Callable[[Communicator], UnitPipeline]
-"""Function that opens lanes (parallel connections for large all-reduces) between the ranks of a communicator. Collective.
-No operation may use the communicator during the call."""
+"""Function that opens lanes (parallel connections for large all-reduces) between the ranks of a communicator.
+Collective. No operation may use the communicator during the call."""
 
 
 class Ranks:
@@ -544,8 +544,8 @@ MAX_SLOTS = 1024
 """Largest number of cached `Slot` objects (places of tensors in messages)."""
 
 _WIRE_DTYPES = {**dict.fromkeys(HALF_DTYPES, torch.float32), torch.bool: torch.uint8}
-"""Dtypes of tensors that are converted before they are put into a message of a round, and the dtype that they get there.
-Must match the conversions of `_work_copy` and `_reducible`."""
+"""Dtypes of tensors that are converted before they are put into a message of a round, and the dtype that they get
+there. Must match the conversions of `_work_copy` and `_reducible`."""
 
 _COMBINATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,

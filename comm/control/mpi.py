@@ -324,8 +324,8 @@ class Survivors:
                 # Keep the error for the calling thread, which raises it below.
                 results.append(err)
 
-        # Call Shrink in a thread, so that the wait for it can time out. The non-blocking Shrink needs no thread, but fails
-        # with an internal error in Open MPI 5.0.
+        # Call Shrink in a thread, so that the wait for it can time out. The non-blocking Shrink needs no thread, but
+        # fails with an internal error in Open MPI 5.0.
         thread = threading.Thread(target=shrink, name="sirtaki-shrink", daemon=True)
         begin_s = time.monotonic()
         thread.start()
