@@ -439,7 +439,7 @@ class ReservedPorts:
 
 
 def parse_address(text: str) -> Address:
-    """Split an aggregator's address `host:port` into host and port.
+    """Split `host:port`, the address of an aggregator (a server that sums gradients), into host and port.
 
     Raises:
         ConfigError: the text is not an address with a port from 1 to 65535.
