@@ -1,4 +1,4 @@
-"""Model graphs as networkx graphs: fingerprint, JSON, signature, edit distance, picture.
+"""Model graphs as networkx graphs: their digest, JSON, edit distance, lower bounds of the distance, and picture.
 
 Nodes are numbered 0, 1, … in the order of computation. Edges lead from an operation to the operations that read its
 output, so the graph is acyclic. Node labels and sorted edges are also stored as lists in the graph's attributes,
@@ -315,7 +315,7 @@ def _least_cost(same_label: Any, same_kind: Any, fewer: Any, more: Any, edges: A
 
 
 def label_bound(first: ModelGraph, second: ModelGraph) -> float:
-    """Return the bound of `histogram_bounds` for two graphs, computed from exact labels and therefore tighter."""
+    """Return a lower bound of the edit cost of two graphs, from the numbers of common labels and kinds of nodes."""
     nodes = labels(first), labels(second)
     same_label = (Counter(nodes[0]) & Counter(nodes[1])).total()
     same_kind = (Counter(node.kind for node in nodes[0]) & Counter(node.kind for node in nodes[1])).total()
@@ -351,7 +351,7 @@ def assignment_bound(first: ModelGraph, second: ModelGraph) -> float:
 
 
 def upper_bound(first: ModelGraph, second: ModelGraph) -> float:
-    """Return the edit cost of a good assignment of nodes: symmetric, and 0 for equal graphs."""
+    """Return an upper bound of the edit cost: that of a good assignment of nodes. Symmetric, 0 for equal graphs."""
     first, second = sorted(
         (first, second), key=lambda graph: (len(graph), len(edges_of(graph)), labels(graph), edges_of(graph))
     )

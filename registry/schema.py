@@ -39,7 +39,7 @@ MAX_AHEAD_S = 24 * 3600.0
 
 
 class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Properties that must be equal for a stored setting to be considered."""
+    """Properties of a job and of a stored setting that must be equal, so that the job considers the setting."""
 
     kind: ClassVar[str]
 
@@ -54,7 +54,7 @@ class StoredSetting(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     table: ClassVar[str]
     """Name of the database table, and of the list in a document."""
     called: ClassVar[str]
-    """Noun for messages."""
+    """Noun that names this type of record in messages to the user."""
     shown_by: ClassVar[str]
     """Command that lists the records."""
 
@@ -96,7 +96,7 @@ class StoredSetting(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def graphs(self) -> dict[str, Any]:
-        """Return the objects that `body` omits (a job's model graph and topology), by name of the field."""
+        """Return the fields that `body` omits: a job's model graph and topology, by name of the field."""
         return {}
 
     @classmethod
@@ -215,7 +215,7 @@ class JobRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields=
         topology: cluster of the job; its fingerprint is `key.topology`.
         layout: `layout_fingerprint` of the gradients for which the unit (bucket) boundaries in `knobs` were planned;
             "" = unknown.
-        knobs: fastest setting that the tuner found.
+        knobs: fastest setting (values of all tuned parameters) that the tuner found.
         best_span_s: communication time per iteration with `knobs`.
         default_span_s: communication time of the untuned default in the same job.
         noise_s: measurement noise of `best_span_s` and `default_span_s`.
@@ -451,7 +451,7 @@ class RowsRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields
         key: properties by which a job finds the record.
         name: name of the parameter.
         skew: access pattern of the parameter's rows.
-        path: algorithm that sums the rows.
+        path: algorithm that sums the rows over the ranks.
         cold: algorithm that sums infrequent rows.
         block_rows: number of consecutive rows in a block.
         n_hot: number of frequent rows.

@@ -351,7 +351,9 @@ def neighbours(store: Store, job: JobDescription, *, k: int = 3, max_distance: f
 
 
 def _farther_by_link(record: JobRecord, job: JobDescription) -> float:
-    """Return by how much the measured links increase the distance; 0 if a link was not measured.
+    """Return by how much different links (measured latency and bandwidth) increase the distance of a record from a job.
+
+    Returns 0 if a link was not measured.
 
     The record's link is rescaled to the job's number of ranks before the comparison.
     """
@@ -418,7 +420,10 @@ def adapted(neighbour: Neighbour, job: JobDescription) -> WarmStart:
 
 
 def _resized_link(record: JobRecord, job: JobDescription) -> LinkModel | None:
-    """Return the record's link, rescaled to the job's number of ranks; None if the link was not measured."""
+    """Return the latency and bandwidth measured by the record's job, rescaled to this job's number of ranks.
+
+    Returns None if they were not measured.
+    """
     there, here = record.key.world_size, job.key.world_size
     if record.link is None or min(there, here) == 1:
         return record.link
@@ -428,7 +433,8 @@ def _resized_link(record: JobRecord, job: JobDescription) -> LinkModel | None:
 def _link_ratios(record: JobRecord, job: JobDescription, here: LinkModel | None) -> tuple[float, float]:
     """Return the ratios job / record of the links' latency and bandwidth.
 
-    Without measurements, assume a ring, whose latency is proportional to the number of ranks.
+    If a link was not measured, equal links and a ring all-reduce are assumed, so latency is proportional to the number
+    of ranks.
     """
     if record.link is not None and here is not None:
         return link_ratios(record.link, here)

@@ -83,7 +83,7 @@ def memory_limit_bytes() -> int | None:
 
 
 def host_kind() -> str:
-    """Return a description that equal hosts share: product (on clouds the instance type), processor, number of cores.
+    """Return a text that is equal for equal hosts: product (on clouds the instance type), processor, number of cores.
 
     A container with a CPU quota below the host's number of cores counts as another kind of host.
     """
@@ -96,7 +96,7 @@ def host_kind() -> str:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process of this host is running. A zombie is not, because its parent may never collect it."""
+    """Return whether a process of this host is running. A zombie does not count, because it may stay forever."""
     import psutil  # imported late: it takes 7 to 12 ms, and a rank can start without it
 
     try:
@@ -282,7 +282,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def host_identity() -> tuple[str, ...]:
-    """Return an id that is equal for processes that share a host and a network namespace, and hence the loopback."""
+    """Return an id that is equal for processes that share a host and a network namespace, and thus loopback addresses."""
     found = [socket.gethostname()]
     with contextlib.suppress(OSError):  # /proc may be missing
         found.append(Path("/proc/sys/kernel/random/boot_id").read_text())
