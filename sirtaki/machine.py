@@ -282,7 +282,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def host_identity() -> tuple[str, ...]:
-    """Return an id that is equal for processes that share a host and a network namespace, and thus loopback addresses."""
+    """Return an id that is equal for processes that share a host and a network namespace, and thus the loopback."""
     found = [socket.gethostname()]
     with contextlib.suppress(OSError):  # /proc may be missing
         found.append(Path("/proc/sys/kernel/random/boot_id").read_text())
