@@ -27,7 +27,7 @@ Ranks = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
 
 
 class LinkClass(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Speed of a link, rounded to powers of two so that measurement noise rarely changes it.
+    """Bandwidth and latency of a link, rounded to powers of two so that measurement noise rarely changes them.
 
     Attributes:
         bandwidth_log2: log2 of bytes per second; None = unknown.
@@ -44,7 +44,7 @@ class LinkClass(Struct, frozen=True, array_like=True, forbid_unknown_fields=True
 
     @classmethod
     def of(cls, *, bandwidth_bytes_per_s: float | None = None, latency_s: float | None = None) -> LinkClass:
-        """Return the class of a measured or nominal speed.
+        """Round a measured or nominal speed of a link to powers of two.
 
         Raises:
             RegistryError: a speed is not positive and finite.
@@ -94,7 +94,7 @@ class ClusterShape(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
     Attributes:
         hosts: (description of a host, number of ranks on it, number of such hosts), sorted.
-        network: class of the link between hosts.
+        network: rounded bandwidth and latency of the link between hosts, as text.
     """
 
     hosts: tuple[tuple[str, Ranks, Ranks], ...]
@@ -118,8 +118,8 @@ class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     Attributes:
         places: location of each rank, `(world_size,)`.
         host_kinds: kind of each host, such as an instance type, `(n_hosts,)`; "" = unknown.
-        local_link: class of the link between ranks of one host.
-        network_link: class of the link between hosts.
+        local_link: rounded bandwidth and latency between ranks of one host.
+        network_link: rounded bandwidth and latency between hosts.
 
     Raises:
         RegistryError: the number of ranks is out of range, or the host indices do not match `host_kinds`.

@@ -1,4 +1,4 @@
-"""Model graphs as networkx graphs: fingerprint, JSON, signature, edit distance, picture.
+"""Model graphs as networkx graphs: their digest, JSON, edit distance, lower bounds of the distance, and picture.
 
 Nodes are numbered 0, 1, … in the order of computation. Edges lead from an operation to the operations that read its
 output, so the graph is acyclic. Node labels and sorted edges are also stored as lists in the graph's attributes,
@@ -188,7 +188,8 @@ KIND_BINS = 32
 LABEL_BINS = 128
 WIDTH = 2 + KIND_BINS + LABEL_BINS
 
-# Increase this number when the bins change, so that stored signatures of other versions are recomputed.
+# Version of the format of signatures (counts of a graph's nodes by hashed kind and label). Increase it when the counts
+# change, so that signatures stored by other versions are recomputed.
 SIGNATURE_VERSION = 1
 
 
@@ -198,7 +199,10 @@ def _bin(label: str, bins: int) -> int:
 
 
 def signature(graph: ModelGraph) -> Signatures:
-    """Return a graph's signature, `(WIDTH,)` counts: nodes, edges, nodes by hashed kind, nodes by hashed label."""
+    """Return a graph's signature: `(WIDTH,)` counts of nodes, edges, nodes by hashed kind and nodes by hashed label.
+
+    Signatures give a cheap lower bound of the edit distance of two graphs.
+    """
     counts = np.zeros(WIDTH, dtype=np.uint16)
     counts[:2] = len(graph), len(edges_of(graph))
     for node, count in Counter(labels(graph)).items():
@@ -234,11 +238,12 @@ DOUBLING_COST = 0.125
 SAME_KIND_LIMIT = 1.0
 OTHER_KIND_COST = 1.5
 
-# Largest number of nodes for the optimal assignment, which takes cubic time. If there are more, they are paired in
-# order.
+# Largest number of nodes of two graphs that are paired by an optimal assignment, which takes cubic time. If there are
+# more, they are paired in order.
 MAX_ASSIGNED = 160
 
-# Largest number of nodes for `assignment_bound`. It is larger, because that bound is only computed for display.
+# Largest number of nodes for which `least_distance` computes `assignment_bound`, which takes cubic time. It is large,
+# because this bound is only computed for display.
 MAX_BOUNDED = 600
 
 
@@ -275,7 +280,7 @@ def distance(first: ModelGraph, second: ModelGraph) -> float:
 
 
 def least_distance(first: ModelGraph, second: ModelGraph) -> float:
-    """Return a normalised lower bound of the edit distance, the best one that takes at most about a second."""
+    """Return a normalised lower bound of the edit distance: the tightest one that takes about a second at most."""
     cost = label_bound(first, second)
     if max(len(first), len(second)) <= MAX_BOUNDED:
         cost = max(cost, assignment_bound(first, second))
@@ -283,7 +288,7 @@ def least_distance(first: ModelGraph, second: ModelGraph) -> float:
 
 
 def histogram_bounds(query: Signatures, others: Signatures) -> Floats:
-    """Return lower bounds of the edit cost between one graph and many.
+    """Return, for each of many graphs, a lower bound of the edit cost between it and one graph.
 
     The number of unchanged nodes is at most the number of common labels, and the number of nodes that keep their kind
     is at most the number of common kinds. Remaining nodes must be relabelled, deleted or inserted.
@@ -310,7 +315,7 @@ def _least_cost(same_label: Any, same_kind: Any, fewer: Any, more: Any, edges: A
 
 
 def label_bound(first: ModelGraph, second: ModelGraph) -> float:
-    """Return the bound of `histogram_bounds` for two graphs, computed from exact labels and therefore tighter."""
+    """Return a lower bound of the edit cost of two graphs, from the numbers of common labels and kinds of nodes."""
     nodes = labels(first), labels(second)
     same_label = (Counter(nodes[0]) & Counter(nodes[1])).total()
     same_kind = (Counter(node.kind for node in nodes[0]) & Counter(node.kind for node in nodes[1])).total()
@@ -346,7 +351,7 @@ def assignment_bound(first: ModelGraph, second: ModelGraph) -> float:
 
 
 def upper_bound(first: ModelGraph, second: ModelGraph) -> float:
-    """Return the edit cost of a good assignment of nodes: symmetric, and 0 for equal graphs."""
+    """Return an upper bound of the edit cost: that of a good assignment of nodes. Symmetric, 0 for equal graphs."""
     first, second = sorted(
         (first, second), key=lambda graph: (len(graph), len(edges_of(graph)), labels(graph), edges_of(graph))
     )
@@ -394,7 +399,7 @@ def match_nodes(first: ModelGraph, second: ModelGraph) -> list[int]:
 
 
 def _contexts(graph: ModelGraph, numbers: Sequence[int]) -> list[Hashable]:
-    """Return for each node its label and the labels of its predecessors and successors."""
+    """Return each node's context: its label, and the labels of its predecessors and successors."""
     incoming: list[list[int]] = [[] for _ in numbers]
     outgoing: list[list[int]] = [[] for _ in numbers]
     for source, target in edges_of(graph):

@@ -24,8 +24,8 @@ from .graph import ModelGraph, OperationLabel, model_graph, topological_order
 if TYPE_CHECKING:
     import networkx as nx
 
-# Longest text for the parameters of an operation, and longest text for its appended operations. Longer texts are cut,
-# but `size` counts all parameters.
+# Longest text that describes the parameters of an operation, and longest text that names the operations merged into it.
+# Longer texts are cut, but the label's `size` counts all parameters.
 _MAX_DETAIL_CHARS = MAX_LABEL_CHARS // 2
 
 _SHAPE_ONLY = {
@@ -50,7 +50,7 @@ def shapes_graph(shapes: Sequence[Sequence[int]]) -> ModelGraph:
 
 @dataclass(frozen=True, kw_only=True)
 class CapturedGraph:
-    """Autograd graph of an output, copied without tensors.
+    """Copy of the autograd graph of a model's output, without tensors.
 
     Attributes:
         operations: operations by number, in the order of discovery.
@@ -66,14 +66,14 @@ class CapturedGraph:
 
     @cached_property
     def graph(self) -> ModelGraph:
-        """Return the coarsened graph, in which missing parameters form a separate chain.
+        """Return a coarser graph: small operations are merged, and parameters not reached form a separate chain.
 
         Computed on first use, because networkx may still be loading during the model's first forward pass.
         """
         import networkx as nx
 
-        # Nodes have the fields of `AutogradNode`, and `tail`, the kinds of appended operations. Nodes and their
-        # neighbours keep the order of discovery.
+        # Build a graph whose nodes have the fields of `AutogradNode`, and `tail`, the kinds of the operations merged
+        # into the node. Nodes and their neighbours keep the order of discovery.
         operations = nx.DiGraph()
         for number, own in self.operations.items():
             operations.add_node(number, kind=own.kind, shapes=[*own.shapes], others=[*own.others], tail=[])
@@ -192,7 +192,7 @@ def _bypass_shape_only(operations: nx.DiGraph) -> None:
 
 
 def _collapse_chains(operations: nx.DiGraph) -> None:
-    """Append each operation without parameters to its only predecessor, if that has no other successor."""
+    """Merge each operation without parameters into its only predecessor, if that has no other successor."""
     # Go from inputs to outputs, so that a chain of operations grows at its end.
     for number, own in reversed(list(operations.nodes(data=True))):
         sources, targets = list(operations.pred[number]), list(operations.succ[number])
@@ -290,7 +290,7 @@ class ModelGraphRecorder:
         self._watch()
 
     def stop(self) -> None:
-        """Remove the hooks and release the parameters. The captured graph stays available. Idempotent."""
+        """Remove the hooks, and drop the references to the parameters. Keep the captured graph. Idempotent."""
         self._remove_hooks()
         self._parameters = []
 
@@ -298,7 +298,7 @@ class ModelGraphRecorder:
     def graph(self) -> ModelGraph | None:
         """Return the model's graph; None before `start()`.
 
-        If no graph was captured, a chain of the parameters, last first, is returned instead.
+        If no graph was captured, a chain of the parameters, last parameter first, stands for it.
         """
         if self._best is not None:
             try:
@@ -311,7 +311,7 @@ class ModelGraphRecorder:
 
     @property
     def model_name(self) -> str:
-        """Return the class name of the captured module; "" if none was captured."""
+        """Return the class name of the module whose graph was captured; "" if no graph was captured."""
         return self._name
 
     def _watch(self) -> None:

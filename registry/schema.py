@@ -28,17 +28,18 @@ from .cluster import MAX_RANKS, Ranks, Topology
 from .graph import GraphJson, ModelGraph, canonical_json, digest, fingerprint, graph_to_json
 
 STALE_AFTER_S = 90 * 24 * 3600.0
-"""Age in seconds after which a newer record replaces a better one, because networks and drivers change."""
+"""Difference in age, in seconds, from which a newer record replaces a faster one, because networks and device drivers
+change."""
 
 MAX_SPEEDUP = 100.0
 """Largest accepted speedup over the untuned default. Larger ones are rejected as measurement errors or forgeries."""
 
 MAX_AHEAD_S = 24 * 3600.0
-"""Largest accepted difference, in seconds, by which another host's clock is ahead."""
+"""Largest accepted time, in seconds, by which a record's time of creation is ahead of this host's clock."""
 
 
 class Key(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Properties that must be equal for a stored setting to be considered."""
+    """Properties of a job and of a stored setting that must be equal, so that the job considers the setting."""
 
     kind: ClassVar[str]
 
@@ -53,7 +54,7 @@ class StoredSetting(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     table: ClassVar[str]
     """Name of the database table, and of the list in a document."""
     called: ClassVar[str]
-    """Noun for messages."""
+    """Noun that names this type of record in messages to the user."""
     shown_by: ClassVar[str]
     """Command that lists the records."""
 
@@ -95,7 +96,7 @@ class StoredSetting(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def graphs(self) -> dict[str, Any]:
-        """Return the objects that `body` omits (a job's model graph and topology), by name of the field."""
+        """Return the fields that `body` omits: a job's model graph and topology, by name of the field."""
         return {}
 
     @classmethod
@@ -135,7 +136,7 @@ class EntryKey(Key, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_
         device: "cpu" or "cuda".
         versions: relevant library versions, by name.
         gradients: `graph.gradients_fingerprint` of the reduced gradients.
-        fixed: values of the knobs that the user fixed, by name.
+        fixed: values of the knobs (parameters of a setting) that the user fixed, by name.
         condition: ratio of communication time to its usual value, such as "4×", if it changed during the job; "" =
             usual. Jobs look up the key with the usual condition. Entries with other conditions are treated like entries
             of similar jobs.
@@ -178,7 +179,7 @@ def make_key(
 
 
 class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Origin of an entry.
+    """Origin of a job's record: when and where it was measured.
 
     Attributes:
         created_s: seconds since the epoch.
@@ -212,8 +213,9 @@ class JobRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields=
         key: properties by which a job finds the record.
         model: graph of the model; its fingerprint is `key.model`.
         topology: cluster of the job; its fingerprint is `key.topology`.
-        layout: `layout_fingerprint` of the gradients, for which explicit cuts in `knobs` were made; "" = unknown.
-        knobs: fastest setting that the tuner found.
+        layout: `layout_fingerprint` of the gradients for which the unit (bucket) boundaries in `knobs` were planned;
+            "" = unknown.
+        knobs: fastest setting (values of all tuned parameters) that the tuner found.
         best_span_s: communication time per iteration with `knobs`.
         default_span_s: communication time of the untuned default in the same job.
         noise_s: measurement noise of `best_span_s` and `default_span_s`.
@@ -261,7 +263,7 @@ class JobRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def id(self) -> str:
-        """Return the digest of the key. Users may abbreviate this id."""
+        """Return the record's id, which is the digest of its key. Users may abbreviate it."""
         return self.key.digest()
 
     @property
@@ -314,7 +316,8 @@ class JobRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields=
         names = (name for name in self.__struct_fields__ if name not in ("model", "topology"))
         body: dict[str, Any] = {name: plain(getattr(self, name)) for name in names}
         if body["link"] is not None:
-            # Omit `busy`, because it depends on the hosts, and earlier releases reject this field.
+            # Omit the link's `busy` (processors that a rank keeps busy), because it depends on the hosts, and earlier
+            # releases reject this field.
             del body["link"]["busy"]
         if body["gain"] is None:
             # Omit an empty gain, because earlier releases reject this field.
@@ -350,17 +353,18 @@ class JobRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 LIKE = 1.25
-"""Largest factor between the numbers of accessed rows of two access patterns that count as alike."""
+"""Largest ratio between the numbers of accessed parameter rows at which two access patterns count as alike."""
 
 LIKE_COVERAGE = 0.1
-"""Largest difference of `Skew.covered` between alike patterns. At this loss of coverage, a job ranks its rows again."""
+"""Largest difference of `Skew.covered` (fraction of row accesses that go to frequent rows) between alike access
+patterns. If the fraction falls by this much during a job, the job counts the frequent rows again."""
 
 _Rows = Annotated[int, Meta(ge=1, le=2**48)]
 _Touches = Annotated[float, Meta(ge=1, le=1e18)]
 
 
 class Skew(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Access pattern of the rows of one parameter.
+    """Access pattern of the rows of one parameter with sparse gradients, such as an embedding.
 
     Attributes:
         touched: mean number of rows accessed per iteration, summed over ranks, so that shared rows count several times.
@@ -415,7 +419,7 @@ class Skew(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class RowsKey(Key, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Properties that must be equal for a sparse algorithm to be considered.
+    """Properties that must be equal for a job to consider a stored algorithm that sums sparse gradients.
 
     Attributes:
         topology: fingerprint of the topology.
@@ -447,8 +451,8 @@ class RowsRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields
         key: properties by which a job finds the record.
         name: name of the parameter.
         skew: access pattern of the parameter's rows.
-        path: algorithm that sums the rows.
-        cold: algorithm for infrequent rows.
+        path: algorithm that sums the rows over the ranks.
+        cold: algorithm that sums infrequent rows.
         block_rows: number of consecutive rows in a block.
         n_hot: number of frequent rows.
         span_s: median time of a reduction in seconds.

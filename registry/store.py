@@ -80,7 +80,8 @@ models = Table(
     Column("body", LargeBinary, nullable=False),
 )
 
-# Signatures have their own table, because each search for similar entries reads all signatures but few graphs.
+# Signatures (counts of a graph's nodes by kind and label) have their own table, because each search for similar entries
+# reads all signatures but few graphs.
 signatures = Table(
     "signatures",
     metadata,
@@ -164,9 +165,9 @@ _ATTEMPTS = 5
 _MAX_GRAPH_BYTES = 1 << 27
 
 MAX_PER_KEY = 1000
-"""Limit on the number of records with one key that are read, newest first."""
+"""Largest number of records with one key that are read from the database, newest first."""
 
-# Number of values in one statement, because databases limit the number of parameters.
+# Largest number of values in one SQL statement, because databases limit the number of a statement's parameters.
 _PARAMETERS = 500
 
 # Options of the PostgreSQL driver. Without utf8, the driver could return bytes. The timeout is in seconds.
@@ -180,7 +181,8 @@ class EntrySummary:
     Attributes:
         id: id of the entry.
         model, topology, world_size, dtype, device: fields of the entry's `EntryKey`.
-        complete, best_span_s, default_span_s, n_trials, arm: fields of the entry's `JobRecord`.
+        complete, best_span_s, default_span_s, n_trials, arm: fields of the entry's `JobRecord`, such as communication
+            times of one iteration.
         created_s: seconds since the epoch.
         model_name: class name of the model.
         hosts: number and kinds of hosts (`ClusterShape.describe`).
@@ -209,7 +211,7 @@ class EntrySummary:
 
 
 class Candidate(NamedTuple):
-    """Columns of an entry that the search for the nearest entries needs."""
+    """Columns of a stored entry that the search for entries of similar jobs needs."""
 
     id: str
     model: str
@@ -331,7 +333,7 @@ class Store:
         return self.put_all([record], disproved=disproved) == 1
 
     def put_all(self, records: Sequence[StoredSetting], *, disproved: StoredSetting | None = None) -> int:
-        """Store all records, or none if an error occurs. Return the number of stored records."""
+        """Store each record that is better than the stored one. Return their number. On an error, store none."""
         # Check all records first, because no unreadable record must be written.
         for record in records:
             type(record).from_json(record.body(), record.graphs)
@@ -560,7 +562,7 @@ class _ListedBody(Struct):
 
 @contextmanager
 def _skipping(what: str, level: int = logging.INFO) -> Iterator[None]:
-    """Log and suppress a RegistryError, because one damaged row must not hide the intact ones."""
+    """Log and suppress a RegistryError of one database row, so that a damaged row does not hide the intact ones."""
     try:
         yield
     except RegistryError as err:
@@ -573,7 +575,10 @@ def _in_parts(names: Sequence[str]) -> Iterator[Sequence[str]]:
 
 
 def _rows(connection: Connection, kind: type[StoredSetting], ids: Sequence[str]) -> Iterator[Sequence[Any]]:
-    """Yield the rows of records with these ids: id, body and, for jobs, the bodies of model and topology."""
+    """Yield a database row for each record with one of these ids.
+
+    A row has the record's id, its JSON (body) and, for records of jobs, the bodies of model graph and topology.
+    """
     table = _TABLES[kind]
     wanted = select(table.c.id, table.c.body)
     if table is entries:
@@ -732,7 +737,7 @@ def sqlite_engine(path: Path, *, read_only: bool) -> Engine:
             if not read_only:
                 if connection.execute("PRAGMA journal_mode").fetchone()[0].upper() != journal:
                     connection.execute(f"PRAGMA journal_mode = {journal}")
-                # With these levels of durability, nothing is lost if the process is killed.
+                # Choose a level of durability at which nothing is lost if the process is killed.
                 connection.execute(f"PRAGMA synchronous = {'NORMAL' if journal == 'WAL' else 'FULL'}")
         except sqlite3.Error:
             # Close the connection on an error, such as a damaged file.
@@ -762,7 +767,7 @@ def is_damaged(path: Path) -> bool:
         finally:
             connection.close()
     except sqlite3.DatabaseError as err:
-        # Compare the exact type, because subclasses report locks and permissions.
+        # Only the exact type means damage, because its subclasses report locks and missing permissions.
         return type(err) is sqlite3.DatabaseError
 
 

@@ -157,7 +157,7 @@ def nearest(
         for start in range(0, len(extras), _BATCH):
             batch = [item for item in extras[start : start + _BATCH] if item[0] <= limit]
             unknown = sorted({candidate.model for *_, candidate in batch} - computed.keys())
-            # Stored distances are used even after the time limit, so that a busy host never misses its own model.
+            # After the time limit, use only stored distances. They are used so that a busy host finds its own model.
             if not batch or ((first or start) and unknown and clock() > end_s):
                 break
             graphs = store.models(unknown) if unknown else {}
@@ -185,7 +185,7 @@ def nearest(
 # noisy.
 _ALIKE = 1.25
 
-# Smallest relative gain in throughput that justifies another stream.
+# Smallest relative gain in throughput that justifies another stream (parallel connection).
 _LEAST_GAIN = 0.05
 
 # Lower limit on start-up times of a link, in seconds. A fit may return almost 0, and a ratio of two values near 0 would
@@ -194,7 +194,7 @@ _LEAST_STARTUP_S = 1e-6
 
 
 def alike(factor: float) -> bool:
-    """Return whether a ratio is so close to 1 that it is treated as noise."""
+    """Return whether a ratio of sizes or speeds is so close to 1 that the difference is treated as noise."""
     return 1 / _ALIKE < factor < _ALIKE
 
 
@@ -204,7 +204,7 @@ def link_class(link: LinkModel) -> LinkClass:
 
 
 def link_ratios(there: LinkModel, here: LinkModel) -> tuple[float, float]:
-    """Return the ratios here / there of the start-up time and of the throughput of one stream."""
+    """Return the ratios `here` / `there` of two links: of their start-up times, and of their one-stream throughputs."""
     return _startup_s(here) / _startup_s(there), here.throughput[0] / there.throughput[0]
 
 
@@ -217,9 +217,9 @@ def unit_factor(latency_ratio: float, bandwidth_ratio: float, size_ratio: float)
 
 
 def with_uniform_units(knobs: Knobs, itemsize_bytes: int) -> Knobs:
-    """Replace explicit cuts by units (buckets) of one size: that of the unit that contains the median byte.
+    """Replace planned unit (bucket) boundaries by units of one size: that of the unit that contains the median byte.
 
-    The median is over bytes, not over units, because cuts often have small units at both ends on purpose.
+    The median is over bytes, not over units, because plans often have small units at both ends on purpose.
     """
     if not knobs.cuts:
         return knobs.but(cuts=None)
@@ -271,8 +271,8 @@ class JobDescription:
         key: key of the job.
         model: graph of the model.
         topology: cluster of the job.
-        layout: `layout_fingerprint` of the gradients, to check whether explicit cuts of a record fit;
-            "" = never use explicit cuts of a record.
+        layout: `layout_fingerprint` of the gradients, to check whether the planned unit (bucket) boundaries of a record
+            fit; "" = never use such boundaries.
         itemsize_bytes: bytes per element on the wire.
         links: speed of the links that the job has measured, by route (transport and algorithm).
         space: settings that the job may use; None = any.
@@ -306,8 +306,8 @@ class WarmStart:
         distance: distance of the record; 0.0 for the job's own record.
         source: origin of the setting in one sentence, for the log.
         changes: adaptations, in words.
-        lost_cuts: True if explicit cuts of the record were dropped, because they did not fit this job. Their planner
-            may plan new cuts.
+        lost_cuts: True if the record's planned unit (bucket) boundaries were dropped, because they did not fit this
+            job. The planner of the boundaries may plan new ones.
         record: the stored record.
     """
 
@@ -351,7 +351,9 @@ def neighbours(store: Store, job: JobDescription, *, k: int = 3, max_distance: f
 
 
 def _farther_by_link(record: JobRecord, job: JobDescription) -> float:
-    """Return by how much the measured links increase the distance; 0 if a link was not measured.
+    """Return by how much different links (measured latency and bandwidth) increase the distance of a record from a job.
+
+    Returns 0 if a link was not measured.
 
     The record's link is rescaled to the job's number of ranks before the comparison.
     """
@@ -364,7 +366,7 @@ def _farther_by_link(record: JobRecord, job: JobDescription) -> float:
 
 
 def adapted_all(found: Sequence[Neighbour], job: JobDescription) -> list[WarmStart]:
-    """Adapt each record to the job, in this order. Of records with equal adapted knobs, only the first is kept."""
+    """Adapt the setting of each record to the job, in order. Of equal adapted settings, keep only the first."""
     starts: list[WarmStart] = []
     for neighbour in found:
         start = adapted(neighbour, job)
@@ -418,7 +420,10 @@ def adapted(neighbour: Neighbour, job: JobDescription) -> WarmStart:
 
 
 def _resized_link(record: JobRecord, job: JobDescription) -> LinkModel | None:
-    """Return the record's link, rescaled to the job's number of ranks; None if the link was not measured."""
+    """Return the latency and bandwidth measured by the record's job, rescaled to this job's number of ranks.
+
+    Returns None if they were not measured.
+    """
     there, here = record.key.world_size, job.key.world_size
     if record.link is None or min(there, here) == 1:
         return record.link
@@ -428,7 +433,8 @@ def _resized_link(record: JobRecord, job: JobDescription) -> LinkModel | None:
 def _link_ratios(record: JobRecord, job: JobDescription, here: LinkModel | None) -> tuple[float, float]:
     """Return the ratios job / record of the links' latency and bandwidth.
 
-    Without measurements, assume a ring, whose latency is proportional to the number of ranks.
+    If a link was not measured, equal links and a ring all-reduce are assumed, so latency is proportional to the number
+    of ranks.
     """
     if record.link is not None and here is not None:
         return link_ratios(record.link, here)

@@ -13,7 +13,7 @@ SirtakiError
 │   └── AggregatorError                  an aggregator has exited, rejects the job, or misses a rank
 ├── GradientError        (RuntimeError)  a gradient was changed while it was being reduced
 ├── StaleReadError       (RuntimeError)  a parameter was read before its deferred update (`overlap_forward`)
-├── TuningError          (RuntimeError)  an arm, model or trial that cannot be used
+├── TuningError          (RuntimeError)  a search method (arm), cost model or trial that cannot be used
 ├── RegistryError        (RuntimeError)  a registry that cannot be read or written
 │   └── CorruptStoreError                a file that is not a registry, or a damaged one
 ├── LaunchError          (RuntimeError)  ranks could not be started
@@ -99,7 +99,7 @@ class StaleReadError(SirtakiError, RuntimeError):
 
 
 class TuningError(SirtakiError, RuntimeError):
-    """An arm (search technique), a model or a trial cannot be used. The message has the reason."""
+    """A search method (arm) of the tuner, a cost model or a trial cannot be used. The message has the reason."""
 
 
 class RegistryError(SirtakiError, RuntimeError):
@@ -130,7 +130,7 @@ class RecordingError(SirtakiError, RuntimeError):
 
 
 class ReplayError(SirtakiError, ValueError):
-    """A recording, or the changed settings requested for it, cannot be replayed. The message has the reason."""
+    """A recording of a job cannot be replayed (simulated), or not with the changed settings. The message says why."""
 
 
 class TranslationError(SirtakiError, ValueError):

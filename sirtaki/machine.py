@@ -83,7 +83,7 @@ def memory_limit_bytes() -> int | None:
 
 
 def host_kind() -> str:
-    """Return a description that equal hosts share: product (on clouds the instance type), processor, number of cores.
+    """Return a text that is equal for equal hosts: product (on clouds the instance type), processor, number of cores.
 
     A container with a CPU quota below the host's number of cores counts as another kind of host.
     """
@@ -96,7 +96,7 @@ def host_kind() -> str:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process of this host is running. A zombie is not, because its parent may never collect it."""
+    """Return whether a process of this host is running. A zombie does not count, because it may stay forever."""
     import psutil  # imported late: it takes 7 to 12 ms, and a rank can start without it
 
     try:
@@ -282,7 +282,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def host_identity() -> tuple[str, ...]:
-    """Return an id that is equal for processes that share a host and a network namespace, and hence the loopback."""
+    """Return an id that is equal for processes that share a host and a network namespace, and thus the loopback."""
     found = [socket.gethostname()]
     with contextlib.suppress(OSError):  # /proc may be missing
         found.append(Path("/proc/sys/kernel/random/boot_id").read_text())
@@ -439,7 +439,7 @@ class ReservedPorts:
 
 
 def parse_address(text: str) -> Address:
-    """Split an aggregator's address `host:port` into host and port.
+    """Split `host:port`, the address of an aggregator (a server that sums gradients), into host and port.
 
     Raises:
         ConfigError: the text is not an address with a port from 1 to 65535.

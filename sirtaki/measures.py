@@ -1,4 +1,4 @@
-"""Quantities that all packages use: the link model, limits of unit (bucket) sizes, and measured speed-ups (`Gain`)."""
+"""Quantities that all packages use: a cost model of all-reduces, limits of bucket sizes, and measured speed-ups."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class LinkModel:
     """Cost model of all-reduces over one route (a transport with a flat or hierarchical algorithm).
 
     Attributes:
-        alpha_s: start-up time of one all-reduce. It takes no throughput from concurrent all-reduces (ASC-WFBP eq. 9).
+        alpha_s: start-up time of one all-reduce. It takes no throughput from concurrent all-reduces (equation 9 of the
+            ASC-WFBP paper).
         throughput: the concurrency curve G(n), `(max_streams,)`: total gradient bytes all-reduced per second while
             n = 1, 2, … streams are active. Each stream gets G(n) / n. G is constant beyond `max_streams`.
         host_s: processor time of one all-reduce, independent of its size. All streams share one processor, which works
@@ -46,16 +47,16 @@ class LinkModel:
 
     @property
     def beta_s_per_byte(self) -> float:
-        """Return the transmission time of one byte in a single all-reduce (ASC-WFBP's b)."""
+        """Return the transmission time of one byte in a single all-reduce (b in the ASC-WFBP paper)."""
         return 1 / self.throughput[0]
 
     @property
     def gamma(self) -> float:
-        """Return by which factor two concurrent all-reduces are each slower than a single one (ASC-WFBP's γ)."""
+        """Return the factor by which two concurrent all-reduces are each slower than one alone (γ in ASC-WFBP)."""
         return 2 * self.throughput[0] / self.total_bytes_per_s(2)
 
     def total_bytes_per_s(self, active: int) -> float:
-        """Return G(n), the total throughput of n ≥ 1 active streams."""
+        """Return the total throughput of `active` ≥ 1 streams (parallel connections) that all-reduce concurrently."""
         return self.throughput[min(active, len(self.throughput)) - 1]
 
     @property
@@ -64,14 +65,16 @@ class LinkModel:
         return self.alpha_s + self.host_s
 
     def together_s(self, unit_bytes: float, *, streams: int) -> float:
-        """Return the time of `streams` equal all-reduces that start together on one stream each.
+        """Return the time of `streams` equal all-reduces that start together, each on its own stream (connection).
 
-        This is ASC-WFBP eq. 3 and 9, extended from two streams to n.
+        The formula extends equations 3 and 9 of the ASC-WFBP paper from two streams to n.
         """
         return self.alpha_s + streams * max(self.host_s, unit_bytes / self.total_bytes_per_s(streams))
 
     def rescaled(self, *, from_ranks: int, to_ranks: int) -> LinkModel:
-        """Return the model of this link for a ring of another size: a ∝ N − 1 and ĉ ∝ (N − 1) / N (LIBRA eq. 4).
+        """Return the model of this link for a ring all-reduce over another number of ranks, N.
+
+        Start-up time scales with N − 1, and time per byte with (N − 1) / N (equation 4 of the LIBRA paper).
 
         Raises:
             TuningError: one of the rings has fewer than two ranks.
@@ -110,7 +113,7 @@ SMALLEST_UNIT_BYTES, LARGEST_UNIT_BYTES = 64 * 1024, 256 * 1024**2
 
 
 def ring_ratios(from_ranks: int, to_ranks: int) -> tuple[float, float]:
-    """Return the factors by which hops, and bytes per link, of a ring all-reduce change with the number of ranks.
+    """Return how a ring all-reduce changes with the number of ranks: factors of its hops, and of its bytes per link.
 
     Raises:
         TuningError: one of the rings has fewer than two ranks.

@@ -44,7 +44,8 @@ def _register() -> None:
 
     if not dist.is_available() or NAME in dist.Backend.backend_list:
         return
-    # Only the first group checks for a GPU, because the check initialises CUDA, which does not survive a fork.
+    # Register for GPUs without a check for one, because the check initialises CUDA, which does not survive a fork. The
+    # first process group makes the check.
     devices = ["cpu", "cuda"] if torch.backends.cuda.is_built() else ["cpu"]  # type: ignore[no-untyped-call]
     dist.Backend.register_backend(NAME, _process_group, devices=devices)
     register_rendezvous_handler(NAME, _rendezvous)  # type: ignore[no-untyped-call]

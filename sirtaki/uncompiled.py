@@ -121,7 +121,7 @@ def _functions(namespace: ModuleType | type) -> Iterator[FunctionType]:
 
 
 def _unwrap(found: Any) -> tuple[Any, ...]:
-    """Return the functions inside a descriptor; any other value unchanged."""
+    """Return the functions inside a descriptor, such as a property; return any other value unchanged, in a tuple."""
     if isinstance(found, property):
         return found.fget, found.fset, found.fdel
     if isinstance(found, staticmethod | classmethod):
@@ -144,7 +144,8 @@ def _nothing(code: CodeType) -> None:
 def _how_to_exclude() -> tuple[Callable[[CodeType], None], Callable[[CodeType], None]]:
     """Return two functions that exclude a code object's frames from compilation.
 
-    The first one is the best function of this PyTorch version. The second one is `skip_code`.
+    The first one also excludes the frames that they call, if this PyTorch version can do that. The second one is
+    `skip_code`, which excludes only the frames themselves.
     """
     try:
         from torch._C._dynamo import eval_frame

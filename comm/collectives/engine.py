@@ -1,16 +1,17 @@
 """Eager collectives, which each rank may submit in its own order. Ranks agree by name, then run them in one order.
 
 Ranks agree in *rounds*. In a round, each rank sends one small message: a digest of all its pending operations, and one
-bit for each operation name used before (AIACC § V-A). A rank takes part in rounds only while it has pending operations.
-If all digests are equal, which is the common case, all pending operations run. Otherwise the operations whose bits are
-set on all ranks run. If bits cannot express a rank's state (a new name, a changed tensor, a join), the ranks exchange
-all pending operations. All ranks find mismatches in this exchange.
+bit for each operation name used before (as in § V-A of the AIACC paper). A rank takes part in rounds only while it has
+pending operations. If all digests are equal, which is the common case, all pending operations run. Otherwise the
+operations whose bits are set on all ranks run. If bits cannot express a rank's state (a new name, a tensor of another
+shape or dtype, a call of `join()`), the ranks exchange descriptions of all pending operations. In this exchange, all
+ranks find the operations whose shapes, dtypes or other properties differ between ranks.
 
 With few ranks, the messages are all-gathered, and also contain the tensors of small operations, which then need no
 further communication. With many ranks, the messages are all-reduced (AND).
 
-The thread that waits for a result runs the rounds, so that no thread must be woken. If no thread waits, the engine's
-own thread runs them. It sleeps while no operation is pending.
+The thread that waits for a result runs the rounds itself, so that no thread must be woken. If no thread waits, the
+engine's own thread runs them. It sleeps while no operation is pending.
 """
 
 from __future__ import annotations
@@ -58,14 +59,14 @@ from sirtaki.machine import free_in_forked_children
 
 
 class EagerWork(ThreadWork):
-    """An eager operation in flight."""
+    """An eager operation (a collective on the user's tensors) in flight."""
 
     def __init__(self, signature: Signature, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self.signature, self.tensors = signature, tensors
         self.submitted_s = time.monotonic()
         self.results: list[torch.Tensor] = []
-        # CUDA event on the submitting thread's stream, after the kernels that write the tensors.
+        # CUDA event, recorded on the submitting thread's stream behind the kernels that write the tensors.
         self.written: torch.cuda.Event | None = None
         if signature.device == "cuda":
             self.written = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
@@ -73,10 +74,10 @@ class EagerWork(ThreadWork):
 
 
 def trace_operations(signatures: Sequence[Signature], works: Sequence[EagerWork | None], begin_s: float) -> None:
-    """Report operations that ran together to the timeline and the recorder.
+    """Report operations that ran together to the timeline file and to the recording of the job, if these are open.
 
     Args:
-        signatures: signatures of all these operations.
+        signatures: descriptions (name, kind, shapes, …) of all these operations.
         works: this rank's operations. None for an operation that this rank did not submit, because it has called
             `join()`.
         begin_s: `time.perf_counter()` when the ranks agreed to run the operations.
@@ -85,7 +86,7 @@ def trace_operations(signatures: Sequence[Signature], works: Sequence[EagerWork 
     if trace is None and recording is None:
         return
     end_s = time.perf_counter()
-    # Offset between the clocks `monotonic` (for submission times) and `perf_counter`.
+    # Difference between the clock `monotonic`, which submission times use, and the clock `perf_counter`.
     ages_s = time.monotonic() - end_s
     if trace is not None:
         names = ", ".join(signature.name for signature in signatures)
@@ -110,13 +111,14 @@ def trace_operations(signatures: Sequence[Signature], works: Sequence[EagerWork 
 
 
 CAPACITY = 1024
-"""Largest number of operation names that have a bit in the messages of a round."""
+"""Largest number of operation names that have a bit in the messages by which ranks agree on operations to run."""
 
 
 class NameSlots:
     """Operation names that have a bit in the messages of a round, in order of last use. Equal on all ranks.
 
-    For each name, stores the bit and the signature (kind, shapes, dtypes, …) of its last operation.
+    In a round, ranks agree on the operations to run. For each name, this object stores the number of its bit, and the
+    signature (kind, shapes, dtypes, …) of the last operation with this name.
     """
 
     def __init__(self, capacity: int = CAPACITY) -> None:
@@ -124,20 +126,26 @@ class NameSlots:
         self._free = list(range(capacity))
 
     def bit(self, work: EagerWork) -> int | None:
-        """Return the bit of a work's name, or None if the name is unknown or its signature has changed."""
+        """Return the number of the bit of an operation's name.
+
+        None if the name has no bit, or if the operation's signature (kind, shapes, dtypes, …) has changed.
+        """
         slot = self._slots.get(work.signature.name)
         return slot[0] if slot is not None and slot[1].digest == work.signature.digest else None
 
     def chosen(self, bits: int) -> dict[str, Signature]:
-        """Return the names and signatures whose bits are set."""
+        """Return the operation names whose bits are set in `bits`, with the signatures of their last operations."""
         return {name: signature for name, (bit, signature) in self._slots.items() if bits >> bit & 1}
 
     def by_all(self) -> int:
-        """Return the bits of operations that a rank submits even after its `join()`."""
+        """Return a bit mask of the operations that a rank submits even after it has called `join()`."""
         return sum(1 << bit for bit, signature in self._slots.values() if signature.by_all)
 
     def remember(self, signature: Signature) -> None:
-        """Assign a bit to the operation's name, or replace the name's signature. Names used only once get no bit."""
+        """Assign a bit to an operation's name, or, if it has a bit, replace the signature stored for it.
+
+        Names that are used only once get no bit.
+        """
         name = signature.name
         if (slot := self._slots.get(name)) is not None:
             if slot[1] is not signature:
@@ -148,18 +156,18 @@ class NameSlots:
             self._slots[name] = heapq.heappop(self._free), signature
 
     def touch(self, name: str) -> None:
-        """Mark the name as the most recently used one."""
+        """Mark an operation name as the most recently used one, so that its bit is the last to be taken away."""
         if name in self._slots:
             self._slots.move_to_end(name)
 
     def forget(self, name: str) -> None:
-        """Remove a name, and release its bit."""
+        """Remove an operation name, so that another name can get its bit."""
         if (slot := self._slots.pop(name, None)) is not None:
             heapq.heappush(self._free, slot[0])
 
 
 class Pending:
-    """Operations of this rank in flight. Thread-safe.
+    """Eager operations that this rank has submitted and that are not complete. Thread-safe.
 
     Attributes:
         where: text that names the process set in messages to the user. "" = all ranks.
@@ -195,7 +203,7 @@ class Pending:
 
         Args:
             work: the operation.
-            wake: True to wake the engine's thread.
+            wake: True to wake the engine's thread, which runs operations that no other thread waits for.
 
         Raises:
             ValueError: an operation of this name is in flight on this rank.
@@ -220,7 +228,10 @@ class Pending:
                 self._changed.notify()
 
     def join(self, progress: Progress) -> ThreadWork:
-        """Declare that this rank has no more data. The returned work completes when the last rank calls `join()`."""
+        """Declare that this rank has no more data. The returned work completes when all ranks have called `join()`.
+
+        `progress` is the position in training that this rank has reached.
+        """
         with self._changed:
             self._join, self._progress = ThreadWork(), progress
             self.last_progress_s = time.monotonic()
@@ -228,7 +239,11 @@ class Pending:
             return self._join
 
     def oldest_wait(self) -> PendingWait | None:
-        """Return the wait for the oldest pending operation or for `join()`, for the watchdog. None if idle."""
+        """Describe for the watchdog what this rank waits for: its oldest pending operation, or the end of `join()`.
+
+        Returns:
+            None if this rank waits for neither.
+        """
         works = [work for work in list(self._works.values()) if not work.signature.problem]
         if works:
             oldest = min(works, key=lambda work: work.submitted_s)
@@ -238,7 +253,7 @@ class Pending:
         return None
 
     def describe(self) -> str:
-        """Return the names of pending operations in words, for the watchdog."""
+        """Return a text with the names of pending operations, which the watchdog shows if a rank waits too long."""
         names = list(self._works)
         return f"has submitted {', '.join(names[:5])}{' …' if len(names) > 5 else ''}{self.where}" if names else ""
 
@@ -259,10 +274,11 @@ class Pending:
                 self._changed.notify()
 
     def snapshot(self, pause_s: float = 0.0) -> tuple[dict[str, EagerWork], PendingReport] | None:
-        """Wait for at most `pause_s`, or until a new submission. Return the pending operations and this rank's state.
+        """Wait until an operation is submitted, for at most `pause_s` seconds. Return the pending operations.
 
         Returns:
-            Operations by name, and the report to send to the other ranks. None if nothing is pending.
+            The operations by name, and the report of this rank's state to the other ranks. None if no operation is
+            pending, and this rank neither has called `join()` nor shuts down.
         """
         with self._lock:
             if pause_s:
@@ -273,15 +289,18 @@ class Pending:
             return self._works.copy(), PendingReport(joined=joined, closing=self._closing, unnamed=self._unnamed)
 
     def remove(self, works: Sequence[EagerWork]) -> None:
-        """Remove completed operations."""
+        """Remove completed operations from the pending ones."""
         with self._lock:
             for work in works:
                 self._works.pop(work.signature.name, None)
 
     def reject(self, name: str, problem: str) -> None:
-        """Fail the operation with this name: now if it is pending, else when this rank submits it."""
+        """Fail the operation with this name, because ranks disagree about it (`problem`).
+
+        It fails now if it is pending, else when this rank submits it.
+        """
         with self._lock:
-            # Look up the operation again, because it may have been submitted since the last snapshot.
+            # Look up the operation again, because it may have been submitted since `snapshot` was called.
             work = self._works.pop(name, None)
             if work is None and self._join is None and not self._closing:
                 self._rejected.setdefault(name, deque()).append(problem)
@@ -289,10 +308,13 @@ class Pending:
             work.finish(MismatchError(problem))
 
     def end_join(self, unnamed: int) -> None:
-        """Complete the join of all ranks. `unnamed` is the largest count of unnamed operations on any rank."""
+        """Complete this rank's `join()`, because all ranks have called it.
+
+        `unnamed` is the largest number of unnamed operations that any rank has submitted.
+        """
         with self._lock:
-            # Ranks that joined early have submitted fewer unnamed operations. With equal counts, the next unnamed
-            # operation gets the same name on all ranks.
+            # Set the number of unnamed operations to that of the other ranks, so that the next unnamed operation gets
+            # the same name on all ranks. Ranks that called `join()` early have submitted fewer.
             self._unnamed = unnamed
             self._rejected.clear()
             join, self._join = self._join, None
@@ -307,7 +329,10 @@ class Pending:
             self._works.clear()
 
     def close(self) -> None:
-        """Start the shutdown: fail pending operations, except invalid ones, because all ranks must get their error."""
+        """Start the shutdown: fail pending operations, except those with an invalid argument (`Signature.problem`).
+
+        These stay pending until the last round, which raises their error on all ranks.
+        """
         with self._changed:
             self._closing = True
             for name, work in list(self._works.items()):
@@ -322,13 +347,13 @@ _ALL_ONES = (1 << _DIGEST_BITS) - 1
 _HEAD_BYTES = 2 * DIGEST_BYTES + CAPACITY // 8 + ALIGNED_BYTES
 
 GATHERED_RANKS = 32
-"""Up to this number of ranks, the messages of a round are all-gathered and contain small tensors. With more ranks, they
-are all-reduced.
+"""Largest number of ranks at which the messages of a round (an agreement on operations to run) are all-gathered and
+contain small tensors. With more ranks, the messages are all-reduced, and contain no tensors.
 """
 
 
 class Rounds:
-    """Runs the rounds in which ranks agree on operations, one round at a time. Its state is equal on all ranks.
+    """Runs the rounds in which ranks agree on operations to run, one round at a time. Its state is equal on all ranks.
 
     Attributes:
         last_joined: rank that called `join()` last. -1 = none so far.
@@ -344,7 +369,15 @@ class Rounds:
         open_lanes: OpenLanes | None = None,
         members: Sequence[int] | None = None,
     ) -> None:
-        """Open two duplicates of `comm`. The arguments are those of `EagerEngine`. Collective over `comm`."""
+        """Open two duplicates of `comm`. Collective over `comm`.
+
+        Args:
+            comm: participating ranks.
+            failures: failure board, through which threads report and read the job's failure.
+            pending: operations that this rank has submitted.
+            open_lanes: opens the streams (parallel connections) for large all-reduces. None = these use `comm`.
+            members: numbers of the ranks in messages to the user. None = their ranks in `comm`.
+        """
         self._messages, self._data, self._failures = comm.duplicate(), comm.duplicate(), failures
         self._ranks, self._size = Ranks(self._data, failures, open_lanes), comm.size
         self._pending, self._members = pending, members or range(comm.size)
@@ -357,11 +390,13 @@ class Rounds:
         self._message = RoundMessage(self._size, _HEAD_BYTES) if self._size <= GATHERED_RANKS else None
 
     def run(self, works: Mapping[str, EagerWork], own: PendingReport) -> bool:
-        """Run one round. Return True if an operation or a join was completed or rejected. Collective.
+        """Run one round, in which the ranks agree on operations and run them. Collective.
+
+        Returns True if an operation or a `join()` was completed, or an operation was rejected.
 
         Args:
             works: pending operations of this rank, by name.
-            own: state of this rank, sent if the ranks exchange all operations.
+            own: state of this rank. It is sent only if the ranks exchange descriptions of all operations.
         """
         digest = self._digest(works.values(), own)
         ordered = [works[name] for name in sorted(works)] if digest else []
@@ -388,7 +423,11 @@ class Rounds:
     # ── the message of a round ───────────────────────────────────────────────────────────────────────────────────
 
     def _digest(self, works: Iterable[EagerWork], own: PendingReport) -> int:
-        """Return the digest of all pending operations, or 0 if it must not count as equal to any rank's digest."""
+        """Return the digest of all pending operations of this rank.
+
+        Returns 0, which never counts as equal, if this rank has called `join()`, shuts down or has an invalid
+        operation.
+        """
         if own.joined is not None or own.closing:
             return 0
         digest = 0
@@ -410,7 +449,8 @@ class Rounds:
                 known = False
             else:
                 bits |= 2 << bit
-            # Exchange signatures while a rank is in `join()`, because operations that need its data must fail.
+            # Make the ranks exchange descriptions of their operations while a rank is in `join()`, because operations
+            # that need the data of that rank must fail.
             if self._joined and own.joined is None and work.signature.needs_data:
                 known = False
         if own.joined is not None:
@@ -419,7 +459,7 @@ class Rounds:
         return bits | known
 
     def _agree(self, digest: int, bits: int) -> tuple[bool, int]:
-        """Exchange the messages of a round. Collective.
+        """Exchange the messages of a round, in which ranks agree on operations to run. Collective.
 
         A message contains the digest and its bitwise complement. The AND over all ranks leaves both unchanged only if
         all ranks sent equal digests.
@@ -445,7 +485,10 @@ class Rounds:
         return bool(digest) and common & same == number & same, common >> 2 * _DIGEST_BITS
 
     def _exchange(self, works: Mapping[str, EagerWork], own: PendingReport) -> dict[str, Signature]:
-        """Gather the pending operations of all ranks. Return the operations that all ranks can run. Collective."""
+        """Gather descriptions of the pending operations of all ranks. Reject operations about which ranks disagree.
+
+        Collective. Returns the operations that all ranks can run, by name.
+        """
         self._join_announced = own.joined is not None
         signatures = [work.signature for work in works.values()]
         gathered: list[PendingReport] = gather(msgspec.structs.replace(own, signatures=signatures), comm=self._messages)
@@ -472,7 +515,7 @@ class Rounds:
             if problem is not None:
                 self.completed += 1
                 self._names.forget(name)
-                # Reject the operation on this rank. All ranks do so, because all have found the same problem.
+                # Reject the operation. All ranks do so, because all have found the same problem in the same signatures.
                 self._pending.reject(name, problem)
                 continue
             self._names.remember(some)
@@ -489,14 +532,14 @@ class Rounds:
         works: Sequence[EagerWork | None],
         carried: Sequence[Slot] | None = None,
     ) -> None:
-        """Perform operations on which the ranks have agreed. Collective, unless the messages contain all tensors.
+        """Perform operations that the ranks have agreed to run. Collective, unless the messages contain the tensors.
 
         Args:
             signatures: signatures of the operations.
             works: this rank's operations. None for an operation that this rank did not submit, because it has called
                 `join()`.
-            carried: places of a single operation's tensors in the round's messages. None = the messages contain no
-                tensors.
+            carried: places of a single operation's tensors in the messages by which the ranks have agreed. None =
+                these messages contain no tensors.
         """
         begin_s = time.perf_counter()
         own_works = [work for work in works if work is not None]
@@ -530,9 +573,9 @@ class Rounds:
             work.finish(error)
 
     def _end_join(self, own: PendingReport) -> bool:
-        """End the join once all ranks have called `join()`. Return whether it ended.
+        """Complete this rank's `join()` if all ranks have called it. Return whether it was completed.
 
-        All ranks learn of the last `join()` in the same exchange, so they end the join in the same round.
+        All ranks learn of the last call in the same exchange, so their `join()` completes in the same round.
         """
         if own.joined is None or len(self._joined) < self._size:
             return False
@@ -543,7 +586,10 @@ class Rounds:
         return True
 
     def close(self, *, together: bool = True) -> None:
-        """Close the streams for large all-reduces. If all ranks close `together`, also free the communicators."""
+        """Close the streams (parallel connections) for large all-reduces.
+
+        If `together`, all ranks call this, and it also frees the communicators.
+        """
         if self._ranks.lanes is not None:
             self._ranks.lanes.close(together=together)
         if together:
@@ -552,19 +598,20 @@ class Rounds:
 
 
 LONGEST_PAUSE_S = 2e-3
-"""Longest pause in seconds after a round that completed no operation, because the ranks wait for different ones."""
+"""Longest pause in seconds after a round that completed no operation, because ranks have submitted different ones."""
 
 SHORTEST_PAUSE_S = 50e-6
 
 
 class EagerEngine:
-    """Runs eager operations over one set of ranks.
+    """Runs eager operations (collectives on the user's tensors) over one set of ranks.
 
     Attributes:
-        pending: operations of this rank in flight.
-        rounds: the rounds in which the ranks agree on operations.
-        known: cached signatures of earlier operations, by a key that the submitting code chooses.
-        awaited: name of the operation that a thread waits for, and `time.monotonic()` when the wait began.
+        pending: operations that this rank has submitted and that are not complete.
+        rounds: object that runs the rounds, in which the ranks agree on operations to run.
+        known: cached descriptions of earlier operations, by a key that the submitting code chooses.
+        awaited: name of the operation that a thread of this rank waits for, and `time.monotonic()` when the wait began.
+            None if no thread waits.
     """
 
     def __init__(
@@ -580,10 +627,10 @@ class EagerEngine:
 
         Args:
             comm: participating ranks.
-            failures: failure board of the job.
+            failures: failure board, through which threads report and read the job's failure.
             where: text that names the process set in messages to the user. "" = all ranks.
-            open_lanes: opens the streams for large all-reduces. None = these use the communicator.
-            members: numbers of the ranks in messages. None = their ranks in `comm`.
+            open_lanes: opens the streams (parallel connections) for large all-reduces. None = these use `comm`.
+            members: numbers of the ranks in messages to the user. None = their ranks in `comm`.
         """
         self.pending = Pending(where)
         self.rounds = Rounds(comm, failures, self.pending, open_lanes, members)
@@ -605,7 +652,8 @@ class EagerEngine:
         Args:
             signature: description of the operation.
             tensors: inputs, which the caller must not change until completion.
-            wake: False if the caller calls `finish` next, which runs the rounds itself.
+            wake: True to wake the engine's thread, which runs the operation. False if the caller calls `finish` next,
+                which runs it in the calling thread.
 
         Raises:
             ValueError: an operation of this name is in flight on this rank.
@@ -617,14 +665,15 @@ class EagerEngine:
         return work
 
     def finish(self, work: ThreadWork, interrupted: Callable[[], bool] | None = None) -> bool:
-        """Wait for an operation of this engine. Run rounds meanwhile, unless another thread does.
+        """Wait for an operation of this engine.
 
-        Running rounds in the waiting thread saves two thread switches.
+        Meanwhile, this thread runs the rounds (in which ranks agree on operations and run them), unless another thread
+        does so already. That saves two thread switches.
 
         Args:
-            work: work to wait for.
-            interrupted: called regularly; ends the wait if it returns True. An interruptible wait runs no rounds,
-                because a round blocks until all ranks take part.
+            work: operation to wait for.
+            interrupted: called regularly; ends the wait if it returns True. With `interrupted`, this thread runs no
+                rounds, because a round blocks until all ranks take part.
 
         Returns:
             True once the work is done, False if the wait was interrupted.
@@ -645,7 +694,7 @@ class EagerEngine:
                         self._round_lock.release()
                 else:
                     work.wait(WAIT_SLICE_S)
-                # A completed operation succeeds, even if the job has failed meanwhile.
+                # Raise only if the operation is incomplete. A complete one succeeds, even if the job has failed since.
                 if not work.is_done():
                     self._failures.check()
         finally:
@@ -654,14 +703,17 @@ class EagerEngine:
         return work.wait(0.0)
 
     def join(self, progress: Progress) -> ThreadWork:
-        """Take part in all-reduces with zeros, until the last rank calls `join()`."""
+        """Contribute zeros to the other ranks' all-reduces, until all ranks have called `join()`.
+
+        `progress` is the position in training that this rank has reached. Returns the work to wait for.
+        """
         self._failures.check()
         return self.pending.join(progress)
 
     # ── rounds ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
-        """Run rounds in the engine's thread."""
+        """Run rounds, in which ranks agree on operations and run them, in the engine's thread."""
         while not self.rounds.ended and self._failures.error is None:
             self.pending.wait_until_pending()
             with self._round_lock:
@@ -672,7 +724,10 @@ class EagerEngine:
 
     @outside_modes
     def _step(self) -> None:
-        """Run one round, collectively with all ranks that have pending operations. Requires `_round_lock`."""
+        """Run one round, in which ranks agree on operations and run them. The caller holds `_round_lock`.
+
+        All ranks that have pending operations take part.
+        """
         snapshot = self.pending.snapshot(self._pause_s)
         if snapshot is None or self.rounds.ended:
             return
@@ -681,7 +736,7 @@ class EagerEngine:
         try:
             made_progress = self.rounds.run(*snapshot)
         except BaseException as err:
-            # Catch KeyboardInterrupt, too, because the ranks cannot resume an interrupted round.
+            # Fail the job on any exception, even KeyboardInterrupt, because ranks cannot resume an interrupted round.
             what = f"eager operations failed on rank {self._number} ({', '.join(snapshot[0]):.200})"
             error = err if isinstance(err, CommError) else caused(CommError(f"{what}: {err!r}"), err)
             self._failures.report(error)
@@ -695,12 +750,12 @@ class EagerEngine:
             self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s or SHORTEST_PAUSE_S)
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Stop the thread after a last round with all ranks. Pending operations fail. Collective.
+        """Stop the engine's thread after a last round with all ranks. Pending operations fail. Collective.
 
         Blocks until the thread has stopped, because MPI_Finalize must not be called while the thread is in MPI.
 
         Args:
-            timeout_s: seconds the thread may take to stop if the job has failed.
+            timeout_s: seconds that the thread may take to stop if the job has failed.
 
         Returns:
             False if the job failed before all ranks called `close`. The communicators stay open in that case.
@@ -723,7 +778,7 @@ class SparseSum:
         Args:
             engine: engine of the participating ranks.
             tensor: COO tensor. Shape and dtype are equal on all ranks, the number of entries may differ.
-            name: name of the operation. None = pair unnamed operations in order of submission.
+            name: name by which ranks find the same operation. None = unnamed operations pair in order of submission.
             by_all: True if ranks call this after `join()`, too. Otherwise the sum fails while a rank is in `join()`.
         """
         coalesced = tensor.coalesce()
@@ -754,22 +809,22 @@ class SparseSum:
 
 # ── process sets: subsets of the ranks, each with its own engine; set 0 is all ranks ──────────────────────────────────
 #
-# Adding and removing a set is collective over *all* ranks, members or not. All ranks succeed, or all raise.
+# To add or remove a set is collective over *all* ranks, in the set or not. All ranks succeed, or all raise.
 
 GLOBAL = 0
-"""Id of the set of all ranks."""
+"""Id of the process set that contains all ranks."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RankSet:
-    """A set of ranks.
+    """A process set: a subset of the ranks that runs its own collectives.
 
     Attributes:
         number: id of the set, equal on all ranks.
-        ranks: members in ascending order, as ranks of the job.
-        comm: communicator of the members, for their main threads. None on ranks outside the set.
-        engine: engine of the members. None on ranks outside the set.
-        control: control plane of the members. None on ranks outside the set, and before `RankSets.members`.
+        ranks: ranks in the set, in ascending order.
+        comm: communicator of these ranks, for their main threads. None on ranks outside the set.
+        engine: engine that runs the eager operations of these ranks. None on ranks outside the set.
+        control: control plane of these ranks. None on ranks outside the set, and before `RankSets.members` opens it.
     """
 
     number: int
@@ -780,15 +835,16 @@ class RankSet:
 
 
 class RankSets:
-    """All rank sets of a job, by id. Methods that change them are collective over all ranks."""
+    """All process sets (subsets of the ranks) of a job, by id. `add` and `remove` are collective over all ranks."""
 
     def __init__(self, control: ControlPlane, watchdog: Watchdog, open_lanes: OpenLanes | None = None) -> None:
-        """Open set 0 over all ranks. The caller closes the arguments. Collective.
+        """Open set 0, which contains all ranks. The caller closes the arguments. Collective.
 
         Args:
             control: control plane of all ranks.
-            watchdog: watches the engines' waits.
-            open_lanes: opens the streams for large all-reduces. None = these use the communicator.
+            watchdog: object that reports operations that wait too long.
+            open_lanes: opens the streams (parallel connections) for large all-reduces. None = these use the set's
+                communicator.
         """
         self._control, self._watchdog, self._open_lanes = control, watchdog, open_lanes
         self._sets: dict[int, RankSet] = {}
@@ -803,11 +859,14 @@ class RankSets:
         return number in self._sets
 
     def engines(self) -> list[tuple[int, EagerEngine]]:
-        """Return the engines of the sets that include this rank, with the sets' ids."""
+        """Return (id of the set, engine of its eager operations) for each process set that contains this rank."""
         return [(number, each.engine) for number, each in list(self._sets.items()) if each.engine is not None]
 
     def members(self, number: int) -> RankSet:
-        """Return a set with its control plane, which is opened at the first call. Collective over the set."""
+        """Return the process set with id `number`, with its control plane. Collective over the ranks of the set.
+
+        The first call opens the control plane.
+        """
         rank_set = self._sets[number]
         if rank_set.control is None:
             assert rank_set.comm is not None
@@ -815,12 +874,12 @@ class RankSets:
         return rank_set
 
     def add(self, ranks: Sequence[int]) -> int:
-        """Open a set of some ranks. Return its id. Collective over all ranks.
+        """Open a process set that contains `ranks`. Return its id. Collective over all ranks.
 
         Raises:
-            ConfigError: on some rank the set is empty, has unknown or repeated ranks, or exists already. Raised on all
-                ranks.
-            MismatchError: the ranks name different sets. Raised on all ranks.
+            ConfigError: on some rank `ranks` is empty, contains unknown or repeated ranks, or is a set already. Raised
+                on all ranks.
+            MismatchError: different ranks pass different `ranks`. Raised on all ranks.
         """
         members = tuple(sorted(ranks))
         gathered = self._control.all_gather((members, self._problem(members)))
@@ -848,15 +907,15 @@ class RankSets:
         return ""
 
     def remove(self, number: int | None, before: Callable[[int], None] = lambda _: None) -> bool:
-        """Remove a set. Return False if it does not exist or is set 0. Collective over all ranks.
+        """Remove a process set. Return False if it does not exist or is set 0. Collective over all ranks.
 
         Args:
             number: id of the set.
             before: called with the id on all ranks before the set is closed, to close components that use the set.
 
         Raises:
-            MismatchError: the ranks name different sets. Raised on all ranks.
-            CommError: a member has operations in flight. Raised on all ranks.
+            MismatchError: different ranks pass different ids. Raised on all ranks.
+            CommError: a rank of the set has operations in flight. Raised on all ranks.
         """
         rank_set = self._sets.get(number) if number else None
         pending = len(rank_set.engine.pending) if rank_set is not None and rank_set.engine is not None else 0
@@ -892,6 +951,6 @@ class RankSets:
             rank_set.comm.free()
 
     def close(self) -> None:
-        """Close all sets. Collective over all ranks."""
+        """Close all process sets. Collective over all ranks."""
         for number in sorted(self._sets, reverse=True):
             self._close(number)

@@ -1,19 +1,20 @@
-"""Eager operations: their signatures, the check that the ranks' signatures match, and their execution.
+"""Eager operations: their signatures (kind, shapes, dtypes, …), the check that these match, and their execution.
 
-Operations run over the control plane, in the thread that runs the engine's round (one agreement among the ranks). They
-poll non-blocking requests, so that a failure of the job ends their waits. Tensors on GPUs are copied to the CPU and
+Operations run over the control plane (communicators for small collectives), in the thread that runs the engine's round
+(an agreement of the ranks on operations to run). They poll non-blocking requests, so that a failure of the job ends
+their waits. Tensors on GPUs are copied to the CPU and
 back.
 
 If all ranks have the same few small all-reduces and broadcasts pending, the messages of the round contain the tensors,
 and each rank computes the results from all messages. The control plane is built for small messages. So an all-reduce of
-at least 1 MiB is split into units (buckets) over streams by a `UnitPipeline`, like gradients. All ranks have agreed on
-its size and dtype, so they make the same choice, and open the streams together at the first such tensor. Other
-operations always use the control plane, because they are rare.
+at least 1 MiB is split into units (buckets) by a `UnitPipeline`, like gradients, and uses several streams (parallel
+connections). All ranks have agreed on its size and dtype, so they make the same choice, and open the streams together
+at the first such tensor. Other operations always use the control plane, because they are rare.
 
 Adasum combines gradients by the angle between them (Maleki et al., "Scaling Distributed Training with Adaptive
-Summation", MLSys 2021): orthogonal ones are added, parallel ones are averaged, with a smooth transition (eq. 3). More
-than two are combined pairwise in a balanced tree, by recursive doubling: after the round of distance d, groups of 2d
-ranks hold the same vector.
+Summation", MLSys 2021): orthogonal gradients are added, parallel ones are averaged, with a smooth transition (eq. 3 of
+that paper). More than two gradients are combined pairwise in a balanced tree, by recursive doubling: after ranks have
+exchanged vectors at distance d, groups of 2d ranks hold the same vector.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ logger = logging.getLogger(__name__)
 
 DIGEST_BYTES = 16
 FUSED_BYTES = 8 * 1024**2
-"""Largest size of a batch of small all-reduces that are fused."""
+"""Largest total size, in bytes, of small all-reduces that are fused into one."""
 FUSIBLE_BYTES = 256 * 1024
-"""Size of the largest tensor that is fused. Fusing does not make larger tensors faster."""
+"""Size in bytes of the largest tensor whose all-reduce is fused with others. For larger ones, fusing saves no time."""
 
 
 class CollectiveKind(Enum):
-    """Kind of an eager operation."""
+    """Kind of an eager operation (collective on the user's tensors)."""
 
     ALLREDUCE = "ALLREDUCE"
     ALLGATHER = "ALLGATHER"
@@ -64,25 +65,26 @@ RAGGED = (CollectiveKind.ALLGATHER, CollectiveKind.ALLTOALL)
 """Operations whose tensors may have different first dimensions on different ranks."""
 
 ADASUM = "adasum"
-"""Name of the Adasum reduction. It is not element-wise, so tensors cannot be fused."""
+"""Name of the Adasum reduction. It is not element-wise, so the all-reduces of several tensors cannot be fused."""
 
 
 class Signature(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """Description of one rank's part in an operation. Several tensors under one name form a group.
+    """Description of one rank's part in an operation on one or several tensors.
 
     Attributes:
-        name: name that pairs the operation across ranks.
+        name: name by which ranks find the same operation.
         kind: kind of the operation.
         shapes: shape of each tensor.
         dtypes: dtype of each tensor, such as "float32".
         op: reduction. "" = none.
         root: source rank of a broadcast. -1 = none.
-        factors: (prescale, postscale).
+        factors: (prescale, postscale), by which tensors are multiplied before and after the reduction.
         device: "cpu" or "cuda".
-        once: True if the name is used only once, so that it gets no bit in the messages of a round.
+        once: True if the name is used only once. It then gets no bit in the messages by which ranks agree on
+            operations to run.
         by_all: True if ranks submit the operation even after `join()`. Otherwise joined ranks contribute zeros if it is
             an all-reduce, and any other operation fails.
-        problem: why this rank cannot take part. The operation then fails on all ranks. "" = no problem.
+        problem: reason why this rank cannot take part. The operation then fails on all ranks. "" = none.
     """
 
     name: str
@@ -117,27 +119,27 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def digest(self) -> int:
-        """Return a digest that is equal on two ranks exactly if `mismatch` finds no difference.
+        """Return a digest that is equal on two ranks if and only if `mismatch` finds no difference of their signatures.
 
-        The chance of an error is 2**-128.
+        The probability of an error is 2**-128.
         """
         name = hashlib.blake2b(self.name.encode(), key=self._fields_digest, digest_size=DIGEST_BYTES)
         return int.from_bytes(name.digest(), "big")
 
     @cached_property
     def _fields_digest(self) -> bytes:
-        """Return a digest of all fields that ranks must agree on, except the name."""
+        """Return a digest of all fields that must be equal on all ranks, except the name."""
         return _digest_of(*[side(self) for side in AGREED_FIELDS.values()], self.problem)
 
     def renamed(self, name: str) -> Signature:
-        """Return a copy with another name, which keeps cached values that do not depend on the name."""
+        """Return a copy with another name. It keeps the cached properties that do not depend on the name."""
         other = msgspec.structs.replace(self, name=name)
         known = self.__dict__
         other.__dict__.update({what: known[what] for what in _NAME_INDEPENDENT if what in known})
         return other
 
     def fixed_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes that must be equal on all ranks. -1 stands for a dimension that may differ."""
+        """Return the shapes of the tensors, with -1 for each dimension that may differ between ranks."""
         if self.kind not in RAGGED:
             return self.shapes
         return tuple([(-1, *shape[1:]) if shape else shape for shape in self.shapes])
@@ -149,13 +151,16 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def may_be_carried(self) -> bool:
-        """Return whether the messages of a round can contain the tensors and suffice to compute the result."""
+        """Return whether each rank can compute the result from the messages by which ranks agree on the operation.
+
+        These messages then contain the tensors of all ranks.
+        """
         kinds = (CollectiveKind.ALLREDUCE, CollectiveKind.BROADCAST, CollectiveKind.BARRIER)
         return self.kind in kinds and self.op != ADASUM and self.device == "cpu" and self.size_bytes <= CARRIED_BYTES
 
     @cached_property
     def size_bytes(self) -> int:
-        """Return the total size of all tensors."""
+        """Return the total size of all tensors in bytes."""
         return sum(
             math.prod(shape) * getattr(torch, dtype).itemsize
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
@@ -168,7 +173,7 @@ def _digest_of(*sides: object) -> bytes:
 
 
 _NAME_INDEPENDENT = ("_fields_digest", "size_bytes", "may_be_carried")
-"""Cached values of a signature that do not depend on its name."""
+"""Cached properties of a `Signature` that do not depend on the operation's name."""
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
@@ -191,11 +196,11 @@ AGREED_FIELDS: dict[str, Callable[[Signature], object]] = {
     "{} root ranks": lambda side: side.root,
     "{} tensor shapes": Signature.fixed_shapes,
 }
-"""Fields that ranks must agree on: description ({} = kind of operation), and getter."""
+"""Fields of a `Signature` that must be equal on all ranks: (description, with {} for the kind of operation; getter)."""
 
 
 def mismatch(by_rank: Mapping[int, Signature]) -> str | None:
-    """Describe how the ranks' signatures of an operation differ. None if they match."""
+    """Describe how the descriptions of an operation on different ranks contradict each other. None if they match."""
     for rank, side in sorted(by_rank.items(), key=lambda item: item[0]):
         if side.problem:
             return f"Rank {rank} cannot take part in {side.kind.value}: {side.problem}"
@@ -226,7 +231,8 @@ def _format(value: object) -> str:
 
 
 Progress = tuple[int, ...]
-"""Position in the training. If several ranks join in one round, the rank with the highest position counts as last."""
+"""Position in training. If several ranks call `join()` at the same time, the one with the highest position counts as
+last."""
 
 
 class PendingReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -246,9 +252,9 @@ class PendingReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def batches(ready: Mapping[str, Signature]) -> Iterator[list[str]]:
-    """Yield the names of operations to perform together, in order. Equal on all ranks.
+    """Yield lists of operation names. The operations of a list are performed together. Equal on all ranks.
 
-    Small all-reduces with the same reduction and factors form a batch. Every other operation is performed alone.
+    Small all-reduces with the same reduction and scale factors share a list. Every other operation is performed alone.
     """
     open_batches: dict[object, list[str]] = {}
     filled_bytes: dict[object, int] = {}
@@ -294,28 +300,31 @@ def adasum_(vector: torch.Tensor, *, comm: Communicator, wait: Callable[[Test], 
 Tensors = list[torch.Tensor]
 
 SPIN_S = 3e-3
-"""Seconds of polling without sleep. Most transfers complete within this time, because all ranks start together."""
+"""Seconds for which a thread that waits for an operation polls it without sleeping. Most operations complete within
+this time, because all ranks start them together."""
 
 SLEEP_S = 50e-6
-"""Sleep between tests of a longer transfer. Short, because a transfer makes progress only during tests."""
+"""Seconds of sleep between two polls of an operation that takes longer. It is short, because an operation makes
+progress only while it is polled."""
 
 TESTS_PER_YIELD = 8
 
 
 LANE_BYTES = 1 << 20
-"""All-reduces of at least this size use lanes (streams of a `UnitPipeline`), opened at the first such all-reduce."""
+"""Size in bytes from which all-reduces use lanes (parallel connections of a `UnitPipeline`). The lanes are opened at
+the first such all-reduce."""
 
 LANE_DTYPES = frozenset((torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64))
-"""Dtypes that every transport can reduce as the control plane does. Half precision is converted to float32 first."""
+"""Dtypes of tensors whose large all-reduces use lanes (parallel connections), because every transport can reduce them.
+Half precision is converted to float32 first."""
 
 OpenLanes = Callable[[Communicator], UnitPipeline]
-"""Function that opens lanes (streams for large all-reduces) between the ranks of a communicator. Collective. No
-operation
-may use the communicator during the call."""
+"""Function that opens lanes (parallel connections for large all-reduces) between the ranks of a communicator.
+Collective. No operation may use the communicator during the call."""
 
 
 class Ranks:
-    """Participating ranks: their communicator, and the lanes (streams) for large all-reduces."""
+    """Participating ranks: their communicator, and their lanes (parallel connections) for large all-reduces."""
 
     def __init__(self, comm: Communicator, failures: FailureBoard, open_lanes: OpenLanes | None = None) -> None:
         """Store `comm`, which no other object may use. Without `open_lanes`, large all-reduces use `comm`, too."""
@@ -334,7 +343,10 @@ class Ranks:
             self.wait(self.comm.all_reduce(_reducible(tensor), Op(op)))
 
     def _open_lanes_once(self) -> bool:
-        """Open the lanes at the first call, which is collective. Return False on all ranks if that is impossible."""
+        """Open the lanes (parallel connections for large all-reduces) at the first call, which is collective.
+
+        Returns False on all ranks if they cannot be opened.
+        """
         if self._open_lanes is not None:
             open_lanes, self._open_lanes = self._open_lanes, None
             try:
@@ -368,7 +380,7 @@ Batch = Sequence[tuple[Signature, Sequence[torch.Tensor]]]
 
 
 def perform(batch: Batch, ranks: Ranks) -> list[Tensors]:
-    """Perform one operation, or a batch of all-reduces (see `batches`). Inputs are not changed. Collective.
+    """Perform one operation, or several all-reduces that `batches` has grouped. Inputs are not changed. Collective.
 
     Returns:
         For each operation, new contiguous tensors on the device of its inputs.
@@ -404,13 +416,13 @@ def _on_device_of(tensors: Sequence[torch.Tensor], results: Tensors) -> Tensors:
     device = tensors[0].device
     moved = [result.to(device) for result in results]
     if device.type == "cuda":
-        # Synchronize, because the thread that waits for the result uses another CUDA stream.
+        # Wait until the copies are done, because the thread that waits for the result uses another CUDA stream.
         torch.cuda.current_stream(device).synchronize()
     return moved
 
 
 def _all_reduce(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tensors:
-    """All-reduce tensors, fused by dtype."""
+    """All-reduce tensors. Tensors of one dtype are concatenated and reduced together."""
     if signature.op == ADASUM:
         return _adasum(signature, inputs, ranks)
     if len(inputs) == 1:
@@ -487,7 +499,11 @@ def _all_gather(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tensors:
 
 
 def _all_to_all(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tensors:
-    """Send rows to each rank. Inputs and results: a tensor, and its number of rows for or from each rank (int32)."""
+    """Send rows of a tensor to each rank, and receive rows from each rank.
+
+    Inputs are the tensor and the number of rows for each rank (int32). Results are the received rows and the number of
+    rows from each rank.
+    """
     tensor, splits = inputs
     sent = splits.numpy().astype(np.int64)
     received = np.empty_like(sent)
@@ -500,7 +516,7 @@ def _all_to_all(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tensors:
 
 
 def _reduce_scatter(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tensors:
-    """Reduce-scatter tensors by rows. The first `rows % size` ranks get one row more."""
+    """Reduce-scatter tensors by rows. If the rows cannot be divided equally, the first ranks get one row more."""
     results = []
     for tensor in inputs:
         bounds = row_bounds(tensor.shape[0], ranks.size)
@@ -519,17 +535,17 @@ def _reduce_scatter(signature: Signature, inputs: Tensors, ranks: Ranks) -> Tens
 # ── small operations, whose tensors are part of the round's messages ──────────────────────────────────────────────────
 
 CARRIED_BYTES = 1024
-"""Number of bytes for tensors in a message."""
+"""Space in bytes for small tensors in a message by which ranks agree on operations to run."""
 
 ALIGNED_BYTES = 16
-"""Alignment of tensors in a message, enough for every dtype."""
+"""Alignment in bytes of small tensors in a message by which ranks agree on operations. It suffices for every dtype."""
 
 MAX_SLOTS = 1024
-"""Largest number of cached `Slot` objects."""
+"""Largest number of cached `Slot` objects (places of tensors in messages)."""
 
 _WIRE_DTYPES = {**dict.fromkeys(HALF_DTYPES, torch.float32), torch.bool: torch.uint8}
-"""Dtypes of tensors that are converted before an all-reduce by messages, and their dtype there. Must match `_work_copy`
-and `_reducible`."""
+"""Dtypes of tensors that are converted before they are put into a message of a round, and the dtype that they get
+there. Must match the conversions of `_work_copy` and `_reducible`."""
 
 _COMBINATIONS: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
@@ -540,12 +556,14 @@ _COMBINATIONS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 class Slot(NamedTuple):
-    """Views of a tensor's place in the messages of a round, with its shape and wire dtype.
+    """Place of a small tensor in the messages by which ranks agree on operations (one round).
+
+    Views have the shape of the tensor, and the dtype in which it is sent.
 
     Attributes:
         sent: view into the message of this rank.
         gathered: views into the messages of all ranks, by rank.
-        end: offset of the first free byte after the tensor.
+        end: offset of the first free byte behind the tensor in a message.
     """
 
     sent: torch.Tensor
@@ -554,7 +572,9 @@ class Slot(NamedTuple):
 
 
 class RoundMessage:
-    """Buffers for the messages of a round. A message has a head (digest and bits), followed by tensors.
+    """Buffers for the messages of all ranks in a round (an agreement on operations to run).
+
+    A message has a head (digest and bits of the pending operations), followed by small tensors.
 
     Attributes:
         own: bytes of this rank's message, `(n,)`.
@@ -572,11 +592,11 @@ class RoundMessage:
         self._slots: dict[tuple[int, torch.Size, torch.dtype], Slot] = {}
 
     def load(self, works: Sequence[tuple[Signature, Sequence[torch.Tensor]]]) -> list[list[Slot]] | None:
-        """Copy the tensors of all operations into this rank's message, prescaled.
+        """Multiply the tensors of all operations by their prescale factors, and copy them into this rank's message.
 
         Returns:
-            For each operation, the slots of its tensors. None if not all tensors fit. This depends on the
-            signatures only, so ranks with equal operations get the same answer.
+            For each operation, the places of its tensors in the message. None if not all tensors fit. This depends
+            only on the signatures (kinds, shapes, dtypes, …), so ranks with equal operations get the same answer.
         """
         found, begin = [], self._head_bytes
         for signature, tensors in works:
@@ -598,7 +618,7 @@ class RoundMessage:
         return found
 
     def _slot(self, begin: int, shape: torch.Size, dtype: torch.dtype) -> Slot | None:
-        """Create and cache a slot that starts at byte `begin`. Return None if it does not fit into the message."""
+        """Create and cache the place of a tensor that begins at byte `begin` of a message. None if it does not fit."""
         used = begin + shape.numel() * dtype.itemsize
         if used > self.own.size:
             return None
@@ -611,12 +631,12 @@ class RoundMessage:
 
 
 def result_of(signature: Signature, inputs: Sequence[torch.Tensor], slots: Sequence[Slot]) -> Tensors:
-    """Compute the result of an operation from the tensors in all ranks' messages. Returns new tensors like the inputs.
+    """Compute the results of an operation from the tensors in all ranks' messages, as new tensors.
 
     Args:
         signature: description of the operation.
-        inputs: tensors of this rank.
-        slots: slot of each tensor.
+        inputs: tensors of this rank, whose shapes, dtypes and device the results get.
+        slots: place of each tensor in the messages.
     """
     results = []
     for tensor, slot in zip(inputs, slots, strict=True):
@@ -634,7 +654,7 @@ def result_of(signature: Signature, inputs: Sequence[torch.Tensor], slots: Seque
 
 
 def row_bounds(rows: int, size: int) -> list[int]:
-    """Return the first row of each rank's part, and finally the number of rows: `(size + 1,)`."""
+    """Divide `rows` among `size` ranks. Return the first row of each rank's part, then `rows`: `(size + 1,)`."""
     return [rank * (rows // size) + min(rank, rows % size) for rank in range(size + 1)]
 
 

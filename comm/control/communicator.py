@@ -1,8 +1,9 @@
-"""The interface of the control plane's communicators. Implemented over MPI and over a TCP mesh.
+"""The interface of the communicators that carry small collectives between ranks, over MPI or over a TCP mesh.
 
 Unless stated otherwise, operations are collective and non-blocking. All ranks call them in the same order, from one
 thread at a time, and do not touch the arrays until completion. Each further thread uses a duplicate of the
-communicator. An operation makes progress only while its `Test` is called.
+communicator. An operation returns a `Test`, a function that tests for completion. The operation makes progress only
+while this function is called.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ Array = npt.NDArray[Any]
 """A contiguous array of a number type."""
 
 Test = Callable[[], bool]
-"""Function that advances an operation and returns whether it is complete. Keeps the operation's arrays alive. For one
-thread at a time."""
+"""Function that advances an operation of a communicator and returns whether the operation is complete. It keeps the
+operation's arrays alive. Only one thread may call it at a time."""
 
 
 class Backend(Enum):
-    """Library that carries the control plane."""
+    """Library that carries the small collectives between ranks."""
 
     MPI = "mpi"
     MESH = "mesh"
@@ -48,11 +49,11 @@ UFUNCS: dict[Op, np.ufunc] = {
     Op.SUM: np.add,
     Op.PRODUCT: np.multiply,
 }
-"""NumPy's function for each operation."""
+"""NumPy's function for each reduction operation."""
 
 
 class Communicator(Protocol):
-    """An ordered set of ranks that communicate. For one thread at a time."""
+    """An ordered set of ranks that communicate. Only one thread may use it at a time."""
 
     @property
     def backend(self) -> Backend:
@@ -93,15 +94,15 @@ class Communicator(Protocol):
 
         Args:
             reason: text that names the rank.
-            fault: True if only the rank's communication failed and its process continues. Peers then raise
+            fault: True if only the rank's communication failed and its process continues. The other ranks then raise
                 `PeerFaultError`.
         """
         ...
 
     def same_host(self) -> int:
-        """Return a number that is equal on ranks of one host, as far as the backend knows. Collective, may block.
+        """Return a number that is equal on all ranks of one host. Collective, may block.
 
-        Ranks of different hosts may get equal numbers, too, because the TCP mesh does not know the hosts.
+        Over a TCP mesh, ranks of different hosts get equal numbers, too, because the mesh does not know the hosts.
         """
         ...
 
@@ -117,7 +118,7 @@ class Communicator(Protocol):
         ...
 
     def all_gather(self, own: Array, gathered: Array, counts: Sequence[int] | None = None) -> Test:
-        """Concatenate the arrays of all ranks in `gathered`.
+        """Concatenate the arrays of all ranks, by rank, and write the result into `gathered`.
 
         Args:
             own: array of this rank.
@@ -154,11 +155,11 @@ class Communicator(Protocol):
         ...
 
     def send(self, array: Array, rank: int) -> Test:
-        """Send `array` to `rank`. Matches the peer's `receive` calls in order. Not collective."""
+        """Send `array` to `rank`, which must call `receive`. Messages arrive in order. Not collective."""
         ...
 
     def receive(self, array: Array, rank: int) -> Test:
-        """Receive `array` from `rank`. Not collective."""
+        """Overwrite `array` with the next array that `rank` sends by `send`. Not collective."""
         ...
 
     def post(self, rank: int, tag: int, message: bytes) -> None:
@@ -169,8 +170,9 @@ class Communicator(Protocol):
         ...
 
     def collect(self) -> tuple[int, int, bytes] | None:
-        """Return the next posted message as (source, tag, message), or None. Messages of one source keep their order.
+        """Return the next message sent by `post`, as (source rank, tag, message). None if none has arrived.
 
-        Not collective. Any thread may call it, but `post` and `collect` must not run at the same time.
+        Messages of one source keep their order. Not collective. Any thread may call it, but `post` and `collect` must
+        not run at the same time.
         """
         ...

@@ -7,16 +7,17 @@ from sirtaki.errors import CommError
 from sirtaki.machine import in_forked_children
 
 WAIT_CALLBACK_PERIOD_S = 2e-3
-"""Shortest time between two calls of the wait callback, in seconds."""
+"""Shortest time between two calls of the wait callback (a function that waiting threads call regularly), in seconds."""
 
 Timeout = Callable[[], float]
-"""Function that returns the seconds to wait for peers. Called at each wait, because PyTorch may change a timeout."""
+"""Function that returns the timeout of a wait for other ranks, in seconds. Called at each wait, because PyTorch may
+change the timeout."""
 
 FORKED = "this process was forked from a rank of the job: only the rank itself may communicate, not its child processes"
 
 
 class FailureBoard:
-    """First failure of the job as this rank knows it. Thread-safe without locks.
+    """Object through which the threads of a rank report and read the job's first failure. Thread-safe without locks.
 
     Attributes:
         connection_broken: True once a connection to a peer broke. A wait for a rank that has ended its script then
@@ -38,16 +39,16 @@ class FailureBoard:
         self._error, self._listeners, self._wait_callback = CommError(FORKED), [], None
 
     def report(self, error: CommError) -> None:
-        """Record `error` and call the listeners, unless a failure is recorded already."""
+        """Record `error` as the job's failure, and call the functions from `listen`. Only the first error counts."""
         if self._error is None:
             self._error = error
             for listener in self._listeners:
                 listener()
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Register a function that the reporting thread calls when it records a failure.
+        """Register a function that is called once the job fails, in the thread that reports the failure.
 
-        For threads that wait without polling the board.
+        The function can wake a thread that waits without polling this board.
         """
         self._listeners.append(listener)
 
@@ -57,7 +58,7 @@ class FailureBoard:
         return self._error
 
     def set_wait_callback(self, callback: Callable[[], None] | None) -> None:
-        """Set the callback that threads of this rank call regularly while they wait for peers. None = no callback."""
+        """Set a function that threads of this rank call regularly while they wait for other ranks. None = none."""
         self._wait_callback = callback
 
     def run_wait_callback(self) -> None:
@@ -79,11 +80,11 @@ class FailureBoard:
 
 
 def fresh(error: CommError) -> CommError:
-    """Return a copy of the error, because one exception raised in several threads would mix their tracebacks."""
+    """Return a copy of an exception, so that each thread raises its own copy and tracebacks do not mix."""
     return caused(type(error)(*error.args), error.__cause__)
 
 
 def caused(error: CommError, by: BaseException | None) -> CommError:
-    """Set the cause of an error and return the error. For errors that another thread raises later."""
+    """Set the cause of an exception that another thread raises later, as `raise error from by` does. Return `error`."""
     error.__cause__ = by
     return error

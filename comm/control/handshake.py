@@ -1,8 +1,8 @@
 """Mutual authentication of the connections between processes of a job.
 
 Each end sends a random challenge, and proves its knowledge of the job's key by an HMAC-SHA256 over both challenges and
-both ranks. Neither end reads any data before the proofs. A recorded handshake cannot be replayed, because the
-challenges differ. Messages after the handshake are not encrypted.
+both ranks. Neither end reads any other data before it has checked the proof. Sending a recorded handshake again proves
+nothing, because the challenges differ. Messages after the handshake are not encrypted.
 
     connector → acceptor   hello: magic, from, to, challenge
     acceptor → connector   challenge, proof
@@ -25,10 +25,11 @@ from contextlib import suppress
 from sirtaki.errors import CommError
 
 HANDSHAKE_S = 5.0
-"""Time limit of a handshake in seconds."""
+"""Time limit in seconds of a handshake (mutual authentication of a new connection)."""
 
 MAX_UNPROVED = 128
-"""Largest number of unfinished handshakes. One more connection closes the oldest unfinished one."""
+"""Largest number of connections whose handshake (authentication) is unfinished. If one more is accepted, the oldest of
+them is closed."""
 
 MAGIC = b"SIRTAKI\x01"
 _HELLO = struct.Struct("<8sII32s")
@@ -38,11 +39,11 @@ _WELCOME = b"\x01"
 
 
 class NoProof(CommError):
-    """The process at the remote end does not know the job's secret."""
+    """The process at the other end of a connection did not prove that it knows the job's secret."""
 
 
 def job_key(secret: str, job: str) -> bytes:
-    """Derive the key of one job from the job's secret."""
+    """Derive the key that authenticates the connections of a job (or mesh) named `job` from the secret."""
     return hmac.digest(secret.encode(), f"sirtaki mesh {job}".encode(), "sha256")
 
 
@@ -131,7 +132,8 @@ class UnprovedConnection:
         Raises:
             OSError: the connection broke.
         """
-        # A short send means that the peer reads nothing, because an empty send buffer has room for the whole message.
+        # Fail if only a part was sent. The peer then reads nothing, because an empty send buffer has room for the whole
+        # message.
         if self.sock.send(message) < len(message):
             raise ConnectionError("the remote end does not read")
 
@@ -154,7 +156,7 @@ def listen(addresses: Sequence[str]) -> list[socket.socket]:
 
 
 class HandshakeListener:
-    """Accepts connections that pass the handshake. Non-blocking, driven by a selector.
+    """Accepts connections, and authenticates each by a handshake. Non-blocking: `advance` handles events of a selector.
 
     A process without the secret can keep a connection open only for the time limit of a handshake.
 
@@ -177,8 +179,8 @@ class HandshakeListener:
         Args:
             listeners: listening sockets.
             key: key of the job.
-            own: number of this process, which the connector must name.
-            events: selector, in which each socket is registered with this object as data.
+            own: number of this process, which a connecting process must name.
+            events: selector in which this object registers its sockets, with itself as data.
             is_wanted: returns whether to accept an authenticated process with this number.
         """
         self._listeners = {listener.fileno(): listener for listener in listeners}
@@ -191,7 +193,7 @@ class HandshakeListener:
             events.register(listener, selectors.EVENT_READ, self)
 
     def advance(self, descriptor: int) -> tuple[int, socket.socket] | None:
-        """Process a selector event of a descriptor.
+        """Handle a selector event of a file descriptor: accept a connection, or continue its handshake.
 
         Returns:
             (number of the remote process, its connection) if the event completed a handshake, else None.
@@ -246,14 +248,21 @@ class HandshakeListener:
 
 
 class Acceptor:
-    """A thread that accepts the connections of higher ranks.
+    """A thread that accepts and authenticates the connections that the higher ranks open to this rank.
 
     Attributes:
-        handshakes: the listener that the thread drives.
+        handshakes: object that authenticates the connections.
     """
 
     def __init__(self, listeners: Sequence[socket.socket], *, key: bytes, own: int, expected: Sequence[int]) -> None:
-        """Take ownership of the listeners, and start the thread."""
+        """Take ownership of the listeners, and start the thread.
+
+        Args:
+            listeners: listening sockets.
+            key: key of the job.
+            own: rank of this process.
+            expected: ranks whose connections are accepted.
+        """
         self._expected = set(expected)
         self._accepted: dict[int, socket.socket] = {}
         self._closing = threading.Event()
@@ -266,11 +275,11 @@ class Acceptor:
 
     @property
     def missing(self) -> list[int]:
-        """Return the ranks that have not connected yet."""
+        """Return the expected ranks that have not connected yet."""
         return sorted(self._expected - self._accepted.keys())
 
     def close(self) -> dict[int, socket.socket]:
-        """Stop listening. Return the connections by rank, which the caller owns."""
+        """Stop listening. Return the authenticated connections by rank, which the caller must close."""
         self._closing.set()
         self._thread.join()
         self.handshakes.close()

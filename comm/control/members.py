@@ -1,9 +1,9 @@
-"""The ranks of a mesh, and how they find each other.
+"""The ranks of a mesh (TCP connections between all ranks), and how they find each other.
 
 Each rank publishes its listening addresses through an `Exchange`: over a key-value store, a process group of PyTorch,
-or MPI. In an elastic job the agents of the hosts distribute the addresses. Records in a store are JSON, because a
-pickled record could run code. Rank 0 makes the job's secret, unless the user sets one. Every process that can read the
-store can read that secret.
+or MPI. In an elastic job, the agents (processes that start the ranks of each host) distribute the addresses. Records in
+a store are JSON, because a pickled record could run code. Rank 0 makes the job's secret, by which ranks authenticate
+each other, unless the user sets one. Every process that can read the store can read the secret that rank 0 makes.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ logger = logging.getLogger(__name__)
 _AGAIN_S, _ASK_S = 0.05, 0.1
 _NAME_INTERFACE = "set SIRTAKI_GLOO_IFACE to the network interface between the hosts"
 _NOTICE_S = 10.0
-"""Seconds after which a rank logs which ranks it waits for."""
+"""Seconds after which a rank logs which other ranks have not connected yet."""
 
 WRONG_SECRET_S = 3.0
-"""Seconds for which a rank retries to connect after failed authentication, because a process of another job may use the
-port for a while."""
+"""Seconds for which a rank tries again to connect after authentication has failed, because a process of another job may
+use the port for a while."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """A rank of a mesh.
+    """A rank of a mesh (TCP connections between all ranks).
 
     Attributes:
-        host: `host_identity` of its host.
+        host: id of its host, from `host_identity`.
         node: name of its host, from the launcher.
-        slot: position on its host, the same for the whole job. The slots of a host may have gaps.
+        slot: position of the rank on its host, which stays the same for the whole job. Positions may have gaps.
         number: number of the rank, or of its worker, in messages to the user.
         has_state: True if the rank has synchronised in an earlier generation (set of ranks of an elastic job), and so
             holds the job's state.
-        addresses: (host, port) of its listeners. Only ranks of the same host use the loopback addresses.
+        addresses: (host, port) of the sockets at which it listens. Only ranks of the same host use loopback addresses.
     """
 
     host: tuple[str, ...] = ()
@@ -76,7 +76,7 @@ class Membership:
             change.
         members: the ranks, in order.
         name: name of the job or of the mesh.
-        secret: secret of the job. "" = each rank has it from the user.
+        secret: secret by which the job's processes authenticate each other. "" = each rank has it from the user.
     """
 
     generation: int = 0
@@ -86,9 +86,10 @@ class Membership:
 
     @property
     def mesh_name(self) -> str:
-        """Return the name of the mesh, which includes a hash of all addresses.
+        """Return the name of the mesh, which includes a hash of the addresses of all ranks.
 
-        The name is part of the key of the handshake, so ranks with different lists of members cannot connect.
+        The key that authenticates connections is derived from this name, so ranks with different lists of members
+        cannot connect.
         """
         addresses = msgspec.json.encode([each.addresses for each in self.members])
         return f"{self.name}/{self.generation}/{hashlib.sha256(addresses).hexdigest()[:16]}"
@@ -97,7 +98,7 @@ class Membership:
 Listeners = tuple[socket.socket, ...]
 
 Exchange = Callable[[Membership], Sequence[Membership]]
-"""Function that takes a membership with only this rank, and returns those of all ranks, by rank. Collective."""
+"""Function that takes a `Membership` that lists only this rank, and returns those of all ranks, by rank. Collective."""
 
 
 def alone() -> MeshCommunicator:
@@ -124,7 +125,7 @@ def open_listeners(interface: str | None, *, loopback_only: bool = False) -> Lis
 
 
 def listening(member: Member, listeners: Sequence[socket.socket]) -> Member:
-    """Return a copy of `member` with this host and the addresses of the listeners."""
+    """Return a copy of `member` with the id of this host and the addresses of the listening sockets."""
     addresses = tuple(listener.getsockname()[:2] for listener in listeners)
     return replace(member, host=host_identity(), addresses=addresses)
 
@@ -132,17 +133,18 @@ def listening(member: Member, listeners: Sequence[socket.socket]) -> Member:
 def introduce(
     exchange: Exchange, own: Member, *, generation: int = 0, interface: str | None, secret: str | None
 ) -> tuple[Membership, Listeners]:
-    """Exchange the hosts of all ranks, then open listeners and exchange their addresses. Collective.
+    """Exchange the hosts of all ranks, then open listening sockets and exchange their addresses. Collective.
 
     Args:
-        exchange: function that exchanges the memberships.
-        own: this rank.
-        generation: number of the last generation in which this rank took part. 0 = none.
+        exchange: function that sends this rank's `Membership` to all ranks, and returns those of all ranks.
+        own: description of this rank.
+        generation: number of the last generation (set of ranks of an elastic job) in which this rank took part. 0 =
+            none.
         interface: name of the network interface between the hosts. None = any.
         secret: secret of the job, from the user. None = the first rank makes one.
 
     Returns:
-        The membership, with the highest generation of all ranks, and the listeners of this rank.
+        The list of all ranks, with the highest generation of all ranks, and the listening sockets of this rank.
 
     Raises:
         ConfigError: only some ranks have a secret from the user, or the interface does not exist.
@@ -189,16 +191,16 @@ def connect_members(
     unproved_s: float = float("inf"),
     why_in_vain: Callable[[], str] = lambda: "",
 ) -> MeshCommunicator:
-    """Connect this rank to its peers: connect to lower ranks, accept connections of higher ranks. Collective.
+    """Open a TCP connection to each other rank: connect to lower ranks, and accept higher ranks. Collective.
 
     Args:
-        membership: the ranks.
+        membership: list of all ranks, with the mesh's name and secret.
         listeners: sockets at which this rank listens. They are closed at the end.
         rank: rank of this process.
-        deadline: end of the wait for peers.
-        heartbeat_s: silence in seconds after which a rank counts as lost. None = never.
-        unproved_s: seconds for which this rank retries to connect after failed authentication.
-        why_in_vain: returns the reason why a member can no longer connect. "" = no reason. Must not block.
+        deadline: time at which this rank stops waiting for other ranks.
+        heartbeat_s: seconds without a message after which a rank counts as lost. None = never.
+        unproved_s: seconds for which this rank tries again to connect after authentication has failed.
+        why_in_vain: returns the reason why a rank can no longer connect. "" = no reason. Must not block.
 
     Returns:
         The communicator of all ranks. Freeing it closes the mesh.
@@ -211,7 +213,7 @@ def connect_members(
     one_host = all(other.host == members[rank].host for other in members)
     for listener in listeners:
         if one_host and listener.getsockname()[0] != LOOPBACK:
-            # Close this listener, because all ranks are on this host, and remote processes could reach it.
+            # Close the listener, because remote processes could reach it, and all ranks use the loopback.
             listener.close()
     listeners = tuple(listener for listener in listeners if listener.fileno() >= 0)
     acceptor = Acceptor(listeners, key=key, own=rank, expected=range(rank + 1, len(members)))
@@ -222,7 +224,7 @@ def connect_members(
             raise PeerLostError(problem)
 
     def connect_to(other: int) -> socket.socket:
-        """Connect to a rank at the first of its addresses where a process proves that it knows the secret."""
+        """Connect to a rank at the first of its addresses where a process proves that it knows the job's secret."""
         same_host = members[other].host == members[rank].host
         addresses = [each for each in members[other].addresses if (each[0] == LOOPBACK) == same_host]
         problem, limit = "it has no address for this host", deadline
@@ -276,16 +278,16 @@ def rendezvous(
     deadline: Deadline,
     heartbeat_s: float | None,
 ) -> MeshCommunicator:
-    """Connect the ranks of an `Exchange` into a mesh. Collective.
+    """Open TCP connections between all ranks that share an `Exchange`. Collective.
 
     Args:
-        exchange: function that exchanges the memberships. A `StoreExchange` also distributes errors.
+        exchange: function that exchanges the addresses of all ranks. A `StoreExchange` also distributes errors.
         rank: rank of this process in the mesh.
         number: number of this process in messages to the user. None = `rank`.
         interface: name of the network interface between the hosts. None = any.
         secret: secret of the job, from the user. None = the first rank makes one.
-        deadline: end of the wait for peers.
-        heartbeat_s: silence in seconds after which a rank counts as lost. None = never.
+        deadline: time at which this rank stops waiting for other ranks.
+        heartbeat_s: seconds without a message after which a rank counts as lost. None = never.
 
     Raises:
         ConfigError: the ranks have contradictory settings.
@@ -315,14 +317,14 @@ def rendezvous(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """Rendezvous of the ranks at a store, as the launcher describes it.
+    """Description, from the launcher, of how the ranks find each other at a key-value store.
 
     Attributes:
         rank: rank of this process.
         size: number of ranks.
-        host, port: address of the store.
+        host, port: address of the key-value store.
         agent_store: True if the launcher serves the store. Otherwise rank 0 serves it.
-        name: name of this rendezvous, unique in the store.
+        name: name of this meeting of ranks, unique in the store.
         members: ranks that take part. Empty = all.
     """
 
@@ -336,17 +338,18 @@ class Meeting:
 
 
 _stores: dict[tuple[str, int], TCPStore] = {}
-"""Stores that this process serves as rank 0. They stay open, because slower ranks may still read them."""
+"""Key-value stores that this process serves as rank 0, by address. They stay open, because slower ranks may still read
+them."""
 
 _meeting_counts: Counter[tuple[str, int]] = Counter()
-"""Number of rendezvous of this process so far, by (name, rank). Part of the keys in the store, because `init()` may be
-called again."""
+"""How many times this process has connected to the other ranks so far, by (name of the meeting, rank). The number is
+part of the keys in the store, so that a second `init()` does not read the keys of the first."""
 
 
 def meet(
     meeting: Meeting, *, interface: str | None, secret: str | None, timeout_s: float, heartbeat_s: float | None
 ) -> MeshCommunicator:
-    """Connect the ranks of `meeting` into a mesh, through a key-value store. Collective."""
+    """Open TCP connections between the ranks of `meeting`, which meet at a key-value store. Collective."""
     deadline = Deadline.after(timeout_s)
     members = meeting.members or tuple(range(meeting.size))
     if len(members) == 1:
@@ -363,7 +366,7 @@ def meet(
         place=f"{meeting.host}:{meeting.port}",
         deadline=deadline,
     )
-    # Raise in this process only, because the other process that claims the rank may be the right one.
+    # If two processes claim one rank, raise in the later one only, because the earlier one may be the right one.
     if not exchange.claim():
         raise ConfigError(
             f"two processes claim rank {meeting.rank} at {meeting.host}:{meeting.port}; each process of a job must "
@@ -381,7 +384,7 @@ def meet(
 
 
 def _store(meeting: Meeting, deadline: Deadline) -> Store:
-    """Serve the rendezvous store if this rank must do so, else connect to it."""
+    """Return the key-value store at which the ranks meet: serve it if this rank must do so, else connect to it."""
     from torch._C._distributed_c10d import TCPStore
 
     timeout = datetime.timedelta(seconds=max(1.0, deadline.left_s))
@@ -389,7 +392,7 @@ def _store(meeting: Meeting, deadline: Deadline) -> Store:
     if not meeting.agent_store and meeting.rank == (meeting.members or (0,))[0]:
         if place not in _stores:
             try:
-                # multi_tenant, because the script's own process groups may use a store at the same port
+                # Set multi_tenant, because the script's own process groups may use a store at the same port.
                 _stores[place] = serve_store(*place, timeout=timeout, multi_tenant=True)
             except (OSError, RuntimeError) as err:
                 raise ConfigError(
@@ -433,7 +436,11 @@ def _wait_for_master(meeting: Meeting, deadline: Deadline) -> None:
 def _wait_with_notice(
     condition: Callable[[], bool], deadline: Deadline, poll: Poll, *, rank: int, what: Callable[[], str]
 ) -> bool:
-    """Wait for a condition, and log what is missing (`what`) after `_NOTICE_S`. Return False if the time is up."""
+    """Wait for a condition, and log what this rank waits for (`what`) after `_NOTICE_S` seconds.
+
+    Returns:
+        False if the deadline has passed.
+    """
     if wait_for(condition, min(deadline, Deadline.after(_NOTICE_S)), poll):
         return True
     if deadline.passed:
@@ -447,7 +454,10 @@ def _first_line(err: Exception) -> str:
 
 
 class StoreExchange:
-    """An `Exchange` over a key-value store. It polls, because a blocking read would block all users of the store."""
+    """Exchanges the addresses of all ranks over a key-value store.
+
+    It polls the store, because a blocking read would block all users of the store's connection.
+    """
 
     def __init__(
         self,
@@ -464,23 +474,23 @@ class StoreExchange:
 
         Args:
             store: store that all ranks reach.
-            ranks: ranks that exchange their memberships.
+            ranks: ranks that exchange their addresses.
             own: rank of this process.
             size: number of ranks of the job.
-            place: address of the store, for messages.
-            deadline: end of the wait for other ranks.
-            prefix: start of all keys.
+            place: address of the store, for messages to the user.
+            deadline: time at which this rank stops waiting for other ranks.
+            prefix: text with which all keys in the store begin.
         """
         self._store, self._ranks, self._own, self._size, self._place = store, ranks, own, size, place
         self._deadline, self._prefix = deadline, prefix
         self._ask_s = 0.0
 
     def __call__(self, own_membership: Membership) -> list[Membership]:
-        """Return the memberships of all ranks. Collective.
+        """Publish this rank's `Membership` (its addresses), and return those of all ranks, by rank. Collective.
 
         Raises:
-            ConfigError: the ranks have different `size`.
-            CommError: a rank did not publish its membership, or reported a problem.
+            ConfigError: ranks have different values of `size`.
+            CommError: a rank did not publish its `Membership` in time, or reported a problem.
         """
         what = "addresses" if own_membership.members[0].addresses else "host"
         self._call("set", self._key(what, self._own), msgspec.json.encode((self._size, own_membership)).decode())
@@ -512,7 +522,7 @@ class StoreExchange:
         return [each for _, each in received]
 
     def claim(self) -> bool:
-        """Return whether this process is the first to claim its rank."""
+        """Claim this process's rank in the store. Return False if another process has claimed the same rank before."""
         return bool(self._call("add", self._key("claim", self._own), 1) == 1)
 
     def report_problem(self, error: SirtakiError) -> None:
@@ -521,7 +531,10 @@ class StoreExchange:
             self._call("set", f"{self._prefix}problem", json.dumps(str(error)))
 
     def problem(self) -> str:
-        """Return the error that a rank has published, or "". Reads the store at most once every `_ASK_S` seconds."""
+        """Return the error that a rank has published in the store, or "".
+
+        Reads the store at most once every `_ASK_S` seconds.
+        """
         key, now_s = f"{self._prefix}problem", time.monotonic()
         if now_s < self._ask_s:
             return ""

@@ -1,15 +1,15 @@
-"""The TCP control plane: connections between all ranks, and a communicator that uses them.
+"""Small collectives over TCP: a mesh (connections between all ranks), and a communicator that uses them.
 
-Each pair of ranks shares one TCP connection, which carries frames. A thread that waits for a message reads all
-connections, and delivers each frame to the mailbox of its communicator (its context). So no reader thread is
-needed, and no thread must be woken when a message arrives. One background thread sleeps until a connection breaks or a
-heartbeat is due. Heartbeats travel in a ring, from each rank to the next, so their cost per rank does not depend on the
-number of ranks.
+Each pair of ranks shares one TCP connection, which carries frames (messages, or parts of long messages). A thread that
+waits for a message reads all connections, and delivers each frame to the mailbox of its communicator, whose id is the
+frame's context. So no reader thread is needed, and no thread must be woken when a message arrives. One background
+thread sleeps until a connection breaks or a heartbeat is due. Heartbeats travel in a ring, from each rank to the next,
+so their cost per rank does not depend on the number of ranks.
 
-An operation is a generator that yields while a message is missing. With short messages it takes ⌈log₂ size⌉ rounds. The
-algorithms: dissemination (Hensgen, Finkel, Manber 1988) for barriers and idempotent reductions, Bruck's concatenation
-(Bruck et al. 1997) for all-gather, a binomial tree for broadcast, recursive doubling for sums over 2ⁿ ranks. Results
-are bitwise equal on all ranks, because all ranks add in the same order.
+A collective operation is a generator that yields while it waits for a message. With short arrays it takes ⌈log₂ size⌉
+messages in sequence. The algorithms are dissemination (Hensgen, Finkel, Manber 1988) for barriers and idempotent
+reductions, Bruck's concatenation (Bruck et al. 1997) for all-gather, a binomial tree for broadcast, and recursive
+doubling for sums over 2ⁿ ranks. Results are bitwise equal on all ranks, because all ranks add in the same order.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ from .waiting import Deadline, wait_for
 logger = logging.getLogger(__name__)
 
 MAX_PAYLOAD_BYTES = 4 * 1024**2
-"""Largest payload of a frame. Longer messages are split, so that a corrupt header cannot cause a huge allocation."""
+"""Largest payload of a frame (message, or part of a long message) in bytes. Longer messages are split, so that a
+corrupt header cannot cause a huge allocation."""
 
 _HEADER = struct.Struct("<BBxxIQQ")
 
@@ -51,31 +52,35 @@ HEADER_BYTES = _HEADER.size
 
 
 class FrameKind(IntEnum):
-    """Purpose of a frame."""
+    """Purpose of a frame, which is a message between two ranks or a part of a long one."""
 
     DATA = 1
     """A message of a collective operation, of `send` or of `receive`."""
     POST = 2
-    """A short message outside the operations."""
+    """A short message that `post` sends and `collect` reads, outside the collective operations."""
     ALIVE = 3
-    """A heartbeat."""
+    """A heartbeat, by which the receiver knows that the sender is alive."""
     LOST = 4
-    """The rank in `sequence` is lost to the job. The payload is the reason as text. The tag is `FAULT` or 0."""
+    """The sender reports that a rank is lost to the job.
+
+    The header's field `sequence` is the number of the lost rank, the payload is the reason as text. The tag is `FAULT`
+    if only the rank's communication failed, else 0.
+    """
     BYE = 5
-    """The sender closes the mesh. It sends nothing after this frame."""
+    """The sender closes its connections. It sends nothing after this frame."""
 
 
 _KINDS = frozenset(FrameKind)
 
 
 class Header(NamedTuple):
-    """Header of a frame.
+    """Header of a frame, which is a message between two ranks or a part of a long one.
 
     Attributes:
         kind: a `FrameKind`.
-        tag: tag of a posted message.
-        sequence: sequence number of the operation in its context.
-        context: id of the communicator. 0 = the mesh itself.
+        tag: tag of a short message that `post` sends.
+        sequence: sequence number of the operation in its communicator.
+        context: id of the communicator to which the frame belongs. 0 = none: the frame concerns all of them.
         length: payload length in bytes.
     """
 
@@ -87,15 +92,15 @@ class Header(NamedTuple):
 
 
 def encode(kind: FrameKind, *, context: int = 0, sequence: int = 0, tag: int = 0, length: int = 0) -> bytes:
-    """Return the header of a frame, packed."""
+    """Return the header of a frame as bytes."""
     return _HEADER.pack(kind, tag, sequence & 0xFFFFFFFF, context, length)
 
 
 def decode(buffer: bytearray, offset: int) -> Header:
-    """Return the header at `offset`.
+    """Return the frame header whose bytes begin at `offset` of `buffer`.
 
     Raises:
-        CommError: the bytes there are not a valid header.
+        CommError: the bytes at `offset` are not a valid header.
     """
     header = Header._make(_HEADER.unpack_from(buffer, offset))
     if header.kind not in _KINDS or header.length > MAX_PAYLOAD_BYTES:
@@ -104,7 +109,8 @@ def decode(buffer: bytearray, offset: int) -> Header:
 
 
 DIRECT_BYTES = 64 * 1024
-"""Messages longer than this are read from the socket straight into the receiver's array, if a receive is posted."""
+"""Messages with more bytes than this are read from the socket straight into the receiver's array, if the receiver waits
+for them already."""
 
 
 class _PostedReceive:
@@ -116,14 +122,14 @@ class _PostedReceive:
 
 
 class Inbox:
-    """Queue of data messages of one sender."""
+    """Queue of the messages that one communicator has received from one sender, for its operations."""
 
     def __init__(self) -> None:
         self._arrived: deque[tuple[int, memoryview]] = deque()
         self._posted: _PostedReceive | None = None
 
     def place(self, header: Header) -> memoryview:
-        """Return memory for the payload of a frame: the posted receive's array if the payload fits, else new memory."""
+        """Return memory for the payload of a frame: the waiting receiver's array if it fits there, else new memory."""
         posted = self._posted
         if posted is None or len(posted.view) - posted.filled < header.length:
             return memoryview(bytearray(header.length))
@@ -131,7 +137,7 @@ class Inbox:
         return posted.view[posted.filled : posted.filled + header.length]
 
     def deliver(self, header: Header, payload: memoryview) -> None:
-        """Copy the payload of a complete frame into the posted receive, or queue it if no receive is posted."""
+        """Copy the payload of a complete frame into the waiting receiver's array, or queue it if no receiver waits."""
         posted = self._posted
         if posted is None:
             self._arrived.append((header.sequence, payload))
@@ -145,7 +151,7 @@ class Inbox:
             self._posted = None
 
     def receive(self, view: memoryview, sequence: int) -> Iterator[None]:
-        """Fill `view` with the next message of operation `sequence`. Yield while it is incomplete.
+        """Fill `view` with the next message of the operation with number `sequence`. Yield while bytes are missing.
 
         Raises:
             MismatchError: the sender is at another operation, or sends a longer message.
@@ -162,7 +168,10 @@ class Inbox:
                 return
 
     def post_receive(self, view: memoryview, sequence: int) -> _PostedReceive:
-        """Post a receive of more than `DIRECT_BYTES` into `view`. The caller holds the mesh's `read_lock`."""
+        """Register `view`, an array of more than `DIRECT_BYTES`, as the destination of the next message.
+
+        The caller holds `Links.read_lock`.
+        """
         posted = _PostedReceive(view, 0, sequence)
         self._posted = posted
         while self._arrived and posted.filled < len(view):
@@ -179,10 +188,10 @@ def _check(found: int, expected: int, length: int, room: int) -> None:
 
 
 class Mailbox:
-    """Received messages of one context (communicator).
+    """Received messages of one communicator.
 
     Attributes:
-        posts: posted messages as (sender, tag, message).
+        posts: short messages that other ranks have sent by `post`, as (sender, tag, message).
     """
 
     def __init__(self) -> None:
@@ -191,7 +200,7 @@ class Mailbox:
 
     def inbox(self, source: int) -> Inbox:
         """Return the inbox of the sender with rank `source` in the mesh."""
-        # setdefault, because the reading thread and the receiving thread may create the inbox at the same time
+        # Use setdefault, because the reading thread and the receiving thread may create the inbox at the same time.
         return self._inboxes.get(source) or self._inboxes.setdefault(source, Inbox())
 
     def place(self, source: int, header: Header) -> memoryview:
@@ -201,7 +210,7 @@ class Mailbox:
         return memoryview(bytearray(header.length))
 
     def deliver(self, source: int, header: Header, payload: memoryview) -> None:
-        """Store a complete frame: data in its sender's inbox, a short message in `posts`."""
+        """Store a complete frame: in `posts` if the sender used `post`, else in the sender's inbox."""
         if header.kind == FrameKind.DATA:
             self.inbox(source).deliver(header, payload)
         elif header.kind == FrameKind.POST:
@@ -213,17 +222,18 @@ class Mailbox:
 _INBOUND_BYTES = 64 * 1024
 
 COALESCED_BYTES = 4096
-"""Messages up to this length are copied behind their header, because the kernel sends one buffer faster than two."""
+"""Messages of up to this many bytes are copied behind their header. The kernel sends one buffer faster than two."""
 
 COPIED_BYTES = 64 * 1024
-"""Unsent bytes up to this amount are copied, so that the sender may reuse its array at once."""
+"""If at most this many bytes of a message are unsent, they are copied, so that the sender may reuse its array at
+once."""
 
 _MAX_READ_BYTES = 8 * 1024**2
 """Largest number of bytes to read from one connection before the other connections are read."""
 
 
 class Sending:
-    """A message being sent. `done` is True once its memory may be reused."""
+    """A message that is being sent. `done` is True once the caller may reuse the message's memory."""
 
     __slots__ = ("done",)
 
@@ -232,13 +242,13 @@ class Sending:
 
 
 class Connection:
-    """A TCP connection to a peer. Sending is thread-safe. Reading requires the mesh's `read_lock`.
+    """A TCP connection to a peer (another rank). Sending is thread-safe. To read, a thread must hold `Links.read_lock`.
 
     Attributes:
         rank: rank of the peer.
         last_read_s: `time.monotonic()` when bytes were last received.
         has_received: True once any bytes were received.
-        received_bye: True once the peer has sent BYE. The end of the connection is then no failure.
+        received_bye: True once the peer has sent BYE, its last frame. The end of the connection is then no failure.
         ended: True once nothing more can be received.
     """
 
@@ -270,18 +280,18 @@ class Connection:
         self._filled = 0
 
     def fileno(self) -> int:
-        """Return the descriptor for epoll. -1 once the socket is closed."""
+        """Return the socket's file descriptor, for epoll. -1 once the socket is closed."""
         return self._socket.fileno()
 
     # ── sending: from any thread ─────────────────────────────────────────────────────────────────────────────────
 
     @property
     def backlogged(self) -> bool:
-        """Return whether messages are queued because the kernel's send buffer is full."""
+        """Return whether messages to the peer are queued because the kernel's send buffer is full."""
         return bool(self._queue)
 
     def send(self, parts: Sequence[memoryview]) -> Sending:
-        """Send the parts in order. Parts that do not fit into the kernel's buffer are queued for `flush`.
+        """Send the parts of a message in order. Bytes that do not fit into the kernel's buffer are queued for `flush`.
 
         Thread-safe, non-blocking.
         """
@@ -314,9 +324,9 @@ class Connection:
             self._send_lock.release()
 
     def _write(self, parts: list[memoryview]) -> list[memoryview]:
-        """Write to the socket, and return the unwritten parts.
+        """Write parts of messages to the socket, and return the parts that the kernel did not accept.
 
-        On a broken connection all parts count as written, because the reading side reports the loss.
+        On a broken connection, all parts count as written, because the reading thread reports the loss of the peer.
         """
         while parts:
             try:
@@ -334,7 +344,7 @@ class Connection:
     # ── reading: by one thread at a time ─────────────────────────────────────────────────────────────────────────
 
     def read(self, receiver: Links) -> None:
-        """Read the bytes that have arrived, and deliver complete frames. Set `ended` at the end of the stream.
+        """Read the bytes that have arrived, and deliver complete frames to `receiver`. At the end, set `ended`.
 
         Raises:
             CommError: an invalid frame was received.
@@ -370,7 +380,7 @@ class Connection:
                     break
                 header = decode(self._inbound, self._begin)
                 begin = self._begin + HEADER_BYTES
-                # Take a fast path, because most short messages arrive as a whole.
+                # If the whole frame is in the buffer, deliver it from there. Most short messages take this fast path.
                 if header.length <= self._end - begin:
                     self._begin = begin + header.length
                     receiver.deliver(self.rank, header, memoryview(bytes(self._inbound_view[begin : self._begin])))
@@ -394,7 +404,7 @@ class Connection:
             self._begin, self._end = 0, left
 
     def _complete(self, receiver: Links) -> bool:
-        """Deliver the current frame if its payload is complete. Return whether it was."""
+        """Deliver the frame that is being read if its payload is complete. Return whether the payload was complete."""
         assert self._header is not None
         if self._filled < len(self._payload):
             return False
@@ -409,31 +419,31 @@ class Connection:
             self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Close the socket in this process. May be called twice."""
+        """Close the socket in this process. A second call does nothing."""
         self._socket.close()
 
 
 BEATS = 6
-"""Number of heartbeats that may be missing before a rank counts as lost."""
+"""Number of heartbeats in a row that a rank may miss before it counts as lost."""
 
 CLOSE_S = 5.0
-"""Seconds for which `Links.close` waits for BYE from all peers."""
+"""Seconds for which `Links.close` waits until all other ranks have sent BYE, their last frame."""
 
 MESH = 0
-"""Context id of frames that concern the mesh itself, not a communicator."""
+"""Context id of frames that concern all connections of a rank, not one communicator, such as heartbeats."""
 
 _MAX_REASON = 2000
 
 FAULT = 1
-"""Tag of a LOST frame if only the rank's communication failed and its process continues."""
+"""Tag of a LOST frame (report that a rank is lost) if only the rank's communication failed, but not its process."""
 
 
 class Links:
-    """Connections of this rank to its peers, which are all other ranks of the mesh.
+    """TCP connections of this rank to its peers, which are all other ranks.
 
     Attributes:
-        failures: board on which the loss of a rank is reported.
-        read_lock: held while sockets are read and payloads are delivered.
+        failures: failure board, on which the loss of a rank is reported to all threads of this rank.
+        read_lock: held by the thread that reads the sockets and delivers messages.
     """
 
     def __init__(
@@ -444,9 +454,9 @@ class Links:
         Args:
             rank: rank of this process.
             sockets: authenticated connections by the rank of the peer.
-            heartbeat_s: silence in seconds after which a rank counts as lost. None = never.
-            first_s: seconds in which a rank's first message must arrive, if longer than `heartbeat_s`. A rank sends
-                nothing before it is connected to all peers.
+            heartbeat_s: seconds without a message after which a rank counts as lost. None = never.
+            first_s: limit for the first message of a rank, in seconds, if longer than `heartbeat_s`. It may be longer,
+                because a rank sends nothing before it is connected to all other ranks.
         """
         self.rank, self.size = rank, len(sockets) + 1
         self.failures = FailureBoard()
@@ -476,11 +486,11 @@ class Links:
     # ── for communicators ────────────────────────────────────────────────────────────────────────────────────────
 
     def open(self, context: int) -> Mailbox:
-        """Return the mailbox of a context (one communicator), with the messages received before this call."""
+        """Open the mailbox of the communicator with id `context`. It has the messages received before this call."""
         return self._mailboxes.get(context) or self._mailboxes.setdefault(context, Mailbox())
 
     def free(self, context: int) -> None:
-        """Close a context. Messages for it are dropped from now on."""
+        """Close the mailbox of the communicator with id `context`. Messages for it are dropped from now on."""
         self._freed.add(context)
         self._mailboxes.pop(context, None)
 
@@ -500,7 +510,7 @@ class Links:
         return sending
 
     def progress(self) -> None:
-        """Read arrived messages and flush queued ones, unless another thread does so already. Non-blocking."""
+        """Read arrived messages and send queued ones, unless another thread does so already. Non-blocking."""
         if self.read_lock.acquire(blocking=False):
             try:
                 self._progress()
@@ -538,7 +548,7 @@ class Links:
         return self.open(header.context).place(source, header)
 
     def deliver(self, source: int, header: Header, payload: memoryview) -> None:
-        """Deliver a complete frame to its mailbox, or process it if it concerns the mesh."""
+        """Deliver a complete frame to its communicator's mailbox, or handle it here if it concerns all connections."""
         if header.context != MESH:
             if header.context not in self._freed:
                 self.open(header.context).deliver(source, header, payload)
@@ -566,7 +576,7 @@ class Links:
         self._send_lost(rank, reason)
 
     def _send_lost(self, lost: int, reason: str, tag: int = 0) -> None:
-        """Broadcast that a rank is lost, so that all ranks report the same cause."""
+        """Send the rank number and the cause of a loss to all ranks, so that all ranks report the same cause."""
         payload = memoryview(reason[:_MAX_REASON].encode())
         for connection in list(self._connections.values()):
             if connection.rank != lost and not connection.ended:
@@ -580,7 +590,7 @@ class Links:
         for connection in list(self._connections.values()):
             connection.flush()
             if not connection.backlogged:
-                # Shut down sending, so that the peer's background thread wakes up and reads the LOST frame.
+                # Shut down the sending side, so that the peer's background thread wakes up and reads the LOST frame.
                 connection.stop_sending()
 
     def _watch(self) -> None:
@@ -594,7 +604,7 @@ class Links:
             with self.read_lock:
                 for descriptor, _ in broken:
                     connection = self._by_descriptor.get(descriptor)
-                    # Read the peer's last frames, because they may contain LOST or BYE.
+                    # Read the last frames of a broken connection, because they may say why it ended (LOST or BYE).
                     while connection is not None and not connection.ended:
                         self._read(connection)
                 self._progress()
@@ -605,8 +615,8 @@ class Links:
     def _exchange_heartbeat(self) -> None:
         """Send a heartbeat to the next rank, and report the previous rank as lost if it has been silent for too long.
 
-        Counts heartbeat periods instead of comparing clock times, because a difference of clock times would include
-        the time for which this host was suspended.
+        Silence is counted in heartbeat periods, because a difference of clock times would include the time for which
+        this host was suspended.
         """
         assert self._beat_s is not None
         after = self._connections[(self.rank + 1) % self.size]
@@ -629,7 +639,7 @@ class Links:
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def close(self) -> None:
-        """Close the mesh: send BYE to all ranks, and wait until all have sent theirs. Collective."""
+        """Close all connections: send BYE (the last frame) to all ranks, and wait for theirs. Collective."""
         for connection in self._connections.values():
             connection.send([memoryview(encode(FrameKind.BYE))])
 
@@ -640,7 +650,7 @@ class Links:
                 each.received_bye or each.ended for each in self._connections.values()
             )
 
-        # Wait for BYE, because closing a socket with unread data resets it, and the peer loses unread messages.
+        # Wait for each peer's BYE. Closing a socket with unread data would reset it, and the peer would lose messages.
         wait_for(ended, Deadline.after(CLOSE_S))
         self._closing = True
         with suppress(OSError):
@@ -666,17 +676,21 @@ class Links:
 # ── operations ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 SHORT_BYTES = 32 * 1024
-"""Up to this array size, latency dominates, and algorithms that need few messages in sequence are faster."""
+"""Largest array in bytes that counts as short. Short arrays use algorithms with few messages in sequence, because
+latency dominates their time."""
 
 IDEMPOTENT = frozenset({Op.AND, Op.MINIMUM, Op.MAXIMUM})
-"""Operations in which a value may be reduced twice."""
+"""Reduction operations whose result does not change if a value is reduced twice."""
 
 Steps = Iterator[None]
 Bytes = npt.NDArray[np.uint8]
 
 
 class Exchange:
-    """Sends and receives messages of one operation. The sequence number separates operations of a communicator."""
+    """Sends and receives the messages of one collective operation.
+
+    The sequence number distinguishes the operation from others of the same communicator.
+    """
 
     def __init__(self, communicator: MeshCommunicator, sequence: int) -> None:
         self._comm, self._sequence = communicator, sequence
@@ -690,7 +704,7 @@ class Exchange:
         )
 
     def receive(self, array: Array, rank: int) -> Steps:
-        """Fill the array with the next message of `rank`."""
+        """Fill the array with the next message of `rank`. Yield while bytes are missing."""
         inbox, view = self._comm._mailbox.inbox(self._comm._members[rank]), _view(array)
         if len(view) <= DIRECT_BYTES:
             yield from inbox.receive(view, self._sequence)
@@ -702,14 +716,17 @@ class Exchange:
 
 
 def until_sent(*sendings: Sending) -> Steps:
-    """Yield until the memory of all these messages may be reused."""
+    """Yield until the caller may reuse the memory of all these messages."""
     for sending in sendings:
         while not sending.done:
             yield
 
 
 def disseminate(exchange: Exchange, array: Array, op: Op) -> Steps:
-    """All-reduce a short array with an idempotent operation. With an empty array, this is a barrier."""
+    """All-reduce a short array in place by dissemination, with an idempotent operation (such as a minimum).
+
+    With an empty array, this is a barrier.
+    """
     other, combine, distance = np.empty_like(array), UFUNCS[op], 1
     while distance < exchange.size:
         sending = exchange.send(array, (exchange.rank + distance) % exchange.size)
@@ -720,7 +737,10 @@ def disseminate(exchange: Exchange, array: Array, op: Op) -> Steps:
 
 
 def recursive_doubling(exchange: Exchange, array: Array, op: Op) -> Steps:
-    """All-reduce a short array over 2ⁿ ranks. Both partners of a round compute the same sum."""
+    """All-reduce a short array in place by recursive doubling, over 2ⁿ ranks.
+
+    In each step, two ranks exchange their arrays and compute the same sum, so results are equal on all ranks.
+    """
     other, distance = np.empty_like(array), 1
     while distance < exchange.size:
         partner = exchange.rank ^ distance
@@ -743,7 +763,7 @@ def gather(exchange: Exchange, whole: Array, counts: Sequence[int]) -> Steps:
     begin = [0, *accumulate(counts)]
 
     def parts(first: int, number: int) -> list[Array]:
-        """Return the parts of `number` ranks from rank `first` on, modulo the size, as one or two views."""
+        """Return the parts of `number` ranks, beginning at rank `first`, as one view, or two if they wrap around."""
         over = max(0, first + number - size)
         pieces = [whole[begin[first] : begin[first + number - over]]]
         return pieces if not over else [*pieces, whole[: begin[over]]]
@@ -758,7 +778,7 @@ def gather(exchange: Exchange, whole: Array, counts: Sequence[int]) -> Steps:
 
 
 def gather_and_reduce(exchange: Exchange, array: Array, op: Op) -> Steps:
-    """All-reduce a short array: all-gather, then reduce locally in rank order."""
+    """All-reduce a short array in place: all-gather the arrays, then reduce them locally in rank order."""
     everything = np.empty((exchange.size, array.size), dtype=array.dtype)
     everything[exchange.rank] = array
     yield from gather(exchange, everything.reshape(-1), [array.size] * exchange.size)
@@ -785,7 +805,7 @@ def reduce_scatter(exchange: Exchange, array: Array, part: Array, counts: Sequen
 
 
 def reduce_in_parts(exchange: Exchange, array: Array, op: Op) -> Steps:
-    """All-reduce a long array: reduce-scatter, then all-gather."""
+    """All-reduce a long array in place: reduce-scatter it, then all-gather the reduced parts."""
     low, more = divmod(array.size, exchange.size)
     counts = [low + (rank < more) for rank in range(exchange.size)]
     part = np.empty(counts[exchange.rank], dtype=array.dtype)
@@ -809,7 +829,7 @@ def all_reduce(exchange: Exchange, array: Array, op: Op) -> Steps:
 
 
 def broadcast(exchange: Exchange, array: Array, root: int) -> Steps:
-    """Broadcast from `root` along a binomial tree."""
+    """Broadcast the array of rank `root` along a binomial tree of ranks."""
     size = exchange.size
     place = (exchange.rank - root) % size
     distance = 1
@@ -826,7 +846,7 @@ def broadcast(exchange: Exchange, array: Array, root: int) -> Steps:
 
 
 def all_to_all(exchange: Exchange, given: Array, received: Array, counts: tuple[Sequence[int], Sequence[int]]) -> Steps:
-    """Send each rank its part directly.
+    """All-to-all: send each rank its part of `given`, and receive a part from each rank.
 
     Args:
         exchange: sends and receives the messages of this operation.
@@ -848,14 +868,14 @@ def all_to_all(exchange: Exchange, given: Array, received: Array, counts: tuple[
 
 
 WORLD = MESH + 1
-"""Context id of the communicator of all ranks."""
+"""Id (context) of the communicator of all ranks."""
 
 
 class MeshCommunicator:
-    """A communicator over some ranks of a mesh.
+    """A communicator over some ranks of a mesh (TCP connections between all ranks).
 
-    Its context id is a hash of its parent's id and of the call that opened it. So opening a communicator needs no
-    message, and ranks outside the new communicator need not take part. Contexts belong to one mesh and end with it.
+    Messages carry the communicator's id, its context. The id is a hash of the parent communicator's id and of the call
+    that opened this one. So opening a communicator needs no message, and ranks outside it need not take part.
     """
 
     backend = Backend.MESH
@@ -864,9 +884,9 @@ class MeshCommunicator:
         """Open a communicator over some ranks of the mesh, including this rank.
 
         Args:
-            links: connections of the mesh. They are closed when the communicator of all ranks is freed.
-            members: rank in the mesh, by rank in this communicator. None = all ranks.
-            context: id of the context, equal on all members and unique in the mesh.
+            links: connections to all other ranks. They are closed when the communicator of all ranks is freed.
+            members: for each rank of this communicator, its rank in the mesh. None = all ranks.
+            context: id of this communicator, equal on all its ranks and unique in the mesh.
         """
         self._links, self._context = links, context
         self._members = tuple(range(links.size) if members is None else members)
@@ -889,23 +909,23 @@ class MeshCommunicator:
         return MeshCommunicator(self._links, members, _context_id(f"{self._context} {how} {self._opened[how]}"))
 
     def free(self) -> None:
-        """Free this communicator, without a message. Freeing the communicator of all ranks closes the mesh."""
+        """Free this communicator, without a message. If it has all ranks, close the connections."""
         if self._context == WORLD:
             self._links.close()
         self._links.free(self._context)
 
     def abort(self, reason: str, *, fault: bool = False) -> None:
-        """Broadcast to all ranks of the mesh that this rank aborts, and why. Thread-safe."""
+        """Tell all ranks of the job that this rank aborts, and why. Thread-safe."""
         self._links.abort(reason, fault=fault)
 
     def same_host(self) -> int:
-        """Return 0 on all ranks, because a mesh does not know the hosts."""
+        """Return 0 on all ranks, because TCP connections do not show which ranks share a host."""
         return 0
 
     # ── operations ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def all_reduce(self, array: Array, op: Op) -> Test:
-        """Start an all-reduce, by the algorithm that suits the size and the number of ranks."""
+        """Start an all-reduce, by the algorithm that suits the array's size and the number of ranks."""
         return self._start(all_reduce(self._next(), array.reshape(-1), op))
 
     def broadcast(self, array: Array, root: int) -> Test:
@@ -935,11 +955,11 @@ class MeshCommunicator:
         return self._start(disseminate(self._next(), np.empty(0, dtype=np.uint8), Op.AND))
 
     def send(self, array: Array, rank: int) -> Test:
-        """Start to send to `rank`. Sends and receives between two ranks match in call order."""
+        """Start to send `array` to `rank`. The k-th send to a rank matches that rank's k-th receive."""
         return self._start(until_sent(Exchange(self, 0).send(array, rank)))
 
     def receive(self, array: Array, rank: int) -> Test:
-        """Start to receive from `rank`."""
+        """Start to receive the next array from `rank`."""
         return self._start(Exchange(self, 0).receive(array, rank))
 
     def _next(self) -> Exchange:
@@ -948,7 +968,7 @@ class MeshCommunicator:
         return Exchange(self, self._sequence)
 
     def _start(self, steps: Steps) -> Test:
-        """Run an operation until a message is missing, and return its completion test."""
+        """Run an operation until it must wait for a message. Return its `Test`, which continues the operation."""
         done = next(steps, True) is True
         progress = self._links.progress
 
@@ -964,7 +984,10 @@ class MeshCommunicator:
     # ── short messages ───────────────────────────────────────────────────────────────────────────────────────────
 
     def post(self, rank: int, tag: int, message: bytes) -> None:
-        """Send a short message to `rank`, in order. A message to this rank itself is delivered at once."""
+        """Send a short message, which `rank` reads by `collect`. A message to this rank itself is delivered at once.
+
+        Messages to one rank arrive in order.
+        """
         if rank == self.rank:
             self._mailbox.posts.append((self._links.rank, tag, message))
             return
@@ -973,7 +996,10 @@ class MeshCommunicator:
         )
 
     def collect(self) -> tuple[int, int, bytes] | None:
-        """Return the next posted message as (source, tag, message), or None. Reads the connections if none is there."""
+        """Return the next message sent by `post`, as (source, tag, message), or None.
+
+        Reads the connections if no message has been read yet.
+        """
         posts = self._mailbox.posts
         if not posts:
             self._links.progress()
@@ -989,6 +1015,6 @@ def _view(array: Array) -> memoryview:
 
 
 def _context_id(origin: str) -> int:
-    """Return a 64-bit hash of `origin`, so that contexts of a mesh get different ids."""
+    """Return a communicator's id: a 64-bit hash of `origin`, the text that says how it was opened."""
     number = int.from_bytes(hashlib.blake2b(origin.encode(), digest_size=8).digest(), "little")
     return max(number, WORLD + 1)

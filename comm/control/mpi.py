@@ -1,8 +1,8 @@
 """The control plane over MPI. No other module loads MPI.
 
-`MpiCommunicator` runs the control plane's operations over an MPI communicator. `Survivors` lets ranks continue after
-the loss of peers, by user-level failure mitigation (Open MPI 5 with `mpiexec --with-ft ulfm`): MPI determines the ranks
-that are alive and gathers a few values from them, and a mesh over TCP does everything else.
+`MpiCommunicator` runs small collectives over an MPI communicator. `Survivors` lets ranks continue after
+the loss of other ranks, by user-level failure mitigation (Open MPI 5 with `mpiexec --with-ft ulfm`): MPI determines the
+ranks that are alive and gathers a few values from them. All other communication then uses TCP.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def load_mpi() -> Any:
             _exclude_fabric_component()
         finalizes = fresh and mpi4py.rc.initialize and mpi4py.rc.finalize is None
         if finalizes:
-            # Finalize MPI in `at_exit` instead, because `skip_finalize` can cancel that call.
+            # Let `at_exit` call MPI_Finalize instead of mpi4py, because `skip_finalize` can cancel that call.
             mpi4py.rc.finalize = False
         from mpi4py import MPI
     except (ImportError, RuntimeError) as err:
@@ -100,7 +100,7 @@ def skip_finalize() -> bool:
 
 
 def world(comm: MPI.Comm | None = None) -> MpiCommunicator:
-    """Return a communicator over all ranks of MPI, or over the ranks of `comm`.
+    """Return a communicator over the ranks of `comm`. None = all ranks of MPI.
 
     Raises:
         CommError: no usable MPI library was found.
@@ -130,7 +130,7 @@ class MpiCommunicator:
     backend = Backend.MPI
 
     _unsent: ClassVar[list[Test]] = []
-    """Unsent messages of garbage-collected communicators. Keeps the messages' memory alive, because MPI may read it."""
+    """Unsent messages of garbage-collected communicators. The list keeps their memory, because MPI still reads it."""
 
     def __init__(self, mpi: MPI.Comm, failures: FailureBoard, *, owned: bool = True) -> None:
         """Wrap an MPI communicator. `free` frees it only if it is `owned`."""
@@ -150,7 +150,7 @@ class MpiCommunicator:
         self._status = library.Status()
 
     def __del__(self) -> None:
-        """Keep the memory of messages that MPI has not sent yet."""
+        """Keep the memory of messages that MPI has not sent yet, because MPI still reads it."""
         self._unsent.extend(getattr(self, "_posts", ()))
 
     def duplicate(self) -> MpiCommunicator:
@@ -158,7 +158,7 @@ class MpiCommunicator:
         return MpiCommunicator(self.mpi.Dup(), self.failures)
 
     def subset(self, ranks: Sequence[int]) -> MpiCommunicator:
-        """Open a communicator over `ranks`, in this order. Collective over `ranks`."""
+        """Open a communicator over `ranks`, in this order, by `MPI_Comm_create_group`. Collective over `ranks`."""
         return MpiCommunicator(self.mpi.Create_group(self.mpi.group.Incl(list(ranks))), self.failures)
 
     def free(self) -> None:
@@ -217,12 +217,12 @@ class MpiCommunicator:
         return _test(self.mpi.Irecv(array, source=rank), array)
 
     def post(self, rank: int, tag: int, message: bytes) -> None:
-        """Send a short message, and keep its memory until MPI has sent it."""
+        """Send a short message, which `rank` reads by `collect`. Keep its memory until MPI has sent it."""
         self._posts = [test for test in self._posts if not test()]
         self._posts.append(_test(self.mpi.Isend([message, self._byte], dest=rank, tag=tag), message))
 
     def collect(self) -> tuple[int, int, bytes] | None:
-        """Return the next short message as (source, tag, message), or None."""
+        """Return the next message sent by `post`, as (source rank, tag, message). None if none has arrived."""
         found = self.mpi.Improbe(status=self._status)
         if found is None:
             return None
@@ -233,7 +233,7 @@ class MpiCommunicator:
 
 
 def _test(request: MPI.Request, *arrays: object) -> Test:
-    """Return the completion test of an MPI request. It references `arrays`, because mpi4py does not keep them alive."""
+    """Return a function that tests an MPI request for completion. It keeps `arrays` alive, because mpi4py does not."""
     test = request.Test
     return lambda arrays=arrays: test()  # type: ignore[misc]  # `arrays` is a default value, never an argument
 
@@ -241,7 +241,8 @@ def _test(request: MPI.Request, *arrays: object) -> Test:
 T = TypeVar("T")
 
 EXIT_GAP_S, EXIT_LIMIT_S = 0.2, 2.0
-"""Seconds between the exits of failing ranks r and r + 1, and largest time between the first and the last exit."""
+"""If a job fails, ranks exit one after another: seconds between the exits of two successive ranks, and largest time
+between the first and the last exit."""
 
 
 def started_to_survive(environ: Mapping[str, str] = os.environ) -> bool:
@@ -250,10 +251,10 @@ def started_to_survive(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 class Survivors:
-    """The ranks of `MPI_COMM_WORLD` that are alive. For one thread at a time.
+    """The ranks of `MPI_COMM_WORLD` that are alive. Only one thread may use it at a time.
 
     Attributes:
-        origin: rank of this process in `MPI_COMM_WORLD`.
+        origin: rank of this process in `MPI_COMM_WORLD`, which does not change when other ranks are lost.
     """
 
     def __init__(self) -> None:
@@ -263,7 +264,7 @@ class Survivors:
             CommError: no usable MPI library was found.
         """
         self._mpi = load_mpi()
-        # Skip MPI_Finalize, because it would wait for ranks that continue.
+        # Skip MPI_Finalize at exit, because it would wait for ranks that continue without this one.
         skip_finalize()
         self._alive: MPI.Intracomm = self._mpi.COMM_WORLD.Dup()
         self.origin: int = self._alive.rank
@@ -271,7 +272,7 @@ class Survivors:
     def lost(self) -> bool:
         """Return whether MPI has reported the loss of a survivor to this rank. Non-blocking."""
         try:
-            # Probe for a message, because MPI detects failures only during calls.
+            # Probe for a message, because MPI detects lost ranks only during calls.
             self._alive.Iprobe(source=self._mpi.ANY_SOURCE)
         except self._mpi.Exception:
             return True
@@ -292,9 +293,9 @@ class Survivors:
     def leave(self, exit_code: int) -> NoReturn:
         """End this process so that MPI reports its loss. The last process ends with `exit_code`.
 
-        Open MPI 5.0 does not report a process that exits with a code except 0, and mpiexec then waits for it forever.
-        It does report a process that a signal ended, but mpiexec then exits with 0. So failing ranks end one after
-        another by SIGKILL, and the last one exits with the code.
+        Failing ranks end one after another by SIGKILL, and the last one exits with `exit_code`. They do so because Open
+        MPI 5.0 does not report a process that exits with a code other than 0, and mpiexec then waits for it forever.
+        It does report a process that a signal ended, but if signals ended all processes, mpiexec exits with 0.
         """
         size = self._mpi.COMM_WORLD.size
         if exit_code != 0:
@@ -306,11 +307,11 @@ class Survivors:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def shrink(self, timeout_s: float) -> None:
-        """Agree on the ranks that are alive, which become the survivors. Collective over the ranks that are alive.
+        """Agree on the ranks that are alive, and continue with these ranks only. Collective over these ranks.
 
         Raises:
-            CommError: the ranks did not agree in time. The library may block forever, so the caller must end the
-                process.
+            CommError: the ranks did not agree within `timeout_s`. MPI may then block forever, so the caller must end
+                the process.
         """
         results: list[MPI.Intracomm | BaseException] = []
         revoked = self._alive
@@ -320,10 +321,11 @@ class Survivors:
                 revoked.Revoke()
                 results.append(revoked.Shrink())  # type: ignore[arg-type]  # Shrink keeps the type of an intracommunicator
             except BaseException as err:
-                # Keep the error, because the calling thread raises it below.
+                # Keep the error for the calling thread, which raises it below.
                 results.append(err)
 
-        # Shrink in a thread, because non-blocking Shrink fails with an internal error in Open MPI 5.0.
+        # Call Shrink in a thread, so that the wait for it can time out. The non-blocking Shrink needs no thread, but
+        # fails with an internal error in Open MPI 5.0.
         thread = threading.Thread(target=shrink, name="sirtaki-shrink", daemon=True)
         begin_s = time.monotonic()
         thread.start()
@@ -338,7 +340,7 @@ class Survivors:
         """Gather the values of all survivors, in the order of their ranks in `MPI_COMM_WORLD`. Collective.
 
         Raises:
-            PeerLostError: a survivor was lost meanwhile. All survivors get this error and must call `shrink`.
+            PeerLostError: a rank was lost during the exchange. All survivors get this error and must call `shrink`.
         """
         try:
             return self._alive.allgather(value)

@@ -53,12 +53,12 @@ def estimate_offset(answers: Sequence[tuple[float, float, float]]) -> ClockOffse
     """
     asked_s, answer_s, received_s = min(answers, key=lambda answer: answer[2] - answer[0])
     offset_s, round_trip_s = answer_s - (asked_s + received_s) / 2, received_s - asked_s
-    # Return 0 if the offset is within the error, because processes of one host share a clock.
+    # Treat an offset within the measurement error as 0, because processes of one host share a clock.
     return ClockOffset(0.0 if abs(offset_s) <= round_trip_s / 2 else offset_s, round_trip_s)
 
 
 def compare_clocks(control: ControlPlane, *, now_s: Callable[[], float] = time.perf_counter) -> ClockOffset:
-    """Estimate how far this rank's clock is from rank 0's. Collective.
+    """Estimate the difference between this rank's clock and rank 0's clock. Collective.
 
     Args:
         control: control plane of the ranks.
@@ -89,7 +89,8 @@ def align_clocks(control: ControlPlane) -> float:
 
 
 _FIRST_BYTES, _LENGTH_BYTES = 256, 8
-"""Bytes per rank in the first all-gather of `gather`: length of the pickled value, and the value itself if it fits."""
+"""Bytes that `gather` sends per rank in its first all-gather, and how many of them hold the length of the pickled
+value. The rest holds the value itself if it fits."""
 
 
 def gather(value: Any, *, comm: Communicator) -> list[Any]:
@@ -116,28 +117,33 @@ def gather(value: Any, *, comm: Communicator) -> list[Any]:
 
 
 def _peers_with_mark(rank: int, marks: Sequence[int]) -> list[int]:
-    """Return the ranks with the same mark (such as a node's number) as `rank`, in ascending order."""
+    """Return the ranks whose mark (such as the number of their node) equals that of `rank`, in ascending order.
+
+    `marks` has the mark of each rank, by rank.
+    """
     return [other for other, mark in enumerate(marks) if mark == marks[rank]]
 
 
 LIMIT_S = 300.0
-"""Timeout of a key-value store in seconds, for connecting to it and for each of its answers."""
+"""Timeout in seconds for connecting to a key-value store (`TCPStore`), and for each of the store's answers."""
 
 CONNECT_TIMEOUT_S, CONNECTIONS = 3.0, 3
 ATTEMPT_S, RETRY_INTERVAL_S = 1.0, 0.05
-"""Seconds of one attempt to connect to a store, and of the pause after it. A failure of the job ends the pause, not the
-attempt."""
+"""Time limit of one attempt to connect to a key-value store, and pause before the next attempt, in seconds. If the job
+fails, the pause ends early, but a running attempt does not."""
 
 
 @dataclass(slots=True)
 class _Rendezvous:
-    """Key-value store that rank 0 serves for a control plane and its scopes. Opened on first use.
+    """Key-value store that rank 0 serves, so that process groups can connect. Opened on first use.
+
+    A control plane shares it with its scopes (views of the control plane, one for each communicating component).
 
     Attributes:
-        store: the store. None before first use.
+        store: the key-value store. None before first use.
         own_address: address of this host at which peers reach it.
         round_trip_s: longest network round trip between rank 0 and a peer, in seconds.
-        prefixes: number of key prefixes that `next_prefix` has returned.
+        prefixes: number of key prefixes that `ControlPlane.next_prefix` has returned.
     """
 
     store: TCPStore | None = None
@@ -149,10 +155,11 @@ class _Rendezvous:
 def reach(candidates: Sequence[str], port: int) -> tuple[str, str, float]:
     """Find the first address that accepts connections at a port, and measure the round trip to it.
 
-    The round trip is the time of a TCP connect, because the remote kernel answers it without waking a process.
+    The round trip is measured as the time of a TCP connect, because the remote kernel answers it without waking a
+    process.
 
     Returns:
-        The address, this host's own address on that route, and the shortest round trip in seconds.
+        The address, this host's own address on the route to it, and the shortest round trip in seconds.
 
     Raises:
         CommError: no address answers.
@@ -176,10 +183,10 @@ def reach(candidates: Sequence[str], port: int) -> tuple[str, str, float]:
 
 
 def connect_to_store(host: str, port: int, *, failures: FailureBoard) -> TCPStore:
-    """Connect to the key-value store of another process. Raise as soon as the job fails.
+    """Connect to the key-value store of another process.
 
-    PyTorch's own connect would not notice the job's failure.
-
+    Raises as soon as `failures` (the job's failure board) reports a failure. PyTorch's own connect would continue to
+    wait.
 
     Raises:
         RuntimeError: the store cannot be reached.
@@ -215,12 +222,12 @@ class ControlPlane:
         local_rank, local_size: position of this process on its node, and number of ranks on this node.
         cross_rank, cross_size: position of this node among the nodes that have a rank with this local rank, and their
             number.
-        local_sizes: number of ranks on the node of each rank.
-        in_order: True if the ranks of each node are consecutive numbers.
+        local_sizes: for each rank, the number of ranks on its node.
+        in_order: True if the ranks of each node have consecutive numbers.
         host_names: host name of each rank, for display. Two hosts may have one name.
         hosts: id of each rank's host, which is the lowest rank on that host. Simulated nodes do not change it.
         node_ranks: ranks of this node, by local rank.
-        failures: failure board of the job.
+        failures: failure board, through which all threads of this rank report and read the job's failure.
     """
 
     def __init__(self, comm: Communicator, *, local_size: int | None = None, interface: str | None = None) -> None:
@@ -278,15 +285,18 @@ class ControlPlane:
         return comm
 
     def of_subset(self, comm: Communicator) -> ControlPlane:
-        """Open a control plane over `comm`, whose ranks are a subset of these. Shares the failure board. Collective."""
+        """Open a control plane over `comm`, whose ranks are a subset of this control plane's. Collective.
+
+        Both control planes share the job's failure board.
+        """
         return ControlPlane(comm, interface=self._interface)
 
     def scope(self) -> ControlPlane:
-        """Return a view of the control plane for one communicating component. All ranks call this in the same order.
+        """Return a scope: a view of this control plane that owns the communicators of one communicating component.
 
-        Communicators from the scope's `duplicate` live until `reclaim` finds that all ranks have released the scope.
-        The reason: freeing a communicator is collective, but components are garbage-collected at different times
-        on different ranks.
+        All ranks call this in the same order. Communicators from the scope's `duplicate` live until `reclaim` finds
+        that all ranks have released the scope. They are not freed earlier, because freeing a communicator is
+        collective, but ranks garbage-collect a component at different times.
         """
         scope = copy.copy(self)
         scope._owned, scope._scopes = [], []
@@ -294,16 +304,21 @@ class ControlPlane:
         return scope
 
     def release(self, close_collectively: Callable[[], None]) -> None:
-        """Declare that this rank no longer uses the communicators of this scope. Thread-safe, not collective.
+        """Declare that this rank no longer uses the communicators of this scope (view for one component).
+
+        Thread-safe, not collective. The communicators are freed later, by `reclaim`.
 
         Args:
-            close_collectively: closes further resources of the component. Called when all ranks have released the
-                scope.
+            close_collectively: closes further resources of the component. Called on all ranks when all ranks have
+                released the scope.
         """
         self._close_collectively = close_collectively
 
     def reclaim(self) -> None:
-        """Free the resources of scopes that all ranks have released, in the same order on all ranks. Collective."""
+        """Free the communicators and other resources of the scopes that all ranks have released. Collective.
+
+        All ranks free them in the same order.
+        """
         if not self._scopes:
             # All ranks return here or none does, because they open scopes in the same order.
             return
@@ -352,7 +367,7 @@ class ControlPlane:
         return self._rendezvous.round_trip_s
 
     def _serve(self) -> tuple[list[str], int] | SirtakiError:
-        """Serve the key-value store. Return the store's addresses and port, or the error."""
+        """Start to serve the key-value store on this rank. Return the store's addresses and port, or the error."""
         rendezvous, limit = self._rendezvous, datetime.timedelta(seconds=LIMIT_S)
         try:
             addresses = [LOOPBACK] if len(set(self.hosts)) == 1 else own_addresses(self._interface)
@@ -401,7 +416,7 @@ class ControlPlane:
         return result
 
     def require_equal(self, value: str, what: str) -> None:
-        """Raise on all ranks unless `value` is equal on all ranks. Collective.
+        """Raise on all ranks unless `value` is equal on all ranks. `what` names it in the message. Collective.
 
         Raises:
             MismatchError: the values differ. The message names the ranks that differ from rank 0.
@@ -412,7 +427,7 @@ class ControlPlane:
             raise MismatchError(f"the ranks disagree about {what}: rank 0 has {values[0]}, {', '.join(different)}")
 
     def agree_on_success(self, problem: str) -> None:
-        """Raise on all ranks if any rank passes a `problem`. "" = no problem. Collective.
+        """Raise on all ranks if any rank reports a `problem`, an error text. "" = no problem. Collective.
 
         Raises:
             TransportError: a rank has a problem. The message lists rare problems first, because common ones may be
@@ -433,7 +448,7 @@ class ControlPlane:
 
     def close(self) -> None:
         """Free all communicators except the one passed to the constructor. Collective."""
-        # Scopes that a thread of some rank still uses stay open.
+        # Close the released scopes only. A scope that a component of some rank still uses stays open.
         self.reclaim()
         self._free_owned()
         for comm in (self.cross, self.node, self.comm):

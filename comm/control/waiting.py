@@ -1,6 +1,6 @@
-"""Wait loops: for a condition, for communication in flight, and for all ranks before they end together.
+"""Loops that wait for a condition, for operations in flight, or for all ranks to reach the end of the job.
 
-Each wait for a peer reads the job's `FailureBoard`, so that a failure found by one thread ends the waits of all
+Each wait for another rank reads the job's `FailureBoard`, so that a failure found by one thread ends the waits of all
 threads.
 """
 
@@ -26,14 +26,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 ALONE_S = 100e-6
-"""Seconds for which a thread spins without yielding its processor. Skipped on hosts where ranks share processors."""
+"""Seconds for which a waiting thread first spins (evaluates its condition) without yielding its processor. Skipped on
+hosts where ranks share processors."""
 
 SPIN_S = 300e-6
-"""Seconds for which a thread then spins and yields its processor, before it sleeps. Enough for about ten messages in
-sequence between four ranks on two cores."""
+"""Seconds for which a waiting thread spins (evaluates its condition) and yields its processor each time, before it
+sleeps. This is enough for about ten messages in sequence between four ranks on two cores."""
 
 WAIT_SLICE_S = 0.02
-"""Longest blocking call, in seconds, between two reads of the failure board."""
+"""Longest time in seconds for which a waiting thread blocks before it checks again whether the job has failed."""
 
 BLAME_S = 2.0
 """Seconds for which a rank with a broken connection waits to learn which rank has ended."""
@@ -68,14 +69,17 @@ NEVER = Deadline(math.inf)
 
 
 class Poll(Enum):
-    """How often to evaluate a condition: first and longest sleep in seconds. Each sleep is twice the previous one."""
+    """How often a wait evaluates its condition.
+
+    Each value is the first and the longest sleep between two evaluations, in seconds. Sleeps double.
+    """
 
     SPIN = 20e-6, 1e-3
-    """For messages of peers. The thread spins before it sleeps."""
+    """For messages of other ranks: the thread evaluates the condition without pause before it sleeps."""
     SLICES = 1e-3, WAIT_SLICE_S
-    """For conditions that need a system call, and for waits for other threads."""
+    """For other threads, and for conditions that need a system call: each evaluation is expensive."""
     SLOW = 50e-3, 100e-3
-    """For waits for processes and hosts."""
+    """For processes and hosts, which take seconds to change their state."""
 
 
 def wait_for(
@@ -88,13 +92,13 @@ def wait_for(
     """Wait until a condition holds.
 
     Args:
-        condition: evaluated until it holds, and not again.
-        deadline: end of the wait.
+        condition: function that returns whether the condition holds. Not called again once it has returned True.
+        deadline: time at which the wait ends without success.
         poll: how often to evaluate the condition.
-        failures: failure board of the job. A failure ends the wait. None = ignore failures.
+        failures: failure board of the job. A failure of the job ends the wait. None = ignore failures.
 
     Returns:
-        True once the condition holds, False if the time is up.
+        True once the condition holds, False if the deadline has passed.
 
     Raises:
         CommError: the job has failed.
@@ -130,11 +134,11 @@ def retry(
     *,
     failures: FailureBoard | None = None,
 ) -> T:
-    """Call `action` until it no longer raises `error`, and return its result.
+    """Call `action` until it returns without raising an exception of type `error`, and return its result.
 
     Raises:
         CommError: the job has failed.
-        Exception: the last error of `action`, once the time is up.
+        Exception: the last error of `action`, once the deadline has passed.
     """
     results: list[T] = []
 
@@ -166,14 +170,15 @@ def wait_for_work(
     late_s: float = 0.0,
     blame_s: float | None = BLAME_S,
 ) -> bool:
-    """Wait for all works, which are operations in flight, in the order of their launch.
+    """Wait for all works (operations in flight), in the order of their launch.
 
     Args:
         works: operations in flight.
-        failures: failure board of the job. A failure ends the wait.
-        interrupted: called every `WAIT_SLICE_S`; ends the wait if it returns True.
+        failures: failure board of the job. A failure of the job ends the wait.
+        interrupted: called every `WAIT_SLICE_S` seconds; ends the wait if it returns True.
         late_s: seconds in which a work may still complete after the job has failed.
-        blame_s: seconds to wait for the job's failure that caused a work's error. None = raise the work's error.
+        blame_s: if a work fails, seconds to wait for a report of the job's failure that caused the work's error. None =
+            raise the work's error at once.
 
     Returns:
         False if the wait was interrupted.
@@ -200,7 +205,8 @@ def wait_for_work(
 def cause_of(error: CommError, failures: FailureBoard, *, within_s: float = BLAME_S) -> CommError:
     """Return the job's failure that caused `error`, or `error` itself if no failure is reported in time.
 
-    Waits, because another thread or rank may report the failure later than this rank sees the error.
+    Waits up to `within_s` seconds for a report, because another thread or rank may report the failure after this rank
+    has seen its consequence.
     """
     failures.connection_broken = True
     wait_for(lambda: failures.error is not None, Deadline.after(within_s), Poll.SLICES)
@@ -211,7 +217,7 @@ def leave_together(comm: Communicator, within_s: float) -> bool:
     """Wait in a barrier before this rank ends, so that no rank ends while another rank needs it. Collective.
 
     Returns:
-        False if a rank has not entered the barrier in time.
+        False if a rank has not entered the barrier within `within_s` seconds.
 
     Raises:
         CommError: the job has failed.
@@ -220,12 +226,12 @@ def leave_together(comm: Communicator, within_s: float) -> bool:
 
 
 def unless_failed(act: Callable[[], T], *, failures: FailureBoard, undo: Callable[[T], object]) -> T:
-    """Run a blocking call in a thread of its own, and abandon the thread if the job fails.
+    """Run a blocking call in a thread of its own, and return its result. If the job fails first, abandon the thread.
 
     Args:
         act: the blocking call. It must return at some time.
-        failures: failure board of the job.
-        undo: called with the result of `act` if it returns after the thread was abandoned.
+        failures: failure board of the job, which reports the job's failure.
+        undo: called with the result of `act` if `act` returns after its thread was abandoned.
 
     Raises:
         CommError: the job has failed.

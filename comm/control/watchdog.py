@@ -1,8 +1,8 @@
-"""Stall detection: name the ranks that a waiting rank misses, and fail waits that can never end.
+"""Stall detection: find the ranks that a waiting rank misses, and fail waits that can never end.
 
-The watchdog runs in its own thread, because the main thread may hang. It polls for messages a few times a second, and
-sends questions only after a wait of this rank has exceeded the warning time. A `MessageBoard` carries messages outside
-the collectives, for the watchdog and for `join()`.
+The watchdog runs in its own thread, because the main thread may hang. It polls for messages of other ranks a few times
+a second. It asks other ranks what they are doing only after a wait of this rank has exceeded the warning time. A
+`MessageBoard` carries messages outside the collectives, for the watchdog and for `join()`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from .waiting import Deadline, Poll, wait_for
 
 
 class Tag(IntEnum):
-    """Kind of a message. It determines which component reads the message."""
+    """Kind of a message of a `MessageBoard`. It determines which component of the receiver reads the message."""
 
     WHERE = 1
-    """Question of a watchdog: what is the receiver doing?"""
+    """A watchdog asks what the receiver is doing."""
     HERE = 2
-    """Answer to `WHERE`: what the sender is doing."""
+    """The sender answers `WHERE`: the message says what the sender is doing."""
     LOST = 3
-    """The job has failed. The message contains the error."""
+    """The sender announces that the job has failed. The message contains the error."""
     LEAVING = 4
     """The sender has ended its script."""
     JOINED = 5
@@ -80,19 +80,19 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.25
 ANSWER_S = 3.0
-"""Seconds that the ranks have to answer `WHERE`."""
+"""Seconds that the other ranks have to answer a watchdog's question what they are doing (`Tag.WHERE`)."""
 
 MAX_FAILURES = 5
-"""Number of failed checks in a row after which the watchdog stops."""
+"""Number of checks in a row that raise an error, after which the watchdog stops."""
 
 MAX_NAMED = 4
-"""Number of missing ranks that a message names."""
+"""Largest number of missing ranks that a stall warning names one by one."""
 
 LEAVE_GRACE_S = 10.0
-"""Longest time a wait may continue after one of the ranks it waits for has ended its script, in seconds."""
+"""Seconds for which a rank may continue to wait after one of the ranks that it waits for has ended its script."""
 
 LIBRARIES = ("torch", "sirtaki", "importlib")
-"""Packages that are skipped in the search for the line of user code that runs."""
+"""Packages that do not count as user code when the watchdog looks for the line of user code that runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,20 +109,20 @@ class PendingWait:
 
 
 class Watchdog:
-    """Watches the waits of this rank, and answers questions of its peers' watchdogs.
+    """Reports waits of this rank that last too long, and tells the watchdogs of other ranks what this rank is doing.
 
     Attributes:
-        failures: board on which stalls and lost ranks are reported.
+        failures: failure board, on which the watchdog reports stalls and lost ranks to all threads of this rank.
     """
 
     def __init__(
         self, courier: MessageBoard, failures: FailureBoard, *, warning_s: float, shutdown: Callable[[], float | None]
     ) -> None:
-        """Start the thread, unless there is only one rank.
+        """Start the watchdog's thread, unless there is only one rank.
 
         Args:
-            courier: message board for questions and answers.
-            failures: board on which losses are reported.
+            courier: message board that carries the watchdogs' questions and answers between ranks.
+            failures: failure board, on which stalls and lost ranks are reported to all threads of this rank.
             warning_s: length of a wait after which a warning is logged.
             shutdown: returns the length of a wait in seconds after which the job fails, or None for never. Called at
                 each check, because the limit may change.
@@ -142,17 +142,17 @@ class Watchdog:
             self._thread.start()
 
     def watch(self, wait: Callable[[], PendingWait | None], progress: Callable[[], str]) -> None:
-        """Register a source of waits and a source of progress descriptions. The watchdog's thread calls both.
+        """Register two functions that describe the state of this rank. The watchdog's thread calls both.
 
         Args:
-            wait: returns the current wait, or None. If it raises `CommError`, the job fails.
+            wait: returns what this rank waits for now, or None. If it raises `CommError`, the job fails.
             progress: returns how far this rank is, in words.
         """
         self._waits.append(wait)
         self._progress.append(progress)
 
     def unwatch(self, wait: Callable[[], PendingWait | None], progress: Callable[[], str]) -> None:
-        """Remove the two sources that `watch` has registered."""
+        """Unregister the two functions that `watch` has registered."""
         self._waits.remove(wait)
         self._progress.remove(progress)
 
@@ -173,7 +173,7 @@ class Watchdog:
             try:
                 wait = source()
             except CommError as err:
-                # Fail the job, because the source of the wait reports that the wait can never end.
+                # Fail the job, because the registered function reports that its wait can never end.
                 self.fail(err)
                 continue
             if wait is not None:
@@ -182,7 +182,7 @@ class Watchdog:
 
     def _location(self) -> str | None:
         """Return the line of user code that the main thread runs, if any."""
-        # Compare full paths, because a folder of the user may have the name of a library.
+        # Compare full paths of source files, because a folder of the user may have the name of a library.
         packages = [sys.modules[name].__path__[0] for name in LIBRARIES if name in sys.modules]
         libraries = ("<frozen", *(os.path.join(path, "") for path in packages))
         frame = sys._current_frames().get(self._main_thread or 0)
@@ -199,7 +199,7 @@ class Watchdog:
             try:
                 self._check()
             except Exception:
-                # Continue after errors, because without the watchdog a hanging rank stays unnoticed.
+                # Continue to watch after an error, because without the watchdog a hanging rank stays unnoticed.
                 failed_in_a_row += 1
                 if failed_in_a_row == MAX_FAILURES:
                     logger.exception("rank %d stopped checking for stalls: too many errors", self._courier.rank)
@@ -254,8 +254,8 @@ class Watchdog:
         """Ask all ranks what they are doing.
 
         Returns:
-            The answers in one line, and whether this rank is the lowest that waits for `wait.what`. Only that rank
-            warns.
+            The answers in one line, and whether this rank is the lowest one that waits for the operation `wait.what`.
+            Only that rank logs a warning.
         """
         self._answers = {}
         self._courier.send_all(Tag.WHERE)

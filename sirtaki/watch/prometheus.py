@@ -1,4 +1,4 @@
-"""Serve the totals of this process to Prometheus, with `prometheus_client`."""
+"""Serve the totals of a rank (numbers of iterations and trials, seconds, bytes) to Prometheus, over HTTP."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class TotalsCollector(Collector):
-    """The metrics of one rank, read from its totals at each scrape."""
+    """Metrics of one rank for Prometheus, computed from the rank's `Totals` at each request."""
 
     def __init__(self, totals: Totals, *, rank: int, size: int) -> None:
         self._totals, self._rank, self._size = totals, str(rank), size
@@ -52,8 +52,8 @@ class TotalsCollector(Collector):
 
 
 CONNECTIONS, TIMEOUT_S = 16, 5.0
-"""Largest number of open connections, and seconds without data after which a connection is closed. One more connection
-closes the oldest.
+"""Largest number of open connections to the metrics server, and seconds without data after which a connection is
+closed. If one more connection is opened, the oldest one is closed.
 """
 
 

@@ -1,4 +1,4 @@
-"""Watchers of a job: their events, totals of the events, and the socket through which `sirtaki top` finds jobs."""
+"""Watchers (which receive events of a job), totals of the events, and the socket by which `sirtaki top` finds jobs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TrialEnded:
 
     Attributes:
         iteration: iteration in which the trial ended.
-        arm: search technique that proposed the setting.
+        arm: search method of the tuner that proposed the setting.
         setting: the setting in words.
         knobs: the setting as a mapping, in the format of the trial log.
         communication_s: shortest measured communication time. Infinite if the setting could not run.
@@ -72,7 +72,7 @@ class Decision:
 
     Attributes:
         iteration: last iteration before the setting takes effect.
-        arm: search technique that proposed the chosen setting.
+        arm: search method of the tuner that proposed the chosen setting.
         setting: the chosen setting in words.
         knobs: the chosen setting as a mapping, in the format of the trial log.
         default_s: communication time of the untuned default. NaN if it was not measured.
@@ -107,7 +107,7 @@ class GenerationBegun:
 
 
 class Watcher:
-    """Base class of watchers. Each method does nothing by default.
+    """Base class of watchers, which receive a job's events. Each method does nothing by default.
 
     The training thread calls the methods, so they must be fast. A watcher that raises is removed with a warning.
     """
@@ -122,7 +122,7 @@ class Watcher:
         """Handle the tuner's choice of a setting. Called on rank 0."""
 
     def generation(self, event: GenerationBegun) -> None:
-        """Handle the start of a generation."""
+        """Handle the start of a generation (set of ranks of an elastic job)."""
 
     def close(self) -> None:
         """Handle the end of the job or of the script. No other method is called afterwards."""
@@ -173,14 +173,17 @@ def notify(
 
 
 def begin(event: GenerationBegun) -> None:
-    """Notify all watchers, and watchers added later, of the start of a generation."""
+    """Notify all watchers, and those added later, of the start of a generation (set of ranks of an elastic job)."""
     global _generation
     _generation = event
     notify(lambda watcher: watcher.generation(event))
 
 
 def end(*, for_good: bool) -> None:
-    """Forget the current generation. If the job will not start again (`for_good`), close and remove all watchers."""
+    """Forget the current generation (set of ranks of an elastic job), so that new watchers are not told of it.
+
+    If the job will not start again (`for_good`), close and remove all watchers.
+    """
     global _generation
     _generation = None
     if for_good:
@@ -200,7 +203,7 @@ class Totals(Watcher):
         step_s, communication_s, exposed_s: total seconds.
         n_bytes: total size of gradients as sent.
         trials, decisions: number of trials and decisions.
-        generation_number: number of the current generation. 0 before the first.
+        generation_number: number of the current generation (set of ranks of an elastic job). 0 before the first.
         setting: setting chosen last, in words. "" = none.
         gain: speedup of communication by the last decision. NaN before the first.
     """
@@ -231,7 +234,7 @@ class Totals(Watcher):
         self.gain = event.default_s / event.best_s if event.best_s > 0.0 else math.nan
 
     def generation(self, event: GenerationBegun) -> None:
-        """Store the number of the generation."""
+        """Store the number of the generation (set of ranks of an elastic job)."""
         self.generation_number = event.number
 
     def recent_means(self) -> dict[str, float]:
@@ -257,7 +260,7 @@ class TensorBoard(Watcher):
         Args:
             log_dir: folder of PyTorch's writer. None = its default.
             writer: object with `add_scalar(tag, value, step)` and `add_text(tag, text, step)`. None = PyTorch's writer.
-            every: iterations between two written ones.
+            every: number of iterations after which one iteration is written. 1 = write each.
 
         Raises:
             ConfigError: no writer is given, and TensorBoard is not installed.
