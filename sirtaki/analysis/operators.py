@@ -411,7 +411,7 @@ class ModuleCalls:
             if id(call.module) not in places:
                 known = names.setdefault(id(root), {id(module): name for name, module in root.named_modules()})
                 places[id(call.module)] = len(found)
-                # Name a module that is not registered as a submodule after its class.
+                # Use the name of the class if the module is not registered as a submodule.
                 name = known.get(id(call.module), f"({type(call.module).__name__})")
                 found.append(Module(name=name, kind=type(call.module).__name__, root=places[id(root)]))
         return tuple(found), [places[id(call.module)] for call in self.calls]
@@ -898,7 +898,7 @@ class _MemoryBuilder:
                     short_lived.add(live[address])
 
     def _add_live_storages(self, seen: ProfilerTrace, begin_s: float) -> None:
-        # Find the blocks that were allocated after torch.profiler was started, but existed before the step began.
+        # Find the blocks that were allocated between the start of torch.profiler and the begin of the step.
         before: dict[Address, int] = {}
         for event in seen.memory:
             if event.at_s < begin_s:
