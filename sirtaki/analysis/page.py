@@ -111,7 +111,7 @@ class Findings:
 
     @property
     def best(self) -> Answer | None:
-        """Return the single change with the largest gain among those whose gain is significant; None = there is none."""
+        """Return the change with the largest predicted gain that is significant; None = there is none."""
         return next((one for one in self.answers if one.is_worth_reporting and one.is_sure), None)
 
 
