@@ -106,7 +106,8 @@ class RankExposure(NamedTuple):
     Attributes:
         rank: rank that waited.
         moving_s: seconds of waiting while a unit (bucket) of this rank was being all-reduced.
-        held_s: seconds of waiting while no unit was being all-reduced, because another rank had not issued the next unit.
+        held_s: seconds of waiting while no unit was being all-reduced, because another rank had not issued the next
+            one.
     """
 
     rank: int
