@@ -392,8 +392,8 @@ def _rank_entries(
             free_s[track] = end_s = max(done.done_s, begin_s)
             name = layout.describe(done.start, done.stop) if layout.names else f"[{done.start}, {done.stop})"
             if begin_s > done.issue_s:
-                # Write the wait of the unit in the queue as an asynchronous event, because the waits of several units
-                # overlap.
+                # Write the wait of a unit (bucket) in the queue as an asynchronous event, because the waits of several
+                # units overlap.
                 queued += 1
                 both = {"name": f"{track} queue", "cat": "queue", "id": queued, "pid": rank.rank, "tid": 0}
                 yield {**both, "ph": "b", "ts": us(done.issue_s), "args": {"unit": name}}

@@ -29,8 +29,8 @@ from .job_model import Histories, Iteration, JobModel, JobOperation, Processors,
 
 
 def coarse(job: JobModel, *, plan_is_fixed: bool = True) -> JobModel:
-    """Return the job with fewer, longer pieces (intervals of the training thread), so that its replay is faster. Two
-    consecutive pieces are merged if no other work depends on the moment between the two.
+    """Return the job with fewer, longer pieces (intervals of the training thread), so that its replay (simulation) is
+    faster. Two consecutive pieces are merged if no other work depends on the moment between the two.
 
     Args:
         job: job to simplify.
@@ -318,7 +318,7 @@ class Part:
     share: float
 
     def describe(self) -> str:
-        """Return a sentence such as `31 % of the step is the link between hosts`."""
+        """Describe the cause in a sentence, such as `31 % of the step is the link between hosts`."""
         return f"{percent(self.share)} of the step {self.words}"
 
 

@@ -393,8 +393,8 @@ def pieces(full: Sequence[Stretch], marks: Marks, work_s: Callable[[float, float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedBarrier(JobOperation):
-    """One recorded operation between ranks (all-reduce of a unit, or another collective operation), with its times on
-    the common clock of the job.
+    """One recorded operation between ranks (all-reduce of a unit (bucket), or another collective operation), with its
+    times on the common clock of the job.
 
     Attributes:
         issued_s: moment at which each rank issued the operation.

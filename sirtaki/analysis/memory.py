@@ -587,7 +587,7 @@ class Fitting:
 
 
 def highest_rank(recording: Recording) -> tuple[RankRecording, MemoryReplay]:
-    """Return the rank with the highest memory peak, and the replay of the memory use of the device on which it trains.
+    """Return the rank with the highest memory peak, and the replay (simulation) of the memory use of its device.
 
     Raises:
         RecordingError: no rank recorded its memory use.

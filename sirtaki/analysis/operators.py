@@ -315,7 +315,8 @@ def live_storages() -> list[LiveStorage]:
         device, address, n_bytes = whole = enclosing.get(extent, extent)
         if holds is Holds.OTHER and (whole != extent or getattr(one.untyped_storage(), "filename", None) is not None):
             continue  # Skip mapped storages, because they are files, or shared memory that another rank may count.
-        if holds is Holds.GRADIENTS and n_bytes > one.nbytes:  # The gradient is a view into a flat buffer.
+
+        if holds is Holds.GRADIENTS and n_bytes > one.nbytes:  # view into a larger buffer of gradients
             holds = Holds.FLAT_BUFFERS
         found.setdefault((device, address), LiveStorage(device, address, n_bytes, holds))
     for number in range(torch.cuda.device_count()):

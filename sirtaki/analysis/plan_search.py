@@ -66,7 +66,7 @@ transport has no more."""
 
 INDIFFERENCE = 0.01
 """Fraction of the step time by which a simpler communication plan may be slower than the fastest one and is still
-chosen. It is below the accuracy of a replay."""
+chosen. It is below the accuracy of a replay (simulation)."""
 
 WORTH_A_CHANGE = 0.001
 """Smallest predicted gain, as a fraction of the step time, for which a new communication plan is preferred to the
@@ -105,8 +105,8 @@ allows it by this name."""
 
 
 def recorded_knobs_of(buffer: Buffer) -> Knobs:
-    """Return the knobs (tuned settings) of the communication plan that a recorded flat buffer used. The number of GPU
-    threads is omitted, so that the transport chooses it.
+    """Return the knobs (tuned settings) of the communication plan that a recorded flat buffer (of contiguous gradients)
+    used. The number of GPU threads is omitted, so that the transport chooses it.
     """
     plan, knobs = buffer.plan, buffer.knobs
     even = Knobs(
@@ -136,17 +136,17 @@ class PlanSearch:
             excludes.
         streams: numbers of streams (parallel communicators) to try, ascending.
         step_s: replayed step time, by knobs; infinite if the knobs do not fit or cannot be predicted.
-        by: name of the planner that first proposed the knobs, by knobs; "" for even units and the recorded knobs.
+        by: name of the planner that first proposed the knobs, by knobs; "" for even divisions and the recorded knobs.
         in_time: True if all proposals were replayed within the time limit.
         refused: number of proposals whose step time cannot be predicted, by reason.
     """
 
     def __init__(self, job: JobModel, settings: Mapping[str, str], extras: tuple[Extra, ...] = ()) -> None:
-        """Build the smaller model of the job for replays (`small`), and the search space.
+        """Build the smaller model of the job (`small`), which replays (simulations) use, and the search space.
 
         Args:
             job: recorded job.
-            settings: environment variables of the recorded job. A knob that an environment variable sets is not varied.
+            settings: environment variables of the recorded job. Settings that one of them fixes are not varied.
             extras: changes of the training script that are applied together with every plan.
 
         Raises:
@@ -200,9 +200,7 @@ class PlanSearch:
             if knobs not in self.step_s:
                 self.by[knobs] = name
                 self.step_s[knobs] = math.inf
-                with suppress(
-                    PlanError, ReplayError
-                ):  # Leave the step time infinite if the knobs do not fit the buffers.
+                with suppress(PlanError, ReplayError):  # Leave the step time infinite if the settings do not fit.
                     planned = self.planned(knobs)
                     why = plan_refusal(self._job, planned.plans)
                     if why is None or knobs == self.recorded:
@@ -221,7 +219,7 @@ class PlanSearch:
         settings) and with the changes in `extras`.
 
         Raises:
-            PlanError: the unit boundaries (cuts) in the knobs do not fit the buffer.
+            PlanError: the boundaries of units (buckets) in the knobs do not fit the buffer.
             ReplayError: the cost of the route (transport, algorithm) is unknown, or the recording lacks the times at
                 which gradients were ready.
         """
@@ -270,7 +268,7 @@ class PlanSearch:
 
     def _model(self) -> PlanningModel:
         """Return the input of planners (algorithms that compute a plan): the gradients of the first flat buffer, when
-        each is ready, and the cost of units (buckets). They are the same as in a replay.
+        each is ready, and the cost of units (buckets), with the values that replays (simulations) use.
         """
         buffer, job = self.buffers[0], self.small
         end_s, backward_s = dict[int, float](), 0.0
@@ -307,7 +305,7 @@ class ProposedPlan:
     Attributes:
         knobs: tuned settings of which the plan consists.
         plan: content of the plan file for the next job.
-        by: name of the planner that proposed the plan; "" = an even division or the recorded plan.
+        by: name of the planner (algorithm) that proposed the plan; "" = an even division or the recorded plan.
         extras: changes of the training script that the user must make in addition.
         answer: predicted step time, by a replay (simulation) of the complete job.
         parts: causes of the predicted step time, with the part that each explains.

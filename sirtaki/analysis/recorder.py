@@ -82,7 +82,7 @@ reducer in this set)."""
 
 PROBING_S, PROBED_STREAMS = 0.5, 8
 """Time limit in seconds, and largest number of streams, for measuring latency and bandwidth of a route (transport and
-algorithm) that the warm-up did not measure."""
+algorithm) that were not measured when the job was tuned."""
 
 WITH_OPERATORS = 3
 """Maximum number of iterations that are recorded with torch.profiler.
@@ -104,7 +104,7 @@ class Draft:
     Attributes:
         begin_s, end_s: first and last moment of the step.
         slowed: True if torch.profiler recorded the step, which slows it.
-        traced: (reducer, events) of each gradient reduction that ended in this step.
+        traced: (key of an optimizer's gradients, events) of each gradient reduction that ended in this step.
         operations: collective operations other than all-reduces of units (buckets). The thread of the transport appends
             to the list.
         updates: intervals in which an optimizer updated parameters.
@@ -285,8 +285,8 @@ def _of_all_ranks(job: Job) -> list[PipelineTarget]:
 
 
 def _links(job: Job, known: Mapping[Route, LinkModel]) -> dict[Route, LinkModel]:
-    """Return latency and bandwidth of all routes (transport and algorithm) in use. Collective. Measures those that the
-    warm-up did not measure (`known`).
+    """Return latency and bandwidth of all routes (transport and algorithm) in use. Collective. Those that were measured
+    when the job was tuned (`known`) are not measured again.
     """
     links = dict(known)
     for tuned in _of_all_ranks(job):
@@ -437,7 +437,7 @@ class JobRecorder:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 clear(self._folder)
         gathered: list[tuple[Placement, list[Buffer]]] = control.all_gather((own_placement(control), _buffers(job)))
-        # Collect all flat buffers, because a rank may lack some of them.
+        # Collect the flat buffers (of contiguous gradients) of all ranks, because a rank may lack some of them.
         known = {buffer.number: buffer for _, buffers in gathered for buffer in buffers}
         self._clock = compare_clocks(control)
         model = next((tuned.model for _, tuned in _tuned(job) if tuned.model is not None), None)

@@ -1,5 +1,5 @@
-"""Data classes of a recording (operators, units of gradients, network links, memory), and functions that read and write
-a recording folder.
+"""Data classes of a recording (operators, gradients, network, memory), and functions that read and write a recording
+folder.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Holds(Enum):
     PARAMETERS = "parameters"
     MODULE_BUFFERS = "buffers of modules"
     OPTIMIZER = "optimizer state"
-    FLAT_BUFFERS = "flat buffers"  # buffers of contiguous gradients, which are all-reduced in ranges (units)
+    FLAT_BUFFERS = "flat buffers"  # buffers of contiguous gradients, which are all-reduced
     GRADIENTS = "gradients"
     ACTIVATIONS = "activations"  # tensors that the forward pass saves for the backward pass, including inputs
     OTHER = "other"  # temporary tensors, and other tensors of the user's script
@@ -210,8 +210,8 @@ class Copy(NamedTuple):
 
 
 class UnitId(NamedTuple):
-    """Identity of a unit (bucket: a range of a flat buffer that one all-reduce reduces), equal on all participating
-    ranks.
+    """Identity of a unit (bucket: a range of a flat buffer of contiguous gradients, reduced by one all-reduce). It is
+    equal on all participating ranks.
 
     Attributes:
         iteration: number of the gradient reduction of this optimizer (`GradientPipeline.iteration`).
@@ -235,7 +235,7 @@ class RecordedUnit(NamedTuple):
     Attributes:
         iteration, buffer, start, stop, route, stream: identity of the unit: the fields of its `UnitId`.
         issue_s: time at which this rank issued the all-reduce, after all gradients of the unit were copied into the
-            flat buffer. No rank completes the all-reduce before all ranks have issued it.
+            flat buffer (of contiguous gradients). No rank completes the all-reduce before all ranks have issued it.
         begin_s: time at which the transport started the all-reduce; None if the transport does not report it.
         done_s: time at which the reduced gradients were available on this rank.
     """
@@ -252,7 +252,7 @@ class RecordedUnit(NamedTuple):
 
     @property
     def unit(self) -> UnitId:
-        """Return the identity of the unit, which is equal on all ranks."""
+        """Return the identity of the unit (bucket), which is equal on all ranks."""
         return UnitId(*self[:6])
 
 
@@ -429,9 +429,9 @@ class JobInfo:
         job: id of the job.
         n_iterations: number of iterations that the user wanted to record.
         placement: host, node, clock and processors of each rank, in rank order.
-        buffers: flat buffers of all ranks.
-        links: latency and bandwidth that the warm-up measured, by route (transport and algorithm); empty if none was
-            measured.
+        buffers: flat buffers (of contiguous gradients) of all ranks.
+        links: latency and bandwidth that Sirtaki measured while it tuned the job, by route (transport and algorithm);
+            empty if none was measured.
         contention: measured slowdown of communication and computation while both run at the same time; None = not
             measured.
         settings: Sirtaki's environment variables whose values differ from their defaults.

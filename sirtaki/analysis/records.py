@@ -30,9 +30,9 @@ def read(path: str | Path) -> dict[str, list[Record]]:
             (`SIRTAKI_TRIAL_LOG`), or a timeline (`HOROVOD_TIMELINE`).
 
     Returns:
-        The tables by name. A recording has "iterations", "phases", "operators", "gradients", "units", "collectives" and
-        "memory". Their rows have a `rank`, and times in seconds since the first recorded iteration, on one clock for
-        all ranks. A trial log has the table "trials", a timeline has the table "events".
+        The tables by name. A recording has "iterations", "phases", "operators", "gradients", "units" (buckets of
+        gradients), "collectives" and "memory". Their rows have a `rank`, and times in seconds since the first recorded
+        iteration, on one clock for all ranks. A trial log has the table "trials", a timeline has the table "events".
 
     Raises:
         RecordingError: the folder contains no readable recording.
@@ -105,9 +105,7 @@ def _of_rank(recording: Recording, rank: RankRecording) -> Iterator[tuple[str, R
 
 
 def _trials(path: Path) -> Iterator[Record]:
-    """Yield a table row for each setting that the last job in a trial log measured, in its warm-up and when it tuned
-    again later.
-    """
+    """Yield a row for each measurement of the last job in a trial log, from its warm-up and from later tuning."""
     log = read_log(path)
     searches = [("warm-up", log.measurements), *(("re-tune", retune.measurements) for retune in log.retunes)]
     for search, one in ((search, one) for search, measurements in searches for one in measurements):
@@ -128,7 +126,7 @@ def _trials(path: Path) -> Iterator[Record]:
 
 
 def _events(path: Path) -> Iterator[Record]:
-    """Yield a table row for each event of a timeline file (Chrome trace format). Arguments of the event become columns."""
+    """Yield a row for each event of a timeline (Chrome trace format). Arguments of the event become columns."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         tracks: dict[tuple[int, int], str] = {}

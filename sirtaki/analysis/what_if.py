@@ -64,7 +64,8 @@ def unit_cost(job: JobModel, route: Route, ranks: tuple[int, ...]) -> UnitCost:
     """Return the cost to all-reduce units (buckets) between `ranks` on a route (transport and algorithm).
 
     Raises:
-        ReplayError: no recorded unit used the route, and no probe (test transfer of the warm-up) measured it.
+        ReplayError: no recorded unit used the route, and no probe (test transfer before training is tuned) measured its
+            cost.
     """
     units = [one for one in job.units if one.route == route]
     probed = job.links.get(route)
@@ -84,8 +85,8 @@ def unit_cost(job: JobModel, route: Route, ranks: tuple[int, ...]) -> UnitCost:
     startup_s = probed.alpha_s + (0.0 if across else probed.host_s)
     s_per_byte = probed.beta_s_per_byte
     if across:
-        # Keep the start-up time of the probes. Take the time per byte from the recorded units, unless the clocks of the
-        # recording are too inaccurate to show it.
+        # Keep the start-up time that probes (test transfers) measured. Take the time per byte from the recorded units
+        # (buckets), unless the clocks of the recording are too inaccurate to show it.
         moved_s = sum(one.link_s for one in units)
         s_per_byte = moved_s / sum(one.n_bytes for one in units) if moved_s > 0 else s_per_byte
     elif units:
@@ -117,7 +118,7 @@ def with_knobs(job: JobModel, knobs: Knobs) -> JobModel:
     settings) say.
 
     Raises:
-        PlanError: the unit boundaries (cuts) in the knobs do not fit a buffer.
+        PlanError: the boundaries of units in the knobs do not fit a buffer.
         ReplayError: the cost of the route (transport, algorithm) is unknown, or the recording lacks the times at which
             gradients were ready.
     """
@@ -188,9 +189,9 @@ class _Reissue:
 
     def __init__(self, program: Program, buffers: Sequence[Buffer], units: Mapping[OperationKey, JobOperation]) -> None:
         self._program, self._units = program, units
-        self._missing: dict[OperationKey, int] = {}  # by unit: number of its gradients that are not ready
+        self._missing: dict[OperationKey, int] = {}  # by unit (bucket): number of its gradients that are not ready
         self._of: dict[GradientKey, list[OperationKey]] = defaultdict(list)
-        self._pending: dict[int, int] = {}  # by flat buffer: number of its gradients that are not ready
+        self._pending: dict[int, int] = {}  # by buffer of gradients: number of its gradients that are not ready
         self._queues: dict[int, list[OperationKey]] = {}
         ready = {gradient for piece in program for gradient in piece.ready}
         for buffer in buffers:
@@ -257,7 +258,7 @@ class _Reissue:
         queue = self._queues[number]
         count = next((place for place, key in enumerate(queue) if self._missing[key] > 0), len(queue))
         while self._pending[number] and count and queue[count - 1] in self._without_gradients:
-            count -= 1  # Issue units without gradients with the last gradient of the buffer.
+            count -= 1  # Delay units (buckets) without gradients until the last gradient is ready.
         complete, self._queues[number] = queue[:count], queue[count:]
         return complete
 
@@ -552,7 +553,7 @@ def backward_order(layout: GradientLayout, indices: Sequence[int]) -> list[int]:
     parameter name.
 
     Args:
-        layout: order and sizes of the gradients in a flat buffer.
+        layout: names and sizes of contiguous gradients.
         indices: indices of the gradients in the layout, in the recorded order.
 
     Returns:
@@ -756,7 +757,7 @@ def daydream(histories: Histories, job: JobModel) -> MeanStepTimes:
     Daydream assumes that gradients are sent one after another at a constant bandwidth.
 
     Raises:
-        ReplayError: no units were recorded, so the bandwidth is unknown.
+        ReplayError: no units (buckets) were recorded, so the bandwidth is unknown.
     """
     rate = bandwidth(job)
     sizes = {buffer.number: (buffer.layout.sizes, buffer.layout.itemsize_bytes) for buffer in job.buffers}
@@ -883,7 +884,7 @@ def refusal(
     Args:
         before: recorded communication plans.
         after: requested communication plans.
-        layouts: gradients of the flat buffer that each plan divides.
+        layouts: sizes of the gradients that each plan divides.
         links: measured latency and bandwidth, by route (transport, algorithm).
         across: True if units are sent between hosts.
         crowded: True if the ranks of a host have more compute threads than processors.
@@ -935,7 +936,8 @@ def plan_refusal(job: JobModel, plans: Mapping[int, CommPlan]) -> str | None:
 
     Args:
         job: recorded job.
-        plans: new plans, by number of the flat buffer. Buffers without an entry keep their plans.
+        plans: new plans, by number of the flat buffer (of contiguous gradients). Buffers without an entry keep their
+            plans.
     """
     return refusal(
         [buffer.plan for buffer in job.buffers],
@@ -1059,7 +1061,7 @@ class Baseline:
             return Answer(words=words, times=times, gain=0.0, low_s=step_s, high_s=step_s, is_sure=False)
         width = math.hypot(error, self._model_error(changed, math.log(step_s / before_s)))
         low_s, high_s = step_s * math.exp(-width), step_s * math.exp(width)
-        if changed.link is not None:  # Not on one host: fewer units may also speed up computation there.
+        if changed.link is not None:  # Not on one host, where computation may get faster, too.
             low_s = min(step_s, max(low_s, computation_s(replay_result.graph) / max(1, times.iterations)))
         gain = 1 - step_s / before_s
         return Answer(
@@ -1115,15 +1117,15 @@ def _remedies(job: JobModel) -> Iterator[tuple[str, JobModel]]:
 
 
 def _other_cuts(job: JobModel) -> Iterator[tuple[str, Knobs]]:
-    """Yield (description, knobs) for communication plans with another unit (bucket) size, another number of streams
-    (parallel communicators), or both.
+    """Yield (description, knobs or tuned settings) for communication plans with another unit (bucket) size, another
+    number of streams (parallel communicators), or both.
     """
     now, layout, plan = job.buffers[0].knobs, job.buffers[0].layout, job.buffers[0].plan
     cut = {plan.units}
     others: list[tuple[str, Knobs | None]] = []
     if job.buffers[0].is_cut_evenly:
-        # Vary size and streams separately only if units have equal sizes. Otherwise the knobs list each unit with its
-        # stream, so that neither can be changed alone.
+        # Vary the size of units (buckets) and the number of streams separately only if the units have equal sizes.
+        # Otherwise the settings list each unit with its stream, so that neither can be changed alone.
         streams = best_knobs(job, unit_bytes=(now.unit_bytes,), streams=[n for n in STREAMS if n > now.streams])
         size = best_knobs(job, unit_bytes=[n for n in UNIT_BYTES if n != now.unit_bytes], streams=(now.streams,))
         others = [

@@ -74,7 +74,7 @@ def configure(parser: ArgumentParser) -> None:
 
 def main(options: Namespace) -> int:
     """Print the recorded and the replayed (simulated) step time, the parts of the critical path, and the predicted step
-    time under other conditions.
+    time under the conditions that options set.
 
     Raises:
         RecordingError: the recording is empty.
