@@ -26,8 +26,7 @@ drift less than a tenth of this."""
 
 DRIFT_PRICE = 0.1
 """Weight of drift in the cost function by which clocks are aligned. The alignment assumes a drift of a clock only if
-the margins (distances of the clocks from contradictions) then grow by at least this fraction of the displacement that
-the drift causes."""
+the clocks then fit the recorded times better, by at least this fraction of the displacement that the drift causes."""
 
 _US = 1e6
 
@@ -161,11 +160,11 @@ def _fit(reference: str, barriers: Sequence[_ClockBarrier], middles: Mapping[str
     """Fit corrections of all other clocks to the reference clock, by the times of units (buckets) that ranks with
     different clocks reduced together. Clocks that no chain of such units connects to the reference clock are omitted.
 
-    The corrections are the solution of a linear programme, with times in microseconds. It assumes that each unit has a
-    moment, unknown, that is after all issues and before all completions of the unit. The variables are, in order: the
-    offsets of all clocks except the reference; the displacements of these clocks by drift at the end of the recording;
-    the absolute values of these displacements; the margins (distances from a contradiction) of all clocks, the
-    reference first; the moments of all units.
+    The corrections are the solution of a linear programme, with times in microseconds. For each unit there is an
+    unknown moment, after all issues and before all completions of the unit. The variables are, in order: the offsets of
+    all clocks except the reference; the displacements of these clocks by drift at the end of the recording; the
+    absolute values of these displacements; the margins of all clocks, the reference first, by which these moments are
+    at least away from the issues and completions; the moments of all units.
     """
     coarse = _coarse(reference, barriers)
     others = [clock for clock in coarse if clock != reference]

@@ -402,7 +402,8 @@ class Buffer:
             optimizer's gradients.
         ranks: ranks that all-reduce the buffer.
         layout: sizes and names of the gradients in the buffer, in order. The last entry of an optimizer's first buffer
-            is not a gradient; it holds flags by which ranks signal changes to each other.
+            is not a gradient; it holds flags by which ranks tell each other, for example, that communication has become
+            slower.
         plan: division of the buffer into units (buckets), with transport, algorithm and stream of each.
         knobs: knobs (tuned settings) from which the plan was built.
     """
