@@ -1,4 +1,6 @@
-"""Align the clocks of several ranks, and write the summary and the trace of a recording on the common clock."""
+"""Align the clocks of several ranks, and write the summary and the trace of a recording, with times on one common
+clock.
+"""
 
 from __future__ import annotations
 
@@ -19,28 +21,28 @@ from sirtaki.autotune.model.replayer import Phase
 from .recording import TRACE_FILE, Buffer, Detail, Placement, RankRecording, Recording, UnitId, counted, write_whole
 
 LARGEST_DRIFT = 500e-6
-"""Largest drift between two clocks that the fit allows, in seconds per second. Clocks of real machines drift less than
-a tenth of this."""
+"""Largest drift between two clocks that the alignment of clocks assumes, in seconds per second. Clocks of real machines
+drift less than a tenth of this."""
 
 DRIFT_PRICE = 0.1
-"""Price of drift in the fit. The fit uses a drift only if the margins of the clocks grow by this fraction of the
-displacement that the drift causes."""
+"""Weight of drift in the cost function by which clocks are aligned. The alignment assumes a drift of a clock only if
+the clocks then fit the recorded times better, by at least this fraction of the displacement that the drift causes."""
 
 _US = 1e6
 
 
 class OffsetSource(Enum):
-    """How the offset of a clock to the reference clock was found."""
+    """How the offset between a rank's clock and the reference clock was found."""
 
-    REFERENCE = "reference"  # The clock is the reference clock.
+    REFERENCE = "reference"  # This clock is the reference clock itself.
     UNITS = "units"
-    START = "start"  # The offset was measured when the recording began. Its drift is unknown.
+    START = "start"  # The offset was measured when the recording began. The drift of the clock is unknown.
 
 
 @dataclass(frozen=True, slots=True)
 class ClockLine:
-    """Correction that converts one clock to the reference clock, a linear function of time: `offset_s + drift *
-    (moment_s - origin_s)`.
+    """Correction that converts readings of one clock to the reference clock. It is a linear function of time: `offset_s
+    + drift * (moment_s - origin_s)`.
 
     Attributes:
         origin_s: middle of the recording, as a reading of the clock to correct.
@@ -57,13 +59,13 @@ class ClockLine:
     known: OffsetSource
 
     def at(self, moment_s: float) -> float:
-        """Convert a moment of this clock to a moment of the reference clock."""
+        """Convert a reading of this clock to a reading of the reference clock."""
         return moment_s + self.offset_s + self.drift * (moment_s - self.origin_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alignment:
-    """Corrections that convert the clocks of all ranks to one reference clock.
+    """Corrections that convert readings of all ranks' clocks to one reference clock.
 
     Attributes:
         lines: correction of each rank's clock; ranks that share a clock share the correction.
@@ -74,18 +76,20 @@ class Alignment:
     reference: int
 
     def at(self, rank: int, moment_s: float) -> float:
-        """Convert a moment of a rank's clock to the reference clock."""
+        """Convert a reading of a rank's clock to a reading of the reference clock."""
         return self.lines[rank].at(moment_s)
 
     @property
     def error_s(self) -> float:
-        """Return the largest error bound of the correction of any rank."""
+        """Return the largest error bound of any rank's clock correction."""
         return max(line.error_s for line in self.lines.values())
 
 
 @dataclass(frozen=True, slots=True)
 class _ClockBarrier:
-    """A unit (bucket) that ranks with different clocks reduced: its last issue and first completion, by clock."""
+    """Times of one unit (bucket) that ranks with different clocks all-reduced: for each clock, the last issue and the
+    first completion among the ranks with this clock.
+    """
 
     issue_s: dict[str, float] = field(default_factory=dict)
     done_s: dict[str, float] = field(default_factory=dict)
@@ -94,9 +98,9 @@ class _ClockBarrier:
 def align(recording: Recording) -> Alignment:
     """Align the clocks of all recorded ranks.
 
-    No rank completes a unit before all ranks have issued it. This bounds offset and drift between the
-    clocks of these ranks. A unit is a range of the flat buffer, reduced by one all-reduce. If no chain of units
-    connects a clock to the reference clock, the offset measured at the start of the recording is used.
+    No rank completes a unit (bucket, reduced by one all-reduce) before all ranks have issued it. This bounds offset and
+    drift between the clocks of these ranks. If a rank shares no unit with the rank of the reference clock, even through
+    other ranks, the offset that was measured at the start of the recording is used.
     """
     reference = min(recording.ranks)
     clocks = {rank: recording.job.placement[rank].clock for rank in recording.ranks}
@@ -115,7 +119,7 @@ def align(recording: Recording) -> Alignment:
 
 
 def _barriers(recording: Recording, clocks: Mapping[int, str]) -> list[_ClockBarrier]:
-    """Return the units (buckets) whose ranks use at least two different clocks."""
+    """Return the times of those units (buckets) that ranks with at least two different clocks all-reduced."""
     found: defaultdict[UnitId, _ClockBarrier] = defaultdict(_ClockBarrier)
     for number, rank in recording.ranks.items():
         clock = clocks[number]
@@ -133,8 +137,8 @@ def _middle_s(recording: Recording, clock: str, clocks: Mapping[int, str]) -> fl
 
 
 def _coarse(reference: str, barriers: Sequence[_ClockBarrier]) -> dict[str, float]:
-    """Return rough offsets of all clocks to the reference clock. The offset between two clocks is the median difference
-    of the completion times of the units (buckets) they share.
+    """Return rough offsets of clocks to the reference clock. The offset between two clocks is the median difference
+    between the completion times of units (buckets) that ranks with these clocks reduced together.
     """
     apart: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for barrier in barriers:
@@ -153,13 +157,14 @@ def _coarse(reference: str, barriers: Sequence[_ClockBarrier]) -> dict[str, floa
 
 
 def _fit(reference: str, barriers: Sequence[_ClockBarrier], middles: Mapping[str, float]) -> dict[str, ClockLine]:
-    """Fit the corrections of all clocks that shared units (buckets) connect to the reference clock. The reference clock
-    is omitted.
+    """Fit corrections of all other clocks to the reference clock, by the times of units (buckets) that ranks with
+    different clocks reduced together. Clocks that no chain of such units connects to the reference clock are omitted.
 
-    Solves a linear programme in microseconds. Each unit has an unknown moment between all of its issues and
-    completions. Variables, in order: for each clock except the reference an offset, the displacement by drift at the
-    end, and the absolute value of that displacement; for each clock, the reference first, a margin; for each unit its
-    moment.
+    The corrections are the solution of a linear programme, with times in microseconds. For each unit there is an
+    unknown moment, after all issues and before all completions of the unit. The variables are, in order: the offsets of
+    all clocks except the reference; the displacements of these clocks by drift at the end of the recording; the
+    absolute values of these displacements; the margins of all clocks, the reference first, by which these moments are
+    at least away from the issues and completions; the moments of all units.
     """
     coarse = _coarse(reference, barriers)
     others = [clock for clock in coarse if clock != reference]
@@ -168,7 +173,7 @@ def _fit(reference: str, barriers: Sequence[_ClockBarrier], middles: Mapping[str
     known = [barrier for barrier in barriers if coarse.keys() & barrier.done_s.keys()]
     moments = [(clock, moment_s) for one in known for clock, moment_s in one.done_s.items()]
     half_s = max((abs(moment_s - middles[clock]) for clock, moment_s in moments), default=0.0) or 1.0
-    from scipy.optimize import linprog  # Imported here, because scipy is slow to load.
+    from scipy.optimize import linprog  # Import it late, because scipy is slow to load.
     from scipy.sparse import coo_array
 
     n = len(others)
@@ -242,8 +247,8 @@ def headlines(recording: Recording, alignment: Alignment) -> tuple[str, str]:
 
 
 def rank_rows(recording: Recording) -> list[dict[str, Any]]:
-    """Return one row per rank: mean seconds of a step, of each phase, and of exposed communication (waits of the
-    training thread for reduced gradients).
+    """Return a table with one row per rank: mean seconds of a step, of each phase (such as forward), and of exposed
+    communication (waits of the training thread for reduced gradients).
     """
     rows, usual = list[dict[str, Any]](), recording.usual_iterations
     for number, rank in sorted(recording.ranks.items()):
@@ -263,15 +268,16 @@ def rank_rows(recording: Recording) -> list[dict[str, Any]]:
 Entry = dict[str, Any]
 
 OPERATOR, OTHER = "cpu_op", "user_annotation"
-"""Event categories of torch.profiler. They are used here, because tools skip trace events without a known category."""
+"""Event categories of torch.profiler, which trace events are given here, because tools skip events without a known
+category."""
 
 
 class PathSpan(NamedTuple):
-    """One part of the critical path of a replayed job.
+    """One part of the critical path of a replayed (simulated) job, to draw in a trace.
 
     Attributes:
         iteration: number of the recorded iteration.
-        name: name of the operator or operation.
+        name: name of the operator or of the operation between ranks.
         begin: time at which the part begins, as a fraction of the iteration's duration.
         end: time at which the part ends, as a fraction of the iteration's duration.
     """
@@ -283,8 +289,8 @@ class PathSpan(NamedTuple):
 
 
 def write_trace(folder: Path, recording: Recording, alignment: Alignment, path: Iterable[PathSpan] = ()) -> Path:
-    """Write the trace of all ranks into the folder, and return the file name. The critical path `path` is drawn above
-    the ranks.
+    """Write the trace of all ranks into the folder, and return the path of the file. In the trace, the critical path
+    `path` is drawn above the ranks.
 
     Raises:
         OSError: the file cannot be written.
@@ -296,8 +302,8 @@ def write_trace(folder: Path, recording: Recording, alignment: Alignment, path: 
 
 
 def trace_entries(recording: Recording, alignment: Alignment, path: Iterable[PathSpan] = ()) -> Iterator[Entry]:
-    """Yield the events of a trace, with times in microseconds from 0. In the trace, each rank is a process, and each
-    kind of sequential event is a thread of this process.
+    """Yield the events of a trace, with times in microseconds since the first recorded iteration began. In the trace,
+    each rank is a process, and each kind of event, such as operators or copies, is a thread of this process.
     """
     firsts = [(number, rank.iterations[0]) for number, rank in recording.ranks.items() if rank.iterations]
     origin_s = min((alignment.at(number, first.begin_s) for number, first in firsts), default=0.0)
@@ -316,8 +322,8 @@ def _path_entries(
             moments_s[one.number] += (alignment.at(number, one.begin_s), alignment.at(number, one.end_s))
     windows_s, end_s = dict[int, tuple[float, float]](), -math.inf
     for number, moments in sorted(moments_s.items()):
-        # Let the window of an iteration begin at the end of the previous window at the earliest, because iterations of
-        # different ranks may overlap.
+        # Let the time window of an iteration begin at the end of the previous window at the earliest, because an
+        # iteration on one rank may overlap the previous iteration on another rank.
         windows_s[number] = begin_s, end_s = max(min(moments), end_s), max(moments)
     track = {"pid": 1 + max(recording.ranks, default=0), "tid": 1}
     for place, span in enumerate(path):
@@ -336,7 +342,7 @@ def _rank_entries(
     rank: RankRecording, place: Placement, buffers: Mapping[int, Buffer], clock: ClockLine, origin_s: float
 ) -> Iterator[Entry]:
     tracks: dict[str, int] = {}
-    queued = rank.rank << 32  # ids of asynchronous events, unique in the trace
+    queued = rank.rank << 32  # latest id of an asynchronous event; ids are unique in the trace of all ranks
 
     def us(moment_s: float) -> float:
         return round((clock.at(moment_s) - origin_s) * 1e6, 3)
@@ -379,13 +385,14 @@ def _rank_entries(
             layout = buffers[done.buffer].layout
             transport, algorithm = done.route
             track = f"{transport.value} stream {done.stream}"
-            # If the transport does not report when a unit (bucket) began, use the end of the previous unit of the
-            # stream.
+            # If the transport does not report when the all-reduce of a unit (bucket) began, use the end of the previous
+            # unit on the same stream.
             begin_s = max(done.issue_s, done.begin_s or 0.0, free_s.get(track, 0.0))
             free_s[track] = end_s = max(done.done_s, begin_s)
             name = layout.describe(done.start, done.stop) if layout.names else f"[{done.start}, {done.stop})"
             if begin_s > done.issue_s:
-                # Write an asynchronous event, because units that wait in a queue overlap each other.
+                # Write the wait of a unit (bucket) in the queue as an asynchronous event, because the waits of several
+                # units overlap.
                 queued += 1
                 both = {"name": f"{track} queue", "cat": "queue", "id": queued, "pid": rank.rank, "tid": 0}
                 yield {**both, "ph": "b", "ts": us(done.issue_s), "args": {"unit": name}}

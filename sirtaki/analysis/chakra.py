@@ -23,7 +23,7 @@ VERSION = "0.0.4"
 """Version of the Chakra schema, stored in `GlobalMetadata.version`."""
 
 COMP_NODE, COMM_COLL_NODE = 4, 7
-"""Values of the Chakra schema's enum `NodeType`."""
+"""Values of the Chakra schema's enum `NodeType`, for local work and for collectives."""
 
 COLLECTIVES: Mapping[str, int] = {
     "allreduce": 0,
@@ -63,8 +63,8 @@ _SCHEMA = {
 
 
 def messages() -> Mapping[str, Any]:
-    """Return the protobuf message classes of a Chakra trace, by name. A trace is one `GlobalMetadata` message, followed
-    by `Node` messages.
+    """Return the protobuf message classes of a Chakra trace, by name. A trace consists of one `GlobalMetadata` message
+    and `Node` messages.
     """
     file = descriptor_pb2.FileDescriptorProto(name="et_def.proto", package=_PACKAGE, syntax="proto3")
     kinds = file.enum_type.add(name="NodeType")
@@ -94,13 +94,13 @@ def messages() -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """Files that an export has written.
+    """Files that an export of Chakra traces has written.
 
     Attributes:
         files: trace file of each rank.
         groups: file that lists the process groups; None if every collective includes all ranks.
         iterations: number of iterations in the traces.
-        nodes: number of nodes of all ranks.
+        nodes: number of nodes in the traces of all ranks.
     """
 
     files: tuple[Path, ...]
@@ -110,8 +110,8 @@ class Written:
 
 
 def write_traces(prefix: Path, histories: Histories) -> Written:
-    """Write a Chakra trace per rank, with the representative iterations as consecutive steps. Ranks are renumbered from
-    0, because simulators require this.
+    """Write a Chakra trace per rank, with the recorded ordinary iterations as consecutive steps. Ranks are renumbered
+    from 0, because simulators require this.
 
     Raises:
         OSError: a file cannot be written.
@@ -147,8 +147,8 @@ def _us(moment_s: float) -> int:
 
 @dataclass(slots=True)
 class _RankTrace:
-    """Builder of the trace nodes of one rank: a chain of local work, and collectives whose ids are equal on all
-    ranks.
+    """Builder of the nodes of one rank's Chakra trace: a chain of nodes for local work, and nodes for collectives. The
+    node of a collective has the same id on all ranks.
     """
 
     kind: Any  # protobuf class of `Node` messages
@@ -157,10 +157,10 @@ class _RankTrace:
     groups: Mapping[tuple[int, ...], int]
     numbers: Mapping[tuple[int, OperationKey], int]
     _own: Iterator[int] = field(init=False)
-    _last: list[int] = field(default_factory=list)  # id of the latest local node; empty before the first one
-    # id of the latest collective of each lane (queue of a transport)
+    _last: list[int] = field(default_factory=list)  # id of the latest node for local work; empty before the first one
+    # by lane (queue of a transport): id of the node of the latest collective
     _last_on: dict[str, list[int]] = field(default_factory=dict)
-    # ids of collectives for which the rank has waited since the latest local node
+    # ids of the nodes of those collectives for which the rank has waited since the latest node for local work
     _waited_for: list[int] = field(default_factory=list)
     _now_s: float = 0.0
 
@@ -178,7 +178,7 @@ class _RankTrace:
             for place, one in enumerate(iteration.operators)
             if one.lane == 0
         )
-        nodes_of: dict[int, int] = {}  # id of the latest node of each operator, by index of the operator
+        nodes_of: dict[int, int] = {}  # by index of an operator: id of its latest trace node
         if (gap_s := full[0].begin_s - self._now_s) > 0:
             yield self._local_node("between steps", step, ThreadInterval(Activity.COMPUTE, Phase.OTHER, gap_s))
         for piece in pieces(full, step.marks[self.rank], lambda begin_s, end_s: end_s - begin_s):
@@ -188,7 +188,9 @@ class _RankTrace:
                 continue
             place = _place_at(spans, self._now_s + piece.seconds / 2) if piece.name else None
             reads = () if place is None or place in nodes_of else iteration.operators[place].after
-            name = piece.name or f"{piece.phase.value}, between operators"  # Python code between operators has no name.
+            name = (
+                piece.name or f"{piece.phase.value}, between operators"
+            )  # Name Python code between operators by its phase.
             yield self._local_node(name, step, piece, [nodes_of[other] for other in reads if other in nodes_of])
             if place is not None:
                 nodes_of[place] = self._last[0]
@@ -240,6 +242,6 @@ def _with_attributes(node: Any, **values: bool | int | str) -> Any:
 
 
 def _place_at(spans: Sequence[tuple[float, float, int]], moment_s: float) -> int | None:
-    """Return the index in `spans` of the operator that the training thread ran at a moment; None = no operator."""
+    """Return the index of the operator that the training thread ran at a moment; None = no operator."""
     found = bisect_right(spans, moment_s, key=lambda span: span[0]) - 1
     return spans[found][2] if found >= 0 and moment_s <= spans[found][1] else None

@@ -1,4 +1,6 @@
-"""Build the global graph of a job (dPRO, section 4), make it coarser, replay it, and find its critical path."""
+"""Build the dependency graph of a job over all ranks (the "global graph" of the paper dPRO, section 4), make it
+coarser, replay (simulate) it, and find its critical path.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,13 @@ from .job_model import Histories, Iteration, JobModel, JobOperation, Processors,
 
 
 def coarse(job: JobModel, *, plan_is_fixed: bool = True) -> JobModel:
-    """Return the job with fewer, longer pieces (intervals of the training thread). Two consecutive pieces are merged if
-    no other node depends on the moment between the two.
+    """Return the job with fewer, longer pieces (intervals of the training thread), so that its replay (simulation) is
+    faster. Two consecutive pieces are merged if no other work depends on the moment between the two.
 
     Args:
         job: job to simplify.
-        plan_is_fixed: True if the communication plan will not change. Then the ready time is kept
-            only for gradients that complete a unit (bucket).
+        plan_is_fixed: True if the communication plan will not change. Then the moment at which a gradient is ready is
+            kept only for gradients that complete a unit (bucket).
     """
 
     def joined(_: int, program: Program) -> Program:
@@ -60,16 +62,16 @@ def coarse(job: JobModel, *, plan_is_fixed: bool = True) -> JobModel:
 
 def _belong_together(before: ThreadInterval, piece: ThreadInterval) -> bool:
     alike = (before.activity, before.phase) == (piece.activity, piece.phase)
-    # A wait is not negligible, because its time counts to its phase.
+    # Do not treat a wait as negligible, because its time counts to the phase (such as backward) in which it is.
     negligible = min(before.seconds, piece.seconds) <= 0.0 and not before.waits
     return before.computes == piece.computes and (alike or negligible)
 
 
 def mean_iteration(job: JobModel) -> JobModel:
-    """Return the job with a single iteration, whose durations are means over iterations.
+    """Return the job with a single iteration, whose durations are means over all iterations.
 
-    The mean of a rank includes only iterations in which the rank ran its most frequent sequence of pieces (intervals of
-    the training thread).
+    The mean of a rank includes only the iterations in which the rank ran its most frequent sequence of pieces
+    (intervals of the training thread).
     """
     programs = {rank: _mean_program([each.programs[rank] for each in job.iterations]) for rank in job.ranks}
     operations: dict[Hashable, list[JobOperation]] = defaultdict(list)
@@ -114,15 +116,15 @@ def _signature(program: Program) -> Hashable:
 
 
 def symmetric(job: JobModel, *, tolerance: float = 0.02) -> JobModel:
-    """Return the job with one rank for each group of equal ranks, and one host for each group of equal hosts.
+    """Return a smaller job with one rank for each group of equal ranks, and one host for each group of equal hosts.
 
     Ranks are equal if they run the same sequence of work, and if the durations of each phase differ by at most
-    `tolerance`. Hosts are equal if the same numbers of equal ranks run on each. On shared processors, a remaining rank
-    counts as all ranks of its host that are equal to it (`JobModel.alike`). Removed hosts are not represented, so costs
-    of new units (buckets) must be derived from the complete job.
+    `tolerance`. Hosts are equal if the same numbers of equal ranks run on each. When ranks share the processors of a
+    host, a remaining rank uses them like all ranks of the host that are equal to it (`JobModel.alike`). Removed hosts
+    are not represented, so the costs of new units (buckets) must be derived from the complete job.
 
     Args:
-        job: job to reduce.
+        job: complete job.
         tolerance: largest difference between equal ranks, as a fraction of the iteration time.
     """
     kinds = _equal_ranks(job, tolerance)
@@ -161,7 +163,9 @@ def symmetric(job: JobModel, *, tolerance: float = 0.02) -> JobModel:
 
 
 def _equal_ranks(job: JobModel, tolerance: float) -> dict[int, int]:
-    """Map each rank to the lowest rank that is equal to it, as `symmetric` defines equal."""
+    """Map each rank to the lowest rank that is equal to it: with the same sequence of work, and with durations that
+    differ by at most `tolerance`, as a fraction of the iteration time.
+    """
     signatures = {rank: [_signature(each.programs[rank]) for each in job.iterations] for rank in job.ranks}
     lengths = {rank: [_lengths(each.programs[rank]) for each in job.iterations] for rank in job.ranks}
 
@@ -184,7 +188,9 @@ def _equal_ranks(job: JobModel, tolerance: float) -> dict[int, int]:
 
 
 def _lengths(program: Program) -> dict[Hashable, float]:
-    """Return how many seconds of a rank's iteration pass until each operation is issued, and in each phase."""
+    """Return how many seconds of own work a rank needs in one iteration until it issues each operation, in each phase
+    (such as forward), and in total.
+    """
     found: dict[Hashable, float] = defaultdict(float)
     so_far_s = 0.0
     for piece in program:
@@ -196,11 +202,11 @@ def _lengths(program: Program) -> dict[Hashable, float]:
 
 
 BEFORE = -1
-"""Value of `ReplayNode.iteration` for the node that delays a rank's first iteration."""
+"""Value of `ReplayNode.iteration` for the graph node that delays the begin of a rank's first iteration."""
 
 
 def global_graph(job: JobModel) -> ReplayGraph:
-    """Return the dependency graph of all ranks and iterations, for a replay.
+    """Return the dependency graph of the work of all ranks in all iterations, which can be replayed (simulated).
 
     Raises:
         ReplayError: a duration is negative or not finite.
@@ -213,7 +219,7 @@ def global_graph(job: JobModel) -> ReplayGraph:
     if job.link is not None:
         servers += [job.link, SharedResource(name="passing messages to the link", totals=(1.0,), is_link=True)]
     place_of = {rank: place for place, group in enumerate(job.processors) for rank in group.ranks}
-    last_on: dict[str, tuple[int, float]] = {}  # by lane: latest operation and its `lag_s`
+    last_on: dict[str, tuple[int, float]] = {}  # by lane (queue of a transport): latest operation and its `lag_s`
 
     def count(ranks: Sequence[int]) -> int:
         return sum(job.alike.get(rank, 1) for rank in ranks)
@@ -277,13 +283,13 @@ def global_graph(job: JobModel) -> ReplayGraph:
 
 
 def play(job: JobModel) -> Replay:
-    """Replay all iterations of a job: compute when each node of its graph begins and ends."""
+    """Replay (simulate) all iterations of a job: compute when each node of its dependency graph begins and ends."""
     return replay(global_graph(coarse(job)))
 
 
 STRAGGLER_EXCESS = 0.05
-"""A rank is reported as a straggler if its work takes longer than that of the median rank by more than this
-fraction."""
+"""Fraction by which a rank's work must take longer than that of the median rank for the rank to be reported as a
+straggler."""
 
 _PHASES = {
     Phase.DATA: "loading data",
@@ -298,11 +304,12 @@ _RANKS = {Phase.DATA: "data loader", Phase.OTHER: "script"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One cause of the duration of a step, such as the link between hosts, with its part of the step time.
+    """One cause of the duration of a step, such as the network link between hosts, with the part of the step time that
+    it explains.
 
     Attributes:
         words: the cause, as the rest of the sentence "31 % of the step …".
-        seconds: duration per iteration, in seconds.
+        seconds: seconds of an iteration that the cause explains.
         share: fraction of the iteration time.
     """
 
@@ -311,18 +318,18 @@ class Part:
     share: float
 
     def describe(self) -> str:
-        """Return a sentence such as `31 % of the step is the link between hosts`."""
+        """Describe the cause in a sentence, such as `31 % of the step is the link between hosts`."""
         return f"{percent(self.share)} of the step {self.words}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visit:
-    """One node on the critical path.
+    """One node of the dependency graph that is on the critical path.
 
     Attributes:
         place: index of the node in the graph.
-        begin_s, end_s: interval in which the node was critical.
-        gap_s: idle time between the end of this node and the begin of the next one.
+        begin_s, end_s: begin and end of the node.
+        gap_s: idle time between the end of this node and the begin of the next node on the path.
     """
 
     place: int
@@ -332,7 +339,8 @@ class Visit:
 
 
 def critical_path(replay: Replay) -> tuple[Visit, ...]:
-    """Return the critical path from the begin of the first iteration to the end of the last node.
+    """Return the critical path of a replayed (simulated) job, from the begin of the first iteration to the end of the
+    last node.
 
     The path is searched backwards: from a node, it continues with the node whose end allowed this node to start.
     """
@@ -348,7 +356,9 @@ def critical_path(replay: Replay) -> tuple[Visit, ...]:
 
 
 def path_spans(histories: Histories, replay: Replay) -> Iterator[PathSpan]:
-    """Yield the critical path as spans for the trace. A replayed iteration begins when the previous iteration ends."""
+    """Yield the nodes of the critical path as events for a trace, with times relative to the replayed iteration. A
+    replayed iteration begins when the previous one ends on the last rank.
+    """
     graph, ends_s = replay.graph, defaultdict[int, float](float)
     for node, end_s in zip(graph.nodes, replay.end_s, strict=True):
         if node.iteration > BEFORE and node.rank != ALL_RANKS:
@@ -363,7 +373,7 @@ def path_spans(histories: Histories, replay: Replay) -> Iterator[PathSpan]:
 
 
 def parts(replay: Replay) -> tuple[Part, ...]:
-    """Return the causes of the critical path's duration, the largest first, as means per iteration."""
+    """Return the causes that explain the duration of the critical path, the largest first, as means per iteration."""
     seconds: dict[tuple[str, int, Phase], float] = defaultdict(float)
     graph = replay.graph
     for visit in critical_path(replay):
@@ -382,11 +392,13 @@ def parts(replay: Replay) -> tuple[Part, ...]:
 
 
 MIN_SHARE = 0.005
-"""Parts of the critical path below this fraction of the step time are merged into one part."""
+"""Fraction of the step time below which the parts of the critical path are printed as one sum."""
 
 
 def path_lines(replay: Replay) -> tuple[Part, ...]:
-    """Return the parts of the critical path to print: each large part, and the sum of all small parts."""
+    """Return the causes of the critical path's duration to print: each that explains a large part, and the sum of all
+    others.
+    """
     found = parts(replay)
     rest = [part for part in found if part.share < MIN_SHARE]
     shown = tuple(part for part in found if part.share >= MIN_SHARE)
@@ -396,11 +408,13 @@ def path_lines(replay: Replay) -> tuple[Part, ...]:
     return (*shown, Part(words="is everything else", seconds=seconds, share=share))
 
 
-_OWN = ""  # Stands for a rank's own work, for which `_by_name` inserts phase and rank.
+_OWN = ""  # Stands for a rank's own work as a cause. `_by_name` replaces it by words with phase and rank.
 
 
 def _shares(graph: ReplayGraph, node: ReplayNode, length_s: float) -> Sequence[tuple[str, int, Phase, float]]:
-    """Divide the duration of a node among its causes. Return (words, rank, phase, seconds) for each cause."""
+    """Divide the duration of a node of the graph among its causes, such as the network link or shared processors.
+    Return (description, rank, phase, seconds) for each cause.
+    """
     alone_s, fixed_s = min(node.alone_s, length_s), min(node.fixed_s, length_s)
     link = next((work.server for work in node.works if graph.servers[work.server].is_link), None)
     words, rank = _OWN, node.rank
@@ -423,7 +437,7 @@ def _shares(graph: ReplayGraph, node: ReplayNode, length_s: float) -> Sequence[t
 
 
 def _own_s(graph: ReplayGraph) -> dict[Phase, dict[int, float]]:
-    """Return the seconds of each rank's own work without contention, by phase and rank."""
+    """Return the seconds that each rank's own work takes if nothing else uses the processors, by phase and rank."""
     found: dict[Phase, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for node in graph.nodes:
         if node.rank != ALL_RANKS and node.iteration > BEFORE and node.activity is not Activity.COPY:
@@ -452,7 +466,7 @@ class MeanStepTimes:
 
     Attributes:
         iteration_s: time from the end of one step to the end of the next step.
-        phases_s: time in each phase, including waits.
+        phases_s: time in each phase (such as forward), including waits for other ranks.
         spread_s: standard deviation of the iteration time over iterations, after averaging over ranks; 0 for a single
             iteration.
         iterations: number of iterations.
@@ -480,7 +494,7 @@ class MeanStepTimes:
 
 
 def recorded(histories: Histories) -> MeanStepTimes:
-    """Return the mean step times of the recording."""
+    """Return the mean step times that were recorded."""
     steps_s: list[list[float]] = []
     phases_s: dict[Phase, float] = defaultdict(float)
     for step in histories.steps:
@@ -492,7 +506,7 @@ def recorded(histories: Histories) -> MeanStepTimes:
 
 
 def replayed(replay: Replay) -> MeanStepTimes:
-    """Return the mean step times of a replay."""
+    """Return the mean step times of a replayed (simulated) job."""
     graph = replay.graph
     steps_s: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     phases_s: dict[Phase, float] = defaultdict(float)
@@ -532,20 +546,22 @@ def _part_s(graph: ReplayGraph, activities: Collection[Activity]) -> float:
 
 
 def communication_s(graph: ReplayGraph) -> float:
-    """Return how long all communication would take if every gradient were ready at the start."""
+    """Return how long the communication of all iterations together would take if every gradient were ready at the
+    start.
+    """
     return _part_s(graph, {Activity.UNIT, Activity.COLLECTIVE})
 
 
 def computation_s(graph: ReplayGraph) -> float:
-    """Return how long the slowest rank's own work takes, without waits for other ranks."""
+    """Return how long the slowest rank's own work takes in all iterations together, without waits for other ranks."""
     return _part_s(graph, {Activity.COMPUTE, Activity.DATA, Activity.COPY})
 
 
 def ms(seconds: float) -> str:
-    """Return milliseconds as text, such as `198.2 ms`."""
+    """Return a duration as text in milliseconds, such as `198.2 ms`."""
     return f"{1e3 * seconds:.4g} ms"
 
 
 def percent(share: float) -> str:
-    """Return a percentage as text, such as `12 %` or `3.4 %`."""
+    """Return a fraction as text in percent, such as `12 %` or `3.4 %`."""
     return f"{100 * share:.0f} %" if share >= 0.095 else f"{100 * share:.1f} %"

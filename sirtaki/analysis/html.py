@@ -1,4 +1,4 @@
-"""Build HTML pages of text, tables and Plotly plots. A page is one file that loads no other files."""
+"""Build HTML pages with text, tables and Plotly plots. A page is a single file that loads no other files."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ Trace = dict[str, Any]
 """One Plotly trace, which is a line or a set of points in a plot (https://plotly.com/javascript/reference)."""
 
 LOG = {"type": "log", "tickvals": [digit * 10.0**power for power in range(-4, 10) for digit in (1, 2, 5)]}
-"""Plotly settings of a logarithmic axis with ticks at 1, 2 and 5 times powers of ten."""
+"""Settings of a logarithmic axis of a Plotly plot, with ticks at 1, 2 and 5 times powers of ten."""
 
 
 def page(title: str, sections: Iterable[str]) -> str:
-    """Return a complete HTML page: the title as a heading, then the sections.
+    """Return a complete HTML page that shows the title as a heading, and then the sections.
 
     The page's content security policy forbids all requests, and all scripts except its own.
     """
@@ -63,7 +63,8 @@ def plot(traces: Sequence[Trace], *, x: str, y: str = "", height: int = 340, **l
         x: title of the horizontal axis.
         y: title of the vertical axis.
         height: height in pixels.
-        layout: additional entries of Plotly's layout. A dict is merged with the default dict of the same name.
+        layout: additional entries of Plotly's layout. An entry that is a dict is merged with the default of the same
+            name.
 
     Raises:
         ConfigError: the package Plotly is not installed.
@@ -136,17 +137,17 @@ def paragraph(words: str, kind: str = "") -> Markup:
 
 
 def details(summary: str, content: Markup) -> Markup:
-    """Return HTML in which `content` is collapsed under the line `summary` until the reader opens it."""
+    """Return an HTML element that shows the line `summary`, and below it `content` once the reader opens it."""
     return Markup("<details><summary>{}</summary>{}</details>").format(summary, content)
 
 
 def share_bar(share: float) -> Markup:
-    """Return an HTML bar whose length shows the fraction `share`."""
+    """Return an HTML bar whose length is the fraction `share` of its full length."""
     return Markup('<meter value="{:.4f}"></meter>').format(share)
 
 
 def swatch(color: str, name: str) -> Markup:
-    """Return a name with a coloured square in front."""
+    """Return HTML that shows a name with a coloured square in front, as in a legend."""
     return Markup('<span style="color:{}">■</span> {}').format(color, name)
 
 

@@ -1,5 +1,5 @@
-"""Build a model of a recorded job for replays: timelines of its ranks on one clock, and their work without
-contention.
+"""Build the model of a recorded job that replays (simulations) need: timelines of all ranks on one clock, and the time
+that each operation would take if it did not share processors and network.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .alignment import align
 from .recording import Buffer, Module, ModuleKey, Operator, PhaseSpan, Placement, RecordedIteration, Recording
 
 GradientKey = tuple[int, int]
-"""Key of a gradient: (number of the flat buffer, index of the gradient in the layout of the buffer)."""
+"""Key of a gradient: (number of the flat buffer of contiguous gradients, index of the gradient in this buffer)."""
 
 OperationKey = tuple[int, int, int]
 """Key of an operation between ranks. For a unit (bucket): (buffer, start, stop), in elements. For other collective
@@ -28,17 +28,20 @@ operations: (-1, index in the iteration, 0)."""
 
 @dataclass(frozen=True, slots=True)
 class ThreadInterval:
-    """Work of the training thread between two moments on which other nodes of the graph depend (a "piece").
+    """Work of a rank's training thread between two moments on which other work depends (a "piece"), such as the moments
+    at which gradients are ready. Pieces are nodes of the graph that is replayed (simulated).
 
     Attributes:
         activity: kind of work.
         phase: phase of the step, such as forward or backward.
-        seconds: duration without contention.
+        seconds: duration if no other work shares the processors.
         name: name of the operator.
-        computes: True if the work uses processors, so that contention slows it. Otherwise its duration is constant.
-        waits: operations whose results the work needs: (key, delay of this rank after the first rank's completion).
-        ready: gradients that become ready at the end of the interval.
-        issues: operations that this rank issues at the end of the interval.
+        computes: True if the work uses processors, so that other work on them slows it. Otherwise its duration is
+            constant.
+        waits: all-reduces and other operations whose results the work needs: (key, delay of this rank after the first
+            rank's completion).
+        ready: gradients that become ready at the end of the work.
+        issues: all-reduces and other operations that this rank issues at the end of the work.
         module: module whose forward or backward pass contains the operator; None = unknown.
     """
 
@@ -58,19 +61,20 @@ class JobOperation:
     """One operation between ranks: the all-reduce of a unit (bucket), or another collective operation.
 
     Attributes:
-        key: key of the operation, equal on all ranks.
+        key: key of the operation, which is equal on all ranks.
+
         activity: `Activity.UNIT` or `Activity.COLLECTIVE`.
         lane: name of the queue, such as a stream, that runs the operation. A lane runs one operation at a time.
         ranks: participating ranks.
         n_bytes: size of one rank's input.
         name: name for display.
         route: transport and algorithm of a unit.
-        fixed_s: start-up time, which does not depend on the size and on contention.
-        link_s: time on the link between hosts without contention; 0 = all ranks are on one host.
-        host_s: processor time to pass messages to the link. Operations of different streams cannot overlap it.
-        processor_s: time on the processors of the ranks without contention, if all ranks are on one host.
+        fixed_s: start-up time, which depends neither on the size nor on other work.
+        link_s: time on the network link between hosts if nothing else uses it; 0 = all ranks are on one host.
+        host_s: processor time to pass messages to the link. Operations of different streams cannot overlap in it.
+        processor_s: time on the ranks' processors if nothing else uses them; 0 unless all ranks are on one host.
         busy: processors that each rank occupies during `processor_s`; below 1 if the transport sleeps while it waits.
-        lag_s: delay between the first and the last rank's completion.
+        lag_s: delay between the first and the last rank's completion of the operation.
     """
 
     key: OperationKey
@@ -97,7 +101,7 @@ class Iteration:
 
     Attributes:
         programs: work of each training thread, as a sequence of pieces (intervals), by rank.
-        operations: operations, in the order in which they are issued.
+        operations: all-reduces and other operations between ranks, in the order in which they are issued.
     """
 
     programs: Mapping[int, Program]
@@ -122,8 +126,8 @@ class Processors:
 
     @property
     def server(self) -> SharedResource:
-        """Return the processors as a shared resource, on which n threads run at full speed until n exceeds the
-        capacity.
+        """Return the processors as a resource that threads share: each runs at full speed unless there are more threads
+        than processors.
         """
         whole = [float(count) for count in range(1, int(self.capacity) + 1)]
         return SharedResource(name=self.name, totals=tuple(dict.fromkeys((*whole, self.capacity))))
@@ -131,19 +135,20 @@ class Processors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobModel:
-    """Complete input of a replay.
+    """Model of a job: the complete input of a replay (simulation) of its steps.
 
     Attributes:
         ranks: ranks, ascending.
         hosts: lowest rank on the same host, by rank.
         processors: processors of each machine.
-        buffers: flat buffers, with their gradients and plans.
-        links: link model of each probed route.
-        link: shared resource that stands for the link between hosts; None if all ranks are on one host.
+        buffers: flat buffers of contiguous gradients, with their communication plans.
+        links: measured latency and bandwidth, by route (transport and algorithm).
+        link: network link between hosts, as a resource that units (buckets) share; None if all ranks are on one host.
         iterations: consecutive steps.
         begin_s: time at which each rank begins, in seconds after the first rank, by rank.
-        alike: number of equal ranks that a rank represents after `symmetric`, by rank; 1 for ranks without an entry.
-        notes: one sentence for each input that was not recorded and is assumed.
+        alike: number of equal ranks that a rank represents, if `symmetric` has removed the others, by rank; 1 for ranks
+            without an entry.
+        notes: one sentence for each property of the job that was not recorded and is assumed.
     """
 
     ranks: tuple[int, ...]
@@ -159,7 +164,7 @@ class JobModel:
 
     @property
     def plans(self) -> dict[int, CommPlan]:
-        """Return the communication plan of each flat buffer, by number of the buffer."""
+        """Return the communication plan of each flat buffer (of contiguous gradients), by number of the buffer."""
         return {buffer.number: buffer.plan for buffer in self.buffers}
 
     @property
@@ -168,7 +173,7 @@ class JobModel:
         return [one for each in self.iterations for one in each.operations if one.activity is Activity.UNIT]
 
     def crosses_hosts(self, ranks: tuple[int, ...]) -> bool:
-        """Return whether an operation between these ranks uses the link between hosts."""
+        """Return whether an operation between these ranks uses the network link between hosts."""
         return len({self.hosts[rank] for rank in ranks}) > 1
 
     def changed(
@@ -177,11 +182,11 @@ class JobModel:
         program: Callable[[int, Program], Program] = lambda _, same: same,
         operation: Callable[[JobOperation], JobOperation] = lambda same: same,
     ) -> JobModel:
-        """Return a copy of the job with other work.
+        """Return a copy of the job in which functions have replaced the work of ranks and the operations between ranks.
 
         Args:
-            program: maps (rank, program of this rank) to a new program.
-            operation: maps an operation to a new operation.
+            program: maps (rank, sequence of work of this rank) to a new sequence of work.
+            operation: maps an operation between ranks to a new operation.
         """
         iterations = [
             Iteration(
@@ -194,19 +199,20 @@ class JobModel:
 
 
 Clock = Callable[[float], float]
-"""Function that converts a moment of a rank's clock to the common clock of the job."""
+"""Function that converts a reading of a rank's clock to a time on the common clock of the job."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """One interval of a training thread, in the job's clock.
+    """One interval of a training thread, in which it runs one operator, copies gradients, or waits. Times are on the
+    common clock of the job.
 
     Attributes:
         begin_s, end_s: first and last moment.
         activity: kind of work.
         phase: phase of the step, such as forward or backward.
         name: name of the operator; "" = no operator was recorded.
-        waits: operations for which the thread waits in this interval; empty if the thread works.
+        waits: all-reduces and other operations between ranks for which the thread waits; empty if the thread works.
         module: module whose forward or backward pass contains the operator; None = unknown.
     """
 
@@ -220,7 +226,7 @@ class Stretch:
 
     @property
     def computes(self) -> bool:
-        """Return whether the interval uses this machine's processors.
+        """Return whether the training thread uses a processor in this interval.
 
         A wait uses no processors, because the thread sleeps. Loading data is treated as a wait of constant duration.
         """
@@ -229,12 +235,13 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitInterval:
-    """A wait of the training thread for operations.
+    """A wait of the training thread for all-reduces or other operations between ranks.
 
     Attributes:
-        begin_s, end_s: first and last moment of the wait; equal if the results were available before.
+        begin_s, end_s: first and last moment of the wait; equal if the results were already available.
         keys: keys of the operations for which the thread waits.
-        until_backward_ends: True if the script reads the results only after `backward()`, as for gradients.
+        until_backward_ends: True if the wait cannot begin before `backward()` has returned, because the results are
+            gradients.
     """
 
     begin_s: float
@@ -244,8 +251,8 @@ class WaitInterval:
 
 
 def stretches(iteration: RecordedIteration, clock: Clock, modules: Sequence[Module] = ()) -> list[Stretch]:
-    """Divide the timeline of one rank in one iteration into intervals without gaps. `with_waits` must mark the waits
-    later.
+    """Divide the timeline of one rank in one iteration into intervals without gaps. Waits for other ranks are not
+    marked; `with_waits` inserts them.
     """
 
     def stretch(one: Operator | PhaseSpan, name: str = "", module: ModuleKey | None = None) -> Stretch:
@@ -266,7 +273,7 @@ def stretches(iteration: RecordedIteration, clock: Clock, modules: Sequence[Modu
     full: list[Stretch] = []
     now_s = begin_s
     for one in sorted(known, key=lambda one: one.begin_s):
-        # Cut overlaps, because operator times come from another clock, so neighbours may overlap slightly.
+        # Cut off overlaps: operators and copies may overlap slightly, because their times come from different clocks.
         from_s, to_s = max(now_s, min(one.begin_s, end_s)), min(one.end_s, end_s)
         if to_s >= from_s:
             full += (*_between(spans, now_s, from_s), replace(one, begin_s=from_s, end_s=to_s))
@@ -275,7 +282,7 @@ def stretches(iteration: RecordedIteration, clock: Clock, modules: Sequence[Modu
 
 
 def _between(spans: Sequence[Stretch], begin_s: float, end_s: float) -> Iterator[Stretch]:
-    """Yield intervals, one per recorded phase, for a period in which no operator ran."""
+    """Fill a period in which no operator ran with intervals, one for each phase (such as forward) in the period."""
     now_s = begin_s
     for span in spans:
         if now_s < span.end_s and span.begin_s < end_s:
@@ -288,8 +295,8 @@ def _between(spans: Sequence[Stretch], begin_s: float, end_s: float) -> Iterator
 
 
 def with_waits(full: Sequence[Stretch], waits: Iterable[WaitInterval]) -> list[Stretch]:
-    """Return the intervals, divided so that waits are intervals of their own. Only time without a recorded operator can
-    be a wait.
+    """Return the intervals of one rank, divided so that waits for other ranks are intervals of their own. Only time in
+    which no operator ran can be a wait.
     """
     found = list(full)
     for wait in sorted(waits, key=lambda wait: wait.end_s):
@@ -303,7 +310,8 @@ def _insert_wait(full: list[Stretch], wait: WaitInterval) -> None:
     backward = [at for at, each in enumerate(full) if each.name and each.phase is Phase.BACKWARD]
     backward_end = 1 + backward[-1] if backward and wait.until_backward_ends else 0
     if one.name or one.waits or place < backward_end:
-        # An operator ran at that moment, so the wait is later: at the earliest when backward() returns.
+        # Move the wait behind the operator that ran when the wait ended, because operators do not wait. Move a wait for
+        # gradients behind the whole backward pass.
         place = max(place + 1, backward_end)
         before = full[place - 1]
         begin_s = end_s = before.end_s
@@ -323,13 +331,12 @@ def _insert_wait(full: list[Stretch], wait: WaitInterval) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marks:
-    """Moments in one rank's iteration on which other nodes of the graph depend, in the job's clock.
+    """Moments in one rank's iteration on which other work depends. Times are on the common clock of the job.
 
     Attributes:
         ready: moment at which each gradient was ready.
-        issued: moment at which this rank issued each operation.
-        seen: delay of this rank's completion of an operation after the first rank's completion, by key of the
-            operation.
+        issued: moment at which this rank issued each all-reduce or other operation between ranks.
+        seen: delay with which this rank completed an operation after the first rank did, by key of the operation.
     """
 
     ready: Sequence[tuple[float, GradientKey]]
@@ -338,12 +345,14 @@ class Marks:
 
 
 def pieces(full: Sequence[Stretch], marks: Marks, work_s: Callable[[float, float], float]) -> Program:
-    """Split the intervals of one iteration at the marks, on which other nodes depend, and return the pieces.
+    """Split the intervals of one rank's iteration at the moments on which other work depends, and return the parts
+    ("pieces").
 
     Args:
         full: intervals of one rank's iteration, without gaps.
         marks: moments at which to split.
-        work_s: returns the work done from `begin` to `end`, in seconds on a processor without contention.
+        work_s: maps (begin, end) of a computation to the seconds that it would take on processors that nothing else
+            uses.
     """
     ready: dict[float | None, list[GradientKey]] = defaultdict(list)
     issued: dict[float | None, list[OperationKey]] = defaultdict(list)
@@ -384,11 +393,12 @@ def pieces(full: Sequence[Stretch], marks: Marks, work_s: Callable[[float, float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedBarrier(JobOperation):
-    """One recorded operation between ranks, with its times in the job's clock.
+    """One recorded operation between ranks (all-reduce of a unit (bucket), or another collective operation), with its
+    times on the common clock of the job.
 
     Attributes:
         issued_s: moment at which each rank issued the operation.
-        begin_s: moment at which the operation began.
+        begin_s: moment at which the operation began, after all ranks had issued it.
         done_s: moment at which each rank had the result; at least `begin_s`.
     """
 
@@ -408,14 +418,15 @@ def barriers(
     buffers: Iterable[Buffer],
     free_s: dict[str, float],
 ) -> list[TimedBarrier]:
-    """Merge what all ranks recorded about each operation in one iteration. Return the operations by begin.
+    """Return the operations between ranks in one iteration, sorted by begin. Each is merged from what all ranks
+    recorded about it.
 
     Args:
         iterations: the iteration as recorded by each rank.
-        clocks: conversion of each rank's clock to the job's clock.
-        buffers: flat buffers of the job.
-        free_s: moment at which each lane becomes idle. Updated in place, because a busy lane delays the next operation
-            on this lane.
+        clocks: conversion of each rank's clock to the common clock of the job.
+        buffers: flat buffers (of contiguous gradients) of the job.
+        free_s: moment at which each lane (queue of a transport) becomes idle, so that it can begin the next operation.
+            This function updates it in place.
     """
     layouts = {buffer.number: buffer.layout for buffer in buffers}
     issued: dict[OperationKey, dict[int, float]] = defaultdict(dict)
@@ -446,7 +457,7 @@ def barriers(
 
 
 def unit_fields(key: OperationKey, layout: GradientLayout, route: Route, stream: int) -> dict[str, Any]:
-    """Return the fields of the `JobOperation` of a unit (bucket) that do not depend on its cost."""
+    """Return those fields of a unit's (bucket's) `JobOperation` that do not depend on the time its all-reduce takes."""
     _, start, stop = key
     return {
         "key": key,
@@ -460,13 +471,13 @@ def unit_fields(key: OperationKey, layout: GradientLayout, route: Route, stream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedStep:
-    """Timelines of all ranks in one iteration, in the job's clock.
+    """Timelines of all ranks in one iteration, on the common clock of the job.
 
     Attributes:
-        number: `RecordedIteration.number`.
+        number: number of the iteration (`RecordedIteration.number`).
         barriers: operations between ranks, in the order in which they began.
         stretches: intervals of each rank's training thread, without gaps.
-        marks: moments of each rank's iteration on which other ranks or operations depend.
+        marks: moments of each rank's iteration on which other work depends, such as ready gradients.
     """
 
     number: int
@@ -477,11 +488,12 @@ class TimedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Histories:
-    """Timelines of all ranks in the representative iterations (`Recording.usual_iterations`).
+    """Timelines of all ranks in the iterations to analyse: consecutive ordinary steps (`Recording.usual_iterations`).
 
     Attributes:
-        recording: source of the timelines.
-        steps: consecutive iterations.
+        recording: recording from which the timelines were built.
+        steps: timelines of each iteration, in order.
+
         begin_s: time at which each rank begins the first step, in seconds after the first rank.
         clocks: conversion of each rank's clock to the job's clock.
         hosts: lowest rank on the same host, by rank.
@@ -499,12 +511,13 @@ class Histories:
         return tuple(self.begin_s)
 
     def crosses_hosts(self, barrier: TimedBarrier) -> bool:
-        """Return whether the operation uses the link between hosts."""
+        """Return whether the operation uses the network link between hosts."""
         return len({self.hosts[rank] for rank in barrier.ranks}) > 1
 
 
 def histories(recording: Recording) -> Histories:
-    """Build the timelines of all ranks in the iterations to analyse (`Recording.usual_iterations`).
+    """Build the timelines of all ranks in the iterations to analyse: consecutive ordinary steps
+    (`Recording.usual_iterations`).
 
     Raises:
         ReplayError: no iteration was recorded on all ranks.
@@ -560,11 +573,11 @@ def _waits(
 
 
 def _clocks(recording: Recording, first: Mapping[int, RecordedIteration]) -> dict[int, Clock]:
-    """Return conversions of each rank's clock to the job's clock, which reads 0 when the first rank begins.
+    """Return conversions of each rank's clock to the common clock of the job, which reads 0 when the first rank begins.
 
-    The times of units (buckets) determine offset and drift of a clock, but only to within the duration of the shortest
-    units. If the offset
-    measured at the start of the recording has a smaller error bound, that offset is used instead.
+    Offset and drift of a clock are derived from the times at which ranks issue and complete units (buckets), so that
+    their error is as large as the duration of the shortest units. If the offset that was measured at the start of the
+    recording has a smaller error bound, it is used instead.
     """
     found = align(recording)
     by_units = found.error_s <= max(one.round_trip_s for one in recording.ranks.values()) / 2
@@ -580,11 +593,11 @@ def _clocks(recording: Recording, first: Mapping[int, RecordedIteration]) -> dic
 
 
 Use = tuple[float, float, float]
-"""Use of a shared resource: (begin_s, end_s, number of concurrent tasks that the use counts as)."""
+"""Use of a shared resource, such as processors: (begin_s, end_s, number of concurrent tasks that the use counts as)."""
 
 
 class ShareClock:
-    """Clock that measures the work of one task on a shared resource (processors or link).
+    """Clock that measures the work of one task on a shared resource (processors, or network link between hosts).
 
     The clock runs at speed 1 while at most one task uses the resource, otherwise at the speed that each task gets.
     """
@@ -605,12 +618,14 @@ class ShareClock:
             self._speeds.append(server.share(max(1.0, jobs)))
 
     def at(self, moment_s: float) -> float:
-        """Return the reading of the clock at a moment."""
+        """Return the reading of this clock at a moment of the job."""
         place = max(0, bisect_right(self._moments_s, moment_s) - 1)
         return self._shown_s[place] + (moment_s - self._moments_s[place]) * self._speeds[place]
 
     def between(self, begin_s: float, end_s: float) -> float:
-        """Return the work that one task completed from `begin_s` to `end_s`, in seconds without contention."""
+        """Return the work that one task completed from `begin_s` to `end_s`, in seconds that it takes if alone on the
+        resource.
+        """
         return max(0.0, self.at(end_s) - self.at(begin_s))
 
 
@@ -623,8 +638,9 @@ def processor_use(group: Processors, histories: Histories) -> tuple[ShareClock, 
     """Measure how the ranks of one machine used its processors in the recorded iterations.
 
     Returns:
-        The clock that measures computation without contention on the machine, and the number of processors that each
-        rank occupies while a unit (bucket) is reduced (`JobOperation.busy`); 1 if processor time was not recorded.
+        (clock that measures how long computations on the machine would take if nothing else used the processors, number
+        of processors that each rank occupies during the all-reduce of a unit (bucket)). The number is
+        `JobOperation.busy`, and 1 if processor time was not recorded.
     """
     units = [
         one
@@ -658,8 +674,8 @@ def processor_use(group: Processors, histories: Histories) -> tuple[ShareClock, 
 
 
 def _spent_s(group: Processors, histories: Histories) -> float | None:
-    """Return the processor time of communication on the machine. None if processor time was not recorded, or if
-    operators use several threads.
+    """Return the processor time that communication used on the machine. Return None if it is unknown, because processor
+    time was not recorded or because operators use several threads.
     """
     numbers = {step.number for step in histories.steps}
     recorded = [one for rank in group.ranks for one in histories.recording.ranks[rank].iterations]
@@ -672,8 +688,8 @@ LINK = "the link between hosts"
 
 
 def job_model(histories: Histories) -> JobModel:
-    """Build the model of the recorded job: the work of all ranks, without the delays by contention for processors and
-    links.
+    """Build the model of the recorded job: the work of all ranks, with the durations it would have if each piece of
+    work had processors and network for itself.
     """
     job, hosts = histories.recording.job, histories.hosts
     recorded = [one for step in histories.steps for one in step.barriers]
@@ -739,11 +755,11 @@ def job_model(histories: Histories) -> JobModel:
 
 
 def without_dents(throughput: Sequence[float]) -> tuple[float, ...]:
-    """Return the probed throughput G(n) with n concurrent units (buckets), without dents.
+    """Return the throughput G(n) of a network link, as measured with n concurrent units (buckets), without dents.
 
-    A dent is a value between two higher values, for fewer and for more units. It means that other work kept the machine
-    busy during the probe, so the value is raised to the line between the higher values. A decline towards the largest n
-    is not changed.
+    A dent is a value that is lower than some value for fewer units and some value for more units. It means that other
+    work kept the machine busy during the measurement, so the value is raised to the line between the two higher values.
+    A decline towards the largest n is not changed.
     """
     found = list(throughput)
     places = range(len(found))
@@ -757,13 +773,17 @@ def without_dents(throughput: Sequence[float]) -> tuple[float, ...]:
 
 
 def link_server(link: LinkModel) -> SharedResource:
-    """Return the probed link as a shared resource, whose total rate with n concurrent units is G(n) / G(1)."""
+    """Return a measured network link as a resource that units (buckets) share. With n concurrent units, its total rate
+    relative to a single unit is G(n) / G(1), for the measured throughput G.
+    """
     alone = link.throughput[0]
     return SharedResource(name=LINK, totals=tuple(rate / alone for rate in link.throughput), is_link=True)
 
 
 def _processors(places: Sequence[Placement]) -> tuple[Processors, ...]:
-    """Return the processors of each machine. Hosts with the same clock are emulated on one machine."""
+    """Return the processors of each machine. Ranks with the same clock are on one machine, even if it emulates several
+    hosts.
+    """
     machines: dict[str, list[Placement]] = defaultdict(list)
     for place in places:
         machines[place.clock].append(place)

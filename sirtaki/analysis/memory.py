@@ -1,5 +1,5 @@
-"""Replay the memory use of a step, and choose a remedy (recomputation, accumulation) that lowers the peak to a
-budget.
+"""Replay (simulate) the memory use of a training step, and choose a change of the script (recomputation of activations,
+gradient accumulation) that lowers the peak to a budget.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _OF_SAMPLES = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD)
 _LAST = 1 << 30
 
 _Event = tuple[float, int, int, int]
-"""Allocation or release of a block: (moment, order among events of the same moment, +1 or -1, index of the
-allocation)."""
+"""Allocation or release of a block of memory: (moment, order among events of the same moment, +1 for an allocation or
+-1 for a release, index of the block in `StepMemory.allocations`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class Peak:
     Attributes:
         n_bytes: bytes in use at the moment.
         at_s: time of the moment.
-        held: bytes of each allocation in use at the moment, by index in `StepMemory.allocations`.
+        held: bytes of each block of memory in use at the moment, by index in `StepMemory.allocations`.
     """
 
     n_bytes: int
@@ -46,7 +46,7 @@ class Peak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """Memory in use, by purpose, from one moment until the next `Moment` of the curve."""
+    """Memory in use, by purpose, from one moment until the next `Moment` of a curve of memory use over time."""
 
     at_s: float
     n_bytes: Mapping[Holds, int]
@@ -58,7 +58,8 @@ class Moment:
 
 
 class MemoryReplay:
-    """Replay of the memory use of one device in one step, as recorded or with a remedy that lowers the peak.
+    """Replay (simulation) of the memory use of one device in one step, as recorded or with a change that lowers the
+    peak.
 
     Attributes:
         memory: recorded memory use of the step.
@@ -76,11 +77,11 @@ class MemoryReplay:
         self._gradients = [place for _, place in self._allocated if memory.allocations[place].holds is Holds.GRADIENTS]
 
     def saved(self, number: int, *, needed: Collection[int] = ()) -> list[int]:
-        """Return the indices of allocations that a module call saves only for its own backward pass.
+        """Return the indices of the blocks of memory that a module call saves only for its own backward pass.
 
         Args:
             number: index of the module call.
-            needed: indices of allocations that other calls need, which are excluded.
+            needed: indices of the blocks of memory that other module calls need, which are excluded.
         """
         call = self.memory.calls[number]
         begin_s, end_s = call.backward_begin_s, call.backward_end_s
@@ -94,17 +95,19 @@ class MemoryReplay:
         ]
 
     def peak(self, recomputed: Sequence[int] = (), passes: int = 1) -> Peak:
-        """Return the memory peak of the step, as recorded or with remedies.
+        """Return the memory peak of the step, as recorded, or with recomputation of activations or gradient
+        accumulation.
 
         Args:
             recomputed: indices of module calls whose forward pass is repeated in the backward pass. No call may be
                 inside another.
-            passes: number of forward and backward passes, each over a part of the batch.
+            passes: number of forward and backward passes into which gradient accumulation divides the batch.
         """
         events = sorted(self._events(recomputed))
         if passes == 1:
             return self._highest(self._initial, events, 1)
-        # From the second pass on, all gradients of the parameters exist, and autograd adds the new gradients to these.
+        # Let all gradients exist from the second pass on, because autograd then adds new gradients to those of the
+        # first pass.
         there, allocations, later = [*self._initial, *self._gradients], self.memory.allocations, set(self._gradients)
         added = [(allocations[place].added_s or 0.0, _LAST, -1, place) for place in self._gradients]
         last = self._highest(there, sorted([*events, *added]), passes)
@@ -118,7 +121,7 @@ class MemoryReplay:
         return max(self._highest(there, sorted([*between, *added]), passes), last, key=lambda one: one.n_bytes)
 
     def curve(self) -> list[Moment]:
-        """Return the recorded memory use over time, by purpose."""
+        """Return the recorded memory use over time, by purpose (such as activations)."""
         held = Counter[Holds]()
         for place in self._initial:
             held[self.memory.allocations[place].holds] += self.memory.allocations[place].n_bytes
@@ -134,7 +137,7 @@ class MemoryReplay:
 
     def _events(self, recomputed: Sequence[int]) -> list[_Event]:
         calls = self.memory.calls
-        # by allocation: latest moment at which a repeated forward pass needs it
+        # by block of memory: latest moment at which a repeated forward pass reads it
         needed_s = defaultdict[int, float](float)
         for number in recomputed:
             for place in calls[number].inputs:
@@ -149,10 +152,10 @@ class MemoryReplay:
         return found
 
     def _repeated(self, call: ModuleCall, saved: Collection[int]) -> Iterator[_Event]:
-        """Yield the memory events of a module call whose forward pass is repeated.
+        """Yield the allocations and releases of a module call whose forward pass is repeated in the backward pass.
 
-        The saved blocks are released after the first forward pass. These blocks and the temporary ones are allocated
-        again before the backward pass.
+        The blocks of memory that are saved for the backward pass (`saved`) are released after the first forward pass.
+        When the forward pass is repeated, these blocks and its temporary blocks are allocated again.
         """
         if call.backward_begin_s is None:
             return
@@ -186,15 +189,16 @@ def _size(one: Allocation, passes: int) -> int:
 
 
 CALL_S, OPERATOR_S = 1e-3, 25e-6
-"""Overhead in seconds of `torch.utils.checkpoint` per module call, and per operator in this call. Measured on two
-cores."""
+"""Overhead of `torch.utils.checkpoint` in seconds: per module call, and per operator in this call. It was measured on
+two CPU cores."""
 
 AGAIN = "re-computation"
 ADDING = "add gradients"
 
 
 def with_recomputation(job: JobModel, modules: Collection[ModuleKey]) -> JobModel:
-    """Return the job in which `modules` repeat their forward pass at the begin of their backward pass (checkpointing).
+    """Return the job in which `modules` repeat their forward pass at the begin of their backward pass (activation
+    checkpointing).
 
     Args:
         job: recorded job, with the module of each operator.
@@ -207,8 +211,8 @@ def with_accumulation(job: JobModel, passes: int) -> JobModel:
     """Return the job in which a step has several passes, each over a part of the batch (gradient accumulation). Only
     the last pass exchanges gradients.
 
-    Assumptions: operator time is proportional to the number of samples; Python code between operators is repeated in
-    each pass; adding gradients takes as long as copying them.
+    It is assumed that operator time is proportional to the number of samples, that Python code between operators takes
+    the same time in each pass, and that adding gradients takes as long as copying them.
     """
     return job.changed(program=lambda _, program: tuple(_in_passes(program, passes)))
 
@@ -217,7 +221,7 @@ def _again(program: Program, modules: Collection[ModuleKey]) -> Iterator[ThreadI
     owners = [_owner(piece.module, modules) for piece in program]
     repeat_s: dict[ModuleKey, float] = {}
     last: ModuleKey | None = None
-    gap_s = 0.0  # Time since the last operator. It counts to a module if the next operator belongs to the same module.
+    gap_s = 0.0  # time since the last operator, which counts to its module if the next operator is of the same module
     for piece, owner in zip(program, owners, strict=True):
         if piece.phase is Phase.FORWARD and not piece.name:
             gap_s += piece.seconds
@@ -262,19 +266,19 @@ def _in_passes(program: Program, passes: int) -> Iterator[ThreadInterval]:
 
 MAX_PASSES = 64
 MAX_MODULES = 100
-"""Maximum number of modules per depth of the model that are considered. The modules that save most memory are
-chosen."""
+"""Maximum number of modules at each depth of the model that the search for recomputation considers. It considers those
+whose activations take most memory."""
 
 WITH_RUNNING_STATISTICS = ("BatchNorm", "SyncBatchNorm")
-"""Prefixes of the class names of modules that keep running statistics of batches."""
+"""Prefixes of class names by which modules that keep running statistics of batches are recognized."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryQuestion:
-    """Input of a search for remedies that lower the memory peak.
+    """Input of a search for changes of the training script ("remedies") that lower the memory peak.
 
     Attributes:
-        replay: memory replay of the rank that is examined.
+        replay: replay (simulation) of the memory use of the rank that is examined.
         modules: modules of the model on this rank.
         budget_bytes: highest peak that is allowed.
     """
@@ -285,7 +289,9 @@ class MemoryQuestion:
 
     @property
     def passes(self) -> int:
-        """Return how many forward passes of the outermost module the recorded step has (gradient accumulation)."""
+        """Return how many forward passes of the whole model the recorded step has; more than 1 with gradient
+        accumulation.
+        """
         calls = self.replay.memory.calls
         return max(1, sum(call.parent < 0 and call.module == calls[0].module for call in calls))
 
@@ -305,14 +311,14 @@ class MemoryQuestion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRemedy:
-    """One way to lower the memory peak of a step.
+    """One change of the training script that lowers the memory peak of a step.
 
     Attributes:
-        words: description of the remedy for users.
-        lines: lines of code with which users apply the remedy.
-        peak_bytes: predicted memory peak with the remedy.
-        apply: function that returns the job with the remedy.
-        notes: one sentence for each side effect of the remedy.
+        words: description of the change for users.
+        lines: lines of code with which users make the change.
+        peak_bytes: predicted memory peak with the change.
+        apply: maps the model of a job to the model with the change.
+        notes: one sentence for each side effect of the change.
     """
 
     words: str
@@ -323,18 +329,20 @@ class MemoryRemedy:
 
 
 def recomputation(question: MemoryQuestion) -> Iterator[MemoryRemedy]:
-    """Yield remedies that repeat forward passes of modules instead of saving activations (Chen et al., 2016).
+    """Yield changes that lower the memory peak by recomputation: some modules repeat their forward pass instead of
+    saving activations (Chen et al., 2016).
 
-    For each depth of the model, a greedy search adds modules until the budget is met. It always adds the module that
-    saves most bytes at the peak per second of its forward pass. At the end, it removes modules that are not needed.
+    For each depth of the module tree, a greedy search adds modules until the memory budget is met. It always adds the
+    module that saves most bytes at the peak per second of its forward pass. At the end, it removes modules whose
+    recomputation is not needed.
     """
     for numbers, peak in _smallest_sets(question, passes=1):
         yield _recomputed(question, numbers, peak)
 
 
 def accumulation(question: MemoryQuestion) -> Iterator[MemoryRemedy]:
-    """Yield one remedy by gradient accumulation: the fewest passes over parts of the batch that meet the budget. If no
-    number of passes does, yield the number with the lowest peak.
+    """Yield one change that lowers the memory peak by gradient accumulation: the fewest passes over parts of the batch
+    that meet the memory budget or, if no number of passes meets it, those with the lowest peak.
     """
     found: MemoryRemedy | None = None
     for passes in _passes(question):
@@ -348,14 +356,15 @@ def accumulation(question: MemoryQuestion) -> Iterator[MemoryRemedy]:
 
 
 def both(question: MemoryQuestion) -> Iterator[MemoryRemedy]:
-    """Yield remedies that combine gradient accumulation with recomputation.
+    """Yield changes that lower the memory peak by gradient accumulation together with recomputation of activations.
 
-    All remedies have the fewest passes with which the budget can be met. There is one remedy for each depth of the
-    model. If no remedy meets the budget, the remedy with the lowest peak is yielded.
+    All have the fewest passes over parts of the batch with which the memory budget can be met. They differ in the depth
+    of the module tree at which modules are recomputed. If the budget cannot be met, only the change with the lowest
+    peak is yielded.
     """
 
     def of(passes: int) -> list[MemoryRemedy]:
-        """Return one remedy with this number of passes for each depth of the model, by ascending peak."""
+        """Return one change with this number of passes for each depth of the module tree, by ascending memory peak."""
         smallest_sets = sorted(_smallest_sets(question, passes=passes), key=lambda one: one[1].n_bytes)
         return [_both(question, passes, numbers, peak) for numbers, peak in smallest_sets]
 
@@ -365,7 +374,7 @@ def both(question: MemoryQuestion) -> Iterator[MemoryRemedy]:
     counts = list(_passes(question))
     most = of(counts[-1]) if counts else []
     if not fits(most):
-        yield from most[:1]  # Fewer passes would have a higher peak.
+        yield from most[:1]  # the change with the lowest peak, because fewer passes have a higher one
         return
     yield from next(filter(fits, map(of, counts[:-1])), most)
 
@@ -374,9 +383,10 @@ PASSES: tuple[Mapping[str, Callable[[MemoryQuestion], Iterator[MemoryRemedy]]], 
     {"re-computation": recomputation, "accumulation": accumulation},
     {"both": both},
 )
-"""Searches for remedies by name, in stages. A stage runs only if no remedy of the previous stage meets the budget.
+"""Searches for changes ("remedies") that lower the memory peak, by name, in stages. A stage runs only if no change
+found in the previous stage meets the memory budget.
 
-Each search yields remedies that meet the budget with the least overhead. If none does, it yields the remedy with the
+Each search yields the changes that meet the budget with the least overhead or, if none meets it, the change with the
 lowest peak.
 """
 
@@ -396,7 +406,7 @@ def _both(question: MemoryQuestion, passes: int, numbers: Sequence[int], peak: P
 
 
 def _passes(question: MemoryQuestion) -> Iterator[int]:
-    """Yield, for gradient accumulation, the numbers of equal parts into which each recorded pass can be divided."""
+    """Yield the numbers of equal parts into which gradient accumulation can divide the batch of each recorded pass."""
     batch = question.replay.memory.batch
     for passes in range(2, MAX_PASSES + 1):
         if batch % passes == 0 if batch else passes & (passes - 1) == 0:
@@ -444,8 +454,8 @@ def _recomputed(question: MemoryQuestion, numbers: Sequence[int], peak: Peak) ->
 
 
 def _smallest_sets(question: MemoryQuestion, *, passes: int) -> Iterator[tuple[list[int], Peak]]:
-    """Yield (modules, peak) for each depth of the model: the smallest set of modules whose recomputation meets the
-    budget. If no set does, yield the set with the lowest peak.
+    """Yield (indices of modules, memory peak) for each depth of the module tree: the smallest set of modules whose
+    recomputation meets the memory budget or, if no set meets it, the set with the lowest peak.
     """
     seen: set[frozenset[int]] = set()
     for blocks in _depths(question):
@@ -456,7 +466,7 @@ def _smallest_sets(question: MemoryQuestion, *, passes: int) -> Iterator[tuple[l
 
 
 def _depths(question: MemoryQuestion) -> Iterator[dict[int, list[int]]]:
-    """Yield for each depth of the model a set of modules that may be recomputed, with the calls of each module.
+    """Yield for each depth of the module tree a set of modules that may be recomputed, with the calls of each module.
 
     The set consists of the modules at the depth, and of shallower modules without submodules, so that no module of the
     set contains another. Modules that save no memory, or that cannot be recomputed, are omitted.
@@ -472,7 +482,7 @@ def _depths(question: MemoryQuestion) -> Iterator[dict[int, list[int]]]:
             is_leaf = place not in parents
             if depths[place] == depth or (is_leaf and 0 < depths[place] < depth):
                 found.setdefault(call.module, []).append(place)
-        # Exclude modules that are called at several depths, because one of these modules could contain another.
+        # Exclude modules that are called at several depths, because a module of the set could then contain another.
         usable = {
             module: calls
             for module, calls in found.items()
@@ -527,13 +537,13 @@ def _chosen(question: MemoryQuestion, blocks: dict[int, list[int]], passes: int)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankedRemedy:
-    """A remedy for the memory peak, with its predicted step time.
+    """A change of the training script that lowers the memory peak, with its predicted step time.
 
     Attributes:
-        by: name of the search that found the remedy.
-        remedy: remedy that the search found.
-        step_s: replayed step time with the remedy and the recorded communication plan. Used only to rank remedies and
-            not shown to users, because measured times differed by up to 30 %.
+        by: name of the search that found the change.
+        remedy: the change.
+        step_s: predicted step time with the change and the recorded communication plan. It only ranks changes and is
+            not shown to users, because measured times differed from it by up to 30 %.
     """
 
     by: str
@@ -543,16 +553,16 @@ class RankedRemedy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitting:
-    """Result of fitting a job into a memory budget.
+    """Result of the search for changes of the training script with which a job fits into a memory budget.
 
     Attributes:
         rank: rank with the highest memory peak. Only this rank was examined.
         device: name of the device on which this rank trains.
         budget_bytes: memory budget of the device.
         peak_bytes: recorded memory peak of the device.
-        before: replay of the recorded job.
-        remedies: remedies that meet the budget, the fastest first, then remedies that do not meet it.
-        chosen: fastest remedy that meets the budget; None = no remedy is needed, or none meets the budget.
+        before: replay (simulation) of the recorded job.
+        remedies: changes that meet the budget, the fastest first, then changes that do not meet it.
+        chosen: fastest change that meets the budget; None if no change is needed or none is sufficient (see `is_met`).
     """
 
     rank: int
@@ -565,19 +575,19 @@ class Fitting:
 
     @property
     def is_met(self) -> bool:
-        """Return whether the budget is met, with the chosen remedy or without a remedy."""
+        """Return whether the job meets the memory budget, as recorded or with the chosen change."""
         return self.chosen is not None or self.peak_bytes <= self.budget_bytes
 
     @property
     def after(self) -> Baseline:
-        """Return the replay of the job with the chosen remedy, or of the recorded job if none was chosen."""
+        """Return the replay (simulation) of the job with the chosen change, or without change if none was chosen."""
         if self.chosen is None:
             return self.before
         return Baseline.of(self.chosen.remedy.apply(self.before.job), error=self.before.error)
 
 
 def highest_rank(recording: Recording) -> tuple[RankRecording, MemoryReplay]:
-    """Return the rank with the highest peak, and the memory replay of its training device.
+    """Return the rank with the highest memory peak, and the replay (simulation) of the memory use of its device.
 
     Raises:
         RecordingError: no rank recorded its memory use.
@@ -592,11 +602,12 @@ def highest_rank(recording: Recording) -> tuple[RankRecording, MemoryReplay]:
 
 
 def fit(recording: Recording, before: Baseline, *, budget_bytes: int) -> Fitting:
-    """Search for the fastest remedy that meets a memory budget.
+    """Search for the fastest change of the training script (recomputation of activations, gradient accumulation, or
+    both) with which a job meets a memory budget.
 
     Args:
         recording: recording that includes memory use.
-        before: replay of the same recording.
+        before: replay (simulation) of the same recording, without changes.
         budget_bytes: memory budget of the device on which each rank trains.
 
     Raises:
@@ -624,7 +635,9 @@ def fit(recording: Recording, before: Baseline, *, budget_bytes: int) -> Fitting
 
 
 def _best(name: str, remedies: Sequence[MemoryRemedy], budget_bytes: int, before: Baseline) -> Iterator[RankedRemedy]:
-    """Yield the fastest of the remedies that meet the budget. If none does, yield the remedy with the lowest peak."""
+    """Yield the fastest of those changes (`remedies`) that meet the memory budget or, if none meets it, the change with
+    the lowest memory peak.
+    """
     fitting = [remedy for remedy in remedies if remedy.peak_bytes <= budget_bytes]
     timed = [
         RankedRemedy(by=name, remedy=remedy, step_s=replayed(play(remedy.apply(before.job))).iteration_s)

@@ -1,4 +1,6 @@
-"""Record steps with torch.profiler and module hooks: operators, data dependencies between them, and memory."""
+"""Record the operators, their data dependencies, and the memory use of training steps, with torch.profiler and module
+hooks.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ LOADER = "enumerate(DataLoader)#"
 ZEROING = "Optimizer.zero_grad#"
 
 Interval = tuple[float, float]
-"""Interval of time: (begin_s, end_s)."""
+"""Interval of time: (begin, end) in seconds."""
 
 
 def _own_name(name: str) -> str:
@@ -52,10 +54,10 @@ def _own_name(name: str) -> str:
 
 
 class Mark(NamedTuple):
-    """One event whose time was read from two clocks, to convert between the clocks.
+    """One event that was timed by two clocks, to convert times between the clocks.
 
     Attributes:
-        before_s, after_s: `time.perf_counter` immediately before and after the event.
+        before_s, after_s: readings of `time.perf_counter` immediately before and after the event.
         start_ns, duration_ns: begin and duration of the event by torch.profiler's clock.
     """
 
@@ -67,11 +69,11 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockMap:
-    """Conversion from torch.profiler's clock to `time.perf_counter`.
+    """Conversion of times from torch.profiler's clock to `time.perf_counter`.
 
     Attributes:
-        origin_ns: a moment in torch.profiler's clock.
-        origin_s: the corresponding moment of `time.perf_counter`.
+        origin_ns: a reading of torch.profiler's clock.
+        origin_s: the reading of `time.perf_counter` at the same moment.
         error_s: largest possible error of a converted time.
     """
 
@@ -80,12 +82,14 @@ class ClockMap:
     error_s: float
 
     def at(self, moment_ns: int) -> float:
-        """Convert a moment of torch.profiler's clock to seconds of `time.perf_counter`."""
+        """Convert a reading of torch.profiler's clock to a reading of `time.perf_counter`."""
         return self.origin_s + (moment_ns - self.origin_ns) * 1e-9
 
 
 def map_clock(marks: Sequence[Mark]) -> ClockMap:
-    """Fit a conversion between the clocks that agrees with all marks, or disagrees as little as possible."""
+    """Fit a conversion from torch.profiler's clock to `time.perf_counter` that agrees with all marks (events timed by
+    both clocks), or disagrees as little as possible.
+    """
     origin_ns = marks[0].start_ns
     since_s = [(mark.start_ns - origin_ns) * 1e-9 for mark in marks]
     earliest_s = max(mark.before_s - at_s for mark, at_s in zip(marks, since_s, strict=True))
@@ -103,20 +107,20 @@ Storage = tuple[int, int]
 """Storage in an execution trace: (storage id, bytes per element)."""
 
 _USER_SCOPE = 7
-"""Value of the scope field for `record_function` annotations, which are not operators."""
+"""Value that the field `scope` of an execution trace has for `record_function` annotations, which are not operators."""
 
 _MUTABLE = re.compile(r"\(\w+!\)")
 
 
 class Reader(NamedTuple):
-    """One operator, with the indices of the operators that produced its inputs."""
+    """One operator of a step (`name`), with the indices of the operators that produced its inputs (`after`)."""
 
     name: str
     after: tuple[int, ...]
 
 
 class TensorWatch:
-    """Recorder of the data dependencies between operators of one step, by PyTorch's execution-trace observer.
+    """Recorder of the data dependencies between the operators of one step. It uses PyTorch's `ExecutionTraceObserver`.
 
     The constructor starts the recording. The recorded step takes about three times as long.
     """
@@ -134,7 +138,8 @@ class TensorWatch:
         self._observer.unregister_callback()
 
     def readers(self) -> tuple[Reader, ...]:
-        """Return the operators of the step with their data dependencies, and delete the trace file. Called once.
+        """Return the operators of the recorded step with their data dependencies, and delete the trace file. May be
+        called only once.
 
         Takes about a second for 5,000 operators, nested operators included.
         """
@@ -149,21 +154,22 @@ class TensorWatch:
 
 
 def readers(nodes: Sequence[Node]) -> tuple[Reader, ...]:
-    """Return the operators of the thread that ran most operators, with their data dependencies, in the order in which
-    they began.
+    """Return the operators in an execution trace with their data dependencies, in the order in which they began. Only
+    the thread that ran most operators is considered.
 
     Raises:
         KeyError, TypeError, IndexError: the execution trace has an unexpected format.
     """
     attributes = {node["id"]: {each["name"]: each["value"] for each in node["attrs"]} for node in nodes}
-    outermost: dict[int, int] = {}  # by id of a node: id of the top-level operator that contains the node
+    outermost: dict[int, int] = {}  # by node of the trace: id of the top-level operator that contains the node
     threads = defaultdict[int, list[Node]](list)
     for node in sorted(nodes, key=lambda node: node["id"]):
         number = int(node["id"])
         if attributes[number]["scope"] != _USER_SCOPE:
             outermost[number] = outermost.get(node["ctrl_deps"], number)
             threads[attributes[node["id"]]["tid"]].append(node)
-    # Id of the operator that produced each tensor, and of the operator that has last written to each storage.
+    # Remember the operator that produced each tensor (`made`), and the last operator that wrote to each storage
+    # (`changed`).
     made: dict[Tensor, int] = {}
     changed: dict[Storage, int] = {}
     names: dict[int, str] = {}
@@ -184,7 +190,7 @@ def readers(nodes: Sequence[Node]) -> tuple[Reader, ...]:
         schema = str(attributes[node["id"]].get("op_schema", ""))
         arguments = schema[schema.find("(") + 1 : schema.rfind(" -> ")].split(", ")
         for argument, value in zip(arguments, inputs, strict=False):
-            if _MUTABLE.search(argument):  # The operator writes into this argument.
+            if _MUTABLE.search(argument):  # The schema says that the operator writes into this argument.
                 changed.update((_storage(tensor), operator) for tensor in _tensors_in([value]))
     places = {operator: place for place, operator in enumerate(names)}
     return tuple(
@@ -193,11 +199,11 @@ def readers(nodes: Sequence[Node]) -> tuple[Reader, ...]:
 
 
 def _tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:  # Any: values of JSON
-    """Yield the tensors among JSON values, nested lists included."""
+    """Yield the tensors among the JSON values of an execution trace, including those in nested lists."""
     for value in values:
         if isinstance(value, list):
             if len(value) == 6 and isinstance(value[5], str):
-                if value[0] and value[1]:  # Ids of 0 mean an undefined tensor.
+                if value[0] and value[1]:  # Skip undefined tensors, whose ids are 0.
                     yield value[0], value[1], value[2], value[3], value[4], value[5]
             else:
                 yield from _tensors_in(value)
@@ -208,13 +214,13 @@ def _storage(tensor: Tensor) -> Storage:
 
 
 def with_edges(pieces: Sequence[tuple[int, Operator]], found: Sequence[Reader]) -> tuple[Operator, ...]:
-    """Return the operators of a step with the data dependencies that were recorded in another step.
+    """Return the operators of one step, with the data dependencies that were recorded in another step.
 
     Args:
-        pieces: (id of the operator, part of the operator), by begin. An operator that was split has several parts with
-            the same id. Ids ascend within a lane (thread or stream).
-        found: operators of the step whose dependencies were recorded. An operator that this step does not have gets no
-            dependencies.
+        pieces: (id of the operator, part of the operator) for all parts of the operators, sorted by begin. Only
+            operators that were split have several parts. Ids ascend within a lane (thread or stream).
+        found: operators of the other step, with their data dependencies. They are matched by name and order. An
+            operator without a match gets no dependencies.
     """
     operators = [piece for _, piece in pieces]
     first, last = dict[int, int](), dict[int, int]()
@@ -238,14 +244,15 @@ Address = tuple[str, int]
 """Location of a storage in memory: (device, address)."""
 
 UNLISTED = 0
-"""Address that stands for all device memory that no Python tensor shows, of which only the total size is known."""
+"""Address that stands for all memory of a device that no Python tensor uses. Only the total size of this memory is
+known."""
 
 LARGEST_NODE = 1 << 62
-"""Upper bound on autograd's sequence numbers. An autograd node without a number reports a larger integer."""
+"""Number above all sequence numbers of autograd nodes. A node without a sequence number reports a larger integer."""
 
 
 class LiveStorage(NamedTuple):
-    """One storage that existed when the first recorded step began."""
+    """One tensor storage that existed when the first recorded step began."""
 
     device: str
     address: int
@@ -254,7 +261,7 @@ class LiveStorage(NamedTuple):
 
 
 Extent = tuple[str, int, int]
-"""Memory that a storage occupies: (device, address, bytes)."""
+"""Memory that a tensor storage occupies: (device, address, bytes)."""
 
 
 def _extent(tensor: object) -> Extent | None:
@@ -267,7 +274,7 @@ def _extent(tensor: object) -> Extent | None:
     try:
         storage = tensor.untyped_storage()
         found = str(storage.device), storage.data_ptr(), storage.nbytes()
-    except Exception:  # Tensor subclasses may raise any exception.
+    except Exception:  # Catch all exceptions, because tensor subclasses may raise any.
         return None
     return found if found[2] and found[0] != "meta" else None
 
@@ -279,10 +286,11 @@ def address_of(tensor: torch.Tensor) -> Address | None:
 
 
 def live_storages() -> list[LiveStorage]:
-    """Return all storages that Python tensors use now. A storage with several purposes gets the first of them, in the
-    order of `kinds` below.
+    """Return all tensor storages in use, with the purpose of each (such as parameters). A storage with several purposes
+    gets the first of them, in the order of `kinds` below.
 
-    On CUDA devices, memory that no Python tensor shows is returned as one storage. Memory-mapped files are omitted.
+    For each CUDA device, the memory that no Python tensor uses is returned as one storage. Memory-mapped files are
+    omitted.
     """
     things: dict[type, list[Any]] = {torch.Tensor: [], nn.Module: [], torch.optim.Optimizer: []}
     for thing in gc.get_objects():
@@ -306,8 +314,9 @@ def live_storages() -> list[LiveStorage]:
         extent = extents[id(one)]
         device, address, n_bytes = whole = enclosing.get(extent, extent)
         if holds is Holds.OTHER and (whole != extent or getattr(one.untyped_storage(), "filename", None) is not None):
-            continue  # Skip mapped storages: they are files, or shared memory that another rank may own and count.
-        if holds is Holds.GRADIENTS and n_bytes > one.nbytes:  # The gradient is a view into a larger storage.
+            continue  # Skip mapped storages, because they are files, or shared memory that another rank may count.
+
+        if holds is Holds.GRADIENTS and n_bytes > one.nbytes:  # view into a larger buffer of gradients
             holds = Holds.FLAT_BUFFERS
         found.setdefault((device, address), LiveStorage(device, address, n_bytes, holds))
     for number in range(torch.cuda.device_count()):
@@ -319,7 +328,9 @@ def live_storages() -> list[LiveStorage]:
 
 
 def _enclosing(extents: Iterable[Extent]) -> dict[Extent, Extent]:
-    """Map each storage that is part of a larger storage to the larger one, such as a gradient to its flat buffer."""
+    """Map each storage whose memory is part of a larger storage to the larger one, such as a gradient to the flat
+    buffer of contiguous gradients.
+    """
     found: dict[Extent, Extent] = {}
     whole: Extent = ("", 0, 0)
     for extent in sorted(extents, key=lambda one: (one[0], one[1], -one[2])):
@@ -336,10 +347,10 @@ class SeenCall:
 
     Attributes:
         module: module that was called.
-        parent: index of the enclosing module call; -1 = none.
+        parent: index of the module call inside which this call ran; -1 = none.
         begin_s, end_s: first and last moment of the forward pass.
         inputs, outputs: addresses of the input and output tensors; empty unless `ModuleCalls.with_tensors` was set.
-        batch: first dimension of the first input; 0 unless `ModuleCalls.with_tensors` was set.
+        batch: size of the first dimension of the first input; 0 unless `ModuleCalls.with_tensors` was set.
     """
 
     module: nn.Module
@@ -352,18 +363,19 @@ class SeenCall:
 
 
 class ModuleCalls:
-    """Recorder of module calls on the thread that constructed it, by global module hooks. The constructor starts it.
+    """Recorder of the forward passes of modules, by global module hooks. The constructor starts it. It records only the
+    thread that constructed it.
 
     Attributes:
-        calls: module calls, in the order in which they began. A call in progress has `end_s == begin_s`.
-        with_tensors: True to record also the addresses of inputs and outputs.
+        calls: recorded module calls, in the order in which they began. A call in progress has `end_s == begin_s`.
+        with_tensors: True to record also the addresses of each call's inputs and outputs.
     """
 
     def __init__(self) -> None:
         self.calls: list[SeenCall] = []
         self.with_tensors = False
         self._stack: list[int] = []
-        # at each begin or end of a call: (moment, next autograd sequence number, innermost call)
+        # At each begin and end of a call, store (moment, next autograd sequence number, innermost call from then on).
         self._changes: list[tuple[float, int, int]] = []
         self._thread = threading.get_ident()
         self._hooks = [
@@ -372,12 +384,12 @@ class ModuleCalls:
         ]
 
     def stop(self) -> None:
-        """Remove the module hooks, which ends the recording of calls."""
+        """Remove the module hooks, so that no more module calls are recorded."""
         for hook in self._hooks:
             hook.remove()
 
     def at(self, moment_s: float) -> int:
-        """Return the index of the innermost module call at a moment; -1 = none."""
+        """Return the index of the innermost module call that ran at a moment; -1 = none."""
         place = bisect_right(self._changes, moment_s, key=lambda change: change[0])
         return self._changes[place - 1][2] if place else -1
 
@@ -389,7 +401,7 @@ class ModuleCalls:
         return self._changes[place - 1][2] if place and 0 <= number < LARGEST_NODE else -1
 
     def modules(self) -> tuple[tuple[Module, ...], list[int]]:
-        """Return all modules that were called, and for each call the index of its module."""
+        """Return (all modules that were called, for each module call the index of its module)."""
         places: dict[int, int] = {}
         found: list[Module] = []
         names: dict[int, dict[int, str]] = {}
@@ -400,7 +412,7 @@ class ModuleCalls:
             if id(call.module) not in places:
                 known = names.setdefault(id(root), {id(module): name for name, module in root.named_modules()})
                 places[id(call.module)] = len(found)
-                # The module is not registered under a name.
+                # Use the name of the class if the module is not registered as a submodule.
                 name = known.get(id(call.module), f"({type(call.module).__name__})")
                 found.append(Module(name=name, kind=type(call.module).__name__, root=places[id(root)]))
         return tuple(found), [places[id(call.module)] for call in self.calls]
@@ -441,8 +453,8 @@ def _next_node() -> int:
 MARK = "sirtaki.mark"
 MEMORY = "[memory]"
 MARKS_AT_ONCE = 5
-"""Number of marks (events timed by two clocks) per call of `mark`. Several, because the first mark after a pause is
-slow, and the fastest mark bounds the offset between the clocks best."""
+"""Number of marks (events timed by two clocks) that each call of `mark` records. One is not enough, because the first
+mark after a pause is slow, and fast marks bound the offset between the clocks best."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -455,7 +467,7 @@ class ProfilerEvent:
         begin_s, end_s: first and last moment of the event.
         on_device: True if the event is a kernel or a copy on a device.
         annotation: True if the event is a `record_function` annotation, not an operator.
-        sequence: autograd's sequence number; -1 = none.
+        sequence: autograd's sequence number, which a forward operator shares with its backward operator; -1 = none.
         launch: correlation id that an operator shares with the device work it launched; 0 = none.
     """
 
@@ -470,25 +482,25 @@ class ProfilerEvent:
 
     @property
     def lane(self) -> tuple[bool, int]:
-        """Return the key of the thread or stream that ran the event: (whether it is a stream, id)."""
+        """Return the key of the thread or device stream that ran the event: (True if it is a stream, id)."""
         return self.on_device, self.thread
 
     @property
     def is_backward(self) -> bool:
-        """Return whether the event is the evaluation of a node by autograd in a backward pass."""
+        """Return whether the event is the evaluation of an autograd node in a backward pass."""
         return self.name.startswith(BACKWARD)
 
 
 class MemoryEvent(NamedTuple):
-    """One allocation or release of memory.
+    """One allocation or release of a block of memory.
 
     Attributes:
         at_s: moment of the event.
-        device: such as "cpu" or "cuda:0".
+        device: name of the device, such as "cpu" or "cuda:0".
         address: address of the block.
         n_bytes: size of the block; negative for a release.
-        operator: innermost operator that ran at the moment; "" = none.
-        accumulating: True if autograd was adding a gradient to `.grad`, or ran hooks of this.
+        operator: innermost operator that ran when the block was allocated or released; "" = none.
+        accumulating: True if autograd was adding a gradient to `.grad`, or was running hooks of this addition.
     """
 
     at_s: float
@@ -501,16 +513,16 @@ class MemoryEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfilerTrace:
-    """All events of one or more steps, as recorded by `StepWatch`.
+    """All events that `StepWatch` recorded in one or more steps.
 
     Attributes:
         events: operators, kernels and annotations, unordered.
         thread: id of the training thread.
-        clock: conversion from torch.profiler's clock that was applied to all times.
+        clock: conversion from torch.profiler's clock to `time.perf_counter`, which was applied to all times.
         memory: allocations and releases of memory, by time.
         readers: data dependencies between operators of one step; empty if they were not requested.
-        calls: module calls; None = not recorded.
-        storages: storages that existed when the first step began.
+        calls: forward passes of modules; None = not recorded.
+        storages: tensor storages that existed when the first step began.
     """
 
     events: Sequence[ProfilerEvent]
@@ -531,14 +543,15 @@ class StepWatch:
         """Start torch.profiler.
 
         Args:
-            edges: also record data dependencies between operators, until the next call of `mark`.
+            edges: True to record also data dependencies between operators, until the next call of `mark`.
 
         Raises:
             RecordingError: torch.profiler is already running in this process.
         """
         if torch._C._autograd._profiler_enabled():
             raise RecordingError("torch.profiler is in use by the script, so no operators are recorded")
-        # Otherwise Kineto, the library of torch.profiler, prints its start and stop to standard error.
+        # Silence Kineto, the library of torch.profiler, because it prints its start and stop to standard error.
+
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
@@ -552,14 +565,17 @@ class StepWatch:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._profiler.start()
-        # Compiled models get no hooks, because a hook would make Dynamo recompile, or would run twice.
+        # Record no module calls of compiled models, because a module hook would make Dynamo recompile, or would run
+        # twice.
         self._calls = None if something_is_compiled() else ModuleCalls()
         self.mark()
         if edges:
             self._tensors = TensorWatch()
 
     def next_step(self) -> None:
-        """Begin a step. In the first step, live storages and the inputs and outputs of modules are recorded, too."""
+        """Begin a step. Only in the first step, also record the existing tensor storages, and the inputs and outputs of
+        modules.
+        """
         if self._calls is not None:
             self._calls.with_tensors = self._storages is None
         if self._storages is None:
@@ -567,8 +583,8 @@ class StepWatch:
         self.mark()
 
     def mark(self) -> None:
-        """Record events whose time is known by torch.profiler's clock and by `time.perf_counter`. Called between
-        steps.
+        """Record events whose times are known both by torch.profiler's clock and by `time.perf_counter`, to convert
+        between the two. Called between steps.
         """
         if self._tensors is not None and not self._tensors_watched:
             self._tensors.stop()
@@ -585,7 +601,7 @@ class StepWatch:
         Returns None if another thread started torch.profiler, because only that thread can stop it.
 
         Raises:
-            RecordingError: torch.profiler did not record all marks, so that event times cannot be converted.
+            RecordingError: torch.profiler did not record all events of `mark`, so that event times cannot be converted.
         """
         if self._calls is not None:
             self._calls.stop()
@@ -651,7 +667,8 @@ MIN_DURATION_S = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWindow:
-    """Begin and end of one step, and intervals within the step that are not forward or backward.
+    """Begin and end of one step, and intervals within the step that belong neither to the forward nor to the backward
+    pass.
 
     Attributes:
         begin_s, end_s: first and last moment of the step.
@@ -667,15 +684,15 @@ class StepWindow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOperators:
-    """Operators of one step of one rank, and the phases of the step."""
+    """Operators and phases (such as forward) of one step of one rank."""
 
     operators: tuple[Operator, ...]
     spans: tuple[PhaseSpan, ...]
 
 
 def operators_of(seen: ProfilerTrace, steps: Sequence[StepWindow]) -> tuple[list[StepOperators], tuple[str, ...]]:
-    """Return the operators of each step, and the names of the lanes (threads and streams). The first lane is the
-    training thread.
+    """Return (operators of each step, names of the lanes). A lane is a thread or a device stream that runs operators;
+    the first one is the training thread.
     """
     keys = sorted({event.lane for event in seen.events} - {(False, seen.thread)})
     names = [f"stream {thread} of the device" if on_device else f"thread {thread}" for on_device, thread in keys]
@@ -713,9 +730,9 @@ def _annotated(events: Iterable[ProfilerEvent], prefix: str) -> list[Interval]:
 
 
 def _phases(step: StepWindow, events: Sequence[ProfilerEvent]) -> list[tuple[ProfilerEvent, Phase]]:
-    """Return the top-level operators of a step with their phases; device events come last."""
+    """Return the top-level operators of a step, each with its phase (such as forward). Events on devices come last."""
     ends_s, top = dict[tuple[bool, int], float](), list[ProfilerEvent]()
-    for event in events:  # Events are sorted by begin; of events with equal begin, the longest comes first.
+    for event in events:  # Outer events come before the events inside them.
         if not event.annotation and event.begin_s >= ends_s.get(event.lane, 0.0):
             ends_s[event.lane] = event.end_s
             top.append(event)
@@ -723,9 +740,10 @@ def _phases(step: StepWindow, events: Sequence[ProfilerEvent]) -> list[tuple[Pro
     backward = [event for event in on_host if event.is_backward]
     loading = _annotated(events, LOADER)
     intervals = ((Phase.UPDATE, step.updates), (Phase.DATA, loading), (Phase.OTHER, _annotated(events, ZEROING)))
-    # Operators before the batch is loaded are not forward (such as metrics of the previous step), unless they have a
-    # backward operator. An operator without an autograd node has the sequence number of the next node. So the last
-    # operator with a number created the node.
+    # Do not count operators before the batch is loaded as forward, because they may compute metrics of the previous
+    # step, unless one of them has a backward operator. To find the forward operator of a backward operator, take the
+    # last operator with its sequence number, because operators that create no autograd node have the number of the next
+    # node.
     made = {event.sequence: event.begin_s for event in on_host if not event.is_backward}
     first_s = min((made[one.sequence] for one in backward if one.sequence in made and one.sequence >= 0), default=0.0)
     forward_s = next((end_s for _, end_s in loading if end_s <= first_s), step.begin_s)
@@ -740,7 +758,7 @@ def _phases(step: StepWindow, events: Sequence[ProfilerEvent]) -> list[tuple[Pro
         return Phase.FORWARD if forward_s <= event.begin_s < last_backward_s else Phase.OTHER
 
     found = [(event, phase_of(event)) for event in on_host]
-    launched: dict[int, Phase] = {}  # by correlation id: phase of the operator that launched the device work
+    launched: dict[int, Phase] = {}  # by correlation id of device work: phase of the operator that launched the work
     begins = [event.begin_s for event in on_host]
     for event in events if len(on_host) < len(top) else ():
         place = bisect_right(begins, event.begin_s) - 1
@@ -762,8 +780,8 @@ def _cut(operator: Operator, cuts: Sequence[Interval]) -> Iterator[Operator]:
 
 
 def _pass_spans(operators: Sequence[Operator]) -> list[PhaseSpan]:
-    """Return the forward and backward passes as spans. Consecutive operators of one of these phases form one span, even
-    if operators of other phases are between them.
+    """Return begin and end of each forward and backward pass. A pass lasts from its first to its last operator, even if
+    operators of other phases (such as data loading) run in between.
     """
     found: list[PhaseSpan] = []
     for one in operators:
@@ -776,29 +794,32 @@ def _pass_spans(operators: Sequence[Operator]) -> list[PhaseSpan]:
 
 
 Moments = Mapping[tuple[object, ...], float]
-"""Times of the events of one step, by key. A key denotes the same event in every step."""
+"""Times of the events of one step, by a key that denotes the same event in every step."""
 
 _Span = TypeVar("_Span", Operator, PhaseSpan)
 
 
 def borrowed(seen: StepOperators, there: Moments, here: Moments) -> StepOperators:
-    """Map the operators and phases of one step onto the times of another step.
+    """Return the operators and phases of one step, moved to the times of another step, for which torch.profiler
+    recorded none.
 
     Args:
         seen: operators and phases of the step that torch.profiler recorded.
-        there: event times of the step that torch.profiler recorded.
-        here: event times of the other step. Events that only one of the two steps has are ignored.
+        there: times of events, such as ready gradients, in the step that torch.profiler recorded.
+        here: times of the same events in the other step. Events that only one of the two steps has are ignored.
     """
     pairs = sorted((there[key], here[key]) for key in there.keys() & here.keys())
     kept = pairs[:1]
     for there_s, here_s in pairs[1:]:
-        # Skip events whose order differs between the two steps, such as gradients of two threads.
+        # Skip events whose order differs between the two steps, such as gradients that two threads produce.
         if there_s > kept[-1][0] and here_s >= kept[-1][1]:
             kept.append((there_s, here_s))
     from_s, to_s = np.array(kept).T
 
     def moved(one: _Span) -> _Span:
-        """Move a span to the times of the other step, by linear interpolation between events that both steps have."""
+        """Move an operator or phase to the times of the other step, by linear interpolation between the events of both
+        steps.
+        """
         begin_s, end_s = np.interp([one.begin_s, one.end_s], from_s, to_s)
         return one._replace(begin_s=float(begin_s), end_s=float(end_s))
 
@@ -811,10 +832,10 @@ def borrowed(seen: StepOperators, there: Moments, here: Moments) -> StepOperator
 def memory_of_step(
     seen: ProfilerTrace, *, number: int, begin_s: float, end_s: float, spans: Iterable[PhaseSpan]
 ) -> StepMemory:
-    """Return the memory use of the first recorded step: its allocations and module calls.
+    """Return the memory use of the first recorded step: all blocks of memory, and the module calls that allocated them.
 
     Args:
-        seen: events of the step and of the time before it, since the profiler was started.
+        seen: events of the step, and events before it since torch.profiler was started.
         number: number of the iteration.
         begin_s: first moment of the step.
         end_s: last moment of the step.
@@ -833,11 +854,13 @@ def memory_of_step(
 
 
 class _MemoryBuilder:
-    """Builder of `StepMemory` from memory events and live storages."""
+    """Builder of the memory use of a step (`StepMemory`), from allocations, releases, and the storages that existed
+    before.
+    """
 
     def __init__(self, seen: ProfilerTrace, begin_s: float, end_s: float, spans: Iterable[PhaseSpan]) -> None:
         self._end_s, self._calls = end_s, seen.calls
-        # Events of all threads are used, because autograd runs one thread per device.
+        # Use the backward events of all threads, because autograd runs one thread per device.
         inside = [one for one in seen.events if one.is_backward and begin_s <= one.begin_s <= end_s]
         self._backward = sorted(inside, key=lambda event: event.begin_s)
         self._added_s = [(one.begin_s, one.end_s) for one in self._backward if one.name.endswith(ACCUMULATING)]
@@ -851,17 +874,18 @@ class _MemoryBuilder:
         self.devices: dict[str, int] = {}
         self.allocations: list[Allocation] = []
         self._at_address = defaultdict[Address, list[int]](list)
-        # indices of blocks that were released while a gradient was added, but were allocated before
+        # Collect the blocks (by index) that were allocated before autograd added a gradient to `.grad`, and released
+        # during this addition.
         self._accumulated: set[int] = set()
         self._add_live_storages(seen, begin_s)
         live = {address: places[-1] for address, places in self._at_address.items()}
-        short_lived: set[int] = set()  # indices of blocks that were allocated while a gradient was added
+        short_lived: set[int] = set()  # blocks that were allocated while a gradient was added to `.grad`
         for event in seen.memory:
             address = event.device, event.address
             if not begin_s <= event.at_s <= end_s:
                 continue
-            # torch.profiler misses releases by some threads, so a block ends at the latest when its address is reused.
-            # A device may release blocks that are not in `live`, because they are part of its UNLISTED memory.
+            # Let a block end at the latest when its address is reused, because torch.profiler misses releases by some
+            # threads. Ignore releases of blocks that are not in `live`: they belong to the UNLISTED memory of a device.
             if (place := live.pop(address, None)) is not None:
                 self.allocations[place] = self.allocations[place]._replace(end_s=event.at_s)
                 if event.n_bytes < 0 and event.accumulating and place not in short_lived:
@@ -875,7 +899,7 @@ class _MemoryBuilder:
                     short_lived.add(live[address])
 
     def _add_live_storages(self, seen: ProfilerTrace, begin_s: float) -> None:
-        # blocks that were allocated after torch.profiler was started and before live_storages() was called
+        # Find the blocks that were allocated between the start of torch.profiler and the begin of the step.
         before: dict[Address, int] = {}
         for event in seen.memory:
             if event.at_s < begin_s:

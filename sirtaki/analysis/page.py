@@ -1,4 +1,4 @@
-"""Build the HTML page about a recorded job: first findings in words, then plots, timeline and memory."""
+"""Build the HTML page about a recorded job: first findings in words, then plots of time and memory."""
 
 from __future__ import annotations
 
@@ -27,21 +27,23 @@ from .step_parts import COLORS, UNDIVIDED, StepParts, TimeKind, exposures, late_
 from .what_if import MIN_GAIN, Answer, Baseline, limitations
 
 BUDGETS = (0.75, 0.5)
-"""Memory budgets for which the page lists remedies, as fractions of the recorded memory peak."""
+"""Memory budgets for which the page lists changes that lower the memory peak, as fractions of the recorded peak."""
 
 MAX_ERROR = 0.05
-"""Largest relative difference between replayed and recorded step time up to which the page shows predictions."""
+"""Largest relative difference between the replayed (simulated) and the recorded step time up to which the page shows
+predictions."""
 
 EXPOSED_SHARE = 0.02
-"""Largest fraction of the step that is exposed communication (waits for gradients) up to which the page states that
+"""Fraction of the step up to which the page neglects exposed communication (waits for gradients), and states that
 training does not wait."""
 
 MIN_SPREAD_S = 1e-6
-"""Spread of step times, in seconds, below which the page shows no spread."""
+"""Standard deviation of step times, in seconds, up to which the page does not show it."""
 
 MAX_RANKS, MAX_ROWS, MAX_MEMORY_ROWS = 128, 12, 10
 MAX_MOMENTS = 700
-"""Number of intervals into which a plot of memory use is divided. The highest value in each interval is drawn."""
+"""Number of intervals into which a plot of memory use over time is divided. Of each interval, the highest value is
+drawn."""
 
 WITHOUT_OPERATORS = f"Operators were not recorded, so some kinds of time are one: {UNDIVIDED}."
 
@@ -61,7 +63,7 @@ MEMORY_COLORS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """Results of a recording and of its replay, from which the page is built.
+    """Results of a recording and of its replay (simulation), from which the page is built.
 
     Attributes:
         folder: folder of the recording.
@@ -72,10 +74,10 @@ class Findings:
         exposed_s: seconds per step in which the training thread waits for reduced gradients, as a mean over ranks.
         base: replayed step times, to which predictions are compared; None if the replay failed, for a reason in
             `problems`.
-        replay: replay of all iterations, with the time of each node; None if the replay failed.
-        answers: prediction for each single remedy; empty if the replay is too far from the recording (`is_far`).
+        replay: replay of all iterations, with begin and end of each piece of work; None if the replay failed.
+        answers: predicted step time for each single change; empty if the replay is too inaccurate (`is_far`).
         notes: one sentence for each assumption and limitation of the replay.
-        fittings: memory remedies for each of `BUDGETS`; empty if memory was not recorded.
+        fittings: changes that lower the memory peak, for each of `BUDGETS`; empty if memory was not recorded.
     """
 
     folder: Path
@@ -97,22 +99,24 @@ class Findings:
 
     @property
     def error(self) -> float:
-        """Return the relative error of the replayed step time; 0 if there is no replay."""
+        """Return the relative error of the replayed (simulated) step time, compared with the recorded one; 0 if there
+        is no replay.
+        """
         return self.base.times.iteration_s / self.times.iteration_s - 1 if self.base is not None else 0.0
 
     @property
     def is_far(self) -> bool:
-        """Return whether the replay is too inaccurate for predictions."""
+        """Return whether the replay (simulation) differs too much from the recording to be used for predictions."""
         return abs(self.error) > MAX_ERROR
 
     @property
     def best(self) -> Answer | None:
-        """Return the remedy with the largest gain that is significant; None = there is no such remedy."""
+        """Return the change with the largest predicted gain that is significant; None = there is none."""
         return next((one for one in self.answers if one.is_worth_reporting and one.is_sure), None)
 
 
 def findings(folder: Path) -> Findings:
-    """Read a recording and replay it.
+    """Read a recording, replay (simulate) it, and predict the effect of changes, for the page.
 
     Raises:
         RecordingError: the recording has no iterations.
@@ -149,11 +153,11 @@ def _fittings(recording: Recording, base: Baseline) -> tuple[Fitting, ...]:
 
 
 def _comparable(recording: Recording) -> tuple[Recording, list[str]]:
-    """Return the recording, reduced to the largest set of ranks that recorded a common iteration, and sentences about
-    the omitted ranks.
+    """Return (recording without some ranks, sentences about the omitted ranks). Only the largest set of ranks is kept
+    that have an ordinary iteration in common.
 
     Raises:
-        RecordingError: no rank has a representative iteration.
+        RecordingError: no rank recorded an ordinary iteration, whose duration is representative.
     """
     usual = {
         number: {one.number for one in rank.iterations if one.is_usual} for number, rank in recording.ranks.items()
@@ -184,13 +188,13 @@ def heading(found: Findings) -> str:
 
 
 def problems(found: Findings) -> Iterator[str]:
-    """Yield one sentence for each defect of the recording."""
+    """Yield one sentence for each defect of the recording, such as missing ranks."""
     return (f"{problem[:1].upper()}{problem[1:].rstrip('.')}." for problem in found.problems)
 
 
 def sentences(found: Findings) -> Iterator[str]:
-    """Yield the findings as sentences: whether training waits for communication, what would help most, the step time,
-    and the largest part of the step.
+    """Yield the findings as sentences: whether training waits for communication, which change would save most time, the
+    step time, and the largest part of the critical path.
     """
     times = found.times
     what = "the network" if len(set(found.histories.hosts.values())) > 1 else "communication on one host"
@@ -214,12 +218,14 @@ def sentences(found: Findings) -> Iterator[str]:
 
 
 def kind_words(kind: TimeKind, found: Findings) -> str:
-    """Return the name of a kind of time. If no operators were recorded, several kinds have the same name."""
+    """Return the name of a kind of time in a step, such as "forward". If no operators were recorded, the kinds that
+    cannot be told apart have one name.
+    """
     return UNDIVIDED if kind is TimeKind.OTHER and not found.has_operators else kind.value
 
 
 def signed_ms(seconds: float) -> str:
-    """Return signed milliseconds as text, such as `+1.2 ms`."""
+    """Return a duration as text in milliseconds with its sign, such as `+1.2 ms`."""
     return f"{1e3 * seconds:+.3g} ms"
 
 
@@ -227,7 +233,7 @@ def signed_ms(seconds: float) -> str:
 
 
 def render(found: Findings) -> str:
-    """Return the HTML page. Names from the recording are escaped.
+    """Return the HTML page about a recorded job. Names from the recording are escaped.
 
     Raises:
         ConfigError: the package Plotly is not installed.
@@ -412,7 +418,7 @@ def _change(one: Answer) -> str:
 
 
 def memory_section(found: Findings) -> Iterator[str]:
-    """Yield the HTML section about memory. Yields nothing if memory was not recorded."""
+    """Yield the HTML of the section about memory; nothing if memory was not recorded."""
     recording = found.histories.recording
     if not any(rank.memory is not None for rank in recording.ranks.values()):
         return
@@ -441,10 +447,10 @@ def memory_section(found: Findings) -> Iterator[str]:
 
 
 def _stacked(replay: MemoryReplay) -> Markup:
-    """Return a plot of memory use over time, as stacked areas."""
+    """Return a plot of memory use over time, as stacked areas, one for each purpose of memory."""
     memory = replay.memory
     width_s = (memory.end_s - memory.begin_s) / MAX_MOMENTS or 1.0
-    highest: dict[int, Any] = {}  # by interval of the plot: moment of highest memory use
+    highest: dict[int, Any] = {}  # by interval of the plot: moment of the interval with the highest memory use
     for moment in replay.curve():
         place = int((moment.at_s - memory.begin_s) / width_s)
         if place not in highest or moment.total_bytes >= highest[place].total_bytes:
@@ -482,7 +488,9 @@ def _at_the_peak(rank: RankRecording, replay: MemoryReplay, peak: Peak) -> Itera
 
 
 def _block(name: str) -> str:
-    """Return the module name up to its first number: `layers.0` for `layers.0.linear`."""
+    """Return the name of the block of layers that contains a module: the module's name up to its first number, such as
+    `layers.0` for `layers.0.linear`.
+    """
     parts = name.split(".")
     first = next((place for place, part in enumerate(parts) if part.isdigit()), 0)
     return ".".join(parts[: first + 1]) or "the model itself"

@@ -1,9 +1,11 @@
-"""Search for a faster communication plan of a recorded job. Even divisions of the flat buffer and the proposals of
-planners are evaluated by replay.
+"""Search for a faster communication plan of a recorded job. Plans are compared by their step times in a replay
+(simulation): those that divide the flat buffer (contiguous gradients) evenly, and those that planners (algorithms that
+compute a plan) propose.
 
-The search uses three ideas of dPRO (section 5): evaluation by replay, coarsening of the graph, and symmetry (only one
-of several equal ranks is replayed). The planner `dpro` follows the critical path as dPRO does; the search asks it like
-all other planners. The number of parts of a compiled model (`what_if.in_parts`) corresponds to dPRO's operator fusion.
+The search uses three ideas of section 5 of dPRO (Hu et al., 2022): evaluation by replay, coarsening of the dependency
+graph, and symmetry (only one of several equal ranks is replayed). One of the planners, `dpro`, follows the critical
+path as dPRO does. The division of a compiled model into parts (`what_if.in_parts`) corresponds to dPRO's operator
+fusion.
 """
 
 from __future__ import annotations
@@ -50,36 +52,39 @@ from .what_if import (
 SEARCH_LIMIT_S = 60.0
 
 MAX_UNITS, OCTAVE = 256, 2
-"""Largest number of units (buckets) of an even division, and ratio between two successive unit sizes that are tried."""
+"""Largest number of units (buckets) into which the search divides the gradients evenly, and ratio between two
+successive unit sizes that it tries."""
 
 FEW_RANKS = 8
 TOLERANCES = (0.02, 0.05, 0.1, 0.2)
-"""Tolerances at which ranks count as equal, so that only one of the ranks is replayed. A larger tolerance is used only
-if more than `FEW_RANKS` ranks remain."""
+"""Largest differences between ranks, as fractions of the iteration time, up to which ranks count as equal, so that only
+one of them is replayed. The next larger one is used only if more than `FEW_RANKS` ranks remain."""
 
 STREAMS_ON_ONE_HOST = 4
-"""Largest number of streams that is tried for a job on one host, because the shared-memory transport has no more."""
+"""Largest number of streams (parallel connections) that is tried for a job on one host, because the shared-memory
+transport has no more."""
 
 INDIFFERENCE = 0.01
-"""Fraction of the step time by which a simpler plan may be slower than the fastest plan and is still chosen. It is
-below the accuracy of a replay."""
+"""Fraction of the step time by which a simpler communication plan may be slower than the fastest one and is still
+chosen. It is below the accuracy of a replay (simulation)."""
 
 WORTH_A_CHANGE = 0.001
-"""Smallest predicted gain, as a fraction of the step time, for which a new plan is preferred to the recorded plan."""
+"""Smallest predicted gain, as a fraction of the step time, for which a new communication plan is preferred to the
+recorded plan."""
 
 MAX_RIVALS = 2
-"""Maximum number of other plans that are reported because their step time does not differ significantly from the
-best."""
+"""Maximum number of communication plans that are reported besides the best one, because their predicted step time does
+not differ significantly from the best."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extra:
-    """A change of the training script that the user must make in addition to the plan.
+    """A change of the training script that the user must make in addition to using the communication plan.
 
     Attributes:
         words: description of the change for users.
         line: line of code that makes the change.
-        apply: function that returns the job with the change.
+        apply: maps the model of a job to the model with the change.
     """
 
     words: str
@@ -95,12 +100,13 @@ BF16 = Extra(
 """Compression of gradients to bf16. The time for the conversion is unknown and is not counted."""
 
 CHANGES_NUMBERS = {"bf16": BF16}
-"""Changes by name that alter the results of training. A change is used only if the user allows it by its name."""
+"""Changes of the training script that alter the results of training, by name. The search uses a change only if the user
+allows it by this name."""
 
 
 def recorded_knobs_of(buffer: Buffer) -> Knobs:
-    """Return the knobs (tuned settings) of the plan that a recorded buffer used. GPU threads are omitted, because the
-    transport chooses them.
+    """Return the knobs (tuned settings) of the communication plan that a recorded flat buffer (of contiguous gradients)
+    used. The number of GPU threads is omitted, so that the transport chooses it.
     """
     plan, knobs = buffer.plan, buffer.knobs
     even = Knobs(
@@ -117,29 +123,31 @@ def recorded_knobs_of(buffer: Buffer) -> Knobs:
 
 
 class PlanSearch:
-    """Search for the knobs (tuned settings) with the shortest replayed step time.
+    """Search for the knobs (tuned settings of the communication plan) with the shortest step time in a replay
+    (simulation).
 
     Attributes:
-        buffers: flat buffers of the optimizer with most bytes of gradients. Planners divide the first buffer; the other
-            buffers are divided evenly.
+        buffers: flat buffers (contiguous gradients) of the optimizer with most bytes of gradients. Planners (algorithms
+            that compute a plan) divide the first buffer; the other buffers are divided evenly.
         recorded: knobs of the plan that the recorded job used.
-        small: reduced job that is replayed for each proposal: one mean iteration, and one rank per group of equal
-            ranks.
-        routes: routes (transport and algorithm) with a known cost that no environment variable excludes.
+        small: smaller model of the job, which is replayed for each proposal: one mean iteration, and one rank for each
+            group of equal ranks.
+        routes: routes (transport and algorithm) to try: those whose cost is known and that no environment variable
+            excludes.
         streams: numbers of streams (parallel communicators) to try, ascending.
         step_s: replayed step time, by knobs; infinite if the knobs do not fit or cannot be predicted.
-        by: name of the planner that first proposed the knobs; "" for even units and the recorded knobs.
+        by: name of the planner that first proposed the knobs, by knobs; "" for even divisions and the recorded knobs.
         in_time: True if all proposals were replayed within the time limit.
-        refused: how many proposals cannot be predicted, by reason.
+        refused: number of proposals whose step time cannot be predicted, by reason.
     """
 
     def __init__(self, job: JobModel, settings: Mapping[str, str], extras: tuple[Extra, ...] = ()) -> None:
-        """Build the reduced job and the search space.
+        """Build the smaller model of the job (`small`), which replays (simulations) use, and the search space.
 
         Args:
             job: recorded job.
-            settings: environment variables of the recorded job. A knob that an environment variable sets is not varied.
-            extras: changes of the script that are applied together with every plan.
+            settings: environment variables of the recorded job. Settings that one of them fixes are not varied.
+            extras: changes of the training script that are applied together with every plan.
 
         Raises:
             ReplayError: no gradients were exchanged, or the cost of the recorded route (transport, algorithm) is
@@ -177,11 +185,11 @@ class PlanSearch:
         self.refused = Counter[str]()
 
     def run(self, *, limit_s: float = SEARCH_LIMIT_S, least_bytes: int = SMALLEST_UNIT_BYTES) -> Knobs:
-        """Replay all proposed knobs, and return the simplest knobs whose step time is within `INDIFFERENCE` of the
-        shortest.
+        """Replay (simulate) the job with all proposed knobs (tuned settings), and return the simplest knobs whose step
+        time is within `INDIFFERENCE` of the shortest.
 
         Args:
-            limit_s: time limit in seconds. When it is reached, only the proposals replayed until then are compared.
+            limit_s: time limit in seconds. If it is reached, only the proposals that were replayed before are compared.
             least_bytes: smallest unit (bucket) size that is tried for even divisions.
         """
         until_s = time.monotonic() + limit_s
@@ -192,7 +200,7 @@ class PlanSearch:
             if knobs not in self.step_s:
                 self.by[knobs] = name
                 self.step_s[knobs] = math.inf
-                with suppress(PlanError, ReplayError):  # Knobs that do not fit the buffers keep an infinite step time.
+                with suppress(PlanError, ReplayError):  # Leave the step time infinite if the settings do not fit.
                     planned = self.planned(knobs)
                     why = plan_refusal(self._job, planned.plans)
                     if why is None or knobs == self.recorded:
@@ -207,11 +215,13 @@ class PlanSearch:
         )
 
     def planned(self, knobs: Knobs, *, whole: bool = False) -> JobModel:
-        """Return the reduced job, or the complete job if `whole`, changed to these knobs and by `extras`.
+        """Return the smaller model of the job (`small`), or the complete job if `whole`, with these knobs (tuned
+        settings) and with the changes in `extras`.
 
         Raises:
-            PlanError: the unit boundaries (cuts) in the knobs do not fit the buffer.
-            ReplayError: the cost of the route or the times of ready gradients are missing.
+            PlanError: the boundaries of units (buckets) in the knobs do not fit the buffer.
+            ReplayError: the cost of the route (transport, algorithm) is unknown, or the recording lacks the times at
+                which gradients were ready.
         """
         plans = plans_for(knobs, [buffer.layout for buffer in self.buffers])
         numbers = [buffer.number for buffer in self.buffers]
@@ -225,10 +235,10 @@ class PlanSearch:
         return job
 
     def rivals(self, best: Knobs) -> list[Knobs]:
-        """Return the fastest knobs of each other kind than `best`, ascending by step time.
+        """Return the fastest knobs (tuned settings) of each kind other than the kind of `best`, by ascending step time.
 
-        Knobs are of one kind if they have the same route, the same number of streams and about the same number of
-        units.
+        Knobs are of one kind if they have the same route (transport and algorithm), the same number of streams, and
+        about the same number of units (buckets).
         """
         fastest = dict[Hashable, Knobs]()
         for knobs in sorted(self.step_s, key=lambda one: self.step_s[one]):
@@ -257,8 +267,8 @@ class PlanSearch:
             yield from ((planner.name, one.knobs) for one in planner.ask(len(self.routes)))
 
     def _model(self) -> PlanningModel:
-        """Return the input for planners: layout, ready times and unit costs of the first buffer, equal to those of a
-        replay.
+        """Return the input of planners (algorithms that compute a plan): the gradients of the first flat buffer, when
+        each is ready, and the cost of units (buckets), with the values that replays (simulations) use.
         """
         buffer, job = self.buffers[0], self.small
         end_s, backward_s = dict[int, float](), 0.0
@@ -268,7 +278,7 @@ class PlanSearch:
                 now_s += piece.seconds if piece.phase is Phase.BACKWARD else 0.0
                 end_s |= {i: max(now_s, end_s.get(i, 0.0)) for number, i in piece.ready if number == buffer.number}
             backward_s = max(backward_s, now_s)
-        last_s = max(end_s.values(), default=0.0)  # Used for the control flags, which no backward pass produces.
+        last_s = max(end_s.values(), default=0.0)  # ready time of the flags in the layout, which are not gradients
         ready_s = tuple(end_s.get(index, last_s) for index in range(len(buffer.layout.sizes)))
         totals = (1.0,) if job.link is None else job.link.totals
         links = {
@@ -293,12 +303,12 @@ class ProposedPlan:
     """A communication plan with its predicted step time.
 
     Attributes:
-        knobs: knobs of the plan.
-        plan: the plan in the form of a plan file.
-        by: name of the planner that proposed the plan; "" = an even division or the recorded plan.
-        extras: changes of the script that the user must make in addition.
-        answer: predicted step time, by a replay of the complete job.
-        parts: causes of the predicted step time, with the part of each.
+        knobs: tuned settings of which the plan consists.
+        plan: content of the plan file for the next job.
+        by: name of the planner (algorithm) that proposed the plan; "" = an even division or the recorded plan.
+        extras: changes of the training script that the user must make in addition.
+        answer: predicted step time, by a replay (simulation) of the complete job.
+        parts: causes of the predicted step time, with the part that each explains.
     """
 
     knobs: Knobs
@@ -314,19 +324,19 @@ class SearchOutcome:
     """Result of a search for a faster communication plan.
 
     Attributes:
-        recorded_knobs: knobs of the plan that the recorded job used.
-        before: replay of the recorded job.
-        parts: causes of the step time of the recorded job, with the part of each.
+        recorded_knobs: knobs (tuned settings) of the plan that the recorded job used.
+        before: replay (simulation) of the recorded job.
+        parts: causes of the step time of the recorded job, with the part that each explains.
         without_communication_s: step time without any communication, which no plan can beat.
         best: fastest plan; the recorded plan if no plan is faster.
         rivals: plans whose step time does not differ significantly from the best.
         replays: number of replayed proposals.
         in_time: True if all proposals were replayed within the time limit.
-        refused: how many proposals cannot be predicted, by reason.
+        refused: number of proposals whose step time cannot be predicted, by reason.
         n_ranks: number of ranks in each replay of the search.
         search_s: duration of the search in seconds.
-        plan_alone: predicted step time with the best plan if the model is not divided into parts; None if `best` does
-            not divide the model.
+        plan_alone: predicted step time with the best plan for an undivided model; None unless `best` divides the
+            compiled model into parts.
     """
 
     recorded_knobs: Knobs
@@ -344,7 +354,7 @@ class SearchOutcome:
 
     @property
     def gain(self) -> float:
-        """Return the saved fraction of the step time; 0 if no plan is faster."""
+        """Return the fraction of the step time that the best plan is predicted to save."""
         return self.best.answer.gain
 
     @property
@@ -354,11 +364,12 @@ class SearchOutcome:
 
 
 def optimize(before: Baseline, *, limit_s: float = SEARCH_LIMIT_S, **options: Any) -> SearchOutcome:
-    """Search for the best plan. Divide a compiled model into parts if the gain justifies a change of the script.
+    """Search for the fastest communication plan. Divide a compiled model into parts if this saves enough time to
+    justify a change of the training script.
 
-    The division corresponds to dPRO's operator fusion. A model compiled as a whole has all operators fused, so the
-    search tries less fusion, as far as dPRO's theorem 1 allows. One search runs for the undivided model. Up to two more
-    searches run for the part sizes that are best with the recorded plan and with the plan of the first search.
+    The division corresponds to the operator fusion of dPRO (Hu et al., 2022): a model compiled as a whole has all
+    operators fused, and in parts fewer. One search runs for the undivided model. Up to two more searches run for the
+    part sizes that are best with the recorded plan and with the plan that the first search found.
 
     Args:
         before: replay of the recorded job.
@@ -366,7 +377,7 @@ def optimize(before: Baseline, *, limit_s: float = SEARCH_LIMIT_S, **options: An
         options: further arguments of `planned`.
 
     Raises:
-        ReplayError: no gradients were exchanged, or the times of ready gradients are missing.
+        ReplayError: no gradients were exchanged, or the recording lacks the times at which gradients were ready.
         ConfigError: `allowed` contains an unknown name.
     """
     job = before.job
@@ -385,7 +396,7 @@ def optimize(before: Baseline, *, limit_s: float = SEARCH_LIMIT_S, **options: An
 
 
 def _in_parts(outcome: SearchOutcome, part_bytes: int) -> SearchOutcome:
-    """Return a copy of the outcome whose plans contain the part size of the compiled model."""
+    """Return a copy of the search result, in whose plans the part size of the compiled model is set to `part_bytes`."""
 
     def with_part_bytes(one: ProposedPlan) -> ProposedPlan:
         return replace(one, plan=replace(one.plan, part_bytes=part_bytes))
@@ -402,13 +413,14 @@ def planned(
     least_bytes: int = SMALLEST_UNIT_BYTES,
     limit_s: float = SEARCH_LIMIT_S,
 ) -> SearchOutcome:
-    """Search for the best plan for one part size, and replay the best plan with all ranks and iterations.
+    """Search for the fastest communication plan, with one part size of the compiled model. Replay (simulate) the best
+    plan with all ranks and iterations.
 
     Args:
         before: replay of the recorded job.
         part_bytes: bytes of gradients in each part of a compiled model; None = the model is not divided.
-        settings: environment variables of the recorded job. A knob that an environment variable sets is not varied.
-        allowed: names of the changes in `CHANGES_NUMBERS`, which alter training results, that the user allows.
+        settings: environment variables of the recorded job. The search does not vary a setting that one of them fixes.
+        allowed: names of those changes of training results (`CHANGES_NUMBERS`) that the user allows.
         least_bytes: smallest unit (bucket) size that is tried for even divisions.
         limit_s: time limit of the search in seconds.
 

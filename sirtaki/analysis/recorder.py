@@ -1,4 +1,4 @@
-"""Record the training steps of a running job on every rank."""
+"""Record the training steps of a running job, on every rank."""
 
 from __future__ import annotations
 
@@ -77,17 +77,18 @@ from .recording import (
 logger = logging.getLogger(__name__)
 
 Reducer = tuple[int, int]
-"""Key of a reducer (the gradient pipeline of an optimizer): (id of the process set, id of the reducer in this set)."""
+"""Key of a reducer, the object that all-reduces the gradients of an optimizer: (id of the process set, id of the
+reducer in this set)."""
 
 PROBING_S, PROBED_STREAMS = 0.5, 8
-"""Time limit in seconds, and largest number of streams, for probing a route (transport and algorithm) that the warm-up
-did not probe."""
+"""Time limit in seconds, and largest number of streams, for measuring latency and bandwidth of a route (transport and
+algorithm) that were not measured when the job was tuned."""
 
 WITH_OPERATORS = 3
 """Maximum number of iterations that are recorded with torch.profiler.
 
-A few are enough, because the operators of these iterations are mapped onto the later iterations, which torch.profiler
-does not slow down.
+A few are enough, because the later iterations, which torch.profiler does not slow down, get the operators of these
+iterations, moved to their own times.
 """
 
 NOTHING_RECORDED = "nothing was recorded: no gradients were reduced between ranks after the warm-up"
@@ -103,10 +104,11 @@ class Draft:
     Attributes:
         begin_s, end_s: first and last moment of the step.
         slowed: True if torch.profiler recorded the step, which slows it.
-        traced: (reducer, events) of each gradient reduction that ended in this step.
-        operations: collective operations other than units (buckets). The thread of the transport appends to the list.
+        traced: (key of an optimizer's gradients, events) of each gradient reduction that ended in this step.
+        operations: collective operations other than all-reduces of units (buckets). The thread of the transport appends
+            to the list.
         updates: intervals in which an optimizer updated parameters.
-        number: count of optimizer iterations before this step; equal on all ranks.
+        number: number of optimizer steps before this step; equal on all ranks.
         beside_s: processor time of this process outside the training thread; None = not recorded.
     """
 
@@ -121,12 +123,12 @@ class Draft:
 
     @property
     def profiling(self) -> bool:
-        """Return whether the ranks negotiated the order of gradients in this step."""
+        """Return whether the ranks agreed on the order of gradients in this step, which makes it unusually slow."""
         return any(traced.profiling for _, traced in self.traced)
 
     @property
     def moments(self) -> Moments:
-        """Return the times of the events that occur in every step, by a key that is equal in all steps."""
+        """Return the times of this step's events, such as ready gradients, by a key that is equal in all steps."""
         found: dict[tuple[object, ...], float] = {("begin",): self.begin_s, ("end",): self.end_s}
         for number, update in enumerate(self.updates):
             found["update", number], found["updated", number] = update
@@ -143,7 +145,9 @@ class Draft:
 
     @property
     def step(self) -> StepWindow:
-        """Return begin and end of this step, and the moments at which operators are split."""
+        """Return begin and end of this step, its optimizer updates, and the intervals that are cut out of operators,
+        because the thread copied gradients or waited for them.
+        """
         copies = [(copy.begin_s, copy.end_s) for _, traced in self.traced for copy in traced.copies]
         waits = [(traced.backward_ended_s, traced.end_s) for _, traced in self.traced]
         cuts = tuple(sorted(copies + waits))
@@ -153,9 +157,10 @@ class Draft:
 def operators_of_drafts(
     drafts: Sequence[Draft], seen: ProfilerTrace | None
 ) -> tuple[list[StepOperators | None], tuple[str, ...]]:
-    """Return the operators of each step, and the names of the lanes (threads and streams).
+    """Return (operators of each step, names of the lanes). Lanes are the threads and device streams that run operators.
 
-    A step without torch.profiler gets the operators of one of the steps with torch.profiler, mapped onto its own times.
+    A step without torch.profiler gets the operators of a step with torch.profiler, moved to the times of its own
+    events.
 
     Args:
         drafts: events of all steps. Steps with torch.profiler come first.
@@ -172,7 +177,9 @@ def operators_of_drafts(
 
 
 def recorded(draft: Draft, operators: StepOperators | None) -> RecordedIteration:
-    """Build the recording of one step. Without operators, the phases of the step are only approximate."""
+    """Build the recording of one step from its events. Without operators, the phases (such as backward) are only
+    approximate.
+    """
     if operators is None:
         backward = [PhaseSpan(Phase.BACKWARD, one.first_ready_s, one.backward_ended_s) for _, one in draft.traced]
         updates = [PhaseSpan(Phase.UPDATE, begin_s, end_s) for begin_s, end_s in draft.updates]
@@ -215,9 +222,9 @@ def recorded(draft: Draft, operators: StepOperators | None) -> RecordedIteration
 
 
 def buffer_number(reducer: Reducer, layout: int) -> int:
-    """Return the id of a flat buffer in the job.
+    """Return the id of a flat buffer (of contiguous gradients) in the job.
 
-    All ranks compute equal ids, even ranks that lack some buffers, because the id is computed only from the arguments.
+    All ranks compute equal ids, even ranks that lack some buffers, because the id depends only on the arguments.
     """
     process_set, serial = reducer
     return process_set << 20 | serial << 8 | layout
@@ -230,19 +237,19 @@ def model_digest(buffers: Iterable[Buffer]) -> str:
 
 
 def clock_identity() -> str:
-    """Return a string that is equal for all processes that read the same `time.perf_counter`.
+    """Return a string that is equal for all processes whose `time.perf_counter` reads the same clock.
 
-    The string names the boot of the machine and the time namespace, because these determine the clock.
+    The string identifies the boot of the machine and the Linux time namespace, which together determine the clock.
     """
     found = [socket.gethostname()]
-    with contextlib.suppress(OSError):  # Without /proc, only the host name identifies the clock.
+    with contextlib.suppress(OSError):  # Keep the host name if /proc is not mounted.
         found = [Path("/proc/sys/kernel/random/boot_id").read_text().strip()]
         found.append(os.readlink("/proc/self/ns/time"))
     return " ".join(found)
 
 
 def own_placement(control: ControlPlane) -> Placement:
-    """Return where this process runs: host, node, clock and processors."""
+    """Return the host, node, clock and processors of this rank."""
     rank = control.rank
     return Placement(
         rank=rank,
@@ -258,7 +265,9 @@ def own_placement(control: ControlPlane) -> Placement:
 
 
 def _tuned(job: Job) -> Sequence[tuple[Reducer, PipelineTarget]]:
-    """Return the gradient pipelines of this rank that are tuned, each with the key of its reducer."""
+    """Return the gradient pipelines of this rank whose settings Sirtaki tunes, one per optimizer, each with the key of
+    the reducer (object that all-reduces the optimizer's gradients).
+    """
     return [
         (there.key, there.tuning)
         for there in job.participants
@@ -267,16 +276,17 @@ def _tuned(job: Job) -> Sequence[tuple[Reducer, PipelineTarget]]:
 
 
 def _of_all_ranks(job: Job) -> list[PipelineTarget]:
-    """Return the gradient pipelines whose gradients all ranks reduce.
+    """Return the gradient pipelines, one per optimizer, whose gradients all ranks reduce, not only a process set.
 
-    The recorder numbers iterations by the first of these pipelines, because its count is equal on all ranks.
+    The recorder numbers iterations by the count of the first of these pipelines, because this count is equal on all
+    ranks.
     """
     return [tuned for (process_set, _), tuned in _tuned(job) if process_set == 0]
 
 
 def _links(job: Job, known: Mapping[Route, LinkModel]) -> dict[Route, LinkModel]:
-    """Return the link models of all routes (transport and algorithm) in use. Probes routes that the warm-up did not
-    probe. Collective.
+    """Return latency and bandwidth of all routes (transport and algorithm) in use. Collective. Those that were measured
+    when the job was tuned (`known`) are not measured again.
     """
     links = dict(known)
     for tuned in _of_all_ranks(job):
@@ -288,7 +298,7 @@ def _links(job: Job, known: Mapping[Route, LinkModel]) -> dict[Route, LinkModel]
 
 
 def _buffers(job: Job) -> list[Buffer]:
-    """Return descriptions of the flat buffers of this rank, with their plans."""
+    """Return descriptions of this rank's flat buffers (of contiguous gradients), with their communication plans."""
     ranks = {there.key: tuple(there.ranks) for there in job.participants}
     return [
         Buffer(
@@ -308,16 +318,17 @@ def _buffers(job: Job) -> list[Buffer]:
 
 
 class Stage(Enum):
-    """How far the recording of a job has got."""
+    """Progress of the recording of a job."""
 
     WAITING = auto()  # The warm-up, in which the job is tuned, has not ended.
-    STARTING = auto()  # The current iteration is discarded, because torch.profiler was started or stopped during it.
+    STARTING = auto()  # The current iteration is discarded, because it includes the start or stop of torch.profiler.
     RECORDING = auto()
     ENDED = auto()
 
 
 class JobRecorder:
-    """Recorder of the training steps of this rank. Implements `recorder.Recorder`.
+    """Recorder of the training steps of this rank. Implements `recorder.Recorder`, by which the communication layer
+    reports its events.
 
     When a job ends early, launchers stop ranks with SIGTERM. The recorder then writes its file before the process ends,
     unless the user's script has its own SIGTERM handler.
@@ -327,7 +338,9 @@ class JobRecorder:
     """
 
     def __init__(self, wanted: ProfileRequest) -> None:
-        """Register optimizer hooks, which count steps. Recording begins later, when the warm-up has ended."""
+        """Register optimizer hooks, which notice each step. Recording begins later, when the warm-up (in which the job
+        is tuned) has ended.
+        """
         self._wanted, self._folder, self.stage = wanted, Path(wanted.folder), Stage.WAITING
         self._update_begin_s: float | None = None
         self._finished = -1
@@ -337,7 +350,7 @@ class JobRecorder:
         self._seen: ProfilerTrace | None = None
         self._job: JobInfo | None = None
         self._rank, self._clock = 0, ClockOffset(0.0, 0.0)
-        # The lock is reentrant, because a signal handler may need it while the same thread holds it.
+        # Use a reentrant lock, because a signal handler may need the lock while the interrupted thread holds it.
         self._ending = free_in_forked_children(threading.RLock())
         self._terminable = self._writing = self._terminated = False
         self._hooks = [
@@ -371,7 +384,7 @@ class JobRecorder:
         if self.stage is Stage.WAITING:
             job = current()
             tuning = any(tuned.tuning for tuned in _of_all_ranks(job))
-            # All ranks decide equally here.
+            # Decide only by facts that are equal on all ranks, because `_begin` is collective.
             if not (tuning or leader.synchroniser.profiling or job.joining.any_joined):
                 self._begin(job)
         elif self.stage is Stage.STARTING:
@@ -402,29 +415,29 @@ class JobRecorder:
         self._draft = Draft(time.perf_counter(), slowed=self._watch is not None, beside_s=-processor_time_beside_s())
 
     def iteration(self, traced: TracedIteration) -> None:
-        """Store the events of one gradient reduction in the current step."""
+        """Add the events of one optimizer's gradient reduction to the current step."""
         reducer = next((key for key, tuned in _tuned(current()) if tuned.synchroniser is traced.source), None)
         if reducer is not None:
             self._draft.traced.append((reducer, traced))
 
     def operation(self, traced: TracedOperation) -> None:
-        """Store a collective operation in the current step. Called by the thread of the transport."""
+        """Add a collective operation to the current step. Called by the thread of the transport."""
         self._draft.operations.append(traced)
 
     # ── begin and end ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _begin(self, job: Job) -> None:
-        """Exchange the placements and flat buffers of all ranks, measure clock offsets, and start recording steps.
-        Collective.
+        """Gather the hosts, processors and flat buffers (of contiguous gradients) of all ranks, measure clock offsets,
+        and start recording steps. Collective.
         """
         control = job.control
         self._rank, host_leads = control.rank, control.hosts[control.rank] == control.rank
         if host_leads:
-            with suppress(OSError):  # Ignored, because writing the file at the end fails again and reports the error.
+            with suppress(OSError):  # Ignore errors, because writing the file at the end fails again and reports them.
                 self._folder.mkdir(parents=True, exist_ok=True)
                 clear(self._folder)
         gathered: list[tuple[Placement, list[Buffer]]] = control.all_gather((own_placement(control), _buffers(job)))
-        # Buffers that at least one rank has.
+        # Collect the flat buffers (of contiguous gradients) of all ranks, because a rank may lack some of them.
         known = {buffer.number: buffer for _, buffers in gathered for buffer in buffers}
         self._clock = compare_clocks(control)
         model = next((tuned.model for _, tuned in _tuned(job) if tuned.model is not None), None)
@@ -442,7 +455,7 @@ class JobRecorder:
                 "python": platform.python_version(),
             },
         )
-        if host_leads:  # Written now, because this rank may be killed before the recording ends.
+        if host_leads:  # Write now, because this rank may be killed before the recording ends.
             with suppress(OSError):
                 write_job(self._folder, self._job)
         if self._wanted.operators:
@@ -457,7 +470,7 @@ class JobRecorder:
             logger.info("recording %d iterations in %s", self._wanted.iterations, self._folder)
 
     def end(self) -> None:
-        """Stop recording and write this rank's file. Thread-safe; calls after the first do nothing."""
+        """Stop recording and write this rank's file. The method is thread-safe. Calls after the first do nothing."""
         with self._ending:
             stage, self.stage = self.stage, Stage.ENDED
             if stage is Stage.ENDED:
@@ -476,8 +489,8 @@ class JobRecorder:
                 self._allow_termination()
 
     def handle_termination(self) -> None:
-        """Install a SIGTERM handler that writes the file before the process ends, unless the user's script has its own
-        handler.
+        """Install a SIGTERM handler that writes this rank's file before the process ends, unless the user's script has
+        its own handler.
         """
         here = threading.current_thread() is threading.main_thread()  # Only the main thread can set signal handlers.
         if here and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -486,13 +499,13 @@ class JobRecorder:
 
     def _on_terminate(self, *_: Any) -> None:  # Any: types of a signal handler
         self._terminated = True
-        if not self._writing:  # Otherwise `end` raises the signal again after the file was written.
+        if not self._writing:  # If it is writing, `end` raises the signal again once the file is written.
             self.end()
             self._allow_termination()
 
     def _allow_termination(self) -> None:
-        """Restore the default action of SIGTERM after the file was written. Raise SIGTERM again if it arrived during
-        writing.
+        """Restore the default action of SIGTERM after this rank's file was written. Raise SIGTERM again if it arrived
+        during writing.
         """
         if self._terminable and threading.current_thread() is threading.main_thread():
             self._terminable = False
@@ -547,8 +560,8 @@ _from_environment: JobRecorder | None = None
 
 
 def begin_as_set() -> None:
-    """Prepare to record training steps if `SIRTAKI_PROFILE` is set on rank 0. Called after `init()` on all ranks; once
-    per process.
+    """Prepare to record training steps if `SIRTAKI_PROFILE` is set on rank 0. Called on all ranks after `init()`. Calls
+    after the first recording of a process do nothing.
     """
     global _from_environment
     asked = current().settings.profile
@@ -562,17 +575,19 @@ def begin_as_set() -> None:
 def profile(
     folder: str | Path, *, iterations: int = 10, operators: bool = True, edges: bool = False
 ) -> Iterator[JobRecorder]:
-    """Record training iterations inside the `with` block. Recording begins after the tuner has finished. Collective.
+    """Record training iterations inside the `with` block. Recording begins when Sirtaki has finished tuning.
+    Collective.
 
     Every rank must enter and leave the block between the same steps. Recording stops after `iterations` steps, or at
-    the end of a block with fewer steps. Then each rank writes its file, which delays the current step briefly.
+    the end of a block with fewer steps. Then each rank writes its file, which briefly delays the training step that
+    follows.
 
     Args:
         folder: output folder; an existing recording there is overwritten.
         iterations: number of iterations to record.
-        operators: also record operators with torch.profiler, in a few additional iterations before, which it slows
-            down.
-        edges: also record the data dependencies of operators, for `sirtaki trace --chakra`.
+        operators: also record operators with torch.profiler. This takes up to three additional iterations at the
+            beginning, which torch.profiler slows down.
+        edges: also record the data dependencies between operators, for `sirtaki trace --chakra`.
 
     Raises:
         NotInitializedError: `init()` was not called.

@@ -1,4 +1,4 @@
-"""Data classes of a recording (operators, units, links, memory), and functions that read and write a recording
+"""Data classes of a recording (operators, gradients, network, memory), and functions that read and write a recording
 folder.
 """
 
@@ -32,30 +32,30 @@ ModuleKey = tuple[int, str]
 
 
 class Holds(Enum):
-    """Purpose of a block of memory."""
+    """Purpose for which a block of memory is used."""
 
     PARAMETERS = "parameters"
     MODULE_BUFFERS = "buffers of modules"
     OPTIMIZER = "optimizer state"
-    FLAT_BUFFERS = "flat buffers"  # buffers of contiguous gradients, of which ranges (units) are reduced
+    FLAT_BUFFERS = "flat buffers"  # buffers of contiguous gradients, which are all-reduced
     GRADIENTS = "gradients"
     ACTIVATIONS = "activations"  # tensors that the forward pass saves for the backward pass, including inputs
     OTHER = "other"  # temporary tensors, and other tensors of the user's script
 
 
 class Allocation(NamedTuple):
-    """One block of memory that existed in the recorded step.
+    """One block of memory that existed at any time of the recorded step.
 
     Attributes:
         device: index in `StepMemory.devices`.
         n_bytes: size of the block.
         holds: purpose of the block.
         phase: phase of the step in which the block was allocated; OTHER if it existed before the step.
-        begin_s: time at which the block was allocated; None = before the step.
-        end_s: time at which the block was released; None = after the step.
+        begin_s: time at which the block was allocated; None if it was allocated before the step.
+        end_s: time at which the block was released; None if it was not released within the step.
         added_s: for a gradient, the time at which autograd had added it to `.grad`.
-        call: index in `StepMemory.calls` of the module call whose forward or backward pass allocated the block; -1 =
-            none.
+        call: index in `StepMemory.calls` of the innermost module call whose forward or backward pass allocated the
+            block; -1 = none.
         operator: operator that allocated the block; "" = unknown.
     """
 
@@ -76,7 +76,7 @@ class Module(NamedTuple):
     Attributes:
         name: qualified name inside the outermost module, such as "layers.0"; "" = the outermost module itself.
         kind: name of the class of the module.
-        root: index of the outermost module among all outermost modules.
+        root: index of the outermost module that contains this module.
     """
 
     name: str
@@ -90,15 +90,15 @@ class Module(NamedTuple):
 
 
 class ModuleCall(NamedTuple):
-    """One forward pass of one module.
+    """One forward pass of one module, and the backward pass that belongs to it.
 
     Attributes:
         module: index in `RankRecording.modules`.
-        parent: index of the enclosing module call; -1 = none.
+        parent: index of the module call inside which this call ran; -1 = none.
         begin_s, end_s: first and last moment of the forward pass.
         backward_begin_s, backward_end_s: first and last moment of the backward pass of this call; None = there was no
             backward pass.
-        inputs, outputs: indices in `StepMemory.allocations` of the blocks that hold inputs and outputs.
+        inputs, outputs: indices in `StepMemory.allocations` of the blocks that contain inputs and outputs.
     """
 
     module: int
@@ -119,9 +119,9 @@ class StepMemory:
         iteration: number of the iteration.
         begin_s, end_s: first and last moment of the iteration.
         devices: device names, such as "cpu" and "cuda:0".
-        batch: first dimension of the first module's first input; 0 = unknown.
-        allocations: blocks that existed at any time in the iteration.
-        calls: module calls, in the order in which they began.
+        batch: number of samples: size of the first dimension of the first module's first input; 0 = unknown.
+        allocations: blocks of memory that existed at any time in the iteration.
+        calls: forward passes of modules, in the order in which they began.
     """
 
     iteration: int
@@ -136,8 +136,8 @@ class StepMemory:
 class Detail(Enum):
     """Level of detail at which a rank was recorded."""
 
-    UNITS = "units"  # ready times of gradients, copies, and units (buckets)
-    OPERATORS = "operators"  # all of `UNITS`, and the events of torch.profiler
+    UNITS = "units"  # when gradients were ready and copied, and when units (buckets) were all-reduced
+    OPERATORS = "operators"  # the same as `UNITS`, and the events of torch.profiler
 
 
 # ── one rank ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -146,7 +146,8 @@ class Detail(Enum):
 class Operator(NamedTuple):
     """One top-level operator of a step. Operators of one lane (thread or device stream) never overlap.
 
-    If gradients are copied or waited for during an operator, the recorder splits the operator in two at this interval.
+    If the thread copies gradients or waits for them while an operator runs, this interval is cut out, and the operator
+    becomes two entries.
 
     Attributes:
         name: name of the operator, such as "aten::addmm" or, in the backward pass, "AddmmBackward0".
@@ -171,11 +172,11 @@ class Operator(NamedTuple):
 
 
 class PhaseSpan(NamedTuple):
-    """One phase, such as forward, of one step. A phase may occur several times per step, because of gradient
-    accumulation or several models.
+    """Begin and end of one phase, such as forward, of one step. A phase may occur several times per step, because of
+    gradient accumulation or several models.
 
-    If no operators were recorded, BACKWARD begins with the first ready gradient, and phases that cannot be detected are
-    omitted.
+    If no operators were recorded, BACKWARD begins when the first gradient is ready, and other phases than BACKWARD and
+    UPDATE are omitted.
     """
 
     phase: Phase
@@ -184,12 +185,14 @@ class PhaseSpan(NamedTuple):
 
 
 def phase_at(spans: Iterable[PhaseSpan], moment_s: float) -> Phase:
-    """Return the first phase that includes the moment; OTHER if no phase includes it."""
+    """Return the phase (such as forward) in which a moment is; OTHER if it is in none of `spans`."""
     return next((span.phase for span in spans if span.begin_s <= moment_s <= span.end_s), Phase.OTHER)
 
 
 class ReadyGradient(NamedTuple):
-    """Time at which autograd produced one gradient: the one with index `place` in the layout of a flat buffer."""
+    """Time at which autograd had produced one gradient: the gradient with index `place` in flat buffer number `buffer`
+    (of contiguous gradients).
+    """
 
     buffer: int
     place: int
@@ -197,7 +200,9 @@ class ReadyGradient(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """One copy of gradients into flat buffers. The training thread makes it or, on a GPU, the stream of this thread."""
+    """One copy of gradients into flat buffers (of contiguous gradients). It runs on the training thread or, for
+    gradients on a GPU, on the CUDA stream of this thread.
+    """
 
     begin_s: float
     end_s: float
@@ -205,15 +210,15 @@ class Copy(NamedTuple):
 
 
 class UnitId(NamedTuple):
-    """Identity of a unit (bucket: a range of a flat buffer that one all-reduce reduces), equal on all participating
-    ranks.
+    """Identity of a unit (bucket: a range of a flat buffer of contiguous gradients, reduced by one all-reduce). It is
+    equal on all participating ranks.
 
     Attributes:
-        iteration: iteration of the optimizer (`GradientPipeline.iteration`), not of the recording.
+        iteration: number of the gradient reduction of this optimizer (`GradientPipeline.iteration`).
         buffer: number of the flat buffer (`Buffer.number`).
         start, stop: range of elements in the flat buffer.
         route: transport and algorithm.
-        stream: index of the communicator that reduces the unit.
+        stream: index of the communicator (stream) on which the unit is all-reduced.
     """
 
     iteration: int
@@ -225,13 +230,13 @@ class UnitId(NamedTuple):
 
 
 class RecordedUnit(NamedTuple):
-    """Times at which one rank reduced one unit (bucket).
+    """Times of the all-reduce of one unit (bucket) on one rank.
 
     Attributes:
-        iteration, buffer, start, stop, route, stream: identity of the unit, as in `UnitId`.
-        issue_s: time at which this rank passed the unit, with all gradients copied, to the transport. No rank completes
-            the unit before all ranks have issued it.
-        begin_s: time at which the transport started the unit; None if the transport does not report it.
+        iteration, buffer, start, stop, route, stream: identity of the unit: the fields of its `UnitId`.
+        issue_s: time at which this rank issued the all-reduce, after all gradients of the unit were copied into the
+            flat buffer (of contiguous gradients). No rank completes the all-reduce before all ranks have issued it.
+        begin_s: time at which the transport started the all-reduce; None if the transport does not report it.
         done_s: time at which the reduced gradients were available on this rank.
     """
 
@@ -247,13 +252,13 @@ class RecordedUnit(NamedTuple):
 
     @property
     def unit(self) -> UnitId:
-        """Return the identity of the unit, which is equal on all ranks."""
+        """Return the identity of the unit (bucket), which is equal on all ranks."""
         return UnitId(*self[:6])
 
 
 class Collective(NamedTuple):
-    """One collective operation that does not reduce a unit (bucket): for sparse rows, for metrics, or called by the
-    user's script.
+    """One collective operation other than the all-reduce of a unit (bucket): for rows of sparse gradients, for metrics,
+    or called by the user's script.
 
     Attributes:
         name: name of the operation, equal on all ranks.
@@ -277,17 +282,18 @@ class RecordedIteration:
     """One training step of one rank.
 
     Attributes:
-        number: count of optimizer iterations before this iteration; equal on all ranks.
+        number: number of optimizer steps before this iteration; equal on all ranks.
         begin_s: end of the previous step; for the first recorded iteration, begin of the recording.
         end_s: end of the optimizer step.
-        profiling: True if ranks negotiated the order of gradients in this iteration. Then its duration is not
-            representative.
-        slowed: True if torch.profiler was on and added its overhead. The operators of such an iteration are also used
-            for iterations without torch.profiler.
-        spans, operators, ready, copies, units, collectives: events of the iteration by kind, each list sorted by begin.
+        profiling: True if ranks agreed on the order of gradients in this iteration, as at the start of a job. Then its
+            duration is not that of an ordinary step.
+        slowed: True if torch.profiler was on and added its overhead. Iterations without torch.profiler get the
+            operators of such an iteration, moved to their own times.
+        spans, operators, ready, copies, units, collectives: events of the iteration by kind; each list is sorted by
+            begin.
         exposed_s: time for which this rank waited for units (buckets) after its last gradient was ready.
-        beside_s: processor time of all threads but the training thread. If operators use a single thread, all of this
-            time is communication. None = not recorded.
+        beside_s: processor time of all threads of this rank except the training thread. If operators use a single
+            thread, communication used all of this time. None = not recorded.
     """
 
     number: int
@@ -306,16 +312,16 @@ class RecordedIteration:
 
     @property
     def joined(self) -> bool:
-        """Return whether this rank had called `join()`. Then it took part in reductions of other ranks without its own
-        steps.
+        """Return whether this rank had called `join()`, because it had no more training data. Then it took part in
+        all-reduces of the other ranks without making steps of its own.
         """
         iterations = {(one.buffer, one.iteration) for one in self.units}
         return len(iterations) > len({buffer for buffer, _ in iterations})
 
     @property
     def is_usual(self) -> bool:
-        """Return whether the duration is that of an ordinary step. The overhead of torch.profiler (`slowed`) is ignored
-        here.
+        """Return whether the iteration is an ordinary step, so that its duration is representative. The overhead of
+        torch.profiler (`slowed`) is ignored here.
         """
         return not (self.profiling or self.joined)
 
@@ -329,11 +335,11 @@ class RankRecording:
         job: id of the job. Recordings of different jobs cannot be read together.
         model: digest of the gradient layouts, equal on ranks that train the same model.
         detail: level of detail at which the rank was recorded.
-        offset_s: seconds to add to this rank's clock to get rank 0's, measured when the recording began (Cristian's
-            method).
-        round_trip_s: shortest round trip of the offset measurement. The error of the offset is at most half of this. 0
+        offset_s: seconds to add to this rank's clock to get rank 0's clock, measured when the recording began (by
+            Cristian's method, from round trips of messages).
+        round_trip_s: shortest round trip of the messages that measured `offset_s`, whose error is at most half of it. 0
             on rank 0.
-        clock_error_s: largest error of operator times, which exists because torch.profiler uses another clock.
+        clock_error_s: largest error of operator times, from their conversion from torch.profiler's clock.
         lanes: names of the lanes (threads and device streams) that run operators, by index.
         complete: True if all requested iterations were recorded.
         iterations: recorded iterations, in order.
@@ -360,7 +366,7 @@ class RankRecording:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where one rank runs: its host, node, clock and processors.
+    """Host, node, clock and processors of one rank.
 
     Attributes:
         rank: global rank.
@@ -388,14 +394,17 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buffer:
-    """One flat buffer of one optimizer, and its plan when the recording began.
+    """One flat buffer (contiguous gradients) of one optimizer, and its communication plan when the recording began.
 
     Attributes:
         number: id of the buffer in the job; equal on all ranks.
-        reducer: (id of the process set, id of the reducer in this set) of the reducer that owns the buffer.
-        ranks: ranks that reduce the buffer.
-        layout: gradients in the buffer, in order. The last entry of an optimizer's first buffer holds control flags.
-        plan: division of the buffer into units (buckets), with their routes and streams.
+        reducer: (id of the process set, id of the reducer in this set) of the reducer, the object that all-reduces the
+            optimizer's gradients.
+        ranks: ranks that all-reduce the buffer.
+        layout: sizes and names of the gradients in the buffer, in order. The last entry of an optimizer's first buffer
+            is not a gradient; it holds flags by which ranks tell each other, for example, that communication has become
+            slower.
+        plan: division of the buffer into units (buckets), with transport, algorithm and stream of each.
         knobs: knobs (tuned settings) from which the plan was built.
     """
 
@@ -408,7 +417,7 @@ class Buffer:
 
     @property
     def is_cut_evenly(self) -> bool:
-        """Return whether all units (buckets) of the buffer have the size that the knobs request."""
+        """Return whether all units (buckets) of the buffer have the size that the knobs (tuned settings) request."""
         size = max(1, self.knobs.unit_bytes // self.layout.itemsize_bytes)
         return self.knobs.cuts is None and self.plan.units[0].numel == min(size, self.layout.numel)
 
@@ -421,10 +430,12 @@ class JobInfo:
         job: id of the job.
         n_iterations: number of iterations that the user wanted to record.
         placement: host, node, clock and processors of each rank, in rank order.
-        buffers: flat buffers of all ranks.
-        links: link models that probes in the warm-up measured, by route; empty if no route was probed.
-        contention: measured slowdown of communication and computation while both run; None = not measured.
-        settings: environment variables in force that differ from their defaults.
+        buffers: flat buffers (of contiguous gradients) of all ranks.
+        links: latency and bandwidth that Sirtaki measured while it tuned the job, by route (transport and algorithm);
+            empty if none was measured.
+        contention: measured slowdown of communication and computation while both run at the same time; None = not
+            measured.
+        settings: Sirtaki's environment variables whose values differ from their defaults.
         versions: versions of Sirtaki, PyTorch and Python.
     """
 
@@ -450,8 +461,8 @@ class Recording:
     Attributes:
         job: properties that all ranks share.
         ranks: recording of each rank, by rank; ranks without a recording are omitted.
-        problems: one sentence for each defect: missing ranks, iterations that only some ranks recorded, ranks that
-            trained another model.
+        problems: one sentence for each defect of the recording: missing ranks, iterations that only some ranks
+            recorded, ranks that trained another model.
     """
 
     job: JobInfo
@@ -493,7 +504,8 @@ def _longest_run(numbers: Sequence[int]) -> tuple[int, ...]:
 
 FORMAT_VERSION = 3
 READABLE_VERSIONS = (2, 3)
-"""Versions of the folder format that can be read. Folders of version 2 contain neither modules nor memory."""
+"""Versions of the format of recording folders that can be read. Folders of version 2 contain neither modules nor memory
+use."""
 
 JOB_FILE, TRACE_FILE, REPORT_FILE = "job.json", "trace.json", "report.html"
 _RANK_FILE = re.compile(r"rank-(\d+)\.json\.gz")
@@ -502,11 +514,12 @@ Json = dict[str, Any]
 _T = TypeVar("_T")
 
 DIGITS = 9
-"""Number of decimal digits with which times in seconds are stored, because clocks resolve nanoseconds."""
+"""Number of decimal digits with which times in seconds are stored. Nine are enough, because clocks resolve
+nanoseconds."""
 
 
 def job_to_json(job: JobInfo) -> Json:
-    """Convert the job to a dict for JSON. `job_from_json` is the inverse."""
+    """Convert the properties of a job to a dict for JSON. `job_from_json` is the inverse."""
     return {
         "format": FORMAT_VERSION,
         **asdict(job),
@@ -576,7 +589,7 @@ def rank_path(folder: Path, rank: int) -> Path:
 
 
 def holds_recording(folder: Path) -> bool:
-    """Return whether the folder contains a recording or a part of one."""
+    """Return whether the folder contains at least one file of a recording."""
     return folder.is_dir() and any(name == JOB_FILE or _RANK_FILE.fullmatch(name) for name in os.listdir(folder))
 
 
@@ -631,7 +644,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def read_folder(folder: str | Path) -> Recording:
-    """Read a recording folder. Unreadable files of single ranks are skipped and reported in `Recording.problems`.
+    """Read a recording folder. Files of ranks that cannot be read are skipped and reported in `Recording.problems`.
 
     Raises:
         RecordingError: the folder does not exist, contains no recording or one of another version, or has no readable
@@ -694,7 +707,7 @@ def _parsed(path: Path, unpack: Callable[[bytes], bytes], build: Callable[[Json]
 
 
 def counted(number: int, what: str) -> str:
-    """Return a number with its noun: `1 rank`, `3 ranks`."""
+    """Return a number with its noun, in the plural if needed: `1 rank`, `3 ranks`."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 

@@ -1,4 +1,6 @@
-"""Convert recordings, trial logs and timelines to tables for a notebook: lists of flat records, as pandas accepts."""
+"""Read recordings, trial logs and timelines as tables for a notebook. A table is a list of flat records, from which
+pandas builds a `DataFrame`.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,13 @@ def read(path: str | Path) -> dict[str, list[Record]]:
     >>> units = pandas.DataFrame(sirtaki.analysis.read("recorded")["units"])  # doctest: +SKIP
 
     Args:
-        path: one of these: a folder of `sirtaki profile`; a trial log (`SIRTAKI_TRIAL_LOG`); a timeline
-            (`HOROVOD_TIMELINE`).
+        path: a folder that `sirtaki profile` has written, a log of the settings that tuning tried
+            (`SIRTAKI_TRIAL_LOG`), or a timeline (`HOROVOD_TIMELINE`).
 
     Returns:
-        The tables by name. A recording has "iterations", "phases", "operators", "gradients", "units", "collectives" and
-        "memory". Their rows have a `rank`, and times in seconds on one clock, from the first recorded iteration on. A
-        trial log has the table "trials", a timeline has the table "events".
+        The tables by name. A recording has "iterations", "phases", "operators", "gradients", "units" (buckets of
+        gradients), "collectives" and "memory". Their rows have a `rank`, and times in seconds since the first recorded
+        iteration, on one clock for all ranks. A trial log has the table "trials", a timeline has the table "events".
 
     Raises:
         RecordingError: the folder contains no readable recording.
@@ -64,7 +66,7 @@ def _of_recording(recording: Recording) -> dict[str, list[Record]]:
 
 
 def _of_rank(recording: Recording, rank: RankRecording) -> Iterator[tuple[str, Record]]:
-    """Yield (name of the table, row) for all events of a rank. Times are those of the rank's own clock."""
+    """Yield (name of the table, row) for all recorded events of a rank. Times are readings of the rank's own clock."""
     layouts = {buffer.number: buffer.layout for buffer in recording.job.buffers}
     usual = set(recording.usual_iterations)
     for one in rank.iterations:
@@ -103,7 +105,7 @@ def _of_rank(recording: Recording, rank: RankRecording) -> Iterator[tuple[str, R
 
 
 def _trials(path: Path) -> Iterator[Record]:
-    """Yield a row for each measurement of the last job in a trial log, from the warm-up and from later searches."""
+    """Yield a row for each measurement of the last job in a trial log, from its warm-up and from later tuning."""
     log = read_log(path)
     searches = [("warm-up", log.measurements), *(("re-tune", retune.measurements) for retune in log.retunes)]
     for search, one in ((search, one) for search, measurements in searches for one in measurements):
@@ -124,7 +126,7 @@ def _trials(path: Path) -> Iterator[Record]:
 
 
 def _events(path: Path) -> Iterator[Record]:
-    """Yield a row for each event of a timeline. Arguments of the event become columns."""
+    """Yield a row for each event of a timeline (Chrome trace format). Arguments of the event become columns."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         tracks: dict[tuple[int, int], str] = {}

@@ -1,4 +1,6 @@
-"""Divide the time of a step by kind, and find exposed communication (waits for gradients) and late units (buckets)."""
+"""Divide the time of a training step by kind, and find exposed communication (waits for gradients) and the units
+(buckets) that are waited for.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from .job_model import Histories, OperationKey, Stretch, TimedBarrier, TimedStep
 
 
 class TimeKind(Enum):
-    """Kind of time of a training thread. The bars of a plot are stacked in this order."""
+    """Kind of activity for which the training thread uses its time. The bars of a plot are stacked in this order."""
 
     DATA = "data loading"
     FORWARD = "forward"
@@ -36,7 +38,8 @@ COLORS = {
     TimeKind.COLLECTIVE: "#d55e00",
     TimeKind.OTHER: "#8b9096",
 }
-"""Colour of each kind of time. The colours differ on white and on black, and with common forms of colour blindness."""
+"""Colour of each kind of time in a plot. The colours can be told apart on white and on black, and with common forms of
+colour blindness."""
 
 UNDIVIDED = "forward, data loading, other (divided only if operators are recorded)"
 
@@ -50,7 +53,7 @@ OF_PHASE = {
 
 
 def kind_of(one: Stretch) -> TimeKind:
-    """Return the kind of time of one interval of a training thread."""
+    """Return the kind of time (such as forward, or exposed communication) of one interval of a training thread."""
     if one.waits:
         return TimeKind.EXPOSED if waits_for_gradients(one) else TimeKind.COLLECTIVE
     if one.activity is Activity.COPY:
@@ -59,12 +62,12 @@ def kind_of(one: Stretch) -> TimeKind:
 
 
 def waits_for_gradients(one: Stretch) -> bool:
-    """Return whether the training thread waits for at least one unit (bucket) in this interval."""
+    """Return whether the training thread waits for the all-reduce of at least one unit (bucket) in this interval."""
     return any(buffer >= 0 for buffer, _, _ in one.waits)
 
 
 class StepParts(NamedTuple):
-    """Time of one rank's step by kind, as a mean over iterations.
+    """Time of one rank's training step, divided by kind (such as forward), as a mean over iterations.
 
     Attributes:
         rank: rank whose step is divided.
@@ -81,7 +84,7 @@ class StepParts(NamedTuple):
 
 
 def step_parts(histories: Histories) -> tuple[StepParts, ...]:
-    """Return the step time of every rank, divided by kind of time."""
+    """Return the step time of every rank, divided by kind of time (such as forward, or exposed communication)."""
     found, count = [], len(histories.steps)
     for rank in histories.ranks:
         total_s: dict[TimeKind, float] = defaultdict(float)
@@ -93,7 +96,8 @@ def step_parts(histories: Histories) -> tuple[StepParts, ...]:
 
 
 MIN_LATE_S = 1e-6
-"""A unit (bucket) whose reduction ends within this time after the backward pass does not count as late."""
+"""Seconds after the end of the backward pass within which the all-reduce of a unit (bucket) may end without counting as
+late."""
 
 
 class RankExposure(NamedTuple):
@@ -101,8 +105,9 @@ class RankExposure(NamedTuple):
 
     Attributes:
         rank: rank that waited.
-        moving_s: seconds of waiting while a unit (bucket) of this rank was being reduced.
-        held_s: seconds of waiting while no unit was being reduced, because another rank had not issued the next unit.
+        moving_s: seconds of waiting while a unit (bucket) of this rank was being all-reduced.
+        held_s: seconds of waiting while no unit was being all-reduced, because another rank had not issued the next
+            one.
     """
 
     rank: int
@@ -111,21 +116,22 @@ class RankExposure(NamedTuple):
 
     @property
     def exposed_s(self) -> float:
-        """Return all seconds of waiting for gradients per iteration."""
+        """Return how many seconds per iteration this rank waited for gradients in total."""
         return self.moving_s + self.held_s
 
 
 class LateUnit(NamedTuple):
-    """A unit (bucket) whose reduction ends after the backward pass, so that the training thread waits for it.
+    """A unit (bucket) whose all-reduce ends after the backward pass, so that the training thread waits for it.
 
     Times are relative to the end of the backward pass, as means over ranks and iterations.
 
     Attributes:
-        unit: identity of the unit in one of the iterations.
+        unit: the unit in one of the iterations.
         issue_s: time at which a rank issues the unit.
-        begin_s: time at which all ranks have issued the unit and its stream is free.
+        begin_s: time at which the all-reduce begins, because all ranks have issued the unit and its stream is free.
         done_s: time at which the reduced gradients are available.
-        late_s: seconds after the end of the backward pass; 0 in iterations in which the unit ends before it.
+        late_s: seconds from the end of the backward pass to the end of the all-reduce; iterations in which the
+            all-reduce ends before count as 0.
         times: number of iterations in which the unit was late on any rank.
     """
 
@@ -138,7 +144,9 @@ class LateUnit(NamedTuple):
 
 
 def backward_ends_s(histories: Histories, step: TimedStep, rank: int) -> dict[tuple[int, int], float]:
-    """Return when this rank begins to wait for the gradients of each reducer in a step, on the job's clock."""
+    """Return the moment of a step at which this rank begins to wait for gradients, for each reducer (object that
+    all-reduces an optimizer's gradients). Moments are on the common clock of the job.
+    """
     reducers = _reducers(histories)
     waits = [one for one in step.stretches[rank] if waits_for_gradients(one)]
     return {reducers[key[0]]: one.begin_s for one in waits for key in one.waits if key[0] in reducers}
@@ -163,7 +171,7 @@ def exposures(histories: Histories) -> tuple[RankExposure, ...]:
 
 
 def _busy(barriers: Sequence[TimedBarrier], rank: int) -> list[tuple[float, float]]:
-    """Return the intervals in which at least one unit (bucket) of this rank was being reduced. The intervals do not
+    """Return the intervals in which at least one unit (bucket) of this rank was being all-reduced. The intervals do not
     overlap.
     """
     found: list[tuple[float, float]] = []
@@ -177,7 +185,7 @@ def _busy(barriers: Sequence[TimedBarrier], rank: int) -> list[tuple[float, floa
 
 
 def late_units(histories: Histories) -> tuple[LateUnit, ...]:
-    """Return the units (buckets) whose reduction ends after the backward pass on some rank, in the order in which they
+    """Return the units (buckets) whose all-reduce ends after the backward pass on some rank, in the order in which they
     end.
     """
     units: dict[OperationKey, TimedBarrier] = {}

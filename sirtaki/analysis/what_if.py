@@ -1,4 +1,4 @@
-"""Predict the step time of a recorded job after a change, such as another communication plan or a faster link."""
+"""Predict the step time of a recorded job after a change, such as another communication plan or a faster network."""
 
 from __future__ import annotations
 
@@ -39,15 +39,16 @@ from .recording import Buffer
 
 @dataclass(frozen=True, slots=True)
 class UnitCost:
-    """Cost to reduce a unit (bucket) on one route (transport and algorithm) without contention, as a function of the
-    size.
+    """Cost to all-reduce a unit (bucket) on one route (transport and algorithm) while nothing else runs, as a function
+    of the size.
 
     Attributes:
-        startup_s: time that does not depend on the size. On one host, this is processor time.
-        s_per_byte: seconds per byte on the link, or on each rank's processor if all ranks are on one host.
-        host_s: processor time to pass messages to the link.
+        startup_s: seconds that do not depend on the size. On one host, this is processor time.
+        s_per_byte: seconds per byte on the network link between hosts, or on each rank's processor if all ranks are on
+            one host.
+        host_s: processor seconds to pass messages to the link.
         busy: number of processors that each rank occupies during the reduction.
-        lag_s: delay between the first and the last rank's completion.
+        lag_s: delay between the first and the last rank's completion of the all-reduce.
         across: True if units use the link between hosts.
     """
 
@@ -60,10 +61,11 @@ class UnitCost:
 
 
 def unit_cost(job: JobModel, route: Route, ranks: tuple[int, ...]) -> UnitCost:
-    """Return the cost of units (buckets) between `ranks` on a route (transport and algorithm).
+    """Return the cost to all-reduce units (buckets) between `ranks` on a route (transport and algorithm).
 
     Raises:
-        ReplayError: no recorded unit used the route, and the route was not probed.
+        ReplayError: no recorded unit used the route, and no probe (test transfer before training is tuned) measured its
+            cost.
     """
     units = [one for one in job.units if one.route == route]
     probed = job.links.get(route)
@@ -79,12 +81,12 @@ def unit_cost(job: JobModel, route: Route, ranks: tuple[int, ...]) -> UnitCost:
     busy = statistics.fmean(one.busy for one in units) if units else 1.0 if probed is None else probed.busy
     if probed is None:
         return UnitCost(*_fitted(units), host_s=0.0, busy=busy, lag_s=lag_s, across=across)
-    # On one host, passing messages occupies the processors that also compute.
+    # On one host, add the time to pass messages to the start-up time, because it occupies the processors that compute.
     startup_s = probed.alpha_s + (0.0 if across else probed.host_s)
     s_per_byte = probed.beta_s_per_byte
     if across:
-        # Start-up time is taken from probes. Time on the link is taken from the recording if its clocks are accurate
-        # enough.
+        # Keep the start-up time that probes (test transfers) measured. Take the time per byte from the recorded units
+        # (buckets), unless the clocks of the recording are too inaccurate to show it.
         moved_s = sum(one.link_s for one in units)
         s_per_byte = moved_s / sum(one.n_bytes for one in units) if moved_s > 0 else s_per_byte
     elif units:
@@ -95,8 +97,8 @@ def unit_cost(job: JobModel, route: Route, ranks: tuple[int, ...]) -> UnitCost:
 
 
 def _fitted(units: Sequence[JobOperation]) -> tuple[float, float]:
-    """Fit (start-up time, seconds per byte) to the mean duration of the units of each size, with least relative
-    error.
+    """Return (start-up time, seconds per byte) of units (buckets), fitted to the mean duration of the recorded units of
+    each size with least relative error.
     """
     by_size: dict[int, list[float]] = defaultdict(list)
     for one in units:
@@ -112,11 +114,13 @@ def _fitted(units: Sequence[JobOperation]) -> tuple[float, float]:
 
 
 def with_knobs(job: JobModel, knobs: Knobs) -> JobModel:
-    """Return the job with all flat buffers divided into units (buckets) as the knobs say.
+    """Return the job with all flat buffers (of contiguous gradients) divided into units (buckets) as the knobs (tuned
+    settings) say.
 
     Raises:
-        PlanError: the unit boundaries (cuts) in the knobs do not fit a buffer.
-        ReplayError: the cost of the route (transport, algorithm) or the times of ready gradients are missing.
+        PlanError: the boundaries of units in the knobs do not fit a buffer.
+        ReplayError: the cost of the route (transport, algorithm) is unknown, or the recording lacks the times at which
+            gradients were ready.
     """
     return with_plans(job, {buffer.number: knobs.to_plan(buffer.layout) for buffer in job.buffers})
 
@@ -124,17 +128,17 @@ def with_knobs(job: JobModel, knobs: Knobs) -> JobModel:
 def with_plans(
     job: JobModel, plans: Mapping[int, CommPlan], *, costs: Mapping[Route, UnitCost] | None = None
 ) -> JobModel:
-    """Return the job in which flat buffers are reduced by other plans.
+    """Return the job in which flat buffers (of contiguous gradients) are all-reduced by other communication plans.
 
     Args:
-        job: recorded job, or a reduced job in which one rank represents several (`symmetric`).
+        job: recorded job, or a smaller job in which one rank represents several equal ranks (`symmetric`).
         plans: new plans, by number of the flat buffer. Buffers without an entry keep their plans.
-        costs: cost of units (buckets), by route. Required for a reduced job, because its ranks are too few to derive
-            the costs.
+        costs: cost of units (buckets), by route (transport, algorithm). Required for the smaller job, because its ranks
+            are too few to derive the costs.
 
     Raises:
-        ReplayError: a plan has another number of elements than its buffer, or the cost of its route or the times of
-            ready gradients are missing.
+        ReplayError: a plan has another number of elements than its buffer, the cost of its route is unknown, or the
+            recording lacks the times at which gradients were ready.
     """
     buffers = tuple(
         replace(buffer, plan=plans[buffer.number]) if buffer.number in plans else buffer for buffer in job.buffers
@@ -179,15 +183,15 @@ def _units(buffer: Buffer, costs: Mapping[Route, UnitCost]) -> Iterator[JobOpera
 
 
 class _Reissue:
-    """Rewriter of one rank's program: the rank issues the units (buckets) of new plans instead of the recorded
-    units.
+    """Rewriter of one rank's program (its sequence of work in a step): the rank issues the units (buckets) of new
+    communication plans instead of the recorded units.
     """
 
     def __init__(self, program: Program, buffers: Sequence[Buffer], units: Mapping[OperationKey, JobOperation]) -> None:
         self._program, self._units = program, units
-        self._missing: dict[OperationKey, int] = {}  # by unit: number of its gradients that are not ready
+        self._missing: dict[OperationKey, int] = {}  # by unit (bucket): number of its gradients that are not ready
         self._of: dict[GradientKey, list[OperationKey]] = defaultdict(list)
-        self._pending: dict[int, int] = {}  # by flat buffer: number of its gradients that are not ready
+        self._pending: dict[int, int] = {}  # by buffer of gradients: number of its gradients that are not ready
         self._queues: dict[int, list[OperationKey]] = {}
         ready = {gradient for piece in program for gradient in piece.ready}
         for buffer in buffers:
@@ -228,8 +232,8 @@ class _Reissue:
             )
 
     def _waits(self, piece: ThreadInterval) -> tuple[tuple[OperationKey, float], ...]:
-        """Return the waits of a piece for the new units: instead of removed units, it waits for the last new unit of
-        each lane.
+        """Return the new waits of a piece (interval of the training thread). If it waited for removed units (buckets),
+        it waits for the last new unit of each lane (queue of a transport) instead.
         """
         lag_s: dict[int, float] = {}
         for (number, _, _), late_s in piece.waits:
@@ -240,7 +244,8 @@ class _Reissue:
         return (*others, *((key, lag_s[key[0]]) for key in last.values()))
 
     def _mark_ready(self, gradient: GradientKey) -> list[OperationKey]:
-        """Mark a gradient as ready, and return the units (buckets) whose gradients are now all ready, in plan order.
+        """Mark a gradient as ready, and return the units (buckets) that the rank can issue now, in plan order, because
+        all their gradients are ready.
 
         With the last gradient of a buffer, all remaining units are returned.
         """
@@ -253,36 +258,36 @@ class _Reissue:
         queue = self._queues[number]
         count = next((place for place, key in enumerate(queue) if self._missing[key] > 0), len(queue))
         while self._pending[number] and count and queue[count - 1] in self._without_gradients:
-            count -= 1  # Units without gradients are issued with the last gradient of the buffer.
+            count -= 1  # Delay units (buckets) without gradients until the last gradient is ready.
         complete, self._queues[number] = queue[:count], queue[count:]
         return complete
 
 
 PAYLOAD = 0.95
-"""Fraction of the nominal rate of a link that is available for gradients, after packet headers."""
+"""Fraction of the nominal bit rate of a network link that is available for gradients, after packet headers."""
 
 SATURATED = 0.9
-"""If a single unit (bucket) reaches this fraction of the highest rate, it saturates the link."""
+"""Fraction of a network link's highest rate above which a single unit (bucket) counts as saturating the link."""
 
 
 def link_rate(job: JobModel) -> float | None:
-    """Return the highest rate of the link between hosts, in bytes of gradients per second; None = no unit uses this
-    link.
+    """Return the highest rate of the network link between hosts, in bytes of gradients per second; None = no unit
+    (bucket) uses this link.
     """
     alone = _rate_of_one_unit(job)
     return None if job.link is None or alone is None else max(job.link.totals) * alone
 
 
 def with_link(job: JobModel, link_bytes_per_s: float) -> JobModel:
-    """Return the job with a faster or slower link between hosts.
+    """Return the job with a faster or slower network link between hosts.
 
-    A slower link caps the total rate of concurrent units. A faster link speeds up a single unit only if that unit
-    saturated the recorded link. Otherwise the rate of a single unit (bucket) does not change, and only
-    more concurrent units use the faster link.
+    A slower link caps the total rate of the units (buckets) that are sent concurrently. A faster link speeds up a
+    single unit only if that unit saturated the recorded link. Otherwise a single unit keeps its rate, and only more
+    concurrent units make use of the faster link.
 
     Args:
         job: recorded job.
-        link_bytes_per_s: nominal rate of the link, headers included.
+        link_bytes_per_s: nominal rate of the link, packet headers included.
 
     Raises:
         ReplayError: all ranks are on one host, or the rate is not positive.
@@ -308,8 +313,8 @@ def with_link(job: JobModel, link_bytes_per_s: float) -> JobModel:
 
 
 def _rate_of_one_unit(job: JobModel) -> float | None:
-    """Return the bytes per second of a single unit (bucket) on the most frequent route between hosts; None = no unit
-    uses a link between hosts.
+    """Return the bytes per second of a single unit (bucket) between hosts, on the route (transport, algorithm) that
+    most units use; None = no unit is sent between hosts.
     """
     routes = [one.route for one in job.units if one.route is not None and job.crosses_hosts(one.ranks)]
     return 1 / unit_cost(job, statistics.mode(routes), job.ranks).s_per_byte if routes else None
@@ -318,12 +323,13 @@ def _rate_of_one_unit(job: JobModel) -> float | None:
 def with_ranks(job: JobModel, ranks: int) -> JobModel:
     """Return the job with another number of ranks that behave like the recorded ranks, on proportionally many hosts.
 
-    The cost of units (buckets) is scaled as for a ring all-reduce of N ranks: start-up time and messages with N − 1,
-    bytes with (N − 1) / N. In shared memory, a rank moves the same bytes for any N. If the recorded nodes were emulated
-    on one machine, the additional nodes share the processors of this machine.
+    The cost of units (buckets) is scaled as for a ring all-reduce of N ranks: start-up time and number of messages are
+    proportional to N − 1, bytes to (N − 1) / N. In shared memory, a rank moves the same bytes for any N. If the
+    recorded nodes were emulated on one machine, the additional nodes share the processors of this machine.
 
     Raises:
-        ReplayError: either number of ranks is below 2, or a buffer is reduced by a process set of fewer ranks.
+        ReplayError: the old or the new number of ranks is below 2, or a subset of the ranks (process set) averages some
+            gradients.
     """
     if ranks < 2 or len(job.ranks) < 2:
         raise ReplayError(f"cannot predict {ranks} ranks from {len(job.ranks)}: both numbers must be at least 2")
@@ -333,7 +339,8 @@ def with_ranks(job: JobModel, ranks: int) -> JobModel:
     everyone = tuple(like)
     hops = (ranks - 1) / (len(job.ranks) - 1)
     volume = hops * len(job.ranks) / ranks
-    # Each copy of the recorded ranks gets hosts and machines of its own, unless the job has only one host or machine.
+    # Give each copy of the recorded ranks hosts and machines of its own, unless the recorded job has only one host or
+    # machine.
     one_host, one_machine = len(set(job.hosts.values())) == 1, len(job.processors) == 1
     group_of = {rank: place for place, group in enumerate(job.processors) for rank in group.ranks}
     hosts: dict[int, int] = {}
@@ -374,9 +381,10 @@ def with_ranks(job: JobModel, ranks: int) -> JobModel:
 
 
 def without_stragglers(job: JobModel) -> JobModel:
-    """Return the job in which no rank takes longer for a phase in total than the median rank.
+    """Return the job without slow ranks: in the sum over all iterations, no rank takes longer for a phase (such as
+    forward) than the median rank.
 
-    The durations of one rank still vary between iterations.
+    The durations of each rank still vary between iterations.
     """
     own_s: dict[Phase, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for each in job.iterations:
@@ -395,7 +403,7 @@ def without_stragglers(job: JobModel) -> JobModel:
 
 
 def with_faster_loader(job: JobModel, factor: float) -> JobModel:
-    """Return the job in which waits for training data are divided by `factor`; infinity = no waits for data.
+    """Return the job in which the waits for training data are shorter by `factor`; infinity = no waits for data.
 
     Raises:
         ReplayError: `factor` is not positive.
@@ -408,8 +416,9 @@ def with_faster_loader(job: JobModel, factor: float) -> JobModel:
 def with_batches(job: JobModel, factor: float) -> JobModel:
     """Return the job with batches `factor` times as large on each rank.
 
-    Loading, forward and backward passes are scaled by `factor`. Optimizer steps, other Python code and communication
-    keep their duration. The scaling is approximate: a single recording cannot show which share of a pass is constant.
+    The durations of data loading, forward and backward passes are multiplied by `factor`. Optimizer steps, other Python
+    code and communication keep their duration. This is approximate, because a recording with one batch size cannot show
+    which share of a pass does not depend on the batch size.
 
     Raises:
         ReplayError: `factor` is not positive.
@@ -425,8 +434,8 @@ def with_batches(job: JobModel, factor: float) -> JobModel:
 
 
 def with_less_traffic(job: JobModel, factor: float) -> JobModel:
-    """Return the job with the bytes of units (buckets) multiplied by `factor`, as by compression. The time to compress
-    is not included.
+    """Return the job with the bytes of units (buckets) multiplied by `factor`, as if gradients were compressed. The
+    time to compress them is not included.
 
     Raises:
         ReplayError: `factor` is not positive.
@@ -457,33 +466,33 @@ def _with_units(job: JobModel, changed: Callable[[JobOperation], JobOperation]) 
 
 
 COMPILED = "CompiledFunctionBackward"
-"""Name of the autograd node that AOTAutograd creates for the backward pass of a compiled graph."""
+"""Name of the autograd node that runs the backward pass of a graph compiled by `torch.compile`."""
 
 COST_S, COST_SHARE = 2e-4, 0.004
-"""Cost of each additional part of a compiled graph: seconds for the call, and a fraction of the duration of the
-operator for lost fusion."""
+"""Cost of each additional part into which a compiled backward pass is divided: seconds for the additional call, and a
+fraction of the duration of the whole pass, because less is fused."""
 
 WORTH_A_LINE = 0.02
-"""Smallest gain, as a fraction of the step time, for which users are asked to change a line of their script."""
+"""Smallest predicted gain, as a fraction of the step time, for which users are asked to change their script."""
 
 INDIFFERENCE = 0.01
-"""Fraction of the step time by which fewer parts may be slower than the fastest and are still chosen. It is below the
-accuracy of a replay."""
+"""Fraction of the step time by which a compiled model in fewer parts may be slower than the fastest division and is
+still chosen. It is below the accuracy of a prediction."""
 
 WHOLE = 1 << 62
-"""Part size in bytes that is larger than any model, so that a compiled model stays in one part."""
+"""Part size in bytes that is larger than any model, so that a compiled model is not divided."""
 
 COUNTS = (2, 3, 4, 6, 8, 12, 16)
-"""Numbers of parts of a compiled model to try."""
+"""Numbers of parts into which a compiled model is divided on trial."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledBackward:
-    """One operator that runs the backward pass of a compiled graph.
+    """One operator that runs the whole backward pass of a graph compiled by `torch.compile`.
 
     Attributes:
-        n_bytes: size of each gradient that becomes ready at the end of the operator, in the estimated order of the
-            backward pass.
+        n_bytes: size of each gradient that becomes ready at the end of the operator, in the order in which a backward
+            pass divided into parts would produce them (`backward_order`).
         seconds: duration of the operator, as a mean over ranks and iterations.
     """
 
@@ -491,8 +500,8 @@ class CompiledBackward:
     seconds: float
 
     def parts(self, part_bytes: int) -> list[tuple[GradientKey, ...]]:
-        """Divide the operator, and return the gradients of each part. A part ends once it has `part_bytes`, as in
-        PyTorch's `DDPOptimizer`.
+        """Divide the operator into parts, and return the gradients of each part. A part ends once its gradients have
+        `part_bytes`, as in PyTorch's `DDPOptimizer`.
         """
         found: list[list[GradientKey]] = [[]]
         so_far = 0
@@ -506,12 +515,14 @@ class CompiledBackward:
 
     @property
     def cost_s(self) -> float:
-        """Return the seconds that each additional part of the operator costs."""
+        """Return the seconds that each additional part of the compiled backward pass costs."""
         return COST_S + COST_SHARE * self.seconds
 
 
 def compiled_backwards(job: JobModel) -> tuple[CompiledBackward, ...]:
-    """Return the compiled backward operators of a step, in order; empty if iterations or ranks have different ones."""
+    """Return the operators of a step that run compiled backward passes, in order. Return none if iterations or ranks
+    differ in these operators.
+    """
     seen: list[list[tuple[frozenset[GradientKey], float]]] = []
     for each in job.iterations:
         for program in each.programs.values():
@@ -534,14 +545,15 @@ def compiled_backwards(job: JobModel) -> tuple[CompiledBackward, ...]:
 
 
 def backward_order(layout: GradientLayout, indices: Sequence[int]) -> list[int]:
-    """Estimate the order in which a compiled operator, divided into parts, would produce gradients that it now produces
-    at once.
+    """Estimate the order in which a compiled backward pass would produce its gradients if it were divided into parts.
+    Undivided, it produces all of them at its end.
 
-    Autograd accumulates such gradients in reverse order of the forward pass, except for a few that its queue moves to
-    the front. This function moves these few back to the gradients of the same block of layers, found by parameter name.
+    Autograd accumulates these gradients in reverse order of the forward pass, except for a few that its queue moves to
+    the front. This function moves these few back to the gradients of the same block of layers, which it finds by
+    parameter name.
 
     Args:
-        layout: layout of the buffer.
+        layout: names and sizes of contiguous gradients.
         indices: indices of the gradients in the layout, in the recorded order.
 
     Returns:
@@ -567,12 +579,12 @@ def _block_name(name: str) -> str:
 
 
 def sizes_worth_trying(job: JobModel) -> tuple[int, ...]:
-    """Return the part sizes of a compiled model to try, in bytes, ascending; empty if no compiled operator is large
-    enough.
+    """Return the part sizes, in bytes of gradients, into which a compiled model is divided on trial, ascending. Return
+    none if no compiled backward pass is large enough.
 
-    By theorem 1 of dPRO, two operators should be fused if sending the gradients of the first takes no longer than the
-    time that fusion saves. Hence a size is tried only if sending a part on an idle link takes longer than the part
-    costs.
+    By theorem 1 of dPRO (Hu et al., 2022), two operators should be fused if sending the gradients of the first takes no
+    longer than the time that fusion saves. Hence a size is tried only if sending the gradients of a part on an idle
+    network takes longer than the additional part costs.
     """
     found = compiled_backwards(job)
     if not found:
@@ -586,16 +598,18 @@ def sizes_worth_trying(job: JobModel) -> tuple[int, ...]:
 
 
 def best_part_bytes(job: JobModel) -> int | None:
-    """Return the part size with the shortest step time under the job's plan, or a larger size that is about as fast.
+    """Return the part size, in bytes of gradients, with which a compiled model has the shortest predicted step time
+    under the job's communication plan, or a larger size that is about as fast.
 
-    Returns None if no compiled operator was recorded, or if parts gain less than `WORTH_A_LINE` of the step.
+    Returns None if no compiled backward pass was recorded, or if dividing it shortens the step by less than
+    `WORTH_A_LINE`.
     """
     mean = mean_iteration(job)
     try:
         sizes = sizes_worth_trying(mean)
         whole_s = replayed(play(in_parts(mean, WHOLE))).iteration_s if sizes else 0.0
         steps_s = {size: replayed(play(in_parts(mean, size))).iteration_s for size in sizes}
-    except ReplayError:  # The times of ready gradients, or the costs of units, are missing.
+    except ReplayError:  # The recording lacks the times of ready gradients, or the costs of units.
         return None
     if not steps_s or min(steps_s.values()) > (1 - WORTH_A_LINE) * whole_s:
         return None
@@ -603,7 +617,7 @@ def best_part_bytes(job: JobModel) -> int | None:
 
 
 def in_words(job: JobModel, part_bytes: int) -> str:
-    """Return a clause such as "the model was compiled in 4 parts"."""
+    """Describe a division of the compiled model as a clause, such as "the model was compiled in 4 parts"."""
     count = sum(len(one.parts(part_bytes)) for one in compiled_backwards(job))
     return f"the model was compiled in {count} parts"
 
@@ -614,7 +628,9 @@ def line_of_code(part_bytes: int) -> str:
 
 
 def _alone_s(job: JobModel, n_bytes: int) -> float:
-    """Return the shortest time in which one unit (bucket) of this size can be reduced, on the recorded route."""
+    """Return the shortest time in which a unit (bucket) of this size can be all-reduced on the recorded route
+    (transport, algorithm).
+    """
     buffer = job.buffers[0]
     cost = unit_cost(job, (buffer.plan.transport, buffer.plan.units[0].algorithm), buffer.ranks)
     fastest = max(job.link.totals) if cost.across and job.link is not None else 1.0
@@ -622,15 +638,15 @@ def _alone_s(job: JobModel, n_bytes: int) -> float:
 
 
 def in_parts(job: JobModel, part_bytes: int) -> JobModel:
-    """Return the job with its compiled backward operators divided into parts, under the same plan.
+    """Return the job with its compiled backward passes divided into parts, under the same communication plan.
 
     Args:
         job: job in which every rank produces all gradients of each buffer.
         part_bytes: a part ends once it has this many bytes of gradients.
 
     Raises:
-        ReplayError: no compiled backward operator was recorded, or the cost of units or the times of ready gradients
-            are missing.
+        ReplayError: no compiled backward pass was recorded, or the recording lacks the cost of units (buckets) or the
+            times at which gradients were ready.
     """
     found = compiled_backwards(job)
     if not found:
@@ -659,7 +675,9 @@ def in_parts(job: JobModel, part_bytes: int) -> JobModel:
 
 @dataclass(slots=True)
 class _OperatorBlock:
-    """Pieces (intervals) of one compiled operator, and the following pieces in which its gradients are accumulated."""
+    """Intervals of the training thread in which one compiled backward pass runs (`compute`), and the following
+    intervals in which its gradients are accumulated (`behind`).
+    """
 
     compute: list[ThreadInterval]
     behind: list[ThreadInterval]
@@ -674,11 +692,11 @@ class _OperatorBlock:
 
 
 def _blocks(program: Program) -> Iterator[_OperatorBlock | ThreadInterval]:
-    """Yield the pieces of a program. The pieces of a compiled operator and of its gradients are grouped into one
-    object.
+    """Yield the pieces (intervals of the training thread) of a rank's step. The pieces of a compiled backward pass and
+    of its gradients are grouped into one object.
     """
     block: _OperatorBlock | None = None
-    waiting: list[ThreadInterval] = []  # pieces since the last gradient of the operator
+    waiting: list[ThreadInterval] = []  # pieces since the last gradient of the compiled backward pass
     for piece in program:
         if piece.name == COMPILED:
             if block is not None and (block.behind or any(block.gradients)):
@@ -689,7 +707,7 @@ def _blocks(program: Program) -> Iterator[_OperatorBlock | ThreadInterval]:
             block.compute.append(piece)
         elif block is None:
             yield piece
-        # A group ends at waits and collective operations.
+        # End the group at a wait or a collective operation.
         elif piece.waits or any(number < 0 for number, _, _ in piece.issues):
             yield block
             yield from (*waiting, piece)
@@ -712,7 +730,7 @@ def _in_parts(block: _OperatorBlock, compiled: CompiledBackward, part_bytes: int
     total = sum(compiled.n_bytes.values())
     first = block.compute[0]
     accumulate_s = sum(piece.seconds for piece in block.behind if piece.activity is not Activity.COPY)
-    # One piece gets the time of all copies, because `with_plans` derives the cost per byte from this time.
+    # Give one piece the time of all copies of gradients, because `with_plans` derives the cost per byte from this time.
     copied_s = sum(piece.seconds for piece in block.behind if piece.activity is Activity.COPY)
     waits = tuple(wait for piece in block.compute for wait in piece.waits)
     for number, part in enumerate(parts):
@@ -733,19 +751,20 @@ def _in_parts(block: _OperatorBlock, compiled: CompiledBackward, part_bytes: int
 
 
 def daydream(histories: Histories, job: JobModel) -> MeanStepTimes:
-    """Return the step time that Daydream (Zhu et al., 2020) predicts, as a mean over ranks and iterations.
+    """Return the step time that the method of Daydream (Zhu et al., 2020) predicts, as a mean over ranks and
+    iterations.
 
     Daydream assumes that gradients are sent one after another at a constant bandwidth.
 
     Raises:
-        ReplayError: no units were recorded, so the bandwidth is unknown.
+        ReplayError: no units (buckets) were recorded, so the bandwidth is unknown.
     """
     rate = bandwidth(job)
     sizes = {buffer.number: (buffer.layout.sizes, buffer.layout.itemsize_bytes) for buffer in job.buffers}
     times_s: list[tuple[float, float, float]] = []
     for step in histories.steps:
         for rank, stretches in step.stretches.items():
-            # Remove waits from the timeline: `shown_s` is the time without waits until the begin of each interval.
+            # Sum up the time without waits until the begin of each interval (`shown_s`).
             computes_s = [0.0 if one.waits else one.end_s - one.begin_s for one in stretches]
             shown_s = list(accumulate(computes_s, initial=0.0))
             begins_s = [one.begin_s for one in stretches]
@@ -769,8 +788,8 @@ def daydream(histories: Histories, job: JobModel) -> MeanStepTimes:
 
 
 def bandwidth(job: JobModel) -> float:
-    """Return the bandwidth in bytes of gradients per second: the highest rate of the link between hosts. On one host,
-    return the rate of the fastest unit (bucket).
+    """Return the bandwidth for gradients in bytes per second: the highest rate of the network link between hosts or, on
+    one host, the rate of the fastest recorded unit (bucket).
     """
     rate = link_rate(job)
     if rate is not None:
@@ -786,33 +805,35 @@ def bandwidth(job: JobModel) -> float:
 UNIT_BYTES = tuple(MIB * mib for mib in (1, 4, 16, 64))
 STREAMS = (1, 2, 4, 8)
 MIN_GAIN = 0.01
-"""Smallest gain of a remedy, as a fraction of the step time, that is reported."""
+"""Smallest predicted gain of a change, as a fraction of the step time, that is reported to users."""
 
 CONFIDENCE = 0.9
 """Confidence level of the intervals of predicted step times."""
 
 MAX_INTERVAL_RATIO = 1.15**2
-"""Largest ratio of the upper to the lower end of a reported interval, because predictions claim an accuracy of 15 %."""
+"""Largest ratio of the upper to the lower end of a confidence interval that is reported, because predictions claim an
+accuracy of 15 %."""
 
 
 def half_width(deviation: float, count: int) -> float:
-    """Return the half width of the confidence interval of a mean, as a fraction of the mean.
+    """Return the half width of the confidence interval of the mean iteration time, as a fraction of the mean.
 
     Args:
         deviation: standard deviation of the iteration times, as a fraction of the mean.
         count: number of iterations.
     """
-    # factor for few iterations: standard deviation of Student's t distribution
+    # Widen the interval for few iterations, by the standard deviation of Student's t distribution.
     few = math.sqrt((count - 1) / max(1, count - 3))
     return NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * deviation * few / math.sqrt(count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelError:
-    """Error model of predicted step times: a bound on |log(true / predicted)| that 90 % of predictions satisfy.
+    """Error model of predicted step times: the bound on |log(true / predicted)| that 90 % of predictions satisfy, as a
+    sum of three terms.
 
     Attributes:
-        any_question: constant term of the bound, for any change of the job.
+        any_question: constant term, for any change of the job.
         step: term for each factor of e by which the predicted step time differs from the recorded one.
         units: term for each factor of e by which the number of units (buckets) differs from the recorded one.
     """
@@ -824,25 +845,25 @@ class ModelError:
 
 BETWEEN_HOSTS = ModelError(any_question=0.053, step=0.0, units=0.031)
 ON_ONE_HOST = ModelError(any_question=0.014, step=0.607, units=0.009)
-"""Error model for jobs on one host. `python -m bench.replay --errors` fitted the coefficients to stored
-measurements."""
+"""Error model of predicted step times for jobs on one host. `python -m bench.replay --errors` fitted the coefficients
+to stored measurements."""
 
 MAX_UNIT_RATIO_UNPROBED, MAX_UNIT_RATIO_ON_ONE_HOST = 8.0, 1.35
-"""Largest factor by which the number of units (buckets) may grow in a prediction: between hosts if the link was not
-probed, and on one host."""
+"""Largest factor by which the number of units (buckets) may grow in a change whose step time is predicted: for several
+hosts whose network was not probed, and for one host."""
 
 MAX_HANDLING_RATIO = 0.6
-"""Largest ratio, for which predictions are made, of the time to pass units (buckets) to the link to the time to move
-their bytes.
+"""Largest ratio of the time to pass units (buckets) to the network link to the time to send their bytes, up to which
+step times are predicted.
 
 Above this ratio, processors limit the step instead of the link, and predictions were wrong by up to 25 %.
 """
 
 MAX_FIT_ERROR = 0.05
-"""Largest relative error (root mean square) of the curve fitted to the probes of a link, for which predictions are
-made.
+"""Largest relative error (root mean square) of the curve fitted to the probes (test transfers) of a network link, up to
+which step times are predicted.
 
-With an error of the curve of 13 %, predictions were wrong by 14 % on average; with an error of 0 to 4 %, by 2 %.
+With a curve whose error was 13 %, predictions were wrong by 14 % on average; with an error of 0 to 4 %, by 2 %.
 """
 
 
@@ -858,14 +879,14 @@ def refusal(
     across: bool,
     crowded: bool,
 ) -> str | None:
-    """Return why the step time with other units (buckets) cannot be predicted; None = it can be predicted.
+    """Return the reason why the step time with other units (buckets) cannot be predicted; None = it can be predicted.
 
     Args:
-        before: recorded plans.
-        after: requested plans.
-        layouts: layout of the flat buffer of each plan.
-        links: link models of probed routes.
-        across: True if units use the link between hosts.
+        before: recorded communication plans.
+        after: requested communication plans.
+        layouts: sizes of the gradients that each plan divides.
+        links: measured latency and bandwidth, by route (transport, algorithm).
+        across: True if units are sent between hosts.
         crowded: True if the ranks of a host have more compute threads than processors.
     """
     if tuple(before) == tuple(after):
@@ -895,9 +916,9 @@ def refusal(
 def _handling_ratio(
     plans: Sequence[CommPlan], layouts: Sequence[GradientLayout], links: Mapping[Route, LinkModel]
 ) -> float | None:
-    """Return the ratio of the time to pass all units (buckets) to the link to the time to move their bytes.
+    """Return the ratio of the time to pass all units (buckets) to the network link to the time to send their bytes.
 
-    Returns None if a route was not probed.
+    Returns None if a route (transport, algorithm) was not probed, so that these times are unknown.
     """
     handling_s = moving_s = 0.0
     for plan, layout in zip(plans, layouts, strict=True):
@@ -911,11 +932,12 @@ def _handling_ratio(
 
 
 def plan_refusal(job: JobModel, plans: Mapping[int, CommPlan]) -> str | None:
-    """Return why the step time with new plans cannot be predicted; None = it can be predicted.
+    """Return the reason why the step time with new communication plans cannot be predicted; None = it can be predicted.
 
     Args:
         job: recorded job.
-        plans: new plans, by number of the flat buffer. Buffers without an entry keep their plans.
+        plans: new plans, by number of the flat buffer (of contiguous gradients). Buffers without an entry keep their
+            plans.
     """
     return refusal(
         [buffer.plan for buffer in job.buffers],
@@ -929,11 +951,11 @@ def plan_refusal(job: JobModel, plans: Mapping[int, CommPlan]) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Predicted step time of a job after one change.
+    """Predicted step time of a recorded job after one change.
 
     Attributes:
         words: description of the change.
-        times: predicted step time, by phase.
+        times: predicted step time, in total and by phase.
         gain: fraction of the step time that the change saves; negative if the step becomes longer.
         low_s, high_s: confidence interval of the step time, at level `CONFIDENCE`.
         is_sure: True if the confidence interval excludes the current step time.
@@ -948,7 +970,7 @@ class Answer:
 
     @property
     def is_worth_reporting(self) -> bool:
-        """Return whether the gain is large enough, and known precisely enough, to be reported."""
+        """Return whether the gain is large enough, and known precisely enough, to be reported to users."""
         return self.gain > MIN_GAIN and self.is_precise
 
     @property
@@ -957,8 +979,8 @@ class Answer:
         return self.high_s <= MAX_INTERVAL_RATIO * self.low_s
 
     def overlaps(self, other: Answer) -> bool:
-        """Return whether the confidence intervals of two predictions overlap. Then the predictions do not differ
-        significantly.
+        """Return whether the confidence intervals of two predicted step times overlap. Then the two step times do not
+        differ significantly.
         """
         return self.low_s <= other.high_s and other.low_s <= self.high_s
 
@@ -978,21 +1000,21 @@ class Answer:
 
     @property
     def interval(self) -> str:
-        """Return the confidence interval in milliseconds as text, such as `298 to 344`."""
+        """Return the confidence interval of the step time as text in milliseconds, such as `298 to 344`."""
         return f"{milliseconds(self.low_s)} to {milliseconds(self.high_s)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """Replay of a job before any change, to which predictions are compared.
+    """Replay (simulation) of a job before any change, with which predictions are compared.
 
     Attributes:
         job: model of the recorded job.
         times: replayed step time of this job.
-        priced_s: replayed step time with the recorded plan, but with predicted instead of recorded costs of units
-            (buckets); None = other plans cannot be predicted.
-        error: error that all predictions share, as |log(true / predicted)|. It consists of the variation between the
-            recorded iterations, and of the deviation of the replay from the recording.
+        priced_s: replayed step time with the recorded communication plan, but with predicted instead of recorded costs
+            of units (buckets); None = other plans cannot be predicted.
+        error: part of the error |log(true / predicted)| that all predictions share: from the variation between the
+            recorded iterations, and from the deviation of the replay from the recording.
     """
 
     job: JobModel
@@ -1002,12 +1024,12 @@ class Baseline:
 
     @classmethod
     def of(cls, job: JobModel, recorded: MeanStepTimes | None = None, *, error: float = 0.0) -> Baseline:
-        """Replay a job, as the baseline for predictions.
+        """Replay (simulate) a job, as the baseline with which predictions are compared.
 
         Args:
             job: recorded job, or a changed job.
             recorded: recorded step times; None = the job was changed, so no step times were recorded.
-            error: error of the baseline of the recorded job. Used only if `recorded` is None.
+            error: `Baseline.error` of the recorded job. Used only if `recorded` is None.
         """
         times = replayed(play(job))
         priced_s = None
@@ -1021,7 +1043,7 @@ class Baseline:
         return cls(job=job, times=times, priced_s=priced_s, error=error)
 
     def answer(self, words: str, changed: JobModel, *, replanned: bool = False) -> Answer:
-        """Replay a changed job, and return its predicted step time, compared with this baseline.
+        """Replay (simulate) a changed job, and return its predicted step time, compared with this baseline.
 
         Args:
             words: description of the change.
@@ -1039,7 +1061,7 @@ class Baseline:
             return Answer(words=words, times=times, gain=0.0, low_s=step_s, high_s=step_s, is_sure=False)
         width = math.hypot(error, self._model_error(changed, math.log(step_s / before_s)))
         low_s, high_s = step_s * math.exp(-width), step_s * math.exp(width)
-        if changed.link is not None:  # On one host, also computation gets shorter if fewer units use the processors.
+        if changed.link is not None:  # Not on one host, where computation may get faster, too.
             low_s = min(step_s, max(low_s, computation_s(replay_result.graph) / max(1, times.iterations)))
         gain = 1 - step_s / before_s
         return Answer(
@@ -1053,7 +1075,9 @@ class Baseline:
         return known.any_question + known.step * abs(change) + known.units * abs(math.log(other / count))
 
     def single_remedies(self) -> tuple[Answer, ...]:
-        """Return a prediction for each possible single change, by decreasing gain. Some changes gain nothing."""
+        """Return a predicted step time for each single change that is considered, by decreasing gain. The gain of a
+        change may be zero or negative.
+        """
         job = self.job
         found = [self.answer(words, changed) for words, changed in _remedies(job)]
         if self.priced_s is not None:
@@ -1065,7 +1089,7 @@ class Baseline:
 
 
 def limitations(job: JobModel) -> tuple[str, ...]:
-    """Return one sentence for each kind of change of this job whose step time cannot be predicted."""
+    """Return one sentence for each kind of change for which the step time of this job cannot be predicted."""
     numbers = {buffer.number for buffer in job.buffers}
     for each in job.iterations:
         for program in each.programs.values():
@@ -1078,7 +1102,7 @@ def limitations(job: JobModel) -> tuple[str, ...]:
 
 
 def _remedies(job: JobModel) -> Iterator[tuple[str, JobModel]]:
-    """Yield (description, changed job) for each change that does not concern the communication plan."""
+    """Yield (description, changed job) for each considered change that does not concern the communication plan."""
     if len(job.ranks) > 2:
         yield "no rank were slower than most", without_stragglers(job)
     if any(
@@ -1093,12 +1117,15 @@ def _remedies(job: JobModel) -> Iterator[tuple[str, JobModel]]:
 
 
 def _other_cuts(job: JobModel) -> Iterator[tuple[str, Knobs]]:
-    """Yield (description, knobs) with another unit (bucket) size, another number of streams, or both."""
+    """Yield (description, knobs or tuned settings) for communication plans with another unit (bucket) size, another
+    number of streams (parallel communicators), or both.
+    """
     now, layout, plan = job.buffers[0].knobs, job.buffers[0].layout, job.buffers[0].plan
     cut = {plan.units}
     others: list[tuple[str, Knobs | None]] = []
     if job.buffers[0].is_cut_evenly:
-        # If units are uneven, knobs cannot change only the number of streams, because the unit boundaries are explicit.
+        # Vary the size of units (buckets) and the number of streams separately only if the units have equal sizes.
+        # Otherwise the settings list each unit with its stream, so that neither can be changed alone.
         streams = best_knobs(job, unit_bytes=(now.unit_bytes,), streams=[n for n in STREAMS if n > now.streams])
         size = best_knobs(job, unit_bytes=[n for n in UNIT_BYTES if n != now.unit_bytes], streams=(now.streams,))
         others = [
@@ -1115,10 +1142,10 @@ def _other_cuts(job: JobModel) -> Iterator[tuple[str, Knobs]]:
 def best_knobs(
     job: JobModel, *, unit_bytes: Sequence[int] = UNIT_BYTES, streams: Sequence[int] = STREAMS
 ) -> Knobs | None:
-    """Return the knobs with the shortest predicted step among a few unit (bucket) sizes and numbers of streams. The
-    recorded route (transport and algorithm) is kept.
+    """Return the knobs (tuned settings) with the shortest predicted step among a few unit (bucket) sizes and numbers of
+    streams. The recorded route (transport and algorithm) is kept.
 
-    Returns None if no combination can be predicted.
+    Returns None if the step time can be predicted for no combination.
     """
     if not job.buffers:
         return None

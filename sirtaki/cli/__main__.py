@@ -1,7 +1,8 @@
-"""`sirtaki` and `python -m sirtaki.cli`: import the module of the requested command and run it.
+"""Entry point of `sirtaki` and `python -m sirtaki.cli`: import the module of the requested command, such as `sirtaki
+report`, and run it.
 
-A command is a module with `configure(parser)` and `main(options) -> exit code`. The module is imported only when
-the command is called, so that a command loads only its own dependencies.
+The module of a command has functions `configure(parser)` and `main(options) -> exit code`. It is imported only when the
+command is called, so that a command loads only its own dependencies.
 """
 
 import argparse
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 import sirtaki
 from sirtaki.errors import SirtakiError
 
-# Module of each command, and one line for `--help`.
+# (module, line for `--help`) of each command, by name of the command
 COMMANDS = {
     "aggregator": ("sirtaki.cli.aggregator", "a process that sums hot rows of sparse gradients for jobs, over UDP"),
     "completion": ("sirtaki.cli.completion", "a script with which bash or zsh complete these commands and sirtakirun"),
@@ -38,10 +39,11 @@ COMMANDS = {
 
 
 def build_parser(with_options: Callable[[str], bool] = lambda name: True) -> argparse.ArgumentParser:
-    """Build the parser of all commands.
+    """Build the command-line parser of all commands.
 
     Args:
-        with_options: returns whether to add the options of a command, which imports the module of the command.
+        with_options: says for the name of a command whether to add its options. Adding them imports the module of the
+            command.
     """
     parser = argparse.ArgumentParser(prog="sirtaki", description="Look after Sirtaki; jobs start with `sirtakirun`.")
     parser.add_argument("--version", action="version", version=f"sirtaki {sirtaki.__version__}")
@@ -54,7 +56,7 @@ def build_parser(with_options: Callable[[str], bool] = lambda name: True) -> arg
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run one command, such as `sirtaki report`.
 
     Returns:
         The exit code of the command; 1 if the command raised one of Sirtaki's errors; 2 if the command line is invalid.
@@ -67,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         return int(importlib.import_module(COMMANDS[options.command][0]).main(options))
-    except BrokenPipeError:  # The reader of the output, such as `head`, has exited.
+    except BrokenPipeError:  # Exit quietly if the reader of the output, such as `head`, has exited.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except SirtakiError as err:

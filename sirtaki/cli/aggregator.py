@@ -1,5 +1,5 @@
-"""`sirtaki aggregator`: run a process that sums the frequent rows of sparse gradients for jobs, or print its
-counters.
+"""`sirtaki aggregator`: run a process that sums frequent rows of sparse gradients for the ranks of jobs, or print the
+counters of such a process.
 """
 
 import json
@@ -25,11 +25,12 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def main(options: Namespace) -> int:
-    """Run the aggregator process until SIGTERM or Ctrl-C, or query a running aggregator with `--status`.
+    """Sum rows of sparse gradients for jobs until SIGTERM or Ctrl-C. With `--status`, only print the counters of a
+    running aggregator.
 
     Raises:
-        ConfigError: the port cannot be opened, or a number is invalid.
-        AggregatorError: no aggregator answers `--status`.
+        ConfigError: the port cannot be opened, or the value of an option is invalid.
+        AggregatorError: with `--status`, no aggregator answers at the address.
     """
     if options.status:
         print(json.dumps(_status(options.status), indent=1))

@@ -1,4 +1,6 @@
-"""`sirtaki completion`: print a script with which a shell completes commands, options and files."""
+"""`sirtaki completion`: print a script with which bash or zsh completes the commands, options and file arguments of
+`sirtaki` and `sirtakirun`.
+"""
 
 import argparse
 from collections.abc import Iterator
@@ -7,7 +9,7 @@ from sirtaki.errors import ConfigError
 from sirtaki.run.options import build_parser as build_launcher_parser
 
 FILES = {"COMMAND", "DIR", "DIR_OR_LOG", "FILE", "FOLDER", "LOG", "SCRIPT"}
-"""Placeholder names (metavars) in `--help` of arguments for which the shell completes file names."""
+"""Arguments for which the shell completes file names, by their placeholder name (metavar) in `--help`."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -32,9 +34,10 @@ def main(options: argparse.Namespace) -> int:
             if (action.metavar or action.dest.upper()) in FILES and action.choices is None:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
             if action.nargs == argparse.REMAINDER:
-                # Set a help text, because shtab omits arguments whose help is suppressed.
+                # Give the argument a help text, because shtab omits arguments whose help is suppressed.
                 action.help = "what the ranks run"
-        # Let zsh also load the script from a file, because generating it at each shell start would take a second.
+        # Make the script work for zsh also if it is loaded from a file, because generating it at each start of a shell
+        # would take a second.
         print(shtab.complete(parser, options.shell).replace("[-1] == eval ]]", "[-1] == (eval|file) ]]"))
     return 0
 

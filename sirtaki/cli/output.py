@@ -1,4 +1,4 @@
-"""Functions that several commands use: print tables and JSON, read and write files, parse option values."""
+"""Functions that several commands use: print tables and JSON, read and write files, parse the values of options."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def add_formats(parser: ArgumentParser) -> None:
-    """Add the options `--json` and `--csv`, which `printed` reads."""
+    """Add the options `--json` and `--csv` to the parser of a command, for `printed`."""
     formats = parser.add_mutually_exclusive_group()
     formats.add_argument("--json", action="store_true", help="print JSON")
     formats.add_argument("--csv", action="store_true", help="print the table as CSV")
 
 
 def printed(options: Namespace, data: Any, rows: Sequence[Mapping[str, Any]] | None = None) -> bool:
-    """Print machine-readable output if `--json` or `--csv` is set.
+    """Print the output of a command as JSON or CSV if `--json` or `--csv` is set.
 
     Args:
-        options: result of a parser with `add_formats`.
+        options: parsed options of a command that has called `add_formats`.
         data: data to print with `--json`.
-        rows: rows to print with `--csv`. None to print `data`. Nested values are converted to JSON.
+        rows: rows to print with `--csv`; None to print `data` as rows. Values that are lists or dicts are converted to
+            JSON.
 
     Returns:
         True if JSON or CSV was printed, so that the caller prints nothing else.
@@ -56,7 +57,9 @@ def printed(options: Namespace, data: Any, rows: Sequence[Mapping[str, Any]] | N
 
 
 def rich_table(titles: Sequence[str], rows: Iterable[Iterable[str]], *, caption: str | None = None) -> Table:
-    """Return a table for a terminal. Cells are not parsed as markup of rich, because names may contain brackets."""
+    """Return a table for a terminal. The text of cells is printed as it is, not parsed as markup of the package rich,
+    because names may contain brackets.
+    """
     from rich.table import Table
     from rich.text import Text
 
@@ -69,8 +72,8 @@ def rich_table(titles: Sequence[str], rows: Iterable[Iterable[str]], *, caption:
 
 
 def print_table(titles: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
-    """Print a table. Without a terminal, the table may have 200 columns, because the default of 80 columns would cut
-    it.
+    """Print a table. If the output is not a terminal, the table may be 200 characters wide, because the default of 80
+    would cut it.
     """
     from rich.console import Console
 
@@ -82,15 +85,16 @@ def print_table(titles: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
 
 
 def add_recording(parser: ArgumentParser) -> None:
-    """Add the argument for the folder of a recording, which `read_recording` reads."""
+    """Add the argument for the folder of a recording to the parser of a command, for `read_recording`."""
     parser.add_argument("folder", type=Path, metavar="DIR", help="what `sirtaki profile` has written")
 
 
 def read_recording(options: Namespace) -> Recording:
-    """Read the recording in the folder that the options name. Prints problems of the recording to standard error.
+    """Read the recording in the folder that the user has given. Print problems of the recording, such as missing ranks,
+    to standard error.
 
     Raises:
-        RecordingError: the recording is empty.
+        RecordingError: the folder contains no readable recording.
     """
     from sirtaki.analysis.recording import read_folder
 
@@ -121,7 +125,7 @@ def write_file(path: Path, text: str, what: str) -> None:
 
 
 def positive(text: str) -> float:
-    """Parse a finite number greater than 0."""
+    """Parse the value of an option that is a finite number greater than 0."""
     try:
         value = float(text)
     except ValueError as err:
@@ -132,7 +136,7 @@ def positive(text: str) -> float:
 
 
 def whole(least: int) -> Callable[[str], int]:
-    """Return a function that parses an integer and rejects numbers below `least`."""
+    """Return a function that parses the value of an option as an integer, and rejects numbers below `least`."""
 
     def number(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
@@ -143,8 +147,8 @@ def whole(least: int) -> Callable[[str], int]:
 
 
 def memory_bytes(text: str) -> int:
-    """Parse an amount of memory, such as `6G`, `512M`, `1.5GiB`, or a number of bytes. K, M, G and T are powers of
-    1024.
+    """Parse the value of an option that is an amount of memory, such as `6G`, `512M`, `1.5GiB`, or a number of bytes.
+    K, M, G and T are powers of 1024.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     n_bytes = int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0

@@ -1,8 +1,8 @@
-"""`sirtaki plan`: predict how a job would scale on other clusters, from the profile in its log.
+"""`sirtaki plan`: predict how a job would scale on other clusters, from the profile in its log of trials.
 
-A tuned job writes its profile to the log SIRTAKI_TRIAL_LOG: when each gradient was ready, and the cost of all-reduces
-on each route (transport and algorithm). If measured trials contradict the probed cost, the cost is fitted to the
-trials, because probes run on an idle network.
+A job that Sirtaki tunes writes its profile to the log SIRTAKI_TRIAL_LOG: when each gradient was ready, and the cost of
+all-reduces on each route (transport and algorithm), as measured by test transfers. If trials of settings in training
+steps contradict this cost, it is fitted to the trials, because test transfers run on an idle network.
 """
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
@@ -52,11 +52,12 @@ def _counts(text: str) -> tuple[int, ...]:
 
 
 def main(options: Namespace) -> int:
-    """Print the predicted iteration time of every plan on each number of ranks, and plot it if requested.
+    """Print the predicted iteration time for each number of ranks, with the default settings and with the plan of each
+    planner (algorithm that computes a communication plan). Plot it if requested.
 
     Raises:
-        ConfigError: the log contains no profile, the cluster is not described well enough, or the page cannot be
-            written.
+        ConfigError: the log contains no profile, options that describe the cluster are missing, or the page with the
+            plot cannot be written.
     """
     log = read_log(options.log)
     if log.model is None:
@@ -71,7 +72,8 @@ def main(options: Namespace) -> int:
         ranks=options.ranks,
         space=KnobSpace(routes=(route,), streams=tuple(range(1, MAX_STREAMS + 1))),
         default=untuned.but(transport=route[0], algorithm=route[1]),
-        # Contention is known only for the measured link, not for a link that options describe.
+        # Predict the slowdown of computation by communication only for the measured network link, because it is unknown
+        # for a link that options describe.
         contention=model.contention_on(route) if options.link_gbit is None else None,
         contention_ranks=options.measured_ranks,
     )
@@ -93,7 +95,7 @@ def main(options: Namespace) -> int:
 
 
 def _trials(log: TrialLog) -> Iterator[Trial]:
-    """Yield one trial for each setting in the log, with the median of the measurements of this setting."""
+    """Yield one trial for each setting in the log, with the median of all its measured communication times."""
     spans_s: dict[Knobs, list[float]] = {}
     for measured in log.measurements:
         if measured.succeeded:
@@ -103,8 +105,8 @@ def _trials(log: TrialLog) -> Iterator[Trial]:
 
 
 def _link(options: Namespace, model: PlanningModel) -> Callable[[int], LinkModel]:
-    """Return a function that maps a number of ranks to the link model of a ring all-reduce. The link is described by
-    options, or scaled from the measured link.
+    """Return a function that maps a number of ranks to the latency and bandwidth of a ring all-reduce. The network is
+    the one that options describe, or else the measured one.
     """
     if options.link_gbit is not None:
         rate = options.link_gbit * BYTES_PER_GBIT
@@ -122,8 +124,8 @@ def _link(options: Namespace, model: PlanningModel) -> Callable[[int], LinkModel
 
 
 def render(rows: Sequence[ScalingRow], model: PlanningModel) -> str:
-    """Return an HTML page that plots iteration time and efficiency over the number of ranks, with a line per
-    planner.
+    """Return an HTML page that plots predicted iteration time and efficiency over the number of ranks, with a line for
+    each planner (algorithm that computes a communication plan).
     """
     planners = sorted(dict.fromkeys(row.planner for row in rows), key=lambda planner: planner != DEFAULT)
     colors = dict(zip(planners, cycle((DEFAULT_COLOR, *COLORS)), strict=False))

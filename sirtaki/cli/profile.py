@@ -1,4 +1,6 @@
-"""`sirtaki profile`: run and record a job, and print a summary; or print the summary of an existing recording."""
+"""`sirtaki profile`: run a job, record some of its training steps, and print a summary; or print the summary of an
+existing recording.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from sirtaki.errors import ConfigError, RecordingError
 from .output import add_formats, print_table, printed, whole
 
 MOST_RANKS = 16
-"""Maximum number of ranks for which a separate line is printed."""
+"""Maximum number of ranks that get a line in the printed summary."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +54,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run and record the user's command. Returns the exit code of the command, or 1 if nothing was recorded."""
+    """Record a job that the user's command starts, or find a recording (`--show`), and print its summary.
+
+    Returns:
+        The exit code of the user's command; 0 with `--show`.
+
+    Raises:
+        ConfigError: options contradict each other, or the folder cannot be recorded into.
+        RecordingError: nothing was recorded.
+    """
     if options.show is not None:
         if options.job:
             raise ConfigError(f"--show shows a recording and runs nothing: leave out {' '.join(options.job)}")
@@ -85,7 +95,7 @@ def _show(folder: Path, options: argparse.Namespace) -> None:
     """Print a summary of the recording, and write a trace of all ranks into the folder of the recording.
 
     Raises:
-        RecordingError: the recording is empty.
+        RecordingError: the recording is empty, or the trace cannot be written.
     """
     recording = folders.read_folder(folder)
     alignment, rows = align(recording), rank_rows(recording)
@@ -126,15 +136,17 @@ def _prepare(folder: Path, *, overwrite: bool) -> None:
 
 
 def _run(command: list[str], folder: Path, options: argparse.Namespace) -> int:
-    if command[0].endswith(".py") and shutil.which(command[0]) is None:  # A script without `python` is run by Python.
+    if (
+        command[0].endswith(".py") and shutil.which(command[0]) is None
+    ):  # Run a script given without `python` by Python.
         command = [sys.executable, *command]
     asked = ProfileRequest(
         folder=str(folder), iterations=options.iterations, operators=not options.units_only, edges=options.edges
     )
     environ = {**os.environ, "SIRTAKI_PROFILE": str(asked)}
-    # Otherwise Kineto, the library of torch.profiler, logs its start and stop to standard error.
+    # Silence Kineto, the library of torch.profiler, because it logs its start and stop to standard error.
     environ.setdefault("KINETO_LOG_LEVEL", "99")
-    # Ctrl-C ends only the job. Then the summary shows what was recorded.
+    # Let Ctrl-C end only the job, so that this process can still print the summary of what was recorded.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with subprocess.Popen(command, env=environ, preexec_fn=lambda: signal.signal(signal.SIGINT, before)) as job:

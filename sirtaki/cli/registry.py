@@ -1,4 +1,4 @@
-"""`sirtaki registry …`: print, export, import and remove the tuning results of earlier jobs."""
+"""`sirtaki registry …`: print, export, import and remove tuning results that earlier jobs have stored."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DAY_S = 24 * 3600.0
 
 
 def configure(parser: ArgumentParser) -> None:
-    """Add the sub-commands of `sirtaki registry` and their options to the parser."""
+    """Add the sub-commands of `sirtaki registry`, such as `list`, and their options to the parser."""
     parser.add_argument(
         "--registry", metavar="URL", help="file or database (default: SIRTAKI_REGISTRY, else the user's)"
     )
@@ -66,10 +66,10 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def main(options: Namespace) -> int:
-    """Run one sub-command.
+    """Run one sub-command of `sirtaki registry`, such as `list`.
 
     Raises:
-        RegistryError: the registry or a file cannot be read or written, or has invalid content.
+        RegistryError: the registry or a file of the sub-command cannot be read or written, or has invalid content.
     """
     with closing(_open(options.registry, reads=options.action in _READING)) as store:
         _ACTIONS[options.action](store, options)
@@ -159,7 +159,7 @@ def _show(store: Store, options: Namespace) -> None:
     found = store.find(StoredSetting, options.id)
     data = found.to_json()
     if not printed(options, data, [data]):
-        key: Any = found.key  # The type of the key depends on the record type. All types have versions.
+        key: Any = found.key  # Any: each type of record has another type of key; all of these have `versions`.
         facts = {"id": found.id, **_FACTS[type(found)](found), "key versions": _versions(key.versions)}
         if isinstance(found, JobRecord):
             facts["versions"] = _versions(found.provenance.versions)
@@ -236,7 +236,7 @@ def _similar(store: Store, options: Namespace) -> None:
         entry.topology,
         dtype=entry.key.dtype,
         device=entry.key.device,
-        k=options.k + 1,  # One more, because the entry itself is its own nearest neighbour.
+        k=options.k + 1,  # Ask for one more, because the entry itself is its own nearest neighbour.
         max_distance=options.max_distance,
         budget_s=10.0,
     )
@@ -271,7 +271,7 @@ def _similar(store: Store, options: Namespace) -> None:
 
 
 def _show_rows(options: Namespace, rows: Sequence[Mapping[str, str]], data: Any, nothing: str) -> None:
-    """Print a table with a row for each record, or `nothing` if there are none."""
+    """Print a table with a row for each record of the registry, or the sentence `nothing` if there are no records."""
     if printed(options, data):
         return
     if rows:
@@ -349,7 +349,9 @@ _ACTIONS = {
 
 
 def _unique_names(named: Set[tuple[str, str]]) -> dict[str, str]:
-    """Return a name for each model graph. If several graphs have the same name, add the fingerprint of the graph."""
+    """Return a name for each fingerprint (digest) of a model or a cluster, from pairs (name, fingerprint). The
+    beginning of the fingerprint is added to names that several models or clusters have.
+    """
     count = Counter(name for name, _ in named)
     return {
         fingerprint: (name if count[name] == 1 else f"{name} {fingerprint[:4]}") if name else fingerprint[:8]
@@ -358,7 +360,7 @@ def _unique_names(named: Set[tuple[str, str]]) -> dict[str, str]:
 
 
 def _words(way: RowsRecord) -> str:
-    """Describe in words how a record says to reduce sparse rows, without the number of rows."""
+    """Describe in words how the rows of a sparse gradient are reduced according to a record of the registry."""
     if way.path is SparsePath.HOT_COLD:
         return f"{way.path.value}, {way.cold.value}{', aggregator' if way.aggregated else ''}"
     return f"{way.path.value} of {way.block_rows}" if way.path is SparsePath.BLOCKS else way.path.value

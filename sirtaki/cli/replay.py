@@ -1,4 +1,6 @@
-"""`sirtaki replay`: print the parts of a recorded job's step, and predict its time under other conditions."""
+"""`sirtaki replay`: print what a recorded job's step time consists of, and predict the step time under other
+conditions, such as a faster network.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,8 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def main(options: Namespace) -> int:
-    """Print the recorded and the replayed step time, the parts of a step, and the step time under other conditions.
+    """Print the recorded and the replayed (simulated) step time, the parts of the critical path, and the predicted step
+    time under the conditions that options set.
 
     Raises:
         RecordingError: the recording is empty.
@@ -121,8 +124,8 @@ def main(options: Namespace) -> int:
 
 
 def _changed(options: Namespace, base: Baseline) -> tuple[str, JobModel, bool]:
-    """Return the requested conditions in words, the job under these conditions, and whether its units (buckets)
-    differ.
+    """Return (requested conditions in words, job under these conditions, True if they change how gradients are divided
+    into units (buckets) or sent).
     """
     job, words, replanned = base.job, list[str](), False
     unit_bytes = round(options.unit_mib * MIB) if options.unit_mib else None
@@ -165,7 +168,9 @@ def _for_nothing(one: JobOperation) -> JobOperation:
 
 
 def _show_batches(options: Namespace, base: Baseline, changed: JobModel, words: str, *, replanned: bool) -> int:
-    """Print the throughput for larger and smaller batches, relative to the recorded batch, and what limits it."""
+    """Print the predicted throughput for larger and smaller batches, relative to the recorded batch, and how much of a
+    step is communication that computation does not hide.
+    """
     rows = list[dict[str, Any]]()
     for factor in sorted({1.0, *options.batches}):
         job = with_batches(changed, factor)

@@ -1,4 +1,6 @@
-"""`sirtaki report`: write an HTML page about the trials, the sparse gradients or the recording of a job."""
+"""`sirtaki report`: write an HTML page about how a job was tuned (trials of settings, sparse gradients), or about the
+recording of a job.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,14 @@ from sirtaki.measures import faster, in_ms
 
 from .output import add_formats, print_table, printed, write_file
 
-# Purposes of trials that compare the best settings at the end. Older releases wrote the last three.
+# Purposes of those measurements in a trial log that compare the best settings with the default when tuning ends. Logs
+# of older releases contain the last three.
 FINALS = (Purpose.FINALS.value, "verify", "guard_winner", "guard_default")
 
 
 def summary(log: TrialLog) -> Iterator[str]:
-    """Describe the kept setting, its gain over the default, the lower bound of the communication time, and why tuning
-    ended.
+    """Describe the setting that tuning has chosen, how much faster it is than the default, the lower bound of the
+    communication time, and the reason for the choice.
     """
     kept = log.outcome
     yield f"{len(log.measurements)} measurements in {log.last_iteration} training iterations."
@@ -47,7 +50,7 @@ def summary(log: TrialLog) -> Iterator[str]:
 
 
 def _retune(retune: Retune) -> str:
-    """Describe in one sentence why the job tuned again, and the result."""
+    """Describe in one sentence why the job tuned again after its warm-up, and what came of it."""
     took = "was not what it had been" if retune.ratio is None else f"took {retune.ratio:.2g} times as long as before"
     begin = f"After iteration {retune.iteration} communication {took}:"
     found = retune.result
@@ -64,7 +67,7 @@ def _retune(retune: Retune) -> str:
 
 
 def _gain(kept: LoggedResult) -> Iterator[str]:
-    """Describe how much faster the kept setting is than the default."""
+    """Describe how much faster the setting that tuning has chosen is than the default."""
     before_s, after_s, usual = kept.default_span_s, kept.span_s, kept.usual
     if before_s is None or kept.arm == DEFAULT_ARM:
         yield f"Communication takes {in_ms(after_s)}."
@@ -85,7 +88,7 @@ def _gain(kept: LoggedResult) -> Iterator[str]:
 
 
 def _bound(log: TrialLog) -> Iterator[str]:
-    """Describe the lower bound of the communication time, if it is known."""
+    """Describe the communication time that no setting can fall below, if this bound is known."""
     if log.model is None or log.bound_s is None:
         return
     if log.bound_s < log.model.bound_s:
@@ -102,7 +105,7 @@ def _bound(log: TrialLog) -> Iterator[str]:
 
 
 def in_words(knobs: Knobs) -> str:
-    """Describe the knobs in plain words, without the terms units and streams."""
+    """Describe the knobs (tuned settings) in a sentence for users that explains its terms."""
     if knobs.cuts is not None:
         sizes = (
             f"in {len(knobs.cuts)} units whose sizes a planner chose, {format_bytes(knobs.unit_bytes)} in the middle"
@@ -121,7 +124,7 @@ def in_words(knobs: Knobs) -> str:
 
 
 def why_not_the_fastest(log: TrialLog) -> Iterator[str]:
-    """If the setting with the shortest measurement was not kept, explain why."""
+    """Explain why tuning did not choose the setting with the shortest measured time. Yield nothing if it did."""
     if log.result is None or fastest(log)[0].knobs == log.result.knobs:
         return
     compared: dict[Knobs, list[float]] = {}
@@ -137,14 +140,16 @@ def why_not_the_fastest(log: TrialLog) -> Iterator[str]:
 
 
 def fastest(log: TrialLog) -> list[Measurement]:
-    """Return the shortest measurement of each setting, fastest first."""
+    """Return the measurement with the shortest communication time of each setting, the fastest setting first."""
     shortest = sorted((trial for trial in log.measurements if trial.succeeded), key=lambda trial: trial.span_s)
     unique = {trial.knobs: trial for trial in reversed(shortest)}
     return sorted(unique.values(), key=lambda trial: trial.span_s)
 
 
 def in_order(log: TrialLog) -> Iterator[str]:
-    """Describe how often the planners' model predicted the right order of two settings, if it made predictions."""
+    """Describe how often the model of planners (algorithms that compute a setting) predicted rightly which of two
+    settings is faster. Yield nothing if there are no predictions.
+    """
     predicted = [trial for trial in log.measurements if trial.succeeded and trial.predicted_s is not None]
     if not predicted or predicted[-1].agreement is None or len({trial.knobs for trial in predicted}) < 2:
         return
@@ -164,12 +169,14 @@ def in_order(log: TrialLog) -> Iterator[str]:
 
 
 def _right(agreement: float) -> float:
-    """Return the percentage of pairs of settings whose measurements have the predicted order."""
+    """Return the percentage of pairs of settings of which the one predicted to be faster was measured to be faster."""
     return 50.0 * (1.0 + agreement)
 
 
 def who_was_trusted(log: TrialLog) -> Iterator[str]:
-    """Describe how many settings each arm (search method) proposed, and how many of them became the best."""
+    """Describe how many settings each arm (search method) proposed, and how many of these were the best so far when
+    they were measured.
+    """
     asked = Counter(trial.arm for trial in searching(log))
     found = Counter(trial.arm for trial in searching(log) if trial.was_best)
     each = ", ".join(f"{arm} {count} ({found[arm]})" for arm, count in asked.most_common() if arm != DEFAULT_ARM)
@@ -178,8 +185,8 @@ def who_was_trusted(log: TrialLog) -> Iterator[str]:
 
 
 def searching(log: TrialLog) -> list[Measurement]:
-    """Return the trials that arms (search methods) proposed, one per arm and setting. If there are none, return all
-    measurements.
+    """Return the trials of settings that arms (search methods) proposed, one per arm and setting. If the log does not
+    say which measurements are such trials, use all measurements.
     """
     trials = [trial for trial in log.measurements if trial.purpose == Purpose.TRIAL.value] or log.measurements
     first: dict[tuple[str, Knobs], Measurement] = {}
@@ -194,8 +201,8 @@ PLANNERS = {planner.name for planner in OUR_PLANNERS}
 
 
 def trust(log: TrialLog) -> Iterator[str]:
-    """Yield a plot with a row for each arm (search method): the credit of the arm over time, and the trials it
-    proposed.
+    """Yield the HTML of a plot with a row for each arm (search method). The row shows the arm's credit over time, by
+    which arms share the trials, and the settings that it proposed.
     """
     told = [trial for trial in log.measurements if trial.credits]
     if not told:
@@ -245,12 +252,12 @@ def _measured(trial: Measurement) -> str:
 
 
 def _size(trial: Measurement) -> int:
-    """Return the diameter of the dot of a trial, which is large if the trial was the best until then."""
+    """Return the diameter in pixels of the dot of a trial in a plot; larger if the setting was the best so far."""
     return 11 if trial.was_best else 7
 
 
 def predictions(log: TrialLog, colors: Mapping[str, str]) -> Iterator[str]:
-    """Yield a plot of predicted against measured communication times."""
+    """Yield the HTML of a plot of predicted against measured communication times."""
     predicted = [
         (trial, trial.predicted_s) for trial in log.measurements if trial.succeeded and trial.predicted_s is not None
     ]
@@ -299,7 +306,9 @@ HOW_TO_READ = Markup(
 
 
 def rows_in_words(log: TrialLog) -> Iterator[str]:
-    """Describe how many bytes sparse gradients save, with a line for each parameter."""
+    """Describe how many bytes ranks receive for sparse gradients, compared with dense gradients, in total and for each
+    parameter.
+    """
     told = list(log.sparse.values())
     if not told:
         return
@@ -314,7 +323,9 @@ def rows_in_words(log: TrialLog) -> Iterator[str]:
 
 
 def sparse(log: TrialLog) -> Iterator[str]:
-    """Yield a table of the sparse parameters, with the fraction of accesses that go to the most frequent rows."""
+    """Yield the HTML of a table of the parameters with sparse gradients, and of a plot that shows how unevenly their
+    rows are used.
+    """
     told = list(log.sparse.values())
     if not told:
         return
@@ -392,7 +403,7 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def main(options: Namespace) -> int:
-    """Write the HTML page, and print a summary and the path of the page."""
+    """Write the HTML page about a recording or a trial log, and print a summary and the path of the page."""
     if options.log.is_dir():
         from sirtaki.analysis.page import findings, heading, problems, sentences
         from sirtaki.analysis.page import render as render_recording
@@ -424,7 +435,7 @@ def main(options: Namespace) -> int:
 
 
 def write_report(log_path: Path, html_path: Path) -> TrialLog:
-    """Read a trial log, and write the HTML page about it.
+    """Read a trial log (the settings that tuning tried, with their times), and write the HTML page about it.
 
     Returns:
         The content of the log.
@@ -438,7 +449,7 @@ def write_report(log_path: Path, html_path: Path) -> TrialLog:
 
 
 def render(log: TrialLog) -> str:
-    """Return the HTML page about a trial log.
+    """Return the HTML page about a trial log (the settings that tuning tried, with their times).
 
     Raises:
         ConfigError: the package Plotly is not installed.
@@ -479,7 +490,7 @@ TIMES = Markup(
 def _trials_plot(log: TrialLog, colors: Mapping[str, str]) -> Markup:
     measured = [trial for trial in log.measurements if trial.succeeded]
     last = log.last_iteration
-    # trials that the tuner judged to be the best, not merely short measurements
+    # Draw only trials that the tuner judged to be the best so far, because a measurement may be short by luck.
     best = [measured[0], *(trial for trial in measured[1:] if trial.was_best)]
     steps_ms = [1e3 * trial.span_s for trial in (*best, best[-1])]
     traces = [line("best so far", [*(trial.iteration for trial in best), last], steps_ms, BEST_COLOR, shape="hv")]
@@ -518,7 +529,7 @@ def _shares_plot(log: TrialLog, colors: Mapping[str, str]) -> Markup:
 
 
 def _cells(log: TrialLog, most: int) -> list[tuple[str, str, str, str, str]]:
-    """Return a table row, with the columns of `TITLES`, for each of the `most` fastest settings."""
+    """Return the rows of a table of the fastest settings, at most `most` of them. The columns are those of `TITLES`."""
     shown = fastest(log)[:most]
     told = ["" if trial.predicted_s is None else in_ms(trial.predicted_s) for trial in shown]
     return [
@@ -528,7 +539,7 @@ def _cells(log: TrialLog, most: int) -> list[tuple[str, str, str, str, str]]:
 
 
 def _settings(log: TrialLog) -> list[dict[str, Any]]:
-    """Return all settings that were measured, fastest first, as rows for `--json` and `--csv`."""
+    """Return a row for `--json` and `--csv` for each setting that was measured, the fastest first."""
     return [
         {
             "setting": trial.knobs.describe(),
@@ -543,8 +554,8 @@ def _settings(log: TrialLog) -> list[dict[str, Any]]:
 
 
 def _timelines(log: TrialLog) -> Iterator[str]:
-    """Draw simulated timelines of the default and the kept setting, if the log contains the cost model of their
-    routes.
+    """Yield the HTML of simulated timelines of one iteration with the default setting and with the setting that tuning
+    has chosen. Yield nothing if the log contains no cost model of communication.
     """
     shown = {"kept": log.outcome.knobs}
     if log.default is not None:

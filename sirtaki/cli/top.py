@@ -1,4 +1,4 @@
-"""`sirtaki top`: show the jobs that are running on this machine, live."""
+"""`sirtaki top`: show the Sirtaki jobs that are running on this machine, with their step times, live."""
 
 import time
 from argparse import ArgumentParser, Namespace
@@ -24,7 +24,9 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def main(options: Namespace) -> int:
-    """Show the running jobs, updated until Ctrl-C, or only once with `--once`."""
+    """Show a table of the running jobs, and update it until Ctrl-C. With `--once`, `--json` or `--csv`, print it only
+    once.
+    """
     if options.json or options.csv:
         printed(options, list(running_jobs()))
     elif options.once:
@@ -41,14 +43,14 @@ def main(options: Namespace) -> int:
 
 
 def table(jobs: Sequence[Answer]) -> Table:
-    """Return a table with one row per job. Times are means since the last poll, so the first table contains no
-    times.
+    """Return a table with one row per running job. Times are means since the jobs were asked last, so the first table
+    contains none.
     """
     return rich_table(COLUMNS, map(row, jobs), caption=None if jobs else "no job of yours runs on this machine")
 
 
 def row(job: Answer) -> list[str]:
-    """Return the table row of one job. Cells with unknown values are empty."""
+    """Return the table row of one running job. The cells of unknown values are empty."""
     generation = f", generation {job['generation']}" if job["generation"] else ""
     step_s, exposed_s = job.get("step_s"), job.get("exposed_s")
     gain_text = faster(job.get("gain") or 1.0, 1.0)

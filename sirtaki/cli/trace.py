@@ -1,4 +1,6 @@
-"""`sirtaki trace`: convert a recording into a trace of all ranks for Perfetto, or into Chakra execution traces."""
+"""`sirtaki trace`: convert a recording into one trace of all ranks for Perfetto, or into a Chakra execution trace per
+rank for simulators.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _critical_path(recording: Recording) -> tuple[PathSpan, ...]:
-    """Return the critical path of the replayed job; empty if the recording cannot be replayed."""
+    """Return the critical path of the recorded job, found by a replay (simulation); empty if this is not possible."""
     try:
         found = histories(recording)
         return tuple(path_spans(found, play(job_model(found))))
@@ -40,7 +42,7 @@ def main(options: argparse.Namespace) -> int:
     """Write the trace files, and print their paths.
 
     Raises:
-        ConfigError: the package protobuf is not installed.
+        ConfigError: Chakra traces were requested, but the package protobuf is not installed.
         RecordingError, ReplayError: the recording is empty, or a file cannot be written.
     """
     recording = read_recording(options)
@@ -50,7 +52,9 @@ def main(options: argparse.Namespace) -> int:
             print(f"all ranks on one clock: {path} (drop it on https://ui.perfetto.dev)")
             return 0
         try:
-            from sirtaki.analysis.chakra import write_traces  # Imported late, because only Chakra traces need protobuf.
+            from sirtaki.analysis.chakra import (
+                write_traces,
+            )  # Import it late, because only Chakra traces need protobuf.
         except ImportError as err:
             raise ConfigError("protobuf is missing, or older than 5.28: pip install 'sirtaki[chakra]'") from err
         written = write_traces(options.chakra, histories(recording))

@@ -1,4 +1,6 @@
-"""`sirtaki translate`: convert a training script for one process, for DDP or for Horovod into a script for Sirtaki."""
+"""`sirtaki translate`: convert a training script that runs as one process, with DDP or with Horovod into a script for
+Sirtaki.
+"""
 
 import sys
 from argparse import ArgumentParser, Namespace
@@ -18,16 +20,17 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def main(options: Namespace) -> int:
-    """Print the changes to the script, and write the changed script if requested.
+    """Print the changes that make the user's training script a script for Sirtaki, and write the changed script if
+    requested.
 
     Returns:
-        0, or 2 if the script cannot be translated; then nothing is written.
+        0, or 2 if the script cannot be converted, and so nothing was written.
 
     Raises:
         ConfigError: a file cannot be read or written, or the package libcst is not installed.
     """
     try:
-        # Imported late, because only `sirtaki translate` needs libcst.
+        # Import it late, because only `sirtaki translate` needs the package libcst.
         from sirtaki.integrations.translate import translate
     except ModuleNotFoundError as err:
         raise ConfigError("libcst is missing: pip install 'sirtaki[translate]'") from err
