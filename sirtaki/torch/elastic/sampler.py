@@ -154,7 +154,7 @@ class ElasticSampler(Sampler[int]):
             left[self._in_order] = False
             order = remaining = np.flatnonzero(left)
             if self.shuffle:
-                # RandomState is the NumPy generator with stable results across versions.
+                # Shuffle with RandomState, whose results are equal in all versions of NumPy.
                 order = np.random.RandomState((self.seed + self.epoch) % 2**32).permutation(remaining)
             own = np.arange(self.rank, self.num_replicas * math.ceil(len(order) / self.num_replicas), self.num_replicas)
             self._dealt = _Deal(remaining.tolist(), order[own % max(1, len(order))].tolist())

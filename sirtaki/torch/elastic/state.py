@@ -296,7 +296,7 @@ class State(_KeepsNoCommits, ABC):
     def __init__(
         self, bcast_object: Callable[[Any], Any] | None = None, get_rank: Callable[[], int] | None = None
     ) -> None:
-        """Create a state without values.
+        """Create a state that contains no values yet.
 
         Args:
             bcast_object: function that returns rank 0's object on all ranks (Any: any picklable object). None for
@@ -777,7 +777,7 @@ Training = Callable[..., Any]  # training function of the script, called with th
 def run(func: Training) -> Training:
     """Decorate the training function `func(state, …)`: training restarts after a failure or a change of ranks.
 
-    Before each call of `func`, rank 0's state is copied to all ranks.
+    If the states of the ranks may differ, rank 0's state is copied to all ranks before `func` is called.
 
     In an elastic job, all ranks call `func` again after a rank was lost, and continue from the last commit. They also
     call it again after hosts were added or removed, and continue from the current state. New ranks copy the state of
