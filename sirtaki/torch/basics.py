@@ -162,8 +162,7 @@ def shutdown() -> None:
 
 
 def detach_all() -> None:
-    """Detach asynchronous operations, optimizers and process sets from the job's ranks, because the set of ranks
-    changes.
+    """Detach asynchronous operations, optimizers and process sets from the job's ranks, which change.
 
     Not collective. Handles of operations become invalid. Optimizers and process sets are attached to the new ranks
     later.

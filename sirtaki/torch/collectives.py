@@ -166,9 +166,7 @@ class Call:
 
 
 def forget_all() -> None:
-    """Forget the handles of all asynchronous operations, because the connections that the operations used are
-    closed.
-    """
+    """Forget the handles of all asynchronous operations, because their connections are closed."""
     _under_way.clear()
 
 
@@ -232,9 +230,7 @@ def _all(results: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _into(tensors: Tensors) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
-    """Return a function that copies the result tensors of an in-place operation into `tensors`, and returns
-    `tensors`.
-    """
+    """Return a function that copies the results of an in-place operation into `tensors`, and returns `tensors`."""
 
     def deliver(results: list[torch.Tensor]) -> list[torch.Tensor]:
         with torch.no_grad():

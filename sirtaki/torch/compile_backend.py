@@ -113,9 +113,7 @@ def early_gradients(backend: str | Compiler = "inductor", *, part_bytes: int | N
 
 
 def usual_part_bytes(n_bytes: int) -> int:
-    """Return the default bytes of gradients in a part, for a graph with `n_bytes` of gradients. 0 means: do not
-    split.
-    """
+    """Return the default bytes of gradients in a part, for a graph with `n_bytes` of gradients. 0: do not split."""
     if not job.is_initialized() or job.current().size == 1:
         return 0
     current = job.current()

@@ -1,6 +1,4 @@
-"""Compression of tensors for communication: Horovod's `Compression`, and bfloat16, int8, fp8, top-k, PowerSGD and
-codecs of the user.
-"""
+"""Compression of tensors for communication: Horovod's, and bfloat16, int8, fp8, top-k, PowerSGD and user codecs."""
 
 from typing import Any, ClassVar
 

@@ -154,9 +154,7 @@ def _behind_composable(model: nn.Module) -> nn.Module:
 
 
 class _Watched:
-    """Wrapper of DDP's `_post_forward` that registers hooks on the model's outputs, to detect where a backward pass
-    begins.
-    """
+    """Wrapper of DDP's `_post_forward` that hooks the model's outputs, to detect where a backward pass begins."""
 
     def __init__(self, method: Callable[[Any], Any], idle: IdleReducer) -> None:  # Any: outputs of any model
         self._method, self._idle = method, idle
@@ -317,8 +315,9 @@ class DdpGradients(GradientHooks):
             raise GradientError(problem)
 
     def watch(self, output: object) -> None:
-        """Register hooks on the outputs of the model, to detect where a backward pass begins whose gradients must be
-        reduced (a due pass).
+        """Register hooks on the model's outputs, to detect where a due backward pass begins.
+
+        A due pass is one whose gradients must be reduced.
 
         The first gradient of a parameter does not show the beginning: It may be computed in a nested backward pass
         (reentrant checkpoints), which ends before the due pass ends. On some ranks, the pass may compute no gradient.
@@ -441,9 +440,7 @@ def _contains(tensors: Sequence[torch.Tensor], tensor: torch.Tensor) -> bool:
 
 
 class ForwardGraphToken:
-    """Object that exists as long as the autograd graph of a forward pass, because only hooks of the graph refer to
-    it.
-    """
+    """Object that exists as long as the autograd graph of a forward pass, because only the graph refers to it."""
 
 
 class GradientCounter:
@@ -529,9 +526,7 @@ class IdleReducer:
                 self._reducer.prepare_for_backward([])
 
     def watch(self, output: object) -> None:
-        """Register hooks on the outputs of the model, to detect where a backward pass begins whose gradients must be
-        reduced.
-        """
+        """Register hooks on the model's outputs, to detect where a backward pass begins that must be reduced."""
         if self._finds_unused and distributed_autograd.current_context() is not None:
             if self._gradients.due:
                 self._gradients.leave()

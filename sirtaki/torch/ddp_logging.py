@@ -71,9 +71,7 @@ class PassLog:
             self._sums[name] += self._last[name]
 
     def numbers(self) -> dict[str, int]:
-        """Return the fields of DDP's logging data that depend on training: the number of steps, and times in
-        nanoseconds.
-        """
+        """Return the fields of DDP's logging data that depend on training: number of steps, times in nanoseconds."""
         if not self._steps:
             return {}
         means = {f"avg_{name}": total // self._steps for name, total in self._sums.items()}

@@ -79,9 +79,7 @@ def _pickled(obj: Any) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TensorSlot:
-    """Placeholder that replaces a tensor when a state dict is pickled, because tensors are broadcast without
-    pickling.
-    """
+    """Placeholder that replaces a tensor in a pickled state dict, because tensors are broadcast without pickling."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -97,9 +95,7 @@ class _TensorSlot:
         return cls(shape=tuple(tensor.shape), strides=strides, dtype=tensor.dtype, device_type=tensor.device.type)
 
     def empty_tensor(self) -> torch.Tensor:
-        """Create an uninitialised tensor with the stored shape, dtype and strides, to receive the root rank's
-        tensor.
-        """
+        """Create an uninitialised tensor with the stored shape, dtype and strides, to receive the root's tensor."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device_type)
 
 
@@ -166,8 +162,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, A
 
 
 def _without_cast(loaded: Any, saved: Any, scalars_on_host: bool) -> Any:  # Any: an entry of the optimizer state
-    """Undo the change of dtype or device that PyTorch's `load_state_dict` has made to one entry of the optimizer
-    state.
+    """Undo the change of dtype or device of one optimizer state entry by PyTorch's `load_state_dict`.
 
     Args:
         loaded: state entry after `load_state_dict`.

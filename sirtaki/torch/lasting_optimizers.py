@@ -82,8 +82,9 @@ class Distributed(torch.optim.Optimizer):
         return copied
 
     def _detach(self, why: str) -> None:
-        """Detach the optimizer from its ranks, which change: it reduces no gradients until it is attached to the new
-        ranks.
+        """Detach the optimizer from its ranks, which change.
+
+        It reduces no gradients until it is attached to new ranks.
 
         Discard the gradients of an unfinished iteration. Not collective.
 

@@ -1,5 +1,4 @@
-"""Synchronise less often: each rank trains its own copy of the model for some steps, then the ranks combine their
-models.
+"""Synchronise less often: each rank trains its own model for some steps, then the ranks combine their models.
 
 `LocalSGD` averages parameters (Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019). `DiLoCo` averages
 the changes of parameters, and uses the average as the gradient of a second, outer optimizer (Douillard et al., "DiLoCo:
@@ -134,8 +133,7 @@ class _Flight:
 
 
 class LocalSGD:
-    """Context manager around the training loop: each rank trains on its own, and the ranks regularly average their
-    models.
+    """Context manager around the training loop: each rank trains on its own, and ranks regularly average models.
 
         with hvd.LocalSGD(model, optimizer, sync_every=8):
             for batch in data:
@@ -381,8 +379,7 @@ class LocalSGD:
     @outside_changes
     @torch.no_grad()
     def _merge(self) -> _Tail:
-        """Wait for the all-reduce of the fragment (part of the model) that was sent, and merge the average into the
-        model.
+        """Wait for the all-reduce of the fragment (part of the model) that was sent, and merge the average.
 
         Returns:
             The sum over ranks of the values that each rank has appended to the fragment.
@@ -411,9 +408,7 @@ class LocalSGD:
         return [] if self._begun else [param for fragment in self._fragments for param in fragment.params]
 
     def _outgoing(self, fragment: _Fragment) -> list[torch.Tensor]:
-        """Return the values of a fragment's (part of the model) parameters and buffers, which the all-reduce must
-        average.
-        """
+        """Return the parameters and buffers of a fragment (part of the model), which the all-reduce must average."""
         return [_wire(tensor) for tensor in (*fragment.params, *fragment.buffers)]
 
     def _take(self, fragment: _Fragment, averages: list[torch.Tensor], sent: list[torch.Tensor]) -> None:
@@ -637,9 +632,7 @@ class DiLoCo(LocalSGD):
                 _write(param, origin)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's step counts, the parameters of the last synchronisation, and the outer optimizer's
-        state.
-        """
+        """Return step counts, the parameters of the last synchronisation, and the outer optimizer's state."""
         return {**super().state_dict(), "origins": self._origins, "outer": self.outer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -667,7 +660,7 @@ def _params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def _divided(
     model: nn.Module, optimizer: torch.optim.Optimizer, fragments: int | Sequence[nn.Module]
 ) -> list[_Fragment]:
-    """Divide the trained parameters and the floating-point buffers into fragments (parts of the model), in the model's
+    """Divide trained parameters and floating-point buffers into fragments (parts of the model), in the model's
     order.
 
     Raises:
@@ -727,9 +720,7 @@ def _wire(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _write(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy a received real float32 or float64 tensor to a parameter or buffer, which may be complex or of another
-    dtype.
-    """
+    """Copy a received real float32 or float64 tensor to a parameter or buffer of any dtype."""
     (torch.view_as_real(tensor) if tensor.is_complex() else tensor).copy_(value)
 
 

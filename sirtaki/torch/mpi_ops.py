@@ -1,6 +1,4 @@
-"""All of Horovod's operations, in the module from which Horovod scripts import them: `from horovod.torch.mpi_ops import
-…`.
-"""
+"""All of Horovod's operations, for scripts with `from horovod.torch.mpi_ops import …`."""
 
 # ruff: noqa: F403  # the modules define `__all__`
 

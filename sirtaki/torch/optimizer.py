@@ -58,8 +58,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class GradientRecipe:
-    """Arguments of one `DistributedOptimizer` call, from which the objects that reduce its gradients (reducers) are
-    built.
+    """Arguments of one `DistributedOptimizer` call, from which its gradient reducers are built.
 
     An elastic job builds new reducers whenever the set of ranks changes.
 
@@ -127,9 +126,7 @@ class GradientRecipe:
 
 
 RESIDUAL_KEY = "sirtaki_compression"
-"""Key in an optimizer's state dict for this rank's error-feedback residual: the compression error to add to the next
-gradients.
-"""
+"""Key in a state dict for this rank's error-feedback residual: the compression error to add to the next gradients."""
 
 UNSKIPPED = (
     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
@@ -310,9 +307,7 @@ class AveragingOptimizer(Distributed):
         return state | {RESIDUAL_KEY: reduction.feedback.state_dict()} if loses else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of the user's optimizer, and the error-feedback residual of compression if `state_dict`
-        contains one.
-        """
+        """Load the state of the user's optimizer, and compression's error-feedback residual if there is one."""
         super().load_state_dict(state_dict)
         if RESIDUAL_KEY in state_dict:
             self._recipe.options.reduction.feedback.load_state_dict(state_dict[RESIDUAL_KEY])
@@ -369,8 +364,7 @@ class _AdasumDistributed(Distributed):
         self._serial, self._detached = next(current.serials[GLOBAL]), ""
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Check that `passes` is positive, and otherwise ignore it: with Adasum, gradients accumulate on each rank
-        until `step()`.
+        """Check that `passes` is positive, and otherwise ignore it: Adasum always accumulates until `step()`.
 
         Raises:
             ValueError: `passes` is not positive.

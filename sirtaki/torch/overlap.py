@@ -52,9 +52,7 @@ def bare_step(kind: type[torch.optim.Optimizer]) -> Callable[[Any], object]:
 
 @contextlib.contextmanager
 def step_context(device: torch.device) -> Iterator[None]:
-    """Disable autocast, inference mode, dispatch modes and functorch transforms inside the `with` block, which updates
-    parameters.
-    """
+    """Disable autocast, inference mode, dispatch modes and functorch transforms while the `with` block updates."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
@@ -538,9 +536,7 @@ class LearnedReads:
         return True
 
     def end(self) -> None:
-        """Stop recording reads, and release all parameters: restore their classes, so that reads are no longer
-        intercepted.
-        """
+        """Stop recording reads: restore the classes of all parameters, so that reads are no longer intercepted."""
         self._mode.end()
         self.drain()
         if self._handle is not None:
@@ -555,9 +551,7 @@ class LearnedReads:
         self.order.append(tensor)
 
     def drain(self) -> None:
-        """Restore the classes of all parameters, so that their reads are no longer intercepted, without recording a
-        read.
-        """
+        """Restore the classes of all parameters without recording a read, so that reads are no longer intercepted."""
         for param in self._params:
             release(param)
 

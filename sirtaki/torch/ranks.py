@@ -24,8 +24,7 @@ T = TypeVar("T")
 
 
 class DistributedSampler(TorchDistributedSampler[Any]):
-    """Sampler for one rank: it yields every `size()`-th index of another sampler, starting with the `rank()`-th
-    index.
+    """Sampler for one rank: yields every `size()`-th index of another sampler, starting with the `rank()`-th index.
 
     When an iteration over the sampler begins, all ranks take rank 0's random state, so that the other sampler yields
     the same order on all ranks. Therefore the begin of an iteration is collective. PyTorch's DistributedSampler

@@ -117,8 +117,7 @@ class TensorGather(TensorOperation):
 
 
 class GroupLanes:
-    """Lanes: Sirtaki's connections between the ranks of one process group, and the threads that send and receive over
-    them.
+    """Lanes: Sirtaki's connections between the ranks of one process group, and the threads that serve them.
 
     Every rank must submit operations with equal sizes and dtypes in the same order.
     """
@@ -312,8 +311,7 @@ class GroupLanes:
             operation.finish(error)
 
     def close(self) -> None:
-        """Close the connections: fail all operations in flight, and wait up to `LEAVE_S` seconds for the other ranks to
-        close.
+        """Fail operations in flight, wait up to `LEAVE_S` seconds for the other ranks to close, and disconnect.
 
         A rank that still waits for this rank afterwards gets an error.
         """
@@ -360,8 +358,7 @@ LANE_DTYPES = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReduceRecipe:
-    """A reduction of PyTorch as three steps: multiply the inputs by a factor, reduce them, divide the result by a
-    divisor.
+    """A reduction of PyTorch as three steps: multiply the inputs by a factor, reduce, divide by a divisor.
 
     Attributes:
         op: operator of the reduction in the second step. It is neither AVG nor PREMUL_SUM, which `divisor` and `factor`
@@ -439,9 +436,7 @@ class FillingWork(Work):
 
 
 class LaneWork(FillingWork):
-    """`Work` object of a collective that runs over lanes (Sirtaki's connections), and not in the inner group (Gloo or
-    NCCL).
-    """
+    """`Work` object of a collective over lanes (Sirtaki's connections), not in the inner group (Gloo or NCCL)."""
 
     def __init__(self, lanes: GroupLanes, operation: TensorOperation, outputs: Any) -> None:
         super().__init__(outputs)
@@ -527,9 +522,7 @@ class LastingWork(FillingWork):
         self._process = os.getpid()
 
     def __del__(self) -> None:
-        """Keep this work alive if C++ may refer to it: no caller of Python has waited for it or asked for its
-        future.
-        """
+        """Keep this work alive if C++ may refer to it: no Python caller has waited for it or asked for its future."""
         if self._is_asked or self._work is None or sys.is_finalizing() or self._process != os.getpid():
             return
         self._is_kept = True
@@ -798,8 +791,7 @@ def _is_ours(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a detached tensor over the same memory that is not an inference tensor, so that any thread may write to
-    it.
+    """Return a detached tensor over the same memory that is not an inference tensor. Any thread may write to it.
 
     Only code within `torch.inference_mode()` may write to an inference tensor, and the group's threads run outside of
     it.
@@ -857,9 +849,7 @@ class _Unreduced:
 
 
 _unreduced: weakref.WeakKeyDictionary[DistributedDataParallel, _Unreduced] = weakref.WeakKeyDictionary()
-"""DDP models whose gradients Sirtaki does not reduce yet, in the order of their creation, which is the same on all
-ranks.
-"""
+"""DDP models whose gradients Sirtaki does not reduce yet, in the order of creation, which is equal on all ranks."""
 
 
 def _see_ddp(module: torch.nn.Module, name: str, inside: torch.nn.Module | None, *, attach: bool) -> None:
@@ -1002,9 +992,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     @cached_property
     def plain(self) -> dist.ProcessGroup:
-        """Return a `dist.ProcessGroup` over the same inner groups (Gloo and NCCL), whose collectives dispatch modes can
-        record.
-        """
+        """Return a `dist.ProcessGroup` over the same inner groups, whose collectives dispatch modes can record."""
         plain = dist.ProcessGroup(self.rank(), self.size())  # type: ignore[call-arg]  # missing in PyTorch's stub
         types = dist.ProcessGroup.BackendType
         plain._register_backend(CPU, types.GLOO, self._inner)
@@ -1406,8 +1394,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def _ask_contiguous(
         self, name: str, tensors: Any, *args: Any, **options: Any
     ) -> Work | None:  # Any: the inner group's arguments
-        """Call a collective of the inner group (Gloo or NCCL) with contiguous copies of tensors, because Gloo ignores
-        strides.
+        """Call the inner group (Gloo or NCCL) with contiguous copies of tensors, because Gloo ignores strides.
 
         Copy the results back to the tensors.
         """

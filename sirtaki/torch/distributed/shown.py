@@ -140,9 +140,7 @@ class _Bottom(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _active_of_user() -> int:
-    """Return the number of active dispatch modes of the user, without PyTorch's modes for compiling and fake
-    tensors.
-    """
+    """Return the number of the user's active dispatch modes, without PyTorch's own for compiling and fake tensors."""
     stack = [torch._C._get_dispatch_stack_at(place) for place in range(torch._C._len_torch_dispatch_stack())]
     return sum(getattr(mode, "_mode_key", None) is None for mode in stack)
 
@@ -199,8 +197,7 @@ _kept: list[dist.ProcessGroup] = []
 
 
 class FlightEntries:
-    """Writer of entries in PyTorch's flight recorder, for the collectives that Sirtaki sends over its own
-    connections.
+    """Writer of entries in PyTorch's flight recorder, for collectives over Sirtaki's own connections.
 
     Gloo writes the entries of its own collectives, but a backend in Python cannot write entries. Therefore this class
     lets a Gloo group of one rank reduce an uninitialised tensor of the same size and dtype, which takes no time. An

@@ -71,8 +71,7 @@ class Checkpoint:
 
 
 class WriteThrottle:
-    """Limit on the load of a thread that writes a checkpoint while training continues: the thread pauses after each
-    slice of data.
+    """Limit on the load of a thread that writes a checkpoint during training: it pauses after each slice of data.
 
     Otherwise writing a checkpoint and reading it back would slow down training, because they use memory bandwidth and
     caches.
@@ -177,7 +176,7 @@ class CheckpointFolder:
                 _sync(place)
             if problem := _problem(unfinished, throttle):
                 raise OSError(f"verification failed: {problem}")
-            shutil.rmtree(final, ignore_errors=True)  # exists already if this job continues from an older checkpoint
+            shutil.rmtree(final, ignore_errors=True)  # written before, if this job continues from an older checkpoint
             unfinished.rename(final)
             _sync(self.path)
         except RuntimeError as err:  # PyTorch raises it if the disk is full
@@ -337,9 +336,7 @@ class Checkpoints:
 
     @property
     def due(self) -> bool:
-        """Return whether a checkpoint must be written now: `every_s` seconds have passed since the last one, and it is
-        on disk.
-        """
+        """Return whether a checkpoint must be written: `every_s` seconds have passed, and the last one is on disk."""
         writing = self._writing is not None and self._writing.is_alive()
         return not writing and self._clock() - self._last_s >= self._every_s
 

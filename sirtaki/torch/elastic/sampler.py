@@ -117,9 +117,7 @@ class ElasticSampler(Sampler[int]):
         self.record_indices(self.get_indices(batch_idx, batch_size))
 
     def record_indices(self, indices: Iterable[int]) -> None:
-        """Record that the samples with these indices were processed, so that later iterations of this epoch omit
-        them.
-        """
+        """Record that the samples with these indices were processed. Later iterations of this epoch omit them."""
         self._deal()  # distribute the samples first, because recorded ones are not distributed
         new = [index for index in indices if index not in self.processed_indices]
         self._in_order += new
@@ -177,9 +175,7 @@ class ElasticSampler(Sampler[int]):
 
     @property
     def total_size(self) -> int:
-        """Return the number of sample indices that the next iteration yields on all ranks together, including repeated
-        ones.
-        """
+        """Return the number of sample indices that the next iteration yields on all ranks, with repeated ones."""
         return self.num_samples * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:

@@ -79,8 +79,8 @@ def attach(
     if not modules:
         raise ConfigError("attach() requires a model after fully_shard() or replicate(), but this model is not sharded")
     groups = find_groups(modules)
-    # Choose the groups whose gradients Sirtaki's reducer for DDP all-reduces: those under `replicate()`, and those that are
-    # sharded over one rank. With `carries=False`, PyTorch reduces the gradients of the latter.
+    # Choose the groups whose gradients Sirtaki's reducer for DDP all-reduces: those under `replicate()`, and those that
+    # are sharded over one rank. With `carries=False`, PyTorch reduces the gradients of the latter.
     replicas = [
         group for group in groups if group.replicated and (carries is not False or group.shard_process_group is None)
     ]

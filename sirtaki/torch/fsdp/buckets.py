@@ -1,6 +1,4 @@
-"""All-gathers and reduce-scatters of a sharded model, coalesced in buckets, and the computation times of a training
-step.
-"""
+"""All-gathers and reduce-scatters of a sharded model, coalesced in buckets, and computation times of a step."""
 
 from __future__ import annotations
 
@@ -199,8 +197,7 @@ class JointTransfers:
 
 
 class StepTrace:
-    """Recorder of the computation time of each module in one training step, without the time spent waiting for
-    communication.
+    """Recorder of the computation time of each module in one training step, without waits for communication.
 
     Attributes:
         begun_s: time at which the step began (`time.perf_counter`).

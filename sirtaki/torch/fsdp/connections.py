@@ -154,8 +154,7 @@ class PytorchCollectives:
         self._made: dict[Ranks, dist.ProcessGroup] = {}  # process groups that were created for reduce-scatters only
 
     def choices(self) -> tuple[tuple[int, ...], int]:
-        """Return what the tuner tries: the numbers of communicators, and the largest number of reduce-scatters in
-        flight.
+        """Return the numbers of communicators, and the largest number of reduce-scatters in flight, to try.
 
         If the user has set one of these values, the tuner tries only the user's value.
         """
@@ -192,7 +191,7 @@ class PytorchCollectives:
             group.set_own_scatter_process_group(self._made[ranks], use=knobs.streams > 1)
 
     def release_unused(self, knobs: ShardKnobs) -> None:
-        """Destroy the process groups that were created for reduce-scatters, if the final setting `knobs` does not use
+        """Destroy the process groups that were created for reduce-scatters, if the setting `knobs` does not use
         them.
 
         Collective.

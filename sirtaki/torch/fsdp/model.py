@@ -290,9 +290,7 @@ class ShardedModel:
             self.trace.scattered(group)
 
     def _drop_prefetched(self) -> None:
-        """Discard parameters that a forward pass has gathered and not used, because the next optimizer step changes
-        them.
-        """
+        """Discard parameters that a forward pass has gathered and not used, because the next step changes them."""
         prefetched, self._prefetched = self._prefetched, []
         for group in prefetched:
             if group.drop_gather():

@@ -46,9 +46,7 @@ Some PyTorch versions lack `comm_ctx.reduce_scatter_max_input_buffers`, `mesh_in
 """
 
 _OWNER = "_sirtaki_attached"
-"""Attribute of FSDP's parameter group that refers to the group's owner: the Sirtaki object that handles its
-communication.
-"""
+"""Attribute of FSDP's parameter group for the group's owner: the Sirtaki object that does its communication."""
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:  # Any: FSDPModule is not in every PyTorch
@@ -213,9 +211,7 @@ class FsdpGroup:
 
     @property
     def n_bytes(self) -> tuple[int, int]:
-        """Return the size in bytes of the all-gathered parameters, and that of the gradients before they are
-        reduce-scattered.
-        """
+        """Return the size in bytes of the all-gathered parameters, and of the gradients before a reduce-scatter."""
         policy, gathered, scattered = self._group.mp_policy, 0, 0
         for each in self._group.fsdp_params:
             numel = each.padded_sharded_param_size.numel() * self.shards
@@ -248,8 +244,7 @@ class FsdpGroup:
 
     @property
     def gathered_again(self) -> bool:
-        """Return whether FSDP gathers the parameters again for the backward pass, over the same ranks as for the
-        forward pass.
+        """Return whether FSDP gathers the parameters again for the backward pass, over the same ranks.
 
         FSDP does so if it reshards the parameters after the forward pass.
         """
@@ -299,9 +294,7 @@ class FsdpGroup:
         return bool(state._states_to_forward_prefetch or state._states_to_backward_prefetch)
 
     def set_prefetch(self, forward: Iterable[FsdpGroup], backward: Iterable[FsdpGroup]) -> None:
-        """Set the parameter groups that FSDP prefetches when it uses this one, in the forward and in the backward
-        pass.
-        """
+        """Set the groups that FSDP prefetches when it uses this one, in the forward and in the backward pass."""
         self.module.set_modules_to_forward_prefetch([other.module for other in forward])
         self.module.set_modules_to_backward_prefetch([other.module for other in backward])
 
@@ -323,9 +316,7 @@ class FsdpGroup:
         return bool(self._group.reduce_grads and self._group.all_reduce_grads)
 
     def ignore_unused(self) -> None:
-        """Stop FSDP from reducing zeros for missing gradients, because Sirtaki removes all gradients to reduce them
-        itself.
-        """
+        """Stop FSDP from reducing zeros for missing gradients: Sirtaki removes all gradients to reduce them."""
         if getattr(self._group, "reduce_scatter_unused_params", False):
             self._group.reduce_scatter_unused_params = False
 
@@ -441,8 +432,7 @@ class ReplicatedParam:
             hook(sharded)
 
     def rescue(self) -> None:
-        """Restore the gradient of earlier backward passes in `.grad`, after this backward pass has raised an
-        exception.
+        """Restore the gradient of earlier backward passes in `.grad`, after a backward pass raised an exception.
 
         Until then, this gradient is stored in the reducer's buffer.
         """

@@ -1,6 +1,4 @@
-"""Tuning of a sharded model: a search for the fastest setting of all-gathers and reduce-scatters during the first
-steps.
-"""
+"""Tuning of a sharded model: a search for the fastest setting of its collectives during the first steps."""
 
 from __future__ import annotations
 
@@ -60,8 +58,9 @@ takes no more memory than the backward pass, in which FSDP prefetches one module
 """
 
 COMMUNICATOR_BYTES = 256 << 20
-"""Assumed GPU memory in bytes of one additional NCCL communicator, which the tuner may create for
-reduce-scatters. NCCL's usual buffers are not counted.
+"""Assumed GPU memory in bytes of one additional NCCL communicator, which the tuner may create.
+
+NCCL's usual buffers are not counted.
 """
 
 PROBES_SHARE = 2.0
@@ -274,8 +273,7 @@ class ShardTarget(TunableTarget[ShardKnobs]):
         return tuple(sorted({self._model.knobs.streams, *streams})), scattering, memory_bytes
 
     def _make_space(self) -> ShardSpace:
-        """Return the search space (the settings that the search may try), and set the key under which the result is
-        stored.
+        """Return the settings that the search may try, and set the key under which the result is stored.
 
         Rank 0 only.
         """
