@@ -1,4 +1,4 @@
-"""`init`, `shutdown`, ranks and sizes, the timeline, and recording of profiles."""
+"""`init`, `shutdown`, ranks and sizes, the timeline (a trace of communication), and recording of profiles."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def record_if_wanted() -> None:
-    """Start recording if the settings request a profile. Call after `init()`, on all ranks."""
+    """Start to record a profile of this job if the settings request one. Call after `init()`, on all ranks."""
     if job.current().settings.profile is not None:
         from sirtaki.analysis.recorder import begin_as_set
 
@@ -72,7 +72,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """Stop recording the trace that `start_timeline` began. The file is complete when this function returns.
+    """Stop recording the trace that `start_timeline` began. The trace file is complete when this function returns.
 
     Raises:
         ValueError: `init()` has not been called.
@@ -106,7 +106,7 @@ __all__ = [
 
 
 def init(comm: Sequence[int] | MPI.Comm | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
-    """Start Sirtaki on all ranks. Collective. Idempotent.
+    """Start Sirtaki: connect the ranks of the job. Collective. Does nothing if Sirtaki is running already.
 
     Args:
         comm: ranks that take part. None for all ranks that the launcher has started. Otherwise an mpi4py communicator
@@ -125,7 +125,7 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, process_sets: Sequence[Pr
     job.init(comm)
     try:
         open_static(process_sets)
-    except SirtakiError:  # raised on all ranks, so that all ranks shut down
+    except SirtakiError:  # all ranks raise this error, so they shut down together
         shutdown()
         raise
     record_if_wanted()
@@ -137,17 +137,17 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, process_sets: Sequence[Pr
             logger.warning("%s; the job continues without it", err)
 
 
-_process_sets: Sequence[ProcessSet] | str | None = None  # argument of the last `init`, for `init_again`
+_process_sets: Sequence[ProcessSet] | str | None = None  # argument of the last `init`, which `init_again` reuses
 
 
 def init_again() -> None:
-    """Initialise Sirtaki with a new set of ranks in an elastic job, with the arguments of the last `init`.
+    """Connect the new set of ranks of an elastic job, with the arguments of the last `init`.
 
     Collective over the ranks of the new generation, which is the time until the set of ranks changes again.
 
     Raises:
         HorovodInternalError: a rank of the new set was lost while it connected.
-        LaunchError: the launcher starts no further generation.
+        LaunchError: the launcher starts no further set of ranks.
     """
     job.init()
     open_static(_process_sets)
@@ -162,9 +162,10 @@ def shutdown() -> None:
 
 
 def detach_all() -> None:
-    """Detach handles, optimizers and process sets from the job's current ranks, because the set of ranks changes.
+    """Detach asynchronous operations, optimizers and process sets from the job's ranks, which change.
 
-    Not collective. They are attached to the new ranks later.
+    Not collective. Handles of operations become invalid. Optimizers and process sets are attached to the new ranks
+    later.
     """
     collectives.forget_all()
     lasting_optimizers.detach_all()
@@ -172,17 +173,17 @@ def detach_all() -> None:
 
 
 def rank() -> int:
-    """Return the rank of this process."""
+    """Return the rank of this process in the job."""
     return job.current().control.rank
 
 
 def size() -> int:
-    """Return the number of processes."""
+    """Return the number of ranks (processes) in the job."""
     return job.current().control.size
 
 
 def local_rank() -> int:
-    """Return the rank of this process on its node."""
+    """Return the rank of this process among the processes of its node."""
     return job.current().control.local_rank
 
 
@@ -192,12 +193,12 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return the rank of this node among the nodes that have this local rank."""
+    """Return the index of this node among the nodes that have a process with this local rank."""
     return job.current().control.cross_rank
 
 
 def cross_size() -> int:
-    """Return the number of nodes that have this local rank."""
+    """Return the number of nodes that have a process with this local rank."""
     return job.current().control.cross_size
 
 
@@ -207,7 +208,9 @@ def is_homogeneous() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Return whether several threads may call MPI. True whenever Sirtaki uses MPI, because `init()` requires this.
+    """Return whether several threads may call MPI.
+
+    True whenever Sirtaki uses MPI, because `init()` requires such an MPI.
 
     Raises:
         NotInitializedError: `init()` has not been called.
@@ -216,7 +219,10 @@ def mpi_threads_supported() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Return whether ranks exchange control messages over MPI. Before `init()`, return whether they would."""
+    """Return whether ranks exchange control messages over MPI.
+
+    Before `init()`, return whether `init()` would choose MPI.
+    """
     if is_initialized():
         return job.current().backend is Backend.MPI
     return choose_backend(Settings.from_environ()) is Backend.MPI
@@ -224,7 +230,10 @@ def mpi_enabled() -> bool:
 
 @cache
 def mpi_built() -> bool:
-    """Return whether mpi4py can load an MPI library. Checked in a subprocess, because loading it has side effects."""
+    """Return whether mpi4py can load an MPI library.
+
+    A subprocess tries to load it, because loading has side effects.
+    """
     if "mpi4py.MPI" in sys.modules:
         return True
     if importlib.util.find_spec("mpi4py") is None:

@@ -1,8 +1,8 @@
 """Horovod's collectives on tensors, synchronous and asynchronous.
 
-Each function checks its arguments, submits this rank's tensors to the engine of the process set, and then waits for the
-result or returns a handle. A rank with invalid arguments notifies the other ranks before it raises an exception, so
-that the other ranks raise an exception, too, instead of waiting.
+Each function checks its arguments, and submits this rank's tensors to the engine, the object that runs collectives over
+the ranks of a process set. Then it waits for the result, or returns a handle. A rank with invalid arguments notifies
+the other ranks before it raises an exception. Then the other ranks raise an exception too, instead of waiting.
 """
 
 from __future__ import annotations
@@ -61,18 +61,19 @@ __all__ = [
 
 Tensors = Sequence[torch.Tensor]
 Deliver = Callable[[list[torch.Tensor]], Any]
-"""Function that converts the result tensors of an operation to the return value of the public function (Any: a tensor,
-a list of tensors, a pair, or None).
+"""Function that converts the result tensors of a collective to the return value of the public function.
+
+Any: a tensor, a list of tensors, a pair, or None.
 """
 
 
 class Started(NamedTuple):
-    """An operation that was submitted to the engine, and the conversion of its results.
+    """A collective operation that was submitted to the engine, and the function that converts its results.
 
     Attributes:
-        engine: engine that runs the operation.
-        work: the operation in the engine.
-        deliver: function that converts the result tensors to the return value.
+        engine: object that runs the collectives of a process set.
+        work: the operation, as the engine's object to wait for.
+        deliver: function that converts the result tensors to the return value of the public function.
     """
 
     engine: EagerEngine
@@ -80,16 +81,16 @@ class Started(NamedTuple):
     deliver: Deliver
 
     def result(self) -> Any:
-        """Wait for the operation, and return its result.
+        """Wait for the collective operation, and return its result.
 
         Raises:
-            CommError: the operation failed, or ranks disagreed about it.
+            CommError: the operation failed, or ranks called it with different arguments.
         """
         self.engine.finish(self.work)
         return self.deliver(self.work.results)
 
     def handle(self) -> int:
-        """Register the operation for `poll` and `synchronize`. Return its handle."""
+        """Register this operation, so that `poll` and `synchronize` find it. Return its handle."""
         number = next(_numbers)
         _under_way[number] = self
         return number
@@ -111,14 +112,16 @@ class Call:
         grouped: bool = False,
         wake: bool = True,
     ) -> None:
-        """Create an operation. Give it a name with a number if the user has not named it.
+        """Create an operation. If the user has not named it, generate a name that contains a number.
 
         Args:
             kind: kind of collective, for example an all-reduce.
-            name: name that the user has chosen, which must be equal on all ranks. None to match operations by order.
+            name: name that the user has chosen, which must be equal on all ranks. None to match unnamed operations by
+                their order.
             process_set: ranks that take part.
             grouped: whether the operation consists of several tensors that are sent together.
-            wake: whether to wake the engine's thread. False if the calling thread will wait for the result at once.
+            wake: whether to wake the thread that runs operations in the background. False if the calling thread will
+                wait for the result at once.
 
         Raises:
             ConfigError: this rank is not in the process set.
@@ -129,12 +132,13 @@ class Call:
         self.name = self.engine.pending.next_name(prefix) if name is None else f"{prefix}.{name}"
 
     def start(self, tensors: Tensors, deliver: Deliver, **rest: Any) -> Started:
-        """Submit this rank's tensors to the engine.
+        """Submit this rank's tensors to the engine, which runs the operation.
 
         Args:
             tensors: tensors that this rank contributes.
-            deliver: function that converts the result tensors to the return value.
-            rest: further fields of `Signature`, the description of an operation that ranks compare (Any: of any type).
+            deliver: function that converts the result tensors to the return value of the public function.
+            rest: further fields of `Signature`, which describes the operation and which ranks compare (Any: of any
+                type).
         """
         signature = Signature.of(tensors, name=self.name, kind=self.kind, once=self.once, **rest)
         return Started(self.engine, self.engine.submit(signature, tensors, wake=self.wake), deliver)
@@ -162,18 +166,21 @@ class Call:
 
 
 def forget_all() -> None:
-    """Forget all handles, because the set of ranks that their operations used has ended."""
+    """Forget the handles of all asynchronous operations, because their connections are closed."""
     _under_way.clear()
 
 
 def poll(handle: int) -> bool:
-    """Return whether `synchronize(handle)` would not block. In-place operations have then overwritten their tensors."""
+    """Return whether the operation has ended, so that `synchronize(handle)` would not block.
+
+    If an in-place operation has ended, this call has overwritten the operation's tensors.
+    """
     started = _under_way.get(handle)
     if started is None:
         return True
     if not started.work.is_done():
         return False
-    with suppress(CommError):  # suppressed here, because `synchronize` will raise the error
+    with suppress(CommError):  # `synchronize` raises the error later
         result = started.result()
         _under_way[handle] = started._replace(deliver=lambda _: result)
     return True
@@ -189,7 +196,7 @@ def synchronize(handle: int) -> Any:
         The result. An in-place operation returns its input tensor. None for an unknown handle.
 
     Raises:
-        HorovodInternalError: the operation failed, or ranks disagreed about it.
+        HorovodInternalError: the operation failed, or ranks called it with different arguments.
     """
     started = _under_way.pop(handle, None)
     return None if started is None else started.result()
@@ -198,7 +205,7 @@ def synchronize(handle: int) -> Any:
 def synchronize_all(handles: Sequence[int]) -> list[Any]:
     """Wait for several asynchronous operations, and return their results.
 
-    If operations fail, raise the first error after all operations have ended.
+    If operations fail, wait for all others, then raise the first error.
     """
     results, errors = [], []
     for handle in handles:
@@ -223,7 +230,7 @@ def _all(results: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _into(tensors: Tensors) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
-    """Return a function that copies result tensors into `tensors`, for an in-place operation."""
+    """Return a function that copies the results of an in-place operation into `tensors`, and returns `tensors`."""
 
     def deliver(results: list[torch.Tensor]) -> list[torch.Tensor]:
         with torch.no_grad():
@@ -235,13 +242,13 @@ def _into(tensors: Tensors) -> Callable[[list[torch.Tensor]], list[torch.Tensor]
 
 
 def _into_one(tensor: torch.Tensor) -> Callable[[list[torch.Tensor]], torch.Tensor]:
-    """Return a function that copies the result tensor into `tensor`, for an in-place operation."""
+    """Return a function that copies the result tensor of an in-place operation into `tensor`, and returns `tensor`."""
     deliver = _into([tensor])
     return lambda results: deliver(results)[0]
 
 
 class _Differentiable(torch.autograd.Function):
-    """Autograd function that runs a collective in the forward pass and another one in the backward pass."""
+    """Autograd function that runs one collective in the forward pass, and another collective in the backward pass."""
 
     @staticmethod
     def forward(
@@ -258,7 +265,7 @@ class _Differentiable(torch.autograd.Function):
 def _differentiable(
     tensors: Tensors, run: Callable[[Tensors], Tensors], gradient: Callable[[Tensors], Tensors]
 ) -> list[torch.Tensor]:
-    """Call `run` with the tensors and return its results, differentiably.
+    """Call `run` with the tensors and return its results, through which autograd can compute gradients.
 
     Args:
         tensors: input tensors.
@@ -307,7 +314,10 @@ def reduction(op: int | None, average: bool | None) -> int:
 
 
 def unfit(op: int, tensors: Tensors, process_set: ProcessSet) -> Exception | None:
-    """Return the exception to raise if `tensors` cannot be reduced with `op`. None if they can be reduced."""
+    """Return an exception if `tensors` cannot be reduced with the operator `op` over the process set.
+
+    Otherwise return None.
+    """
     if op not in OP_NAMES:
         return ValueError(f"op= must be Average, Sum, Adasum, Min, Max or Product, not {op!r}")
     for tensor in tensors:
@@ -324,11 +334,14 @@ def unfit(op: int, tensors: Tensors, process_set: ProcessSet) -> Exception | Non
 
 
 KNOWN_OPERATIONS = 4096
-"""Maximum number of cached descriptions (`Signature`) of reductions whose arguments have been found valid."""
+"""Maximum number of cached descriptions (`Signature`) of reductions whose arguments were found valid.
+
+An equal later reduction skips the checks.
+"""
 
 
 class Scaling(NamedTuple):
-    """Operator of a reduction, and the factors by which its input and its result are multiplied."""
+    """Operator of a reduction, the factor that multiplies its input, and the factor that multiplies its result."""
 
     op: int
     prescale: float = 1.0
@@ -336,12 +349,12 @@ class Scaling(NamedTuple):
 
 
 def _start_reduction(call: Call, tensors: Tensors, how: Scaling, deliver: Deliver) -> Started:
-    """Start an all-reduce or a reduce-scatter."""
+    """Check the arguments of an all-reduce or a reduce-scatter, and submit the operation to the engine."""
     how = Scaling(how.op, float(how.prescale), float(how.postscale))
     key = known = None
     if len(tensors) == 1 and type(tensor := tensors[0]) is torch.Tensor:
-        # Reuse the description of an earlier valid reduction with equal properties. A generated name is not part of the
-        # key, because each operation gets another one.
+        # Reuse the description of an earlier valid reduction with equal properties, to skip the checks. The key
+        # contains no generated name, because each unnamed operation gets a new one.
         key = call.kind, None if call.once else call.name, how, tensor.shape, tensor.dtype, tensor.layout, tensor.device
         known = call.engine.known.get(key)
         if known is not None:
@@ -382,10 +395,10 @@ def _reduced(
         kind: all-reduce or reduce-scatter.
         tensors: tensors that this rank contributes.
         name: name of the operation, or None.
-        how: reduction and factors.
+        how: operator of the reduction, and the factors that multiply its input and its result.
         process_set: ranks that take part.
         compression: compression of the tensors for communication.
-        grouped: whether all tensors form one operation of the user.
+        grouped: whether the tensors form one operation, which is named `grouped_…`.
     """
 
     def run(inputs: Tensors) -> list[torch.Tensor]:
@@ -445,7 +458,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start `allreduce` into a new tensor, which is not differentiable. Return a handle. Collective."""
+    """Start `allreduce`. The result is not differentiable. Return a handle for `synchronize`. Collective."""
     how = Scaling(reduction(op, average), prescale_factor, postscale_factor)
     return _start_reduction(Call(CollectiveKind.ALLREDUCE, name, process_set), [tensor], how, _first).handle()
 
@@ -459,7 +472,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Reduce `tensor` in place. Collective. See `allreduce`."""
+    """Reduce `tensor` over the ranks in place. Collective. The arguments are those of `allreduce`."""
     how = Scaling(reduction(op, average), prescale_factor, postscale_factor)
     call = Call(CollectiveKind.ALLREDUCE, name, process_set, wake=False)
     result: torch.Tensor = _start_reduction(call, [tensor], how, _into_one(tensor)).result()
@@ -492,7 +505,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Reduce several tensors in one operation. If the operation fails, no tensor is reduced. Collective.
+    """Reduce several tensors over the ranks in one operation. If it fails, no tensor is reduced. Collective.
 
     The arguments are those of `allreduce`.
     """
@@ -509,7 +522,10 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start `grouped_allreduce` into new tensors, which are not differentiable. Return one handle. Collective."""
+    """Start `grouped_allreduce`. The results are not differentiable. Return one handle for `synchronize`.
+
+    Collective.
+    """
     how = Scaling(reduction(op, average), prescale_factor, postscale_factor)
     return _start_reduction(
         Call(CollectiveKind.ALLREDUCE, name, process_set, grouped=True), list(tensors), how, _all
@@ -525,7 +541,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Reduce several tensors in place, in one operation. Collective."""
+    """Reduce several tensors over the ranks in place, in one operation. Collective."""
     how = Scaling(reduction(op, average), prescale_factor, postscale_factor)
     call = Call(CollectiveKind.ALLREDUCE, name, process_set, grouped=True, wake=False)
     results: list[torch.Tensor] = _start_reduction(call, list(tensors), how, _into(tensors)).result()
@@ -558,7 +574,8 @@ def reducescatter(
 ) -> torch.Tensor:
     """Reduce `tensor` over the ranks, and return this rank's rows of the result. Collective. Differentiable.
 
-    If the number of rows is not a multiple of the number of ranks, the first ranks get one row more.
+    Rows are distributed over the ranks in rank order. If their number is not a multiple of the number of ranks, the
+    first ranks get one row more.
 
     Raises:
         ValueError: the tensor has no dimension, the op is not Average or Sum, or this rank is not in the process set.
@@ -577,7 +594,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start `reducescatter`. The result is not differentiable. Return a handle. Collective."""
+    """Start `reducescatter`. The result is not differentiable. Return a handle for `synchronize`. Collective."""
     how = Scaling(op, prescale_factor, postscale_factor)
     return _start_reduction(Call(CollectiveKind.REDUCESCATTER, name, process_set), [tensor], how, _first).handle()
 
@@ -591,7 +608,12 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Reduce-scatter several tensors in one operation. Collective. See `reducescatter`."""
+    """Reduce several tensors over the ranks in one operation, and return this rank's rows of each result.
+
+    Collective.
+
+    The arguments are those of `reducescatter`.
+    """
     how = Scaling(op, prescale_factor, postscale_factor)
     return _reduced(CollectiveKind.REDUCESCATTER, tensors, name, how, process_set, compression, grouped=True)
 
@@ -604,7 +626,10 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start `grouped_reducescatter`. The results are not differentiable. Return one handle. Collective."""
+    """Start `grouped_reducescatter`. The results are not differentiable. Return one handle for `synchronize`.
+
+    Collective.
+    """
     how = Scaling(op, prescale_factor, postscale_factor)
     call = Call(CollectiveKind.REDUCESCATTER, name, process_set, grouped=True)
     return _start_reduction(call, list(tensors), how, _all).handle()
@@ -623,9 +648,9 @@ def _start_all_gather(call: Call, tensors: Tensors, deliver: Deliver) -> Started
 def _gathered(
     tensors: Tensors, name: str | None, process_set: ProcessSet, *, grouped: bool = False
 ) -> list[torch.Tensor]:
-    """All-gather the rows of tensors. Collective. Differentiable.
+    """Concatenate the tensors of all ranks along dimension 0, for each tensor of a list. Collective. Differentiable.
 
-    The gradient is this rank's rows of the average of the gradients of all ranks.
+    The backward pass averages the gradients of all ranks, and returns the rows that belong to this rank's tensor.
     """
     rows: list[int] = []
 
@@ -663,21 +688,27 @@ def allgather(
 
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """Start `allgather`. The result is not differentiable. Return a handle. Collective."""
+    """Start `allgather`. The result is not differentiable. Return a handle for `synchronize`. Collective."""
     return _start_all_gather(Call(CollectiveKind.ALLGATHER, name, process_set), [tensor], _first).handle()
 
 
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
-    """Gather several tensors in one operation. Collective. See `allgather`."""
+    """Concatenate the tensors of all ranks, for each of several tensors, in one operation. Collective.
+
+    The arguments are those of `allgather`.
+    """
     return _gathered(list(tensors), name, process_set, grouped=True)
 
 
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start `grouped_allgather`. The results are not differentiable. Return one handle. Collective."""
+    """Start `grouped_allgather`. The results are not differentiable. Return one handle for `synchronize`.
+
+    Collective.
+    """
     return _start_all_gather(
         Call(CollectiveKind.ALLGATHER, name, process_set, grouped=True), list(tensors), _all
     ).handle()
@@ -694,9 +725,9 @@ def _start_all_to_all(call: Call, tensor: torch.Tensor, splits: Splits | None, d
 
 
 def _with_splits(splits: Splits | None) -> Deliver:
-    """Return a function that converts results to the return value of `alltoall`.
+    """Return a function that converts result tensors to the return value of `alltoall`.
 
-    It is the received rows. If `splits` is set, it also contains the number of rows from each rank.
+    The value is the received rows. If `splits` is set, it is a pair: the rows, and the number of rows from each rank.
     """
 
     def deliver(results: list[torch.Tensor]) -> Any:
@@ -709,7 +740,10 @@ def _with_splits(splits: Splits | None) -> Deliver:
 
 
 def _rows_for_each(call: Call, tensor: torch.Tensor, splits: Splits | None) -> torch.Tensor:
-    """Check `splits`. Return the number of rows that this rank sends to each rank, `(size,)` int32 on the CPU."""
+    """Check `splits`, the numbers of rows that this rank sends to each rank.
+
+    Return them as a tensor `(size,)` int32 on the CPU.
+    """
     size = call.engine.size
     if tensor.dim() == 0:
         call.refuse(ValueError("alltoall sends rows, but a tensor without dimensions has none"))
@@ -782,7 +816,7 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start `alltoall`. The result is not differentiable. Return a handle. Collective."""
+    """Start `alltoall`. The result is not differentiable. Return a handle for `synchronize`. Collective."""
     return _start_all_to_all(
         Call(CollectiveKind.ALLTOALL, name, process_set), tensor, splits, _with_splits(splits)
     ).handle()
@@ -832,7 +866,7 @@ def broadcast(
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start `broadcast`. The result is not differentiable. Return a handle. Collective."""
+    """Start `broadcast`. The result is not differentiable. Return a handle for `synchronize`. Collective."""
     return _start_broadcast(Call(CollectiveKind.BROADCAST, name, process_set), tensor, root_rank, _first).handle()
 
 
@@ -905,10 +939,12 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def join(device: int = -1) -> int:
-    """Report that this rank has no more data. Contribute zeros to all-reduces until all ranks have called this.
+    """Report that this rank has no more data.
 
-    Collective. Until then, collectives other than all-reduces raise an error. Afterwards, training can continue on all
-    ranks.
+    Until all ranks have called this, contribute zeros to their all-reduces.
+
+    Collective. While a rank waits here, collectives other than all-reduces raise an error. When this returns, all ranks
+    can continue to train.
 
     Args:
         device: ignored, for compatibility with Horovod.
@@ -919,5 +955,5 @@ def join(device: int = -1) -> int:
     Raises:
         HorovodInternalError: the job has failed.
     """
-    engine_of(global_process_set)  # called because it raises an error if Sirtaki is not initialised
+    engine_of(global_process_set)  # raises an error if Sirtaki is not initialised
     return job.current().joining.join()

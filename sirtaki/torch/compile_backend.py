@@ -23,12 +23,15 @@ from sirtaki.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 PARTS = 4
-"""Default number of parts of a graph if ranks are on several hosts. More parts hide more communication but cost more.
+"""Default number of parts into which a graph is split if ranks are on several hosts.
+
+More parts hide more communication, but make the computation slower.
 """
 
 LEAST_PART_BYTES = 1 << 20
-"""Minimum bytes of gradients in a part, the size of DDP's first bucket. For a smaller part, splitting costs more time
-than overlapping saves.
+"""Minimum bytes of gradients in a part of a split graph, equal to the size of DDP's first bucket.
+
+For a smaller part, splitting costs more time than the overlap of communication saves.
 """
 
 Compiled = Callable[..., Any]
@@ -37,20 +40,22 @@ Compiler = Callable[..., Compiled]
 
 @dataclass(frozen=True, slots=True)
 class EarlyGradients:
-    """A Dynamo backend that splits a graph and compiles each part separately.
+    """A Dynamo backend that splits a model's graph into parts and compiles each part separately.
 
-    Instances with equal attributes are equal, so that Dynamo need not compile again.
+    Instances with equal attributes are equal, so that Dynamo does not compile a model again for an equal backend.
 
     Attributes:
         backend: compiler of each part: a name or function, as for `torch.compile`.
-        part_bytes: bytes of gradients in a part. None for the default.
+        part_bytes: bytes of gradients in a part. None for the default of `early_gradients`.
     """
 
     backend: str | Compiler
     part_bytes: int | None
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Compiled:
-        """Split a graph of Dynamo and compile its parts. Called by Dynamo.
+        """Split a graph that Dynamo has captured, and compile its parts. Called by Dynamo.
+
+        Return the compiled graph.
 
         Args:
             graph: the graph to compile.
@@ -108,7 +113,7 @@ def early_gradients(backend: str | Compiler = "inductor", *, part_bytes: int | N
 
 
 def usual_part_bytes(n_bytes: int) -> int:
-    """Return the default bytes of gradients in a part, for a graph with `n_bytes` of gradients. 0 to split no graph."""
+    """Return the default bytes of gradients in a part, for a graph with `n_bytes` of gradients. 0: do not split."""
     if not job.is_initialized() or job.current().size == 1:
         return 0
     current = job.current()
@@ -127,7 +132,7 @@ def gradient_bytes(graph: torch.fx.GraphModule) -> int:
 
 
 def _compiler(backend: str | Compiler, options: dict[str, Any]) -> Compiler:
-    """Return the function that compiles a part with `backend`, with the options of `torch.compile` applied."""
+    """Return the function that compiles a part of a graph with `backend` and the `options` given to `torch.compile`."""
     found: Compiler = torch._dynamo.lookup_backend(backend)
     if backend == "inductor" and options:
         from torch._inductor import list_mode_options

@@ -1,6 +1,4 @@
-"""Compression of tensors for communication: Horovod's `Compression`, and bfloat16, int8, fp8, top-k, PowerSGD and user
-codecs.
-"""
+"""Compression of tensors for communication: Horovod's, and bfloat16, int8, fp8, top-k, PowerSGD and user codecs."""
 
 from typing import Any, ClassVar
 
@@ -11,16 +9,22 @@ from sirtaki.errors import ConfigError
 
 
 class Compressor:
-    """Base class of compressors. Subclasses override both methods. A compressed tensor must keep its shape."""
+    """Base class of compressors: `compress` is called before a tensor is sent, and `decompress` after it is received.
+
+    Subclasses override both methods. A compressed tensor must keep its shape.
+    """
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return the tensor to send, and the context for `decompress` (Any: private to the compressor)."""
+        """Return the tensor to send, and a context that is passed to `decompress`.
+
+        Any: private to the compressor.
+        """
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Return the decompressed tensor, with the original shape and dtype.
+        """Return the decompressed tensor, with the shape and the dtype that it had before `compress`.
 
         Args:
             tensor: the received tensor.
@@ -74,17 +78,17 @@ class BF16Compressor(_CastCompressor):
 class LossyCompressor(Compressor):
     """Lossy compressor of gradients with error feedback: the compression error of a step is added to the next gradient.
 
-    For `DistributedOptimizer` and `ddp.attach`. `fsdp.attach` accepts only compressors that quantise each number
-    separately, and uses them without error feedback.
+    It can be used with `DistributedOptimizer` and `ddp.attach`. `fsdp.attach` accepts only compressors that quantise
+    each number separately, and uses them without error feedback.
     """
 
     def __init__(self, scheme: Scheme) -> None:
-        """Store the scheme, by which gradients are compressed and summed."""
+        """Store the scheme, the algorithm that compresses gradients and sums them over ranks."""
         self.scheme = scheme
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Raise an exception, because a single tensor outside of an optimizer has no error feedback.
+        """Raise an exception, because error feedback needs the gradients of an optimizer, not a single tensor.
 
         Raises:
             ConfigError: always.
@@ -98,11 +102,11 @@ class LossyCompressor(Compressor):
 
 
 Choice = type[Compressor] | LossyCompressor | Codec
-"""Type of `compression=` in `DistributedOptimizer` and `ddp.attach`."""
+"""Type of the argument `compression=` of `DistributedOptimizer` and `ddp.attach`."""
 
 
 def reduction_options(compression: Choice) -> dict[str, Any]:
-    """Return the fields of a `Reduction` that a value of `compression=` sets.
+    """Return the fields of a `Reduction` (options of a gradient reduction) that the argument `compression=` sets.
 
     Raises:
         ConfigError: `compression` is invalid.
@@ -112,7 +116,8 @@ def reduction_options(compression: Choice) -> dict[str, Any]:
     if isinstance(compression, type) and issubclass(compression, NoneCompressor):
         return {}
     if isinstance(compression, type) and issubclass(compression, _CastCompressor):
-        # Set all floating-point dtypes, so that two optimizers with equal compression agree about a shared parameter.
+        # Set the dtype to send for all floating-point dtypes, so that two optimizers with equal compression agree about
+        # a parameter that belongs to both.
         floats = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
         return {"wire_dtype": tuple((dtype, compression.wire) for dtype in floats)}
     if isinstance(compression, Codec) and not isinstance(compression, type):
@@ -126,9 +131,10 @@ def reduction_options(compression: Choice) -> dict[str, Any]:
 class Compression:
     """Compressors to choose from for the argument `compression=`.
 
-    `int8`, `fp8`, `topk` and `powersgd` are lossy, with error feedback. They are for `DistributedOptimizer` and
-    `ddp.attach`, and compress communication between hosts. Between ranks that share memory, and on GPUs, gradients are
-    sent uncompressed. `fsdp.attach` accepts all but `topk` and `powersgd`, and uses no error feedback.
+    `int8`, `fp8`, `topk` and `powersgd` are lossy, with error feedback: the compression error of a step is added to the
+    next gradient. They are for `DistributedOptimizer` and `ddp.attach`, and compress communication between hosts.
+    Between ranks that share memory, and on GPUs, gradients are sent uncompressed. `fsdp.attach` accepts all but `topk`
+    and `powersgd`, and uses no error feedback.
     """
 
     none = NoneCompressor
@@ -139,7 +145,7 @@ class Compression:
 
     @staticmethod
     def topk(ratio: float = 0.01) -> LossyCompressor:
-        """Send only the fraction `ratio` of each rank's gradients, the values that are largest in magnitude."""
+        """Send only the fraction `ratio` of each rank's gradient elements: those with the largest magnitude."""
         return LossyCompressor(TopK(ratio))
 
     @staticmethod

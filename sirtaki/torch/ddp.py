@@ -4,8 +4,9 @@
     sirtaki.torch.ddp.attach(model)
 
 DDP calls `prepare_for_backward` of its reducer in each forward pass whose backward pass must be synchronised, but not
-within `no_sync()`. A reducer that is never prepared does nothing. `attach` replaces DDP's reducer by an `IdleReducer`,
-which forwards the call to `DdpGradients`. The hooks of `DdpGradients` on the parameters reduce the gradients.
+within `no_sync()`. If it is never called, the reducer does nothing. `attach` replaces DDP's reducer by an
+`IdleReducer`, which forwards the call to `DdpGradients`. The hooks of `DdpGradients` on the parameters reduce the
+gradients.
 
 A backward pass is *due* if its gradients must be reduced: DDP has called `prepare_for_backward`, and the pass has not
 ended yet. A due backward pass is one iteration.
@@ -13,7 +14,7 @@ ended yet. A due backward pass is one iteration.
 A rank takes part in an iteration even if its backward pass uses no parameter. Therefore hooks on the outputs of the
 model detect where a backward pass begins. `torch.autograd.grad` calls these hooks too, for example for a gradient
 penalty, forces from energies or a logged norm, but it accumulates into no `.grad`. The due backward pass follows later.
-The hook distinguishes the two by an AccumulateGrad node of the graph, which autograd executes in a backward pass only.
+The hook distinguishes the two by an AccumulateGrad node of the graph: only `backward()` executes it.
 """
 
 from __future__ import annotations
@@ -56,15 +57,16 @@ logger = logging.getLogger(__name__)
 def attach(model: nn.Module, *, arms: Sequence[Arm] | None = None, compression: Choice = Compression.none) -> None:
     """Let Sirtaki average the gradients of a DDP model from now on. Collective, before the first backward pass.
 
-    Works with every launcher and every backend of the process group, because Sirtaki opens its own connections between
-    the ranks unless `hvd.init()` has done so. Other features of DDP stay unchanged: options, `no_sync()`, `join()`,
-    unused parameters, buffers.
+    This works with every launcher and with every backend of the model's process group, because Sirtaki sends gradients
+    over its own connections between the ranks. It opens them unless `hvd.init()` has done so. Other features of DDP
+    stay unchanged: options, `no_sync()`, `join()`, unused parameters, buffers.
 
     Args:
         model: a DistributedDataParallel model, or a module to which `torch.distributed._composable.replicate` was
             applied. Its process group must contain all ranks, and its parameters must be on one device.
-        arms: search techniques of the tuner. None for the default ones.
-        compression: compression of gradients during communication, see `DistributedOptimizer`.
+        arms: search methods (arms) of the tuner, which searches for the fastest setting of the communication. None for
+            the default ones.
+        compression: compression of gradients during communication, one of `hvd.Compression` or a codec.
 
     Raises:
         ConfigError: the model's process group lacks ranks, Sirtaki was initialised with other ranks or for an elastic
@@ -90,10 +92,11 @@ def install(model: DistributedDataParallel, gradients: DdpGradients) -> None:
     if model.static_graph:
         gradients.count_gradients()
     idle = IdleReducer(model.reducer, gradients, static=model.static_graph, finds_unused=model.find_unused_parameters)
-    model.find_unused_parameters = False  # because Sirtaki finds unused parameters at the end of the backward pass
+    model.find_unused_parameters = False  # Sirtaki itself finds unused parameters at the end of the backward pass
     model.reducer = idle  # type: ignore[assignment]
     model.logger = AttachedLogger(model.logger, gradients.log)
-    # `replicate()` makes a DDP model over a ParameterList and calls its methods, but never its forward hooks.
+    # Wrap `_post_forward` of a DDP model that `replicate()` has made over a ParameterList: PyTorch calls this method,
+    # but never the forward hooks of such a model.
     if isinstance(model.module, nn.ParameterList):
         model._post_forward = _Watched(model._post_forward, idle)  # type: ignore[method-assign]
     else:
@@ -136,21 +139,22 @@ def job_over(group: dist.ProcessGroup) -> job.Job | None:
 
 @outside_modes
 def _behind_composable(model: nn.Module) -> nn.Module:
-    """Return the DDP model that `replicate()` has created for a module. Return other modules unchanged."""
+    """Return the DDP model that PyTorch's `replicate()` has created for a module. Return other modules unchanged."""
     if isinstance(model, DistributedDataParallel) or not isinstance(model, nn.Module):
         return model
-    from torch.distributed._composable.replicate import _ReplicateState, replicate  # imports FSDP2, which is slow
+    # Imported here because it imports FSDP2, which is slow.
+    from torch.distributed._composable.replicate import _ReplicateState, replicate
 
     state = replicate.state(model)
     if not isinstance(state, _ReplicateState):
         return model
-    if not state.has_initialized:  # the first forward pass would create the DDP model, but it is needed now
+    if not state.has_initialized:  # create the DDP model now, not in the first forward pass
         state.lazy_init()
     return state._ddp
 
 
 class _Watched:
-    """Wrapper of DDP's `_post_forward` that watches the outputs of the model for the start of a backward pass."""
+    """Wrapper of DDP's `_post_forward` that hooks the model's outputs, to detect where a backward pass begins."""
 
     def __init__(self, method: Callable[[Any], Any], idle: IdleReducer) -> None:  # Any: outputs of any model
         self._method, self._idle = method, idle
@@ -167,7 +171,7 @@ def _require_reducer_alone(model: DistributedDataParallel) -> None:
     if isinstance(model.reducer, IdleReducer):
         raise ConfigError("this model has been attached already")
     known = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-    if getattr(model, "_comm_hooks", ()) or "comm_hook" in known:  # `_comm_hooks` lacks PyTorch's C++ hooks
+    if getattr(model, "_comm_hooks", ()) or "comm_hook" in known:  # `_comm_hooks` does not list hooks written in C++
         raise ConfigError("the model has a communication hook, which attach() replaces: remove register_comm_hook")
     if getattr(model, "_use_python_reducer", False):
         raise ConfigError('attach() cannot be used with torch._dynamo.config.optimize_ddp = "python_reducer"')
@@ -200,27 +204,28 @@ CLOSED = (
 
 
 class DdpGradients(GradientHooks):
-    """Reduction of the gradients of one DDP model.
+    """Object that reduces the gradients of one DDP model, instead of DDP's reducer.
 
-    A backward pass is *due* if its gradients must be reduced, so not within `no_sync()`. A due backward pass is one
-    iteration.
+    A backward pass is *due* if its gradients must be reduced, which is not the case within `no_sync()`. A due backward
+    pass is one iteration.
 
     Attributes:
         _due: whether the next or current backward pass is due.
         _begun: whether the due backward pass has begun.
-        _unwatched: number of forward passes whose backward pass is due, and whose outputs have no hooks yet.
-        _graphs: tokens of the forward passes whose backward pass is due, whose outputs have hooks, and whose autograd
-            graph still exists.
+        _unwatched: number of forward passes whose backward pass is due, and on whose outputs `watch` has not registered
+            hooks yet.
+        _graphs: tokens of the forward passes whose backward pass is due and whose autograd graph still exists.
         _counter: counter of the gradients of each parameter in the first backward pass of a static graph. None later
             and for other graphs.
-        _active_ranks: all-reduce of the number of ranks that have not called DDP's `join()`. None outside `join()`.
-        _node_hooked: parameters whose AccumulateGrad nodes have hooks, for distributed autograd.
+        _active_ranks: all-reduce that counts the ranks that have not called DDP's `join()`. None outside `join()`.
+        _node_hooked: parameters whose AccumulateGrad nodes have hooks, which find gradients of distributed autograd
+            that would not be reduced.
     """
 
-    undefined_are_zeros = True  # DDP treats undefined gradients as zeros, too
-    nodes_are_kept = True  # DDP's reducer holds the AccumulateGrad nodes
-    # The parameters need no comparison at the start: DDP's constructor has broadcast them, and a script may change them
-    # later on purpose, for example with SAM within no_sync().
+    undefined_are_zeros = True  # treat undefined gradients as zeros, like DDP
+    nodes_are_kept = True  # AccumulateGrad nodes stay alive, because DDP's reducer holds them
+    # Do not compare the parameters of ranks at the start: DDP's constructor has broadcast them, and a script may later
+    # change them on purpose, for example with SAM within no_sync().
     may_begin_apart = False
 
     _due = _begun = False
@@ -232,25 +237,26 @@ class DdpGradients(GradientHooks):
 
     @cached_property
     def log(self) -> PassLog:
-        """Return the recorder of the model's forward and backward times, for DDP's logging data."""
+        """Return the recorder of the times of the model's forward and backward passes, for DDP's logging data."""
         return PassLog()
 
     @property
     def too_often(self) -> str:
-        """Return the error message for two gradients of one parameter in one backward pass."""
+        """Return the error message for a parameter that receives two gradients in one backward pass."""
         return TOO_OFTEN
 
     def count_gradients(self) -> None:
-        """Count the gradients of each parameter in the next backward pass. Later passes of a static graph have the same
-        counts.
+        """Count the gradients of each parameter in the next backward pass.
+
+        If the graph is static, each parameter receives the same number of gradients in later passes.
         """
         self._counter = GradientCounter([param for _, param in self.named])
 
     def prepare(self) -> None:
-        """Mark the next backward pass as due: its gradients must be reduced. Called in a forward pass of DDP.
+        """Mark the next backward pass as one whose gradients must be reduced (due). Called in a forward pass of DDP.
 
         Raises:
-            NotInitializedError: the reduction has been closed.
+            NotInitializedError: Sirtaki no longer reduces this model's gradients, for example after `hvd.shutdown()`.
             CommError: the job has failed.
         """
         if self.closed:
@@ -270,30 +276,33 @@ class DdpGradients(GradientHooks):
         return self._due
 
     def leave(self) -> None:
-        """Do not reduce the gradients of the next backward pass, because DDP's own reducer will."""
+        """Do not reduce the gradients of the next backward pass, because DDP's own reducer will reduce them."""
         self.drain()
         self._forget()
 
     def _watch_nodes(self) -> None:
-        """Register a hook on the AccumulateGrad node of each parameter.
+        """Register a hook on the AccumulateGrad node of each parameter, to find gradients that would not be reduced.
 
-        The hook raises an exception if a distributed autograd pass computes a gradient without calling the parameter's
-        own hooks, because the gradient would not be reduced.
+        The hook raises an exception if a backward pass of distributed autograd computes a gradient without calling the
+        parameter's own hooks, which reduce gradients.
         """
         self._node_hooked, this = self.hooked, weakref.ref(self)
         for number, (_, param) in enumerate(self.hooked):
             node = get_gradient_edge(param).node
             handle = node.register_hook(partial(_refuse_unnoticed, this, number))
-            self._hooks.callback(_remove, handle, node)  # refers to the node, because PyTorch would free it otherwise
+            self._hooks.callback(_remove, handle, node)  # `node` is an argument to keep it alive
 
     def require_noticed(self, number: int) -> None:
-        """Check that the parameter's hook was called with its gradient. Called after the gradient was computed.
+        """Check that the hook that reduces a parameter's gradient was called.
+
+        Called after the gradient was computed.
 
         Args:
-            number: index of the parameter in `hooked`.
+            number: index of the parameter in the list `hooked`.
 
         Raises:
-            GradientError: the hook was not called, and the backward pass is due, so a gradient would not be reduced.
+            GradientError: the hook was not called, although the gradients of this backward pass must be reduced (it is
+                due).
         """
         name, param = self.hooked[number]
         if not self._due or not param.requires_grad:
@@ -301,17 +310,20 @@ class DdpGradients(GradientHooks):
         seen = self._counter.has(number) if self._counter is not None else _contains(self._ready, param)
         if not seen:
             problem = UNNOTICED.format(name=name)
-            logger.error("%s", problem)  # PyTorch's engine turns the exception into "Error on Node 0: python_error"
+            # Logged, because PyTorch replaces the message by "Error on Node 0: python_error".
+            logger.error("%s", problem)
             raise GradientError(problem)
 
     def watch(self, output: object) -> None:
-        """Register hooks on the outputs of the model, to detect where a due (to be reduced) backward pass begins.
+        """Register hooks on the model's outputs, to detect where a due backward pass begins.
 
-        The first gradient of a parameter does not show the beginning. It may be computed in a nested pass (reentrant
-        checkpoints), which ends before the due pass ends, and some ranks may compute no gradient.
+        A due pass is one whose gradients must be reduced.
 
-        A backward pass is no longer due if its autograd graph has been freed and a forward pass within `no_sync()`
-        follows.
+        The first gradient of a parameter does not show the beginning: It may be computed in a nested backward pass
+        (reentrant checkpoints), which ends before the due pass ends. On some ranks, the pass may compute no gradient.
+
+        If the autograd graph of a due pass has been freed, and a forward pass within `no_sync()` follows, the pass is
+        no longer expected.
         """
         outputs = [tensor for tensor in _tensors(output) if tensor.requires_grad]
         if not self._due or not outputs:
@@ -321,7 +333,7 @@ class DdpGradients(GradientHooks):
             self._unwatched -= 1
             self._graphs = weakref.WeakSet([*self._graphs, graph])
         elif not self._begun and not self._graphs:
-            self._forget()  # this forward pass is within `no_sync()`, and the graph of the due pass has been freed
+            self._forget()  # this forward pass is within `no_sync()`, and the due pass can no longer run
             return
         for tensor in outputs:
             hook = partial(self._on_output_gradient, _nearest_leaf(tensor), graph)
@@ -332,17 +344,17 @@ class DdpGradients(GradientHooks):
             self._begin()
 
     def divide_by(self, active_ranks: torch.distributed.Work | None) -> None:
-        """Divide the gradients of the next backward pass by the number of ranks that have not called `join()`.
+        """Divide the gradients of the next backward pass by the number of ranks that have not called DDP's `join()`.
 
         Args:
-            active_ranks: all-reduce that yields this number. None to divide by the number of all ranks.
+            active_ranks: all-reduce that computes this number. None to divide by the number of all ranks.
         """
         self._active_ranks = active_ranks
 
     def take_part(self) -> None:
-        """Contribute zeros to the gradients of the other ranks' backward pass. Leave `.grad` unchanged.
+        """Contribute zeros to the reduction of the other ranks' gradients. Leave `.grad` unchanged on this rank.
 
-        Collective. Called on a rank that has called DDP's `join()`.
+        Collective. Called on a rank that has called DDP's `join()`, because it has no more data.
         """
         params = [param for _, param in self.named]
         own = [param.grad for param in params]
@@ -353,11 +365,11 @@ class DdpGradients(GradientHooks):
             param.grad = gradient
 
     def begin_backward(self) -> bool:
-        """Begin the due backward pass, whose gradients must be reduced.
+        """Begin a backward pass whose gradients must be reduced (a due pass).
 
         Returns:
-            Whether gradients may be reduced as they are computed. False within `no_sync()`, or if this pass only counts
-            the gradients of each parameter.
+            Whether each gradient may be reduced as soon as it is computed. False within `no_sync()`, or if this pass
+            only counts the gradients of each parameter.
         """
         if not self._due:
             return False
@@ -370,7 +382,7 @@ class DdpGradients(GradientHooks):
             self._begun = super().begin_backward()
 
     def end_backward(self) -> None:
-        """Finish a backward pass whose gradients must be reduced (due): wait for the reduction. Collective."""
+        """Finish a backward pass whose gradients must be reduced (a due pass): wait for the reduction. Collective."""
         self.log.now.computed_ns = time.time_ns()
         counts = []
         if self._counter is not None:
@@ -389,7 +401,7 @@ class DdpGradients(GradientHooks):
             torch._foreach_mul_([param.grad for _, param in self.named if param.grad is not None], share)
 
     def fail_backward(self) -> None:
-        """Give up the reduction of this backward pass, because the pass raised an exception."""
+        """Give up the reduction of the gradients of this backward pass, because the pass raised an exception."""
         self._forget()
         super().fail_backward()
 
@@ -401,12 +413,15 @@ class DdpGradients(GradientHooks):
 def _refuse_unnoticed(
     this: weakref.ref[DdpGradients], number: int, _outputs: object, computed: tuple[torch.Tensor | None, ...]
 ) -> None:
-    """Check that a parameter's own hook has seen the gradient. Hook that PyTorch calls after an AccumulateGrad node.
+    """Check that the parameter's own hook, which reduces gradients, was called with the gradient.
+
+    Hook that PyTorch calls after an AccumulateGrad node has run.
 
     Args:
-        this: the reducer, weakly referenced because the node outlives it.
-        number: index of the parameter in the reducer's `hooked`.
-        computed: the gradient, alone in a tuple. None for an undefined gradient.
+        this: weak reference to the object that reduces the gradients, because the node may exist longer than the
+            object.
+        number: index of the parameter in the object's list `hooked`.
+        computed: tuple of the gradient, which is None if it is undefined.
     """
     if computed[0] is not None and (gradients := this()) is not None:
         gradients.require_noticed(number)
@@ -417,19 +432,22 @@ def _remove(handle: RemovableHandle, _node: Node) -> None:
 
 
 def _contains(tensors: Sequence[torch.Tensor], tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` is in `tensors`. Search from the end, because it is most likely the last item."""
+    """Return whether `tensor` is in `tensors`.
+
+    The search begins at the end, because the last item is the most likely one.
+    """
     return any(each is tensor for each in reversed(tensors))
 
 
 class ForwardGraphToken:
-    """A token that exists as long as the autograd graph of a forward pass, because hooks of the graph refer to it."""
+    """Object that exists as long as the autograd graph of a forward pass, because only the graph refers to it."""
 
 
 class GradientCounter:
     """Counter of the gradients that each parameter receives in a backward pass."""
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
-        """Register hooks on the parameters that count their gradients."""
+        """Register hooks on the parameters, which count the gradients that each parameter receives."""
         self._params = params
         self.begin()
         self._handles = [
@@ -438,7 +456,7 @@ class GradientCounter:
         ]
 
     def begin(self) -> None:
-        """Set the counts of all parameters to 0."""
+        """Set the counts of gradients of all parameters to 0."""
         self._counts = [0] * len(self._params)
 
     def end(self) -> list[int]:
@@ -456,17 +474,19 @@ class GradientCounter:
 
 
 class IdleReducer:
-    """Replacement of the reducer in an attached DDP model. It reduces nothing itself: `DdpGradients` does.
+    """Replacement of the reducer in a DDP model whose gradients Sirtaki reduces.
 
-    Defines the methods by which DDP's Python code launches reductions (torch/nn/parallel/distributed.py). All other
-    calls are forwarded to DDP's own reducer.
+    It reduces nothing: `DdpGradients` does.
 
-    torch.distributed.autograd accumulates gradients in a context instead of `.grad`. DDP's own reducer supports such a
-    context, so it reduces the gradients if a forward pass runs within one.
+    This class defines the methods by which DDP's Python code launches reductions (torch/nn/parallel/distributed.py).
+    All other calls are forwarded to DDP's own reducer.
+
+    torch.distributed.autograd accumulates gradients in a context instead of `.grad`. Sirtaki does not support that, but
+    DDP's own reducer does. Therefore DDP's reducer reduces the gradients if a forward pass runs within such a context.
     """
 
     def __init__(self, reducer: Any, gradients: DdpGradients, *, static: bool, finds_unused: bool) -> None:
-        """Wrap DDP's reducer.
+        """Wrap DDP's reducer, to which other calls are forwarded.
 
         Args:
             reducer: DDP's reducer (Any: a C++ class without types).
@@ -477,22 +497,25 @@ class IdleReducer:
         self._reducer, self._gradients, self._static, self._finds_unused = reducer, gradients, static, finds_unused
 
     def __getattr__(self, name: str) -> Any:  # Any: any attribute of DDP's C++ reducer
-        if name.startswith("_pybind11_"):  # otherwise PyTorch's C++ code would register hooks on DDP's reducer
+        # Do not forward these, or PyTorch's C++ code would register hooks on DDP's reducer.
+        if name.startswith("_pybind11_"):
             raise AttributeError(name)
         return getattr(self._reducer, name)
 
     def __repr__(self) -> str:
-        # PyTorch's error message contains this text if a script registers a communication hook on an attached model.
+        # Return a text that PyTorch puts into its error message if a script registers a communication hook on this
+        # model.
         return (
             "<idle reducer, because Sirtaki reduces the model's gradients: a communication hook cannot be registered; "
             "register it before the first backward pass, or set SIRTAKI_ATTACH=0, to let DDP reduce the gradients>"
         )
 
     def prepare_for_backward(self, _: object) -> None:
-        """Mark the next backward pass as due: its gradients must be reduced. Called by DDP in a forward pass.
+        """Mark the next backward pass as one whose gradients must be reduced (due). Called by DDP in a forward pass.
 
         Raises:
-            ConfigError: the forward pass is in distributed autograd, and the model has `static_graph=True`.
+            ConfigError: the forward pass runs in a context of torch.distributed.autograd, and the model has
+                `static_graph=True`.
         """
         self._gradients.prepare()
         if distributed_autograd.current_context() is not None:
@@ -503,7 +526,7 @@ class IdleReducer:
                 self._reducer.prepare_for_backward([])
 
     def watch(self, output: object) -> None:
-        """Watch the outputs of the model for the start of a backward pass whose gradients must be reduced."""
+        """Register hooks on the model's outputs, to detect where a backward pass begins that must be reduced."""
         if self._finds_unused and distributed_autograd.current_context() is not None:
             if self._gradients.due:
                 self._gradients.leave()
@@ -521,21 +544,25 @@ class IdleReducer:
         pass
 
     def _set_forward_pass_work_handle(self, work: torch.distributed.Work, by_all: bool) -> None:
-        """Divide the next gradients by the number of ranks that have not joined. Called by DDP within `join()`.
+        """Divide the next gradients by the number of ranks that have not called DDP's `join()`.
+
+        Called by DDP within `join()`.
 
         Args:
-            work: all-reduce that yields the number of ranks that have not joined.
+            work: all-reduce that computes this number.
             by_all: whether to divide by the number of all ranks instead.
 
         Raises:
-            ConfigError: the forward pass is in distributed autograd.
+            ConfigError: the forward pass runs in a context of torch.distributed.autograd.
         """
         if distributed_autograd.current_context() is not None:
             raise ConfigError(JOINED)
         self._gradients.divide_by(None if by_all else work)
 
     def _get_zeros_like_grad_buckets(self) -> list[object]:
-        """Contribute zeros to the other ranks' backward pass. Called by DDP on a rank that has joined.
+        """Contribute zeros to the reduction of the other ranks' gradients.
+
+        Called by DDP on a rank that has called `join()`.
 
         Returns:
             An empty list, so that DDP reduces nothing itself.
@@ -545,14 +572,20 @@ class IdleReducer:
 
 
 class OutputHook:
-    """Forward hook of an attached DDP model. Does nothing in a copy of the model, whose reducer is PyTorch's own."""
+    """Forward hook of a DDP model whose gradients Sirtaki reduces. It detects where a backward pass begins.
+
+    In a copy of the model, the hook does nothing, because PyTorch's own reducer reduces the copy's gradients.
+    """
 
     def __init__(self, idle: IdleReducer | None = None) -> None:
-        """Store the replacement of the model's reducer. `idle` is None in a copy of the model."""
+        """Store `idle`, the replacement of the model's reducer. In a copy of the model, `idle` is None."""
         self._idle = idle
 
     def __call__(self, _module: object, _inputs: object, output: object) -> None:
-        """Watch `output` for the start of a backward pass whose gradients must be reduced. Called by PyTorch."""
+        """Register hooks on `output`, to detect where a backward pass begins whose gradients must be reduced.
+
+        Called by PyTorch after a forward pass.
+        """
         if self._idle is not None and not torch.compiler.is_compiling():
             self._idle.watch(output)
 
@@ -576,9 +609,11 @@ def _tensors(found: object) -> Iterator[torch.Tensor]:
 
 
 def _nearest_leaf(tensor: torch.Tensor) -> Node | None:
-    """Return the AccumulateGrad node of the nearest leaf that `tensor` was computed from, or None.
+    """Return the AccumulateGrad node of the leaf tensor nearest to `tensor` in the autograd graph.
 
-    A hook on `tensor` may refer to this node without a reference cycle, because the node refers only to the leaf.
+    None if there is no leaf.
+
+    A hook on `tensor` can refer to this node without a reference cycle, because the node refers only to the leaf.
     """
     found, seen = deque([] if tensor.grad_fn is None else [tensor.grad_fn]), set[Node]()
     while found:

@@ -1,6 +1,7 @@
 """DDP's logging data (`_get_ddp_logging_data()`) of a model whose gradients Sirtaki reduces.
 
-This module measures the times, because DDP's reducer, which measures them in a plain DDP model, is idle.
+This module measures the times of the forward and backward passes. A plain DDP model's reducer measures them itself, but
+Sirtaki replaces this reducer.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class PassTimes:
 
 
 class PassLog:
-    """Times of the last step of one model, and means over all steps, in nanoseconds.
+    """Times of the last training step of one DDP model, and means over all steps, in nanoseconds.
 
     Attributes:
         now: times of the step in progress.
@@ -49,7 +50,10 @@ class PassLog:
         self._sums = dict.fromkeys(AVERAGED, 0)
 
     def end(self) -> None:
-        """Store the times of the current step as those of the last step. Call when its gradients are reduced."""
+        """Store the times of the current training step as those of the last step.
+
+        Call when the step's gradients are reduced.
+        """
         now, end_ns = self.now, time.time_ns()
         self._steps += 1
         self._last = {
@@ -67,7 +71,7 @@ class PassLog:
             self._sums[name] += self._last[name]
 
     def numbers(self) -> dict[str, int]:
-        """Return the fields of DDP's logging data that depend on training."""
+        """Return the fields of DDP's logging data that depend on training: number of steps, times in nanoseconds."""
         if not self._steps:
             return {}
         means = {f"avg_{name}": total // self._steps for name, total in self._sums.items()}
@@ -75,7 +79,10 @@ class PassLog:
 
 
 class AttachedLogger:
-    """Replacement of an attached DDP model's logger."""
+    """Replacement of the logger of a DDP model whose gradients Sirtaki reduces.
+
+    Adds the times that Sirtaki measures.
+    """
 
     def __init__(self, logger: Any, log: PassLog) -> None:  # Any: DDP's C++ logger, which has no types
         self._logger, self._log = logger, log
@@ -84,7 +91,10 @@ class AttachedLogger:
         return getattr(self._logger, name)
 
     def set_runtime_stats_and_log(self) -> None:
-        """Record the begin of a forward pass. Called by DDP before a forward pass whose gradients are reduced."""
+        """Record the time at which a forward pass begins.
+
+        Called by DDP before a forward pass whose gradients are reduced.
+        """
         self._log.now.forward_ns = time.time_ns()
 
     def _get_ddp_logging_data(self) -> SimpleNamespace:

@@ -11,7 +11,10 @@ continues training. Elsewhere it ends the job.
 
 
 class HorovodVersionMismatchError(ImportError):
-    """Error that Horovod raises if its compiled parts have different versions. Sirtaki never raises it."""
+    """Error that Horovod raises if its compiled parts have different versions.
+
+    Exists for compatibility: Sirtaki never raises it.
+    """
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:
         super().__init__(get_version_mismatch_message(name, version, installed_version))

@@ -68,7 +68,7 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:  # Any: an
 
 
 def _count(data: torch.Tensor) -> torch.Tensor:
-    """Return the number of elements of a tensor, as a tensor `(1,)` int64."""
+    """Return a tensor `(1,)` int64 that contains the number of elements of `data`."""
     return torch.tensor([data.numel()], dtype=torch.int64, device="cpu")
 
 
@@ -79,7 +79,7 @@ def _pickled(obj: Any) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TensorSlot:
-    """Placeholder for a tensor in a pickled state dict, because tensors are broadcast without pickling."""
+    """Placeholder that replaces a tensor in a pickled state dict, because tensors are broadcast without pickling."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -88,13 +88,14 @@ class _TensorSlot:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _TensorSlot:
-        """Create the placeholder for a tensor."""
-        # Keep the strides, because fused optimizers require that a moment has the strides of its parameter.
+        """Create the placeholder that replaces `tensor` in the pickled state dict."""
+        # Store the strides, because fused optimizers require that an optimizer state tensor has the strides of its
+        # parameter.
         strides = torch.empty_like(tensor, device="meta").stride()
         return cls(shape=tuple(tensor.shape), strides=strides, dtype=tensor.dtype, device_type=tensor.device.type)
 
     def empty_tensor(self) -> torch.Tensor:
-        """Create an empty tensor with the shape, dtype and strides of the original tensor, to receive its values."""
+        """Create an uninitialised tensor with the stored shape, dtype and strides, to receive the root's tensor."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device_type)
 
 
@@ -103,8 +104,8 @@ def broadcast_optimizer_state(
 ) -> None:
     """Copy the optimizer state and the options of the root rank to every rank. Collective.
 
-    Afterwards each state entry has the values and the dtype of the root rank on all ranks. A trainable parameter
-    without a gradient gets a gradient of zeros, as in Horovod.
+    Afterwards each entry of the optimizer state has the values and the dtype of the root rank on all ranks. A trainable
+    parameter without a gradient gets a gradient of zeros, as in Horovod.
 
     Args:
         optimizer: any optimizer that can load its own `state_dict()`.
@@ -117,14 +118,14 @@ def broadcast_optimizer_state(
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
     state = optimizer.state_dict()
-    state.pop("sirtaki_compression", None)  # error-feedback residual, which differs between ranks
+    state.pop("sirtaki_compression", None)  # remove the error-feedback residual: each rank has its own
     state = broadcast_state(state, root_rank, "optimizer_state")
     if rank() != root_rank:
         load_optimizer_state(optimizer, state)
     _fill_missing_gradients(optimizer)
 
 
-@outside_modes  # because a backward pass cannot add to a gradient that was created in inference mode
+@outside_modes  # leave inference mode: a backward pass cannot add to a gradient that was created in it
 def _fill_missing_gradients(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -133,7 +134,7 @@ def _fill_missing_gradients(optimizer: torch.optim.Optimizer) -> None:
                 param.grad = zeros.to_sparse(1) if isinstance(optimizer, torch.optim.SparseAdam) else zeros
 
 
-@outside_modes  # because an update outside inference mode cannot write tensors that were created in inference mode
+@outside_modes  # leave inference mode: a later update cannot write to tensors that were created in it
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Load a `state_dict()` into an optimizer without changing the dtype of any state entry.
 
@@ -161,7 +162,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, A
 
 
 def _without_cast(loaded: Any, saved: Any, scalars_on_host: bool) -> Any:  # Any: an entry of the optimizer state
-    """Undo a change of dtype or device by PyTorch's `load_state_dict`.
+    """Undo the change of dtype or device of one optimizer state entry by PyTorch's `load_state_dict`.
 
     Args:
         loaded: state entry after `load_state_dict`.
@@ -189,19 +190,19 @@ def _without_cast(loaded: Any, saved: Any, scalars_on_host: bool) -> Any:  # Any
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors with the same dtype are equal. NaN counts as equal to NaN."""
+    """Return whether two tensors with the same dtype have equal elements. NaN counts as equal to NaN."""
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def broadcast_state(state: dict[str, Any], root_rank: int, name: str) -> dict[str, Any]:
     """Return the `state_dict()` of the root rank on every rank. Collective.
 
-    Tensors are broadcast without pickling. Other ranks may have a state with other entries.
+    Tensors are broadcast without pickling. The states of the other ranks may have other entries.
 
     Args:
         state: `state_dict()` of this rank.
         root_rank: rank whose state is returned.
-        name: prefix of the operations' names.
+        name: prefix of the names of the broadcasts.
     """
     skeleton = broadcast_object(tree_map_only(torch.Tensor, _TensorSlot.of, state), root_rank, name)
     received: dict[str, Any] = (

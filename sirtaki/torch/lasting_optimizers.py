@@ -31,9 +31,9 @@ class Distributed(torch.optim.Optimizer):
     """Base class of distributed optimizers.
 
     Attributes:
-        _wrapped: the user's original optimizer, to which a learning rate scheduler may still refer.
-        _detached: reason why the optimizer is not attached to the ranks of a job. Empty if it is attached.
-        _of_training: whether the optimizer was created within the function that `elastic.run` repeats.
+        _wrapped: the user's original optimizer, which a learning rate scheduler may still use.
+        _detached: reason why the optimizer cannot reduce gradients over the ranks now. Empty if it can.
+        _of_training: whether the optimizer was created inside the training function that `elastic.run` repeats.
         _closed: whether `close` was called.
     """
 
@@ -44,11 +44,16 @@ class Distributed(torch.optim.Optimizer):
 
     @property
     def _signature(self) -> str:
-        """Return a string that identifies the optimizer by its parameters and options, to match optimizers of ranks."""
+        """Return a string that identifies the optimizer by its parameters and options.
+
+        Optimizers of different ranks with equal strings belong together.
+        """
         raise NotImplementedError
 
     def _attach(self, current: Job) -> None:
-        """Attach the optimizer to the ranks of the job `current`. Collective over the optimizer's process set.
+        """Attach the optimizer to the ranks of the job: build the objects that reduce gradients over these ranks.
+
+        Collective over the optimizer's process set.
 
         Raises:
             ConfigError: the optimizer does not fit these ranks.
@@ -57,12 +62,16 @@ class Distributed(torch.optim.Optimizer):
         raise NotImplementedError
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state. Share it with the wrapped optimizer, because a learning rate scheduler may refer to that."""
+        """Load a state.
+
+        The wrapped optimizer shares the loaded state, because a learning rate scheduler may still use it.
+        """
         super().load_state_dict(state_dict)
         self._wrapped.param_groups, self._wrapped.state = self.param_groups, self.state
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copied or unpickled optimizer is a plain optimizer of the wrapped class, which reduces no gradients.
+        # Make a copied or unpickled optimizer a plain optimizer of the wrapped class, which does not reduce gradients
+        # over ranks.
         return _bare, (type(self._wrapped),), self.__getstate__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.optim.Optimizer:
@@ -73,10 +82,14 @@ class Distributed(torch.optim.Optimizer):
         return copied
 
     def _detach(self, why: str) -> None:
-        """Detach the optimizer from its ranks. Discard the gradients of an unfinished iteration. Not collective.
+        """Detach the optimizer from its ranks, which change.
+
+        It reduces no gradients until it is attached to new ranks.
+
+        Discard the gradients of an unfinished iteration. Not collective.
 
         Args:
-            why: reason, for the error message if the optimizer is used before it is attached again.
+            why: reason for the error message if the optimizer is used while it is detached.
         """
         self._detached = why
         for group in self.param_groups:
@@ -99,22 +112,29 @@ def require_plain(optimizer: torch.optim.Optimizer) -> None:
 
 
 def derive(mixin: type[Mixin], optimizer: torch.optim.Optimizer) -> Mixin:
-    """Return an optimizer that shares the state of `optimizer`, and whose class derives from `mixin` and its class."""
+    """Return an optimizer that shares the state of `optimizer`.
+
+    Its class derives from `mixin` and from the class of `optimizer`.
+    """
     base = type(optimizer)
     derived: Mixin = object.__new__(type(base.__name__, (mixin, base), {}))
     derived._wrapped = optimizer
-    # Do not copy `step`, which a scheduler sets on the wrapped instance, because it would hide the mixin's method.
+    # Do not copy the attribute `step`, which a scheduler has set on `optimizer`, because it would hide the mixin's
+    # method.
     derived.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
     return derived
 
 
 def _bare(base: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    """Create an optimizer without calling `__init__`, for unpickling, which sets its attributes afterwards."""
+    """Create an optimizer without calling its `__init__`. Used for unpickling, which sets the attributes afterwards."""
     return object.__new__(base)
 
 
 def _warn_of_copy(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Warn that a copied optimizer reduces no gradients. Step pre-hook of copies of a distributed optimizer."""
+    """Warn that `step()` of a copied optimizer does not reduce gradients over ranks.
+
+    Step pre-hook of each copy of a distributed optimizer.
+    """
     if not isinstance(optimizer, Distributed):
         _warn_once(type(optimizer).__name__)
 
@@ -142,10 +162,12 @@ LEFT = (
 
 
 def keep(optimizer: Distributed, current: job.Job) -> None:
-    """Register a new optimizer and attach it to the ranks of the job. Collective.
+    """Register a new optimizer and attach it to the ranks of the job, so that it reduces gradients over them.
 
-    Not collective before `elastic.run` in an elastic job. There, the optimizer is attached later, by `elastic.run` or
-    by its first step. So if a rank is lost before that, the creation raises no error on the other ranks.
+    Collective.
+
+    Before `elastic.run` in an elastic job, this only registers the optimizer, and is not collective. `elastic.run` or
+    the first step attaches it later, so that the loss of a rank before then raises no error on the other ranks.
     """
     if current.elastic is None:
         optimizer._attach(current)
@@ -159,10 +181,12 @@ def keep(optimizer: Distributed, current: job.Job) -> None:
 
 
 def require_attached(optimizer: Distributed) -> None:
-    """Check that an optimizer is attached to ranks. Called before it is used.
+    """Check that an optimizer is attached: it can reduce gradients over the job's current ranks.
 
-    Attach an optimizer that was created before `elastic.run` and is now used outside of `elastic.run`. Collective in
-    this case only.
+    Called before it is used.
+
+    Attach an optimizer that was created before `elastic.run` and is used outside of `elastic.run`. Only in this case,
+    the call is collective.
 
     Raises:
         NotInitializedError: the optimizer is not attached, and cannot be attached now.
@@ -180,19 +204,25 @@ def _alive() -> list[Distributed]:
 
 
 def detach_all() -> None:
-    """Detach all optimizers from the job's ranks, because the set of ranks changes. Not collective."""
+    """Detach all optimizers from the job's ranks, because the set of ranks changes: they reduce no gradients until they
+    are attached to the new ranks.
+
+    Not collective.
+    """
     for optimizer in _alive():
         optimizer._detach(LEFT)
 
 
 def detached() -> dict[str, Distributed]:
-    """Return the optimizers that are not attached, oldest first, by a name that is equal on all ranks.
+    """Return the optimizers that are not attached to the job's ranks, by a name that is equal on all ranks.
+
+    Oldest first.
 
     The name consists of the optimizer's parameters and options, and of a number if several optimizers have the same.
-    Numbers count from the newest optimizer, because older ones may be garbage that only some ranks have collected.
+    The newest optimizer gets number 0, because older ones may be garbage that only some ranks have collected.
     """
     if any(optimizer._of_training for optimizer in _alive()):
-        gc.collect()  # because optimizers of the ended training function may exist in reference cycles only
+        gc.collect()  # optimizers of the ended training function may exist only in reference cycles
     waiting = [optimizer for optimizer in _alive() if optimizer._detached and not optimizer._closed]
     seen: Counter[str] = Counter()
     named = {}
@@ -204,15 +234,15 @@ def detached() -> dict[str, Distributed]:
 
 
 def attach(current: job.Job, optimizers: dict[str, Distributed], names: Sequence[str]) -> None:
-    """Attach the optimizers that all ranks have. Collective.
+    """Attach optimizers to the job's current ranks, so that they reduce gradients over these ranks. Collective.
 
     Args:
         current: the job, whose ranks the optimizers are attached to.
-        optimizers: result of `detached`.
+        optimizers: optimizers that are not attached, by name (result of `detached`).
         names: names of the optimizers to attach, in the same order on all ranks.
     """
     for name in names:
         try:
             optimizers[name]._attach(current)
-        except (ConfigError, NotImplementedError) as err:  # stored, because it is raised when the optimizer is used
+        except (ConfigError, NotImplementedError) as err:  # stored, and raised when the optimizer is used
             optimizers[name]._detached = str(err)

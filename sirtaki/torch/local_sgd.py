@@ -1,9 +1,9 @@
-"""Synchronise less often: ranks train separately for some steps, then combine their models.
+"""Synchronise less often: each rank trains its own model for some steps, then the ranks combine their models.
 
 `LocalSGD` averages parameters (Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019). `DiLoCo` averages
-the changes of parameters, and passes them to an outer optimizer as its gradient (Douillard et al., "DiLoCo: Distributed
-Low-Communication Training of Language Models", 2023). Parts of a model, its *fragments*, are sent in turn, while
-training continues (Douillard et al., "Streaming DiLoCo with overlapping communication", 2025):
+the changes of parameters, and uses the average as the gradient of a second, outer optimizer (Douillard et al., "DiLoCo:
+Distributed Low-Communication Training of Language Models", 2023). Parts of a model, its *fragments*, are sent in turn,
+while training continues (Douillard et al., "Streaming DiLoCo with overlapping communication", 2025):
 
     step    1    2    3    4    5    6    7    8    9   ...        sync_every=8, fragments=2, delay=2
     sent                   A                   B
@@ -48,33 +48,41 @@ from .process_sets import ProcessSet, engine_of, global_process_set, require_ope
 logger = logging.getLogger(__name__)
 
 TUNED_FRAGMENTS = 4
-"""Default number of fragments if `sync_every` is tuned."""
+"""Default number of fragments (parts of the model that are averaged in turn) if `sync_every` is tuned."""
 
 FIRST_INTERVAL = 4
-"""Steps between sending two fragments, before the communication time has been measured. Used if `sync_every` is tuned.
+"""Optimizer steps between sending two fragments (parts of the model), if `sync_every` is tuned and no communication
+time has been measured yet.
 """
 
 SHORTEST, LONGEST = 8, 500
-"""Limits of a tuned `sync_every` in steps. The papers' experiments end at 500."""
+"""Minimum and maximum of a tuned `sync_every`, in optimizer steps. The experiments of the DiLoCo papers end at 500."""
 
 MARGIN = 1.25
-"""Safety factor: the tuned delay covers the longest communication time of a fragment, times this factor."""
+"""Safety factor of the tuned delay, the number of steps for which training continues while a fragment (part of the
+model) is averaged. The delay covers the longest communication time of a fragment, times this factor.
+"""
 
 SHORTER = 0.6
-"""The tuned delay becomes shorter only if the new one is less than this fraction of the current one. Otherwise every
-measurement would change it.
+"""The tuned delay is shortened only if the new delay is less than this fraction of the current one.
+
+Otherwise every measurement would change the delay, the number of steps between sending a part of the model and merging
+its average.
 """
 
 
 class _Tail(NamedTuple):
-    """Values that each rank appends to the fragment that it sends. The all-reduce sums them over ranks.
+    """Values that each rank appends to the fragment (part of the model) that it sends.
+
+    The all-reduce sums them over ranks.
 
     Attributes:
-        weight: 1 from a rank that has trained since it last sent this fragment, 0 from other ranks.
-        leaving: 1 from a rank that waits in `synchronize`, 0 from other ranks.
-        interval: new number of steps between sending two fragments. Rank 0 sends it, other ranks send 0. The sum is 0
-            if the number does not change.
-        delay: new number of steps between sending and merging a fragment, sent like `interval`.
+        weight: 1 from a rank that has trained since it last sent this fragment. 0 from other ranks.
+        leaving: 1 from a rank that waits in `synchronize`, because it has finished its training loop. 0 from other
+            ranks.
+        interval: new number of steps between sending two fragments. Rank 0 sends the number, other ranks send 0. All
+            send 0 if the number does not change.
+        delay: new number of steps between sending and merging a fragment. Rank 0 sends it, other ranks send 0.
     """
 
     weight: float = 0.0
@@ -85,14 +93,14 @@ class _Tail(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Fragment:
-    """A part of the model: parameters and buffers that are averaged together.
+    """Fragment: a part of the model, whose parameters and buffers are averaged together.
 
     Attributes:
-        names: names of the parameters in `params`, in the same order.
+        names: names of the parameters in `params`.
         params: trained parameters of this fragment.
         buffers: floating-point buffers of this fragment.
-        origins: copies of `params` as of the last synchronisation, which the outer optimizer updates. Empty without
-            DiLoCo.
+        origins: copies of `params` as of the last synchronisation of the ranks, which DiLoCo's outer optimizer updates.
+            Empty for LocalSGD.
         steps: optimizer steps of this rank since it last sent the fragment.
     """
 
@@ -105,15 +113,15 @@ class _Fragment:
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """The all-reduce of a fragment that has been sent and not yet merged.
+    """The all-reduce of a fragment (part of the model) that has been sent and whose average is not merged yet.
 
     Attributes:
         fragment: the fragment that was sent.
         handle: handle of the all-reduce.
         sent: flat tensors of the values that this rank sent, in float32 and float64.
         steps: the fragment's `steps` when it was sent, to restore them if the fragment must be sent again.
-        sent_s: time at which the fragment was sent (`time.perf_counter`).
-        travel_s: communication time in seconds. None until the all-reduce has been seen to end.
+        sent_s: time at which the fragment was sent, as a value of `time.perf_counter()`.
+        travel_s: communication time in seconds. None until this rank has seen that the all-reduce has ended.
     """
 
     fragment: _Fragment
@@ -125,7 +133,7 @@ class _Flight:
 
 
 class LocalSGD:
-    """Context manager around the training loop, within which ranks train separately and average their models regularly.
+    """Context manager around the training loop: each rank trains on its own, and ranks regularly average models.
 
         with hvd.LocalSGD(model, optimizer, sync_every=8):
             for batch in data:
@@ -137,16 +145,17 @@ class LocalSGD:
     floating-point buffers, such as batch norm's statistics, are averaged too. Half-precision parameters are averaged in
     float32.
 
-    Ranks may have different numbers of batches. A rank that has not trained since it last sent a fragment does not
-    count in the average of the fragment. A rank at the end of the `with` block takes part in averages until all ranks
-    have reached the end. Afterwards the models of all ranks are equal.
+    Ranks may have different numbers of batches. The model is averaged in parts (fragments). A rank that has not trained
+    since it last sent a fragment does not count in the average of this fragment. A rank at the end of the `with` block
+    takes part in averages until all ranks have reached the end. Afterwards the models of all ranks are equal.
 
     `state_dict()` contains this rank's step counts since the last averages. In an elastic job, pass the `LocalSGD`
     object to `hvd.elastic.TorchState` by keyword.
 
     Attributes:
         sync_every: optimizer steps between two averages of a parameter. May change if it is tuned.
-        delay: optimizer steps between sending a fragment and merging its average. May change if it is tuned.
+        delay: optimizer steps between sending a fragment (part of the model) and merging its average. May change if it
+            is tuned.
     """
 
     def __init__(
@@ -159,19 +168,21 @@ class LocalSGD:
         delay: int | None = None,
         process_set: ProcessSet = global_process_set,
     ) -> None:
-        """Check the arguments and divide the model into fragments. Training is unchanged until the `with` block begins.
-        Not collective.
+        """Check the arguments and divide the model into fragments (parts that are averaged in turn). Not collective.
+
+        Training is unchanged until the `with` block begins.
 
         Args:
             model: a plain module, equal on all ranks.
             optimizer: optimizer of parameters of `model`. Parameters that it does not update are not averaged.
-            sync_every: optimizer steps between two averages of a parameter. None for the smallest number that hides
-                communication behind training. Rank 0 measures this number, and adapts it when the network changes.
+            sync_every: optimizer steps between two averages of a parameter. None for the smallest number with which
+                communication takes no longer than the training during it. Rank 0 measures this number, and adapts it
+                when the network changes.
             fragments: number of parts of about equal size into which the model is divided, or a list of modules, each
                 of which is a part. The parts are sent in turn. None for 1, or 4 if `sync_every` is None.
-            delay: steps for which a rank continues to train while a fragment is in flight. The merge keeps the updates
-                that the rank makes meanwhile. At most `sync_every / fragments`. With 0, `step()` waits for the average.
-                Tuned if `sync_every` is None.
+            delay: optimizer steps for which training continues while a part is averaged. Merging the average keeps the
+                updates that the rank makes meanwhile. At most `sync_every / fragments`. With 0, `step()` waits for the
+                average. Tuned if `sync_every` is None.
             process_set: ranks whose models are averaged.
 
         Raises:
@@ -208,13 +219,14 @@ class LocalSGD:
                     f"delay= must be at most sync_every / fragments = {self._interval} steps, not {self.delay}: "
                     "a fragment must be merged before the next one is sent"
                 )
-        self._turn = self._steps = 0  # index of the next fragment; steps since the last one was sent
+        # Index of the fragment (part of the model) to send next, and optimizer steps since the last one was sent.
+        self._turn = self._steps = 0
         self._begun = False  # whether ranks have trained separately, so that their parameters may differ
         self._flight: _Flight | None = None
-        self._name = ""  # prefix of operation names inside the block
+        self._name = ""  # prefix of the names of this object's collectives
         self._hook: Any = None  # handle of the optimizer's post-step hook inside the block (Any: untyped in PyTorch)
-        # Measurements of rank 0, from which it tunes the interval: duration of each training step without the time
-        # spent in this class, end of the last step, and communication time of each fragment.
+        # Measurements of rank 0, from which it tunes the interval between fragments: duration of each training step
+        # without the time spent in this class, end of the last step, and communication time of each fragment.
         self._step_s: deque[float] = deque(maxlen=16)
         self._left_s: float | None = None
         self._travel_s: deque[float] = deque(maxlen=len(self._fragments))
@@ -228,7 +240,7 @@ class LocalSGD:
     # ── the block ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def __enter__(self) -> Self:
-        """Check that the ranks' models are equal, and begin to count the optimizer's steps. Collective.
+        """Check that the models of all ranks are equal, and begin to count the optimizer's steps. Collective.
 
         Raises:
             ConfigError: the ranks begin with different parameter values, or a DistributedOptimizer averages the
@@ -238,7 +250,7 @@ class LocalSGD:
         if self._hook is not None:
             raise ConfigError(f"this {type(self).__name__} is in use: its block has not ended")
         self._drop()
-        engine_of(self._process_set)  # called because it raises if this rank is not in the process set
+        engine_of(self._process_set)  # raises an error if this rank is not in the process set
         current, number = job.current(), require_opened(self._process_set).number
         members = current.rank_sets.members(number)
         named = [each for fragment in self._fragments for each in zip(fragment.names, fragment.params, strict=True)]
@@ -265,7 +277,7 @@ class LocalSGD:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        """Call `synchronize` unless the block raised an exception. Stop counting steps. Collective."""
+        """Call `synchronize` unless the block raised an exception. Stop counting the optimizer's steps. Collective."""
         try:
             if kind is None:
                 self.synchronize()
@@ -274,7 +286,9 @@ class LocalSGD:
             self._hook = None
 
     def synchronize(self) -> None:
-        """Average all fragments now, without waiting for `sync_every` steps. Collective, inside the `with` block.
+        """Average the whole model over the ranks now, without waiting for `sync_every` steps.
+
+        Collective, inside the `with` block.
 
         Afterwards the parameters of all ranks are equal. Ranks may call this after different numbers of steps. A rank
         that waits here takes part in the averages of the ranks that still train.
@@ -304,9 +318,11 @@ class LocalSGD:
     @outside_changes
     @torch.no_grad()
     def _after_step(self, *_: Any) -> None:  # Any: the optimizer and the arguments of `step()`, which are not used
-        """Count a step of the optimizer. Merge the fragment in flight and send the next one when their steps come.
+        """Count a step of the optimizer.
 
-        Hook that PyTorch calls after `optimizer.step()`.
+        If it is time, merge the average of the fragment that was sent, and send the next one.
+
+        A fragment is a part of the model. PyTorch calls this hook after `optimizer.step()`.
         """
         if self._left_s is not None:
             self._step_s.append(time.perf_counter() - self._left_s)
@@ -330,10 +346,11 @@ class LocalSGD:
     @outside_changes
     @torch.no_grad()
     def _send(self, *, leaving: bool = False) -> None:
-        """Launch the all-reduce of the next fragment. Non-blocking.
+        """Launch the all-reduce of the next fragment (part of the model). Non-blocking.
 
         Args:
-            leaving: whether this rank waits in `synchronize`. The other ranks learn it from the sum.
+            leaving: whether this rank waits in `synchronize`. The other ranks learn this from the sum of the values
+                that the ranks append to the fragment.
 
         Raises:
             ConfigError: the parameters of the model or the optimizer have changed since `__init__`.
@@ -362,10 +379,10 @@ class LocalSGD:
     @outside_changes
     @torch.no_grad()
     def _merge(self) -> _Tail:
-        """Wait for the all-reduce of the fragment in flight, and merge the average into the model.
+        """Wait for the all-reduce of the fragment (part of the model) that was sent, and merge the average.
 
         Returns:
-            The sum over ranks of the values that were appended to the fragment.
+            The sum over ranks of the values that each rank has appended to the fragment.
         """
         flight = self._flight
         assert flight is not None
@@ -386,16 +403,18 @@ class LocalSGD:
     def _equal_on_all_ranks(self) -> list[torch.Tensor]:
         """Return the tensors that must be equal on all ranks when a `with` block begins.
 
-        These are the parameters before the first block, and no tensors after ranks have trained separately.
+        Before the first block, these are the parameters. After ranks have trained separately, the list is empty.
         """
         return [] if self._begun else [param for fragment in self._fragments for param in fragment.params]
 
     def _outgoing(self, fragment: _Fragment) -> list[torch.Tensor]:
-        """Return the values of a fragment's parameters and buffers that the all-reduce must average."""
+        """Return the parameters and buffers of a fragment (part of the model), which the all-reduce must average."""
         return [_wire(tensor) for tensor in (*fragment.params, *fragment.buffers)]
 
     def _take(self, fragment: _Fragment, averages: list[torch.Tensor], sent: list[torch.Tensor]) -> None:
-        """Write averages to a fragment's parameters and buffers. Add the changes that this rank made meanwhile.
+        """Write averages to the parameters and buffers of a fragment (part of the model).
+
+        Add the changes that this rank has made since it sent the fragment.
 
         Args:
             fragment: the fragment whose tensors are written.
@@ -408,15 +427,17 @@ class LocalSGD:
     def _settle(self) -> None:
         """Make the parameters of all ranks equal. Called by `synchronize` after it has merged all fragments.
 
-        Does nothing here, because the merged averages are equal already.
+        Does nothing for LocalSGD, because the merged averages are equal on all ranks already.
         """
 
     # ── tuning of the interval ───────────────────────────────────────────────────────────────────────────────────
 
     def _tune(self, travel_s: float) -> None:
-        """Choose the interval between fragments from their communication time. Rank 0 only.
+        """Choose the interval between sending two fragments (parts of the model) from their communication time.
 
-        The next fragment carries the chosen interval to all ranks.
+        Rank 0 only.
+
+        Rank 0 appends the chosen interval to the next fragment, so that all ranks learn it.
 
         Args:
             travel_s: communication time of the last fragment in seconds.
@@ -426,7 +447,7 @@ class LocalSGD:
         step_s, count = max(median(self._step_s), 1e-6), len(self._fragments)
         self._travel_s.append(travel_s)
         self._n_timed += 1
-        if self._n_timed <= 2 * count:  # skip the first fragments, because their time includes opening connections
+        if self._n_timed <= 2 * count:  # skip the first fragments, whose time includes opening connections
             return
         needed = max(self._travel_s) / step_s
         delay = min(max(1, math.ceil(MARGIN * needed)), LONGEST // count)
@@ -448,9 +469,12 @@ class LocalSGD:
     # ── state dict ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def _drop(self) -> None:
-        """Discard the fragment in flight without merging it. It is sent again after the next step.
+        """Discard the all-reduce of the fragment (part of the model) that was sent, without merging its result.
 
-        Called when a block or a loaded state begins anew, because an exception may have ended the block before.
+        The next step sends the fragment again.
+
+        Called when a `with` block begins or a state is loaded, because an exception may have ended the last block
+        early.
         """
         flight, self._flight = self._flight, None
         if flight is not None:
@@ -460,9 +484,11 @@ class LocalSGD:
                 synchronize(flight.handle)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's step counts and the index of the next fragment. Not collective.
+        """Return this rank's step counts, and the index of the fragment (part of the model) to send next.
 
-        A fragment that is in flight now is sent again after the state has been loaded.
+        Not collective.
+
+        A fragment whose all-reduce has not been merged yet is sent again after the state has been loaded.
         """
         flying = self._flight
         steps = [
@@ -478,7 +504,9 @@ class LocalSGD:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state that `state_dict` returned for the same fragments. Discard the fragment in flight.
+        """Load a state that `state_dict` has returned for the same fragments (parts of the model).
+
+        Discard the all-reduce that is running now.
 
         Raises:
             ConfigError: the state belongs to another model or to other fragments.
@@ -497,7 +525,9 @@ class LocalSGD:
 
 
 class DiLoCo(LocalSGD):
-    """Like `LocalSGD`, but averages the ranks' changes of parameters, and passes them to an outer optimizer.
+    """Like `LocalSGD`, but the ranks average their changes of the parameters.
+
+    The average is the gradient of an outer optimizer, which updates the parameters.
 
         with hvd.DiLoCo(model, torch.optim.AdamW(model.parameters(), 1e-3), sync_every=32):
             …  # the training loop
@@ -527,16 +557,17 @@ class DiLoCo(LocalSGD):
         Args:
             model: a plain module, equal on all ranks.
             optimizer: inner optimizer, which updates parameters of `model` in each step. AdamW in the paper.
-            sync_every: optimizer steps between two averages of a parameter. None to tune it, as in `LocalSGD`.
+            sync_every: optimizer steps between two averages of a parameter. None to tune it: the smallest number with
+                which communication takes no longer than the training during it.
             outer: outer optimizer, created over the same parameters as `optimizer`. It is changed to update this
                 object's copies of the parameters instead. None for SGD with the paper's learning rate of 0.7 and a
                 Nesterov momentum of 0.7, because the paper's momentum of 0.9 needs hundreds of outer steps.
             fragments: number of parts into which the model is divided, or a list of modules, each of which is a part.
                 None for 1, or 4 if `sync_every` is None.
-            delay: steps for which a rank continues to train while a fragment is in flight. At most
+            delay: optimizer steps for which training continues while a part of the model is averaged. At most
                 `sync_every / fragments`. Tuned if `sync_every` is None.
-            blend: weight of a rank's own parameters when a fragment is merged, from 0 to below 1. This is Streaming
-                DiLoCo's alpha, 0.5 in the paper. With 0, the rank loses the updates that it made during the delay.
+            blend: weight of a rank's own parameters when an average is merged, from 0 to below 1. This is the alpha of
+                Streaming DiLoCo, which uses 0.5. With 0, the rank loses the updates that it has made during the delay.
             process_set: ranks whose models are averaged.
 
         Raises:
@@ -556,7 +587,7 @@ class DiLoCo(LocalSGD):
             self._hand_over(outer)
 
     def _hand_over(self, outer: torch.optim.Optimizer) -> None:
-        """Replace the model's parameters in an optimizer by the copies of the last synchronisation.
+        """Make the outer optimizer update this object's copies of the parameters, instead of the model's parameters.
 
         Args:
             outer: the user's outer optimizer, changed in place.
@@ -574,7 +605,7 @@ class DiLoCo(LocalSGD):
 
     def _equal_on_all_ranks(self) -> list[torch.Tensor]:
         if not self._begun:
-            for fragment in self._fragments:  # copy again, because the model may have been broadcast since `__init__`
+            for fragment in self._fragments:  # copy again: the model may have been broadcast since `__init__`
                 for param, origin in zip(fragment.params, fragment.origins, strict=True):
                     origin.copy_(_wire(param))
         return self._origins
@@ -596,19 +627,18 @@ class DiLoCo(LocalSGD):
     @outside_changes
     @torch.no_grad()
     def _settle(self) -> None:
-        for fragment in self._fragments:  # with `blend`, each rank has kept a part of its own parameters
+        for fragment in self._fragments:  # with `blend`, ranks differ, as each keeps a part of its own parameters
             for param, origin in zip(fragment.params, fragment.origins, strict=True):
                 _write(param, origin)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of `LocalSGD.state_dict`, the parameters of the last synchronisation and the outer
-        optimizer's state.
-        """
+        """Return step counts, the parameters of the last synchronisation, and the outer optimizer's state."""
         return {**super().state_dict(), "origins": self._origins, "outer": self.outer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state of `LocalSGD.load_state_dict`, the parameters of the last synchronisation and the outer
-        optimizer's state.
+        """Load step counts, the parameters of the last synchronisation, and the outer optimizer's state.
+
+        Discard an all-reduce that is running now.
 
         Raises:
             ConfigError: the state belongs to another model or to other fragments.
@@ -630,7 +660,8 @@ def _params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def _divided(
     model: nn.Module, optimizer: torch.optim.Optimizer, fragments: int | Sequence[nn.Module]
 ) -> list[_Fragment]:
-    """Divide the trained parameters and the floating-point buffers into fragments, in the model's order.
+    """Divide trained parameters and floating-point buffers into fragments (parts of the model), in the model's
+    order.
 
     Raises:
         ConfigError: a parameter is a DTensor, the optimizer has parameters that the model lacks, or `fragments` is
@@ -680,18 +711,24 @@ def _divided(
 
 
 def _wire(tensor: torch.Tensor) -> torch.Tensor:
-    """Convert a parameter or buffer to the real float32 or float64 tensor that is sent. May return a view."""
+    """Convert a parameter or buffer to the tensor that is sent, which is real and float32 or float64.
+
+    May return a view.
+    """
     real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     return real.double() if real.dtype is torch.float64 else real.float()
 
 
 def _write(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy a real float32 or float64 result, in the format that `_wire` returns, to a parameter or buffer."""
+    """Copy a received real float32 or float64 tensor to a parameter or buffer of any dtype."""
     (torch.view_as_real(tensor) if tensor.is_complex() else tensor).copy_(value)
 
 
 def _flat(values: Sequence[torch.Tensor], tail: _Tail) -> list[torch.Tensor]:
-    """Concatenate values to one or two 1-d tensors: float32 values and the tail, then float64 values if any."""
+    """Concatenate the values of a fragment and its `tail` to 1-d tensors, to send them.
+
+    The first tensor has the float32 values and the tail, the second one has the float64 values, if there are any.
+    """
     device = values[0].device if values else "cpu"
     singles = [value.reshape(-1).to(device) for value in values if value.dtype is torch.float32]
     doubles = [value.reshape(-1).to(device) for value in values if value.dtype is torch.float64]
@@ -700,7 +737,7 @@ def _flat(values: Sequence[torch.Tensor], tail: _Tail) -> list[torch.Tensor]:
 
 
 def _parts(flats: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Split the 1-d tensors of `_flat` into tensors with the shapes and devices of `like`, the original tensors."""
+    """Split the 1-d tensors that `_flat` has concatenated into tensors with the shapes and devices of `like`."""
     parts, starts = list[torch.Tensor](), [0, 0]
     for tensor in like:
         shape = torch.view_as_real(tensor).shape if tensor.is_complex() else tensor.shape

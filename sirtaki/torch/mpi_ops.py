@@ -1,4 +1,4 @@
-"""All operations, in the module from which Horovod scripts import them: `from horovod.torch.mpi_ops import …`."""
+"""All of Horovod's operations, for scripts with `from horovod.torch.mpi_ops import …`."""
 
 # ruff: noqa: F403  # the modules define `__all__`
 
@@ -10,4 +10,4 @@ from .collectives import *
 from .process_sets import *
 
 HorovodInternalError = _errors.CommError
-"""Error for failed communication, under Horovod's name."""
+"""Error that is raised if communication fails, under Horovod's name."""

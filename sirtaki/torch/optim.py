@@ -77,7 +77,10 @@ class AdamSGD(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: untyped in PyTorch
-        """Update the parameters that have a gradient. Return the result of the closure, or None without a closure."""
+        """Update the parameters that have a gradient.
+
+        Return the result of the closure. Without a closure, return None.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -101,14 +104,14 @@ class AdamSGD(torch.optim.Optimizer):
         return loss
 
     def _update(self, params: list[torch.Tensor], group: dict[str, Any]) -> None:
-        """Update parameters that have the same device, dtype and number of steps.
+        """Update parameters that have the same device, dtype and number of steps so far.
 
         Args:
             params: parameters with a gradient.
-            group: parameter group with the options.
+            group: parameter group of the optimizer, which contains the options such as `lr`.
         """
         step, lr = self.state[params[0]]["step"], group["lr"]
-        adams = max(0.0, 1.0 - (step - 1) / group["decay_steps"])  # λ
+        adams = max(0.0, 1.0 - (step - 1) / group["decay_steps"])  # λ, the weight of Adam's update
         values, gradients = _real(params), _real([param.grad for param in params if param.grad is not None])
         momenta, means, squares = (_real([self.state[param][name] for param in params]) for name in _STATES)
         if group["weight_decay"]:
@@ -129,5 +132,8 @@ class AdamSGD(torch.optim.Optimizer):
 
 
 def _real(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return views of complex tensors as real ones, because PyTorch's Adam updates both parts separately, too."""
+    """Return views of complex tensors as real tensors.
+
+    PyTorch's Adam also updates the real and the imaginary part separately.
+    """
     return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]

@@ -58,17 +58,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class GradientRecipe:
-    """Arguments of one `DistributedOptimizer` call, from which the optimizer's reducers are built.
+    """Arguments of one `DistributedOptimizer` call, from which its gradient reducers are built.
 
-    An elastic job builds new reducers in each generation, which is the time between two changes of the set of ranks.
+    An elastic job builds new reducers whenever the set of ranks changes.
 
     Attributes:
         named: names and parameters of the optimizer, including frozen parameters.
         passes: number of backward passes whose gradients are accumulated before a reduction.
-        op: Average or Sum.
+        op: how gradients are combined over the ranks: Average or Sum.
         process_set: ranks whose gradients are reduced together.
-        options: options of the reduction. The factor 1 / number of ranks for an average is not included, because that
-            number can change. The error-feedback residual of compression stays when the set of ranks changes.
+        options: options of the reduction. They do not include the factor 1 / number of ranks of an average, because
+            this number can change. The error-feedback residual (the compression error to add to the next gradients)
+            stays when the set of ranks changes.
     """
 
     named: list[tuple[str, torch.Tensor]]
@@ -79,20 +80,24 @@ class GradientRecipe:
 
     @property
     def signature(self) -> str:
-        """Return a string that identifies this optimizer by its parameters and options. It is equal on all ranks, so
-        that an optimizer of one rank can be matched with the same optimizer of another rank.
+        """Return a string that identifies this optimizer by its parameters and options.
+
+        It is equal on all ranks, so that an optimizer of one rank can be matched with the corresponding optimizer of
+        another rank.
         """
         key = key_of([name for name, _ in self.named], [param for _, param in self.named])
         return f"{key}/{self.op}/{self.process_set.ranks if self.process_set is not global_process_set else 'all'}"
 
     def make(self, current: job.Job) -> OptimizerGradients | None:
-        """Build the reducers of the gradients for the ranks of the job `current`. Collective over the process set.
+        """Build the objects that reduce the gradients (reducers) over the ranks of the job.
+
+        Collective over the process set.
 
         Returns:
             The reducers, or None if this rank is not in the process set or is its only rank.
 
         Raises:
-            ConfigError: the process set is not open.
+            ConfigError: the process set is not open (its ranks are not connected).
             MismatchError: the models of ranks differ. Raised on all ranks.
         """
         members = self._members(current)
@@ -110,7 +115,10 @@ class GradientRecipe:
         return OptimizerGradients(current, members, named, passes=self.passes, options=options)
 
     def _members(self, current: job.Job) -> RankSet | None:
-        """Return the ranks of the process set and their control plane. None if this rank is outside. Collective."""
+        """Return the ranks of the process set, with the connections for control messages between them. Collective.
+
+        None if this rank is not a member.
+        """
         if self.process_set is global_process_set:
             return current.rank_sets[GLOBAL]
         there = require_opened(self.process_set)
@@ -118,7 +126,7 @@ class GradientRecipe:
 
 
 RESIDUAL_KEY = "sirtaki_compression"
-"""Key in an optimizer's state dict under which the error-feedback residual of this rank's compression is stored."""
+"""Key in a state dict for this rank's error-feedback residual: the compression error to add to the next gradients."""
 
 UNSKIPPED = (
     "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
@@ -132,14 +140,15 @@ RACE = (
 
 
 class AveragingOptimizer(Distributed):
-    """Mixin that makes a wrapped optimizer average or sum gradients over ranks.
+    """Mixin that makes the user's optimizer average or sum gradients over ranks.
 
-    `derive` combines this class with the class of the wrapped optimizer.
+    `derive` creates a class from this mixin and the class of the user's optimizer.
 
     Attributes:
-        _recipe: arguments of the `DistributedOptimizer` call.
-        _gradients: reducers of the gradients. None on a rank that trains alone or is outside the process set.
-        _parameter_names: name of each parameter, for messages. Scripts written for Horovod read this attribute.
+        _recipe: arguments of the `DistributedOptimizer` call, from which the reducers are built.
+        _gradients: objects that reduce the gradients (reducers). None on a rank that trains alone or is outside the
+            process set.
+        _parameter_names: name of each parameter, for messages. Horovod has this attribute, so scripts may read it.
         _synchronized: whether `synchronize` was called since the last step.
         _should_synchronize: whether `step()` reduces the gradients. False within `skip_synchronize`.
     """
@@ -180,7 +189,12 @@ class AveragingOptimizer(Distributed):
             self._gradients.set_passes(passes)
 
     def synchronize(self) -> None:
-        """Wait until all gradients are reduced. Afterwards each `.grad` contains the reduced gradient. Collective."""
+        """Wait until all gradients are reduced over the ranks.
+
+        Afterwards each `.grad` contains the reduced gradient.
+
+        Collective.
+        """
         self._require_open()
         if self._gradients is not None:
             self._gradients.finish()
@@ -190,14 +204,17 @@ class AveragingOptimizer(Distributed):
 
     @torch.no_grad()
     def _make_sparse(self) -> None:
-        """Convert dense reduced gradients to sparse ones, because SparseAdam rejects dense gradients."""
+        """Convert dense reduced gradients to sparse tensors, because SparseAdam rejects dense gradients."""
         for param in self._parameter_names:
             if param.grad is not None and not param.grad.is_sparse:
                 param.grad = param.grad.to_sparse(1)
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Make `step()` inside the `with` block skip the reduction. Use it after a call of `synchronize()`."""
+        """Make `step()` inside the `with` block skip the reduction of gradients.
+
+        Use it after a call of `synchronize()`.
+        """
         self._should_synchronize = False
         try:
             yield
@@ -205,17 +222,19 @@ class AveragingOptimizer(Distributed):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: untyped in PyTorch's Optimizer
-        """Reduce the gradients, unless within `skip_synchronize`, and update the parameters. Collective.
+        """Reduce the gradients over the ranks and update the parameters. Within `skip_synchronize`, only update.
+
+        Collective.
 
         Args:
-            closure: function that computes loss and gradients, called by the wrapped optimizer. The gradients are
-                reduced after each call of `closure`.
+            closure: function that computes the loss and the gradients. The user's optimizer calls it. The gradients are
+                reduced after each call.
 
         Returns:
-            The result of the wrapped optimizer's `step`.
+            The result of the user's optimizer's `step`.
 
         Raises:
-            NotInitializedError: `close` or `shutdown` was called.
+            NotInitializedError: the optimizer reduces no gradients any more, because `close` or `shutdown` was called.
         """
         self._require_open()
         if closure is not None and self._gradients is not None and self._should_synchronize:
@@ -225,7 +244,8 @@ class AveragingOptimizer(Distributed):
                 warnings.warn(UNSKIPPED, stacklevel=2)
             self.synchronize()
         self._synchronized = False
-        # A learning rate scheduler that was created with the wrapped optimizer warns unless this attribute is True.
+        # Set this attribute, because a learning rate scheduler that was created with the user's optimizer warns unless
+        # it is True.
         self._wrapped._opt_called = True  # type: ignore[attr-defined]  # attribute of PyTorch's schedulers
         return super().step(closure)
 
@@ -238,7 +258,7 @@ class AveragingOptimizer(Distributed):
             self.synchronize()
             if not decides_by_loss:
                 return loss
-            # LBFGS's line search must make the same decision on all ranks, so it gets the average loss.
+            # Average the loss over the ranks, so that LBFGS's line search makes the same decision on all ranks.
             if not isinstance(loss, torch.Tensor):
                 loss = torch.tensor(loss, dtype=torch.float64, device="cpu")
             return allreduce(loss.detach(), process_set=self._recipe.process_set)
@@ -246,10 +266,13 @@ class AveragingOptimizer(Distributed):
         return synchronised
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradients. Collective if the last backward pass raised an exception or its `step()` was omitted.
+        """Zero the gradients.
+
+        Collective if a reduction has begun that no `step()` has completed: the last backward pass raised an exception,
+        or `step()` was omitted.
 
         Args:
-            set_to_none: set `.grad` to None instead of zeros.
+            set_to_none: set `.grad` to None instead of to zeros.
 
         Raises:
             AssertionError: gradients are being reduced, and some were not ready when the backward pass ended.
@@ -259,7 +282,10 @@ class AveragingOptimizer(Distributed):
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group to the wrapped optimizer, and reduce the group's gradients from now on. Collective."""
+        """Add a parameter group to the optimizer, and reduce the gradients of its parameters from now on.
+
+        Collective.
+        """
         self._require_open()
         super().add_param_group(param_group)
         number = len(self.param_groups) - 1
@@ -270,20 +296,26 @@ class AveragingOptimizer(Distributed):
             self._gradients.extend([(name, local_shard(param)) for name, param in added])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state. With lossy compression, include this rank's error-feedback residual."""
+        """Return the state of the user's optimizer.
+
+        With lossy compression, it includes this rank's error-feedback residual: the compression error to add to the
+        next gradients.
+        """
         state: dict[str, Any] = super().state_dict()
         reduction = self._recipe.options.reduction
         loses = reduction.compression is not None or reduction.feedback.residuals
         return state | {RESIDUAL_KEY: reduction.feedback.state_dict()} if loses else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the wrapped optimizer's state, and the error-feedback residual if `state_dict` contains one."""
+        """Load the state of the user's optimizer, and compression's error-feedback residual if there is one."""
         super().load_state_dict(state_dict)
         if RESIDUAL_KEY in state_dict:
             self._recipe.options.reduction.feedback.load_state_dict(state_dict[RESIDUAL_KEY])
 
     def close(self) -> None:
-        """Stop reducing gradients for this optimizer, remove its hooks, free its buffers. Idempotent, not collective.
+        """Stop reducing gradients for this optimizer, remove its hooks and free its buffers.
+
+        May be called repeatedly. Not collective.
 
         Runs automatically when the last reference to the optimizer is dropped. If a parameter also belongs to another
         DistributedOptimizer, its gradient is still reduced for that optimizer.
@@ -307,13 +339,13 @@ class AveragingOptimizer(Distributed):
 
 
 class _AdasumDistributed(Distributed):
-    """Mixin that makes a wrapped optimizer combine the parameter updates of all ranks with Adasum.
+    """Mixin that makes the user's optimizer combine the parameter updates of all ranks with Adasum.
 
     Attributes:
         _named: names and parameters of the optimizer.
-        _parameter_names: name of each parameter. Scripts written for Horovod read this attribute.
+        _parameter_names: name of each parameter. Horovod has this attribute, so scripts may read it.
         _compression: compression of the updates before they are sent.
-        _serial: id of this optimizer, equal on all ranks, from which the names of its operations are made.
+        _serial: number of this optimizer, equal on all ranks. The names of its collectives contain it.
     """
 
     _named: Sequence[tuple[str, torch.Tensor]]
@@ -332,7 +364,7 @@ class _AdasumDistributed(Distributed):
         self._serial, self._detached = next(current.serials[GLOBAL]), ""
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Validate `passes` and otherwise ignore it, because with Adasum gradients accumulate locally until `step()`.
+        """Check that `passes` is positive, and otherwise ignore it: Adasum always accumulates until `step()`.
 
         Raises:
             ValueError: `passes` is not positive.
@@ -341,11 +373,11 @@ class _AdasumDistributed(Distributed):
             raise ValueError("backward_passes_per_step must be > 0")
 
     def synchronize(self) -> None:
-        """Do nothing, because `step()` combines updates and no gradient is reduced."""
+        """Do nothing, because Adasum reduces no gradients: `step()` combines the parameter updates of the ranks."""
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Reject the call, because Adasum has no separate reduction to skip.
+        """Raise an exception, because Adasum does not reduce gradients, so there is no reduction to skip.
 
         Raises:
             AssertionError: always.
@@ -354,7 +386,10 @@ class _AdasumDistributed(Distributed):
         yield
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: untyped in PyTorch's Optimizer
-        """Compute this rank's updates, and add the Adasum of all ranks' updates to the parameters. Collective."""
+        """Compute this rank's parameter updates, combine them with those of all ranks by Adasum, and apply the result.
+
+        Collective.
+        """
         require_attached(self)
         params = [param for _, param in self._named if param.requires_grad]
         starts = [param.detach().clone() for param in params]
@@ -399,8 +434,9 @@ SYNCHRONIZED = (
     "next forward pass"
 )
 TRIALS = 2
-"""Number of steps in which an optimizer of an unknown class is tried on copies: its first step creates its state, and
-its second step uses the state.
+"""Number of steps in which an optimizer of an unknown class is tested on copies of its parameters.
+
+The first step creates the optimizer's state, and the second one uses it.
 """
 
 COMPILED = "torch.compile is in use, and its graphs read parameters without Python: step() waits for all gradients"
@@ -412,22 +448,22 @@ def _stop_watching(reference: weakref.ref[OverlappedOptimizer]) -> None:
 
 
 class OverlappedOptimizer(AveragingOptimizer):
-    """Mixin that defers updates: each parameter is updated in the next forward pass, right before its first read.
+    """Mixin that defers updates: each parameter is updated in the next forward pass, right before it is first read.
 
     Attributes:
-        _updates: holder of the deferred updates. None on a rank that trains alone.
-        _refuses: whether an optimizer that does not support forward overlap raises an error. Otherwise it trains
-            without forward overlap.
-        _refusal: reason why this optimizer does not support forward overlap. Empty if it does. None until the first
+        _updates: object that stores the deferred updates. None on a rank that trains alone.
+        _refuses: whether to raise an error if the optimizer does not allow deferred updates (`overlap_forward=True`).
+            Otherwise updates are then not deferred.
+        _refusal: reason why this optimizer does not allow deferred updates. Empty if it does. None until the first
             steps have tested it.
-        _n_tried: number of steps that were tested on copies of the optimizer.
-        _partial: step of the optimizer that can be applied to some parameters at a time.
-        _learning: recorder of the order in which the forward pass reads parameters, during one iteration. None in other
-            iterations.
+        _n_tried: number of steps that were tested on copies of the parameters.
+        _partial: one step of the optimizer, which can be applied to some parameters at a time.
+        _learning: recorder of the order in which a forward pass reads parameters. None except in the one iteration that
+            records it.
         _knows_reads: whether the order of reads has been recorded.
-        _modules_wait: whether modules whose class is not PyTorch's contain parameters. A forward pre-hook then waits
-            for the updates of these parameters.
-        _hooks: hooks of modules and dispatch modes that the next step removes.
+        _modules_wait: whether modules whose class is not PyTorch's contain parameters. Then a forward pre-hook waits
+            for the deferred updates of these parameters.
+        _hooks: module hooks and dispatch modes, which the next step removes.
         _logged: messages that have been logged, to log each message once.
     """
 
@@ -445,8 +481,8 @@ class OverlappedOptimizer(AveragingOptimizer):
     def _begin_overlap(self, *, refuses: bool) -> None:
         """Initialise the attributes of this mixin. Called once, before `_attach`.
 
-        Raises:
-            ConfigError: the class of the optimizer does not support forward overlap, and `refuses` is True.
+        Initialise the attributes of this mixin, which defers updates. Called once, before `_attach`.
+            ConfigError: the class of the optimizer does not allow deferred updates, and `refuses` is True.
         """
         self._refuses, self._hooks, self._logged = refuses, ExitStack(), set()
         finalize(self, self._hooks.close)
@@ -499,7 +535,7 @@ class OverlappedOptimizer(AveragingOptimizer):
 
     def _may_defer(self) -> bool:
         if not self._knows_reads or self._refusal != "" or isinstance(self, torch.optim.SparseAdam):
-            return False  # SparseAdam needs sparse gradients, and only `synchronize` converts reduced gradients
+            return False  # SparseAdam requires sparse gradients, and only `synchronize` makes reduced gradients sparse
         if something_is_compiled():
             self._log_once(COMPILED)
             return False
@@ -515,14 +551,16 @@ class OverlappedOptimizer(AveragingOptimizer):
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: untyped in PyTorch's Optimizer
-        """Update the parameters with the reduced gradients. Return at once if the updates may be deferred. Collective.
+        """Update the parameters with the reduced gradients. If the updates may be deferred, return at once.
+
+        Collective.
 
         Raises:
-            NotInitializedError: `close` or `shutdown` was called.
+            NotInitializedError: the optimizer reduces no gradients any more, because `close` or `shutdown` was called.
             ConfigError: `overlap_forward=True` with a closure, or with an optimizer whose update of one parameter
                 depends on other parameters.
         """
-        # Optimizer states that are created in inference mode could not be written by a later deferred update.
+        # Leave inference mode: a later deferred update could not write to optimizer states that are created in it.
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return self.step(closure)
@@ -548,7 +586,12 @@ class OverlappedOptimizer(AveragingOptimizer):
         return result
 
     def _first_step(self) -> Any:  # Any: the loss that a closure returns
-        """Reduce the gradients and update the parameters. Test on copies if the optimizer supports deferred updates."""
+        """Reduce the gradients and update the parameters.
+
+        Test on copies whether updates of this optimizer can be deferred.
+
+        Called in the first steps.
+        """
         self.synchronize()
         if why := refusal_by_trial(self, self._kind):
             self._refuse(why)
@@ -559,7 +602,7 @@ class OverlappedOptimizer(AveragingOptimizer):
             return super().step()
 
     def synchronize(self) -> None:
-        """Wait until all gradients are reduced. The next `step()` defers no update. Collective."""
+        """Wait until all gradients are reduced over the ranks. The next `step()` then defers no update. Collective."""
         self._stop_watching()
         if self._updates is not None:
             if self._updates.state is IterationState.LAUNCHED and self._should_synchronize:
@@ -568,11 +611,14 @@ class OverlappedOptimizer(AveragingOptimizer):
         super().synchronize()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradients. If an update is deferred, zero its gradient after the update. Non-blocking."""
+        """Zero the gradients. The gradient of a parameter with a deferred update is zeroed after the update.
+
+        Non-blocking.
+        """
         updates = self._updates
         if updates is None or updates.state not in (IterationState.LAUNCHED, IterationState.DEFERRED):
             with nullcontext() if self._learning is None else without_subclasses():
-                super().zero_grad(set_to_none)  # without subclasses, because this reads no parameter
+                super().zero_grad(set_to_none)  # call it without the subclass that waits, because it reads no parameter
         elif updates.state is IterationState.LAUNCHED:  # `step()` was omitted
             updates.withdraw()
             super().zero_grad(set_to_none)
@@ -588,7 +634,8 @@ class OverlappedOptimizer(AveragingOptimizer):
         overlap = self._overlap
         if overlap is None or self._learning is not None or something_is_compiled():
             return
-        # If the tuner is ready and no reads are recorded, its iteration could not be recorded. Record this one instead.
+        # Record the order in which this iteration reads the parameters, if the tuner requests it. Also record it if the
+        # tuner is ready and no order is known, because the iteration that it had requested could not be recorded.
         if overlap.learning or (overlap.ready and not self._knows_reads):
             learning = LearnedReads(self._reduced_params())
             if learning.begin():
@@ -596,14 +643,18 @@ class OverlappedOptimizer(AveragingOptimizer):
                 self._hooks.callback(learning.end)
 
     def _reduced_params(self) -> list[torch.Tensor]:
-        """Return the parameters whose gradients are reduced. Return an empty list if a gradient is sparse."""
+        """Return the parameters whose gradients are reduced over the ranks.
+
+        Return an empty list if a gradient is sparse.
+        """
         assert self._gradients is not None
         reducer = self._gradients.reducers[0]
         return [param for _, param in reducer.hooked] if reducer.all_dense else []
 
     def _watch_deferred(self) -> None:
-        """Register the forward pre-hook that waits for updates if a module needs it. Start the check of early reads if
-        `SIRTAKI_OVERLAP_FORWARD=check`.
+        """Register the forward pre-hook that waits for deferred updates, if a module needs it.
+
+        If `SIRTAKI_OVERLAP_FORWARD=check`, start to check that no parameter is read before its update.
         """
         if self._modules_wait:
             self._hooks.callback(register_module_forward_pre_hook(wait_for_own).remove)
@@ -643,7 +694,7 @@ class OverlappedOptimizer(AveragingOptimizer):
 
     @property
     def state(self) -> Any:  # Any: untyped in PyTorch's Optimizer
-        """Apply all deferred updates, then return the wrapped optimizer's state."""
+        """Apply all deferred updates, then return the optimizer's state."""
         if self._partial is None or not self._partial.running:
             self.finish()
         return self.__dict__["state"]
@@ -653,7 +704,7 @@ class OverlappedOptimizer(AveragingOptimizer):
         self.__dict__["state"] = state
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Apply all deferred updates, then set the number of backward passes per reduction."""
+        """Apply all deferred updates, then set the number of backward passes before each reduction of gradients."""
         self.finish()
         super().set_backward_passes_per_step(passes)
 
@@ -666,12 +717,17 @@ class OverlappedOptimizer(AveragingOptimizer):
             self._updates.use()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Apply all deferred updates, then load the state."""
+        """Apply all deferred updates, then load the optimizer's state."""
         self.finish()
         super().load_state_dict(state_dict)
 
     def close(self) -> None:
-        """Apply all deferred updates, or discard them if a rank is lost. Then close the optimizer. Idempotent."""
+        """Apply all deferred updates, or discard them if a rank is lost.
+
+        Then stop reducing gradients for this optimizer.
+
+        May be called repeatedly.
+        """
         self._stop_watching()
         try:
             if self._updates is not None:
@@ -710,7 +766,7 @@ def DistributedOptimizer(
     arms: Sequence[Arm] | None = None,
     overlap_forward: bool | None = None,
 ) -> torch.optim.Optimizer:
-    """Wrap an optimizer so that it reduces gradients over all ranks. Collective.
+    """Wrap an optimizer so that it reduces gradients over all ranks before each update. Collective.
 
     Args:
         optimizer: the optimizer to wrap. The result shares its parameter groups and state.
@@ -727,7 +783,8 @@ def DistributedOptimizer(
         sparse_as_dense: reduce sparse gradients as dense tensors. The results stay dense, except for an optimizer that
             accepts sparse gradients only.
         process_set: ranks whose gradients are reduced together. Other ranks reduce nothing.
-        arms: search techniques of the tuner. None for the default ones.
+        arms: search methods (arms) of the tuner, which searches for the fastest setting of the communication. None for
+            the default ones.
         overlap_forward: let `step()` return at once, and update each parameter in the next forward pass before its
             first read. None uses the value of `SIRTAKI_OVERLAP_FORWARD`.
 
@@ -790,7 +847,7 @@ def DistributedOptimizer(
 def _divide(
     groups: int | Sequence[Sequence[torch.Tensor]] | None, params: list[torch.Tensor]
 ) -> list[list[torch.Tensor]]:
-    """Return the lists of parameters that the argument `groups` describes.
+    """Return the lists of parameters that the argument `groups` of `DistributedOptimizer` describes.
 
     Raises:
         ValueError: `groups` is a negative number, or contains other objects than lists of distinct parameters.
@@ -843,9 +900,11 @@ def _named_parameters(
 
 
 def sparse_gradients() -> list[SparseSummary]:
-    """Return the algorithm that reduces each sparse gradient, for parameters whose algorithm is chosen. Not collective.
+    """Return how each sparse gradient is reduced, for the parameters whose algorithm was chosen already.
 
-    The algorithm is chosen after about 30 iterations, or after 8 if `SIRTAKI_SPARSE` sets it. With one rank, no
+    Not collective.
+
+    Sirtaki chooses the algorithm after about 30 iterations, or after 8 if `SIRTAKI_SPARSE` sets it. With one rank, no
     algorithm is chosen.
 
     Returns:
@@ -856,7 +915,7 @@ def sparse_gradients() -> list[SparseSummary]:
         text.
 
     Raises:
-        NotInitializedError: there is no job.
+        NotInitializedError: `init()` has not been called.
     """
     return [summary for reducer in reducers_of(job.current()) for summary in reducer.sparse.summaries]
 
@@ -865,16 +924,16 @@ def sparse_gradients() -> list[SparseSummary]:
 
 
 class LocalShard(torch.Tensor):
-    """Local shard of a DTensor parameter on this rank. Shares the memory of the DTensor.
+    """Local shard of a DTensor parameter on this rank. It shares the memory of the DTensor.
 
     Reading or setting `.grad` reads or sets the local shard of the DTensor's gradient. Autograd can produce a gradient
     with other placements than the parameter, for example a partial sum. The hook of `on_leaf` redistributes such a
-    gradient at once, so that all ranks of the tensor-parallel dimension redistribute at the same point.
+    gradient at once, because all ranks of the tensor-parallel dimension must redistribute it at the same point.
     """
 
     __torch_function__ = no_torch_function  # type: ignore[assignment]
     _whole: weakref.ref[Any]  # the DTensor parameter (Any: its class is not imported here, which takes time)
-    _seen = (0, 0)  # id and version of the DTensor's gradient, when `grad` was last read or set
+    _seen = (0, 0)  # id and version counter of the DTensor's gradient when `grad` was last read or set
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -885,7 +944,8 @@ class LocalShard(torch.Tensor):
         local: torch.Tensor = gradient._local_tensor
         before, self._seen = self._seen, (id(gradient), gradient._version)
         if before != self._seen and before[0] == id(gradient):
-            # A write to the gradient increments the version of the DTensor, but not of the local shard.
+            # Increment the version counter of the local shard, because a write to the gradient increments only that of
+            # the DTensor.
             torch.autograd.graph.increment_version(local)
         return local
 
@@ -902,7 +962,10 @@ class LocalShard(torch.Tensor):
         return whole is not None and bool(whole.requires_grad)
 
     def on_leaf(self, hook: Callable[[torch.Tensor], None]) -> tuple[Any, Callable[[Any], None]]:
-        """Return the DTensor, and a gradient hook to register on the DTensor that calls `hook` with this shard."""
+        """Return the DTensor, and a gradient hook to register on it.
+
+        The hook calls `hook` with this rank's shard of the gradient.
+        """
 
         @torch.no_grad()
         def on_gradient(whole: Any) -> None:  # Any: a DTensor, whose class is not imported here
@@ -923,7 +986,10 @@ _shards = WeakTensorKeyDictionary()
 
 
 def local_shard(param: Any) -> torch.Tensor:  # Any: a parameter or a DTensor, whose class is not imported here
-    """Return `param` itself. If `param` is a DTensor, return its `LocalShard`, of which there is one per DTensor."""
+    """Return the local shard of a DTensor parameter. Return any other parameter itself.
+
+    There is one `LocalShard` for each DTensor.
+    """
     if not is_dtensor(param):
         return param  # type: ignore[no-any-return]
     if param not in _shards:

@@ -42,7 +42,10 @@ from sirtaki.machine import free_in_forked_children
 
 
 def bare_step(kind: type[torch.optim.Optimizer]) -> Callable[[Any], object]:
-    """Return an optimizer class's `step` without PyTorch's hooks, because several partial calls make one step."""
+    """Return the `step` method of an optimizer class without PyTorch's step hooks.
+
+    Several calls of it, each for some parameters, make one step. The hooks must run once per step.
+    """
     step = kind.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]  # set by functools.wraps
 
@@ -58,20 +61,23 @@ def step_context(device: torch.device) -> Iterator[None]:
             stack.enter_context(_disable_current_modes())
         if torch.is_autocast_enabled(device.type):
             stack.enter_context(torch.autocast(device.type, enabled=False))
-        if torch._C._functorch.peek_interpreter_stack() is not None:  # the code runs within torch.func's transforms
+        # The calling code runs inside a transform of torch.func.
+        if torch._C._functorch.peek_interpreter_stack() is not None:
             stack.enter_context(temporarily_clear_interpreter_stack())
         yield
 
 
 class PartialStep:
-    """One step of an optimizer, applied to a few parameters at a time. Holds a weak reference to the optimizer.
+    """One step of an optimizer that is applied to a few parameters at a time.
+
+    Holds a weak reference to the optimizer.
 
     Attributes:
-        running: whether an update is being applied now.
+        running: whether `update` is running now.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> None:
-        """Prepare partial steps of `optimizer` with the `step` method of the class `kind`."""
+        """Prepare partial steps of `optimizer`, which call the `step` method of the class `kind`."""
         self._reference, self._step = weakref.ref(optimizer), bare_step(kind)
         self._options: list[dict[str, Any]] = []
         self._group_of: dict[int, int] = {}
@@ -79,26 +85,32 @@ class PartialStep:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Return the optimizer, which must still exist."""
+        """Return the optimizer, which the caller must have kept alive."""
         optimizer = self._reference()
         assert optimizer is not None
         return optimizer
 
     def begin(self) -> None:
-        """Begin a step. Copy the options in `param_groups` now, so that later changes do not affect its updates."""
+        """Begin a step of the optimizer.
+
+        Copy the options in `param_groups`, so that later changes do not affect the updates of this step.
+        """
         self._options, self._group_of = [], {}
         for number, group in enumerate(self.optimizer.param_groups):
             self._group_of |= {id(param): number for param in group["params"]}
             self._options.append({name: _copy(value) for name, value in group.items() if name != "params"})
 
     def others(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the optimizer's parameters that are not in `params`."""
+        """Return the parameters of the optimizer that are not in `params`."""
         without = {id(param) for param in params}
         every = (param for group in self.optimizer.param_groups for param in group["params"])
         return [param for param in every if id(param) not in without]
 
     def update(self, params: Iterable[torch.Tensor]) -> None:
-        """Apply the current step to `params`, except those without `.grad`. Called once per parameter and step."""
+        """Apply the current step of the optimizer to `params`, except to those without `.grad`.
+
+        Call it once for each parameter and step.
+        """
         members: dict[int, list[torch.Tensor]] = {}
         for param in params:
             if param.grad is not None and (number := self._group_of.get(id(param))) is not None:
@@ -131,18 +143,22 @@ KNOWN = frozenset(
     )
     if hasattr(torch.optim, name)
 )
-"""Optimizer classes of PyTorch that update each parameter independently of the others. An optimizer of another class is
-tried on copies of its parameters.
+"""Optimizer classes of PyTorch that update each parameter independently of the others.
+
+For any other class, `refusal_by_trial` tests this property on copies of the parameters.
 """
 
 SCALES = (1.0, 1e4, 1e-4)
-"""Factors by which gradients are multiplied when an optimizer is tried on copies. Clipping by a norm, for example,
-takes effect for large gradients only.
+"""Factors that multiply the gradients when an optimizer is tested on copies.
+
+Some operations, such as clipping by a norm, have an effect for large gradients only.
 """
 
 
 def refusal(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> str:
-    """Return why the class or the options of an optimizer rule out `overlap_forward`. Empty string if they do not.
+    """Return the reason why the class or the options of an optimizer do not allow deferred updates (`overlap_forward`).
+
+    Return an empty string if they allow it.
 
     Args:
         optimizer: the distributed optimizer.
@@ -160,12 +176,11 @@ def refusal(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer])
 def refusal_by_trial(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> str:
     """Test on two copies whether an optimizer updates each parameter independently of the others.
 
-    Updates all parameters of one copy at once, and those of the other copy one by one in reverse order. Parameters,
-    states, options and attributes of both copies must be bitwise equal afterwards. Called after all gradients were
-    reduced.
+    One copy updates all parameters at once, the other copy one by one in reverse order. Afterwards the parameters,
+    states, options and attributes of both copies must be bitwise equal. Called after all gradients were reduced.
 
     Returns:
-        The reason why the optimizer rules out `overlap_forward`. Empty string if it does not.
+        The reason why the optimizer does not allow deferred updates (`overlap_forward`). An empty string if it does.
     """
     if kind in KNOWN:
         return ""
@@ -187,7 +202,7 @@ def refusal_by_trial(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Op
                     return f"{kind.__name__}.step() changes {different}, which does not belong to one parameter"
                 if _difference(_results(whole), _results(parts)):
                     return f"{kind.__name__} uses other parameters to update a parameter"
-    except Exception as err:  # an unknown optimizer may raise any error on copies; they may also exceed the memory
+    except Exception as err:  # an unknown optimizer may raise any error, and the copies may not fit into memory
         return f"{kind.__name__} failed in a trial step with some of its parameters ({type(err).__name__}: {err})"
     return ""
 
@@ -195,8 +210,11 @@ def refusal_by_trial(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Op
 def _copy_of(
     optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer], scale: float
 ) -> torch.optim.Optimizer:
-    """Clone an optimizer, without its wrapper, over cloned parameters. Multiply the cloned gradients by `scale`."""
-    copies: dict[int, Any] = {}  # memo of `deepcopy`: replaces each reference to a parameter by its copy
+    """Return a copy of an optimizer, without its distributed wrapper, over copies of its parameters.
+
+    The copied gradients are multiplied by `scale`.
+    """
+    copies: dict[int, Any] = {}  # memo of `deepcopy`, so that each reference to a parameter becomes one to its copy
     for group in optimizer.param_groups:
         for param in group["params"]:
             copies[id(param)] = twin = torch.nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
@@ -205,10 +223,11 @@ def _copy_of(
     for name, value in vars(getattr(optimizer, "_wrapped", optimizer)).items():
         if name.endswith("_hooks"):
             copied.__dict__[name] = OrderedDict()
-        elif name not in ("state", "param_groups", "step"):  # a scheduler may have replaced `step` of the instance
+        # Skip `step`, which a scheduler may have set on the instance.
+        elif name not in ("state", "param_groups", "step"):
             try:
                 copied.__dict__[name] = copy.deepcopy(value, copies)
-            except Exception:  # share an attribute that cannot be copied, because updates do not depend on it
+            except Exception:  # share an attribute that cannot be copied: updates do not depend on it
                 copied.__dict__[name] = value
     copied.param_groups = copy.deepcopy(optimizer.param_groups, copies)
     copied.state = defaultdict(dict, copy.deepcopy(dict(optimizer.state), copies))
@@ -216,15 +235,16 @@ def _copy_of(
 
 
 def _results(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the value and the optimizer state of each parameter, by the parameter's index."""
+    """Return the value and the optimizer state of each parameter. The key is the parameter's index."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return {str(number): (param.detach(), optimizer.state.get(param, {})) for number, param in enumerate(params)}
 
 
 def _shared_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the optimizer's state that belongs to no single parameter, by a description.
+    """Return the part of the optimizer's state that belongs to no single parameter. The keys describe the entries.
 
-    It consists of attributes, options of parameter groups, and entries of `state` whose key is no parameter.
+    The entries are the optimizer's attributes, the options of parameter groups, and entries of `state` whose key is no
+    parameter.
     """
     own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
     shared = {f"its attribute {name}": value for name, value in own.items()}
@@ -262,14 +282,20 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 class Awaiter(Protocol):
-    """Owner of held tensors: waits until a tensor's update has been applied."""
+    """Owner of held tensors.
+
+    A tensor is held while its update is deferred: each operation on it first calls its owner.
+    """
 
     def on_read(self, tensor: torch.Tensor) -> None:
-        """Wait until the held tensor has its final value, then release it. Called before an operation reads it."""
+        """Wait until the held tensor has its final value, and stop holding it.
+
+        Called before an operation reads the tensor.
+        """
         ...
 
     def drain(self) -> None:
-        """Wait until all held tensors of this owner have their final values, then release them."""
+        """Wait until all tensors that this owner holds have their final values, and stop holding them."""
         ...
 
 
@@ -279,11 +305,14 @@ _FREE = frozenset(
     getattr(torch.Tensor, name).__get__
     for name in ("shape", "dtype", "device", "layout", "ndim", "is_leaf", "requires_grad", "is_cuda", "is_cpu")
 ) | {torch.Tensor.size, torch.Tensor.numel, torch.Tensor.dim}
-"""Functions that read no elements of a tensor, so that they need not wait for its update."""
+"""Functions that read no elements of a tensor, so that they need not wait for the tensor's deferred update."""
 
 
 class _Awaited:
-    """Mixin for the classes of held tensors. Every operation on a held tensor first waits for the tensor's update."""
+    """Mixin for the classes of held tensors, whose updates are deferred.
+
+    Every operation on a held tensor first waits for the tensor's update.
+    """
 
     @classmethod
     def __torch_function__(
@@ -299,7 +328,7 @@ class _Awaited:
         found = list(_tensors((args, kwargs)))
         for tensor in found:
             wait_for(tensor)
-        if not found:  # the held tensor is inside a container whose class `_tensors` does not search
+        if not found:  # the held tensor is inside a container that `_tensors` does not search
             wait_for_all()
         return func(*args, **(kwargs or {}))
 
@@ -327,38 +356,44 @@ _PLAIN: dict[type, type] = {held: plain for plain, held in _HELD.items()}
 
 
 def can_be_held(tensor: torch.Tensor) -> bool:
-    """Return whether `hold` supports the class of the tensor, and the tensor is not held already."""
+    """Return whether `hold` supports the class of the tensor, and nothing else holds the tensor."""
     return type(tensor) in _HELD
 
 
 def is_held(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is held: operations on it wait for its update."""
+    """Return whether the tensor is held: operations on it first wait for its deferred update."""
     return type(tensor) in _PLAIN
 
 
 def hold(tensors: Iterable[torch.Tensor], awaiter: Awaiter) -> None:
-    """Hold tensors: make operations on them call `awaiter`, which waits. Refer to `awaiter` until all are released."""
+    """Hold tensors: each operation on one of them first calls `awaiter`, which waits for the tensor's deferred update.
+
+    A reference keeps `awaiter` alive until all tensors are released.
+    """
     for tensor in tensors:
         _awaiters[id(tensor)] = awaiter
         tensor.__class__ = _HELD[type(tensor)]
 
 
 def release(tensor: torch.Tensor) -> None:
-    """Restore the class of a held tensor, so that operations on it no longer wait. Ignore other tensors."""
+    """Stop holding a tensor: restore its class, so that operations on it no longer wait for its update.
+
+    Ignore a tensor that is not held.
+    """
     if type(tensor) in _PLAIN:
         tensor.__class__ = _PLAIN[type(tensor)]
         del _awaiters[id(tensor)]
 
 
 def wait_for(tensor: torch.Tensor) -> None:
-    """Wait for the update of a tensor if it is held. Otherwise return at once."""
+    """Wait until the deferred update of a tensor is applied. Return at once if the tensor has no deferred update."""
     awaiter = _awaiters.get(id(tensor))
     if awaiter is not None:
         awaiter.on_read(tensor)
 
 
 def wait_for_all() -> None:
-    """Wait for the updates of all held tensors of this process. Not collective."""
+    """Wait until all deferred updates of this process are applied. Not collective."""
     for awaiter in dict.fromkeys(_awaiters.values()):
         awaiter.drain()
 
@@ -374,10 +409,13 @@ def _tensors(found: object) -> Iterator[torch.Tensor]:
 
 
 class HeldReads(TorchDispatchMode):
-    """Dispatch mode that reports each operation on the memory of a held tensor, also through a view or an alias."""
+    """Dispatch mode that reports each operation that uses the memory of a held tensor, also through a view or an alias.
+
+    A tensor is held while its update is deferred.
+    """
 
     def __init__(self, params: Sequence[torch.Tensor], found: Callable[[torch.Tensor, Any], None]) -> None:
-        """Prepare to report operations on `params`: call `found` with the held tensor and the operation."""
+        """Prepare to report operations on `params`: for each, call `found` with the parameter and the operation."""
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in PyTorch
         self._found = found
         self._waiting: torch.utils.hooks.RemovableHandle | None = None
@@ -387,7 +425,7 @@ class HeldReads(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Report the held tensors among the arguments of an operation, then run it. Called by PyTorch."""
+        """Report each held tensor among the arguments of an operation, then run the operation. Called by PyTorch."""
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, torch.Tensor):
                 param = self._by_memory.get(_memory(tensor))
@@ -399,7 +437,7 @@ class HeldReads(TorchDispatchMode):
         return result
 
     def begin(self) -> bool:
-        """Enter the dispatch mode, so that it reports the operations of this thread on held tensors.
+        """Enter this dispatch mode, so that it reports the operations of the calling thread on held tensors.
 
         Returns:
             Whether the mode was entered. False if the script is in inference mode or in another `TorchDispatchMode`.
@@ -412,10 +450,11 @@ class HeldReads(TorchDispatchMode):
         return True
 
     def end(self) -> None:
-        """Stop reporting operations, and leave the dispatch mode. Idempotent.
+        """Stop reporting operations, and leave the dispatch mode. Does nothing if it was left already.
 
-        May be called inside other modes that the script has entered meanwhile. While the script is in inference mode,
-        this mode stays on PyTorch's stack. A forward pre-hook removes it when a module is called later.
+        The script may have entered other dispatch modes meanwhile, and may still be inside them. While the script is in
+        inference mode, this mode stays on PyTorch's stack of modes. A forward pre-hook removes it when a module is
+        called later.
         """
         self._by_memory.clear()
         if not script_is_in_inference_mode():
@@ -441,9 +480,10 @@ class HeldReads(TorchDispatchMode):
 
 
 def _count_writes(func: Any, args: tuple[Any, ...]) -> None:
-    """Increment the version counters of tensors in the lists to which an operation writes.
+    """Increment the version counters of the tensors that an operation writes to, if they are in a list argument.
 
-    PyTorch does not increment them below a dispatch mode. `clip_grad_norm_`, for example, writes to lists of tensors.
+    PyTorch does not increment these counters below a dispatch mode. An example is `clip_grad_norm_`, which writes to
+    lists of tensors.
     """
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, list | tuple):
@@ -456,22 +496,26 @@ def _memory(tensor: torch.Tensor) -> int:
     with torch._C.DisableTorchFunctionSubclass():
         try:
             return int(tensor.untyped_storage()._cdata)
-        except (NotImplementedError, RuntimeError):  # a sparse tensor, or a tensor of a functorch transform
+        # Sparse tensors and tensors of functorch transforms have no version to increment.
+        except (NotImplementedError, RuntimeError):
             return 0
 
 
 class LearnedReads:
-    """Recorder of the first reads of an optimizer's parameters in one iteration.
+    """Recorder of the order in which one iteration reads the optimizer's parameters for the first time.
 
     Attributes:
         order: parameters in the order of their first reads.
-        uncovered: ids of parameters that an operation read without a call of `__torch_function__`, so that a held
-            parameter would not have waited.
+        uncovered: ids of parameters that an operation read without a call of `__torch_function__`. Such a read would
+            not wait for a deferred update.
         modules: modules whose forward was called during the recording.
     """
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
-        """Prepare to record reads of `params`. They must not be held, and none of their gradients be in flight."""
+        """Prepare to record reads of `params`.
+
+        The parameters must have no deferred updates, and their gradients must not be in communication.
+        """
         self._params = params
         self._mode = HeldReads(params, self._on_uncovered_read)
         self.order: list[torch.Tensor] = []
@@ -492,19 +536,22 @@ class LearnedReads:
         return True
 
     def end(self) -> None:
-        """Stop recording reads, and release all parameters."""
+        """Stop recording reads: restore the classes of all parameters, so that reads are no longer intercepted."""
         self._mode.end()
         self.drain()
         if self._handle is not None:
             self._handle.remove()
 
     def on_read(self, tensor: torch.Tensor) -> None:
-        """Record the first read of a parameter, and release the parameter."""
+        """Record the first read of a parameter.
+
+        Restore the parameter's class, so that later reads are not intercepted.
+        """
         release(tensor)
         self.order.append(tensor)
 
     def drain(self) -> None:
-        """Release all parameters without recording a read."""
+        """Restore the classes of all parameters without recording a read, so that reads are no longer intercepted."""
         for param in self._params:
             release(param)
 
@@ -518,7 +565,7 @@ class LearnedReads:
 
 
 class CheckedReads:
-    """Detector of reads of parameters before their updates are applied (`SIRTAKI_OVERLAP_FORWARD=check`).
+    """Detector of reads of a parameter before its deferred update is applied (`SIRTAKI_OVERLAP_FORWARD=check`).
 
     Raises `StaleReadError` in the operation that reads a parameter too early.
     """
@@ -531,7 +578,7 @@ class CheckedReads:
         self._handles = contextlib.ExitStack()
 
     def begin(self) -> None:
-        """Start to check reads of parameters, unless inference mode or another dispatch mode is active."""
+        """Start to check reads of parameters. Do nothing if inference mode or another dispatch mode is active."""
         if self._mode.begin():
             for handle in (
                 register_module_forward_pre_hook(lambda module, _: self._inside.append(type(module).__name__)),
@@ -558,10 +605,12 @@ class CheckedReads:
 
 
 def wait_for_own(module: nn.Module, _: object) -> None:
-    """Wait for the updates of a module's parameters, if the module's class is not PyTorch's. Global forward pre-hook.
+    """Wait for the deferred updates of a module's parameters, if the module's class is not PyTorch's.
 
-    PyTorch's modules read parameters through functions that wait for the update. Other modules may pass a parameter to
-    a C++ extension, which does not wait.
+    Global forward pre-hook.
+
+    PyTorch's modules read parameters through functions that wait for the deferred update. Other modules may give a
+    parameter to a C++ extension, which does not wait.
     """
     if not type(module).__module__.startswith("torch."):
         for param in _own(module):
@@ -569,7 +618,7 @@ def wait_for_own(module: nn.Module, _: object) -> None:
 
 
 def custom_modules_hold(modules: Sequence[nn.Module], params: Sequence[torch.Tensor]) -> bool:
-    """Return whether a module or submodule whose class is not PyTorch's directly contains one of the parameters."""
+    """Return whether one of the parameters belongs directly to a module or submodule whose class is not PyTorch's."""
     wanted = {id(param) for param in params}
     every = dict.fromkeys(part for module in modules for part in module.modules())
     others = [part for part in every if not type(part).__module__.startswith("torch.")]
@@ -585,7 +634,7 @@ def _own(module: nn.Module) -> list[nn.Parameter]:
 def _n_references(tensor: torch.Tensor) -> int:
     """Return the number of references to a tensor's storage.
 
-    If this PyTorch cannot count references, return 1 if the storage is larger than the tensor, else 0.
+    If this PyTorch version cannot count references, return 1 if the storage is larger than the tensor, else 0.
     """
     with torch._C.DisableTorchFunctionSubclass():
         storage = tensor.untyped_storage()
@@ -596,7 +645,9 @@ _ALONE = _n_references(torch.empty(1, dtype=torch.float32, device="cpu"))
 
 
 def _has_alias(param: torch.Tensor) -> bool:
-    """Return whether another tensor shares a parameter's storage. A read of that tensor would not wait for the update.
+    """Return whether another tensor shares a parameter's storage.
+
+    A read of that tensor would not wait for the parameter's deferred update.
 
     Examples: parameters in one flat buffer, a reference to `p.data` or to a `state_dict()`, or a retained autograd
     graph that has saved the parameter.
@@ -610,20 +661,24 @@ def _pipeline(hooks: GradientHooks) -> GradientPipeline:
 
 
 class Zeroing(Enum):
-    """Effect of a `zero_grad` call on a gradient whose update is deferred. Takes place after the update."""
+    """Effect of a `zero_grad` call on a gradient whose parameter has a deferred update.
+
+    It takes place after the update.
+    """
 
     NONE = "set to None"
     ZEROS = "zeros"
 
 
 class PutOffUpdates:
-    """Deferred updates of one optimizer: holds its parameters, and applies each update when the parameter is read.
+    """Deferred updates of one optimizer. Each update is applied when the next operation reads the parameter.
 
-    Implements `ForwardGate`. Updates are deferred only while the optimizer has exactly one reducer (`GradientHooks`).
+    Until then the parameter is *held*: operations on it first call this object. Implements `ForwardGate`, the interface
+    that the reducer calls. Updates are deferred only while the optimizer has exactly one reducer (`GradientHooks`).
 
     Attributes:
-        uncovered: ids of parameters that the script reads without a call of `__torch_function__`. `step()` applies
-            their updates at once.
+        uncovered: ids of parameters that the script reads without a call of `__torch_function__`. Such a read would not
+            wait, so `step()` applies their updates at once.
     """
 
     def __init__(
@@ -639,11 +694,12 @@ class PutOffUpdates:
 
         Args:
             gradients: reducers of the optimizer's gradients.
-            partial: step of the optimizer that can be applied to some parameters at a time.
-            allowed: returns whether the optimizer and the script permit deferred updates in this iteration.
-            seen: called when the script reads a parameter or gradient between backward and `step()`. The read waits
-                for the gradient.
-            closed: called when the reducer will defer no further update.
+            partial: one step of the optimizer, which can be applied to some parameters at a time.
+            allowed: function that returns whether the optimizer and the script permit deferred updates in this
+                iteration.
+            seen: function to call when the script reads a parameter or gradient between backward and `step()`. The read
+                waits for the gradient.
+            closed: function to call when the reducer will defer no further update.
         """
         self._gradients, self._partial, self._allowed, self._seen = gradients, partial, allowed, seen
         self._closed = closed
@@ -655,11 +711,15 @@ class PutOffUpdates:
         self._waiting: set[int] = set()
         self._gradient_of: dict[int, torch.Tensor | None] = {}
         self._zeroing: dict[int, Zeroing] = {}
-        # Strong reference to the optimizer while updates are deferred, because the script may drop its last reference.
+        # Strong reference to the optimizer while updates are deferred, because the script may drop its own last
+        # reference.
         self._keeps: torch.optim.Optimizer | None = None
 
     def use(self) -> None:
-        """Let the optimizer's reducer call this object. Called again when the reducers change."""
+        """Register this object with the optimizer's reducer, which calls it.
+
+        Called again whenever the optimizer gets new reducers.
+        """
         if (reducer := self._reducer) is not None:
             reducer.gate = weakref.ref(self)
 
@@ -670,13 +730,19 @@ class PutOffUpdates:
 
     @property
     def state(self) -> IterationState:
-        """Return the state of the reducer's iteration. COLLECTING if the optimizer has not exactly one reducer."""
+        """Return the state of the iteration of the optimizer's reducer.
+
+        COLLECTING (gradients are being collected) if the optimizer has not exactly one reducer.
+        """
         return IterationState.COLLECTING if (reducer := self._reducer) is None else reducer.state
 
     # ── the backward pass ────────────────────────────────────────────────────────────────────────────────────────
 
     def _can_defer(self, reducer: GradientHooks) -> bool:
-        """Return whether updates of this iteration may be deferred. Refresh the list of reduced parameters."""
+        """Return whether the updates of this iteration may be deferred.
+
+        Refresh the list of parameters whose gradients are reduced.
+        """
         if not (reducer.can_defer and self._allowed()):
             return False
         if reducer.hooked is not self._hooked:
@@ -685,10 +751,12 @@ class PutOffUpdates:
         return reducer.state is IterationState.LAUNCHED or all(map(can_be_held, self._params))
 
     def keep(self) -> bool:
-        """Hold all parameters if their updates may be deferred. Called when the backward pass ends.
+        """Hold all parameters (make their reads wait) if their updates may be deferred.
+
+        Called when the backward pass ends.
 
         Returns:
-            Whether the parameters are held. If not, the caller must wait for all gradients.
+            Whether the parameters are held. If not, the caller must wait for the reduction of all gradients.
         """
         with self._lock:
             if (reducer := self._reducer) is None or not self._can_defer(reducer):
@@ -701,7 +769,10 @@ class PutOffUpdates:
         hold(self._params, self)
 
     def withdraw(self) -> None:
-        """Release all parameters and wait for all gradients, to defer no update. Does nothing after `step()`."""
+        """Wait for the reduction of all gradients, and no longer hold the parameters, so that no update is deferred.
+
+        Does nothing after `step()`.
+        """
         with self._lock:
             if (reducer := self._reducer) is not None and reducer.state is IterationState.LAUNCHED:
                 self._release_all()
@@ -727,16 +798,17 @@ class PutOffUpdates:
                 self.withdraw()
                 return False
             if reducer.state is not IterationState.LAUNCHED and _pipeline(reducer).written:
-                return False  # so that the caller's `step()` reports the gradient that was modified in place
+                return False  # the caller's `step()` then reports that a gradient was modified in place
             kept = reducer.state is IterationState.LAUNCHED
             reducer.defer()
-            if not kept:  # not held yet, because some gradients were not ready when the backward pass ended
+            if not kept:  # not held yet: some gradients were not ready when the backward pass ended
                 self._hold()
             waiting = [self._params[number] for number in self._waiting]
             with torch._C.DisableTorchFunctionSubclass():
                 for number in self._waiting:
                     param = self._params[number]
-                    # Set to None so that a backward pass through an old graph does not add to a gradient in flight.
+                    # Set `.grad` to None, so that a backward pass through an old graph does not add to a gradient that
+                    # is being reduced.
                     self._gradient_of[number], param.grad = param.grad, None
                     torch.autograd.graph.increment_version(param)
             self._partial.begin()
@@ -747,10 +819,10 @@ class PutOffUpdates:
             return True
 
     def zero(self, param: torch.Tensor, zeroing: Zeroing) -> bool:
-        """Zero the gradient of `param` after the parameter's deferred update.
+        """Zero the gradient of `param` later, after the parameter's deferred update.
 
         Returns:
-            Whether the update is deferred. If not, this call has no effect.
+            Whether the parameter has a deferred update. If not, this call has no effect.
         """
         with self._lock:
             number = self._number_of.get(id(param), -1)
@@ -762,7 +834,10 @@ class PutOffUpdates:
     # ── reads of held parameters ─────────────────────────────────────────────────────────────────────────────────
 
     def on_read(self, tensor: torch.Tensor) -> None:
-        """Wait for the gradient of a held parameter, apply its update if it is deferred, and release the parameter."""
+        """Wait for the gradient of a held parameter, and apply its update if `step()` was called.
+
+        Then no longer hold it.
+        """
         with self._lock:
             number, reducer = self._number_of.get(id(tensor), -1), self._reducer
             if number not in self._waiting or reducer is None:
@@ -771,7 +846,8 @@ class PutOffUpdates:
             if reducer.state is IterationState.LAUNCHED:
                 self._seen()
             arrived = [other for other in reducer.wait_for(number) if other in self._waiting]
-            # The wait stopped, because another operation needs this rank. The iteration is COLLECTING again.
+            # Stop holding all parameters if the wait ended early, because another operation needs this rank. The
+            # iteration then collects gradients again.
             if not arrived:
                 self._release_all()
                 self._keeps = None
@@ -786,7 +862,7 @@ class PutOffUpdates:
                 self._update(reducer, arrived, params)
 
     def _update(self, reducer: GradientHooks, arrived: Sequence[int], params: Sequence[torch.Tensor]) -> None:
-        # Gradients of a newer backward pass through an old graph. They must be added to `.grad` after the update.
+        # Gradients of a newer backward pass through an old graph, which must be added to `.grad` after the update.
         newer = {number: param.grad for number, param in zip(arrived, params, strict=True) if param.grad is not None}
         for number, param in zip(arrived, params, strict=True):
             param.grad = self._gradient_of.pop(number)
@@ -802,7 +878,10 @@ class PutOffUpdates:
                 param.grad = gradient if param.grad is None else param.grad + gradient
 
     def drain(self) -> None:
-        """Apply all deferred updates and end the iteration. Before `step()`, only wait for all gradients."""
+        """Apply all deferred updates and end the iteration.
+
+        If `step()` was not called yet, only wait for all gradients.
+        """
         with self._lock:
             self.withdraw()
             if self.state is not IterationState.DEFERRED:
@@ -814,11 +893,11 @@ class PutOffUpdates:
             self._keeps = None
 
     def close(self) -> None:
-        """Tell the optimizer that no further update will be deferred. Called by the reducer."""
+        """Tell the optimizer that no further update will be deferred. Called by the reducer when it is closed."""
         self._closed()
 
     def drop(self) -> None:
-        """Discard all deferred updates, because another rank is lost. The parameters keep their current values."""
+        """Discard all deferred updates, because another rank is lost. The parameters keep their present values."""
         with self._lock:
             self._release_all()
             self._gradient_of.clear()

@@ -19,7 +19,7 @@ __all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_proces
 class ProcessSet:
     """A group of ranks that run collectives among themselves.
 
-    It can be used once `init(process_sets=…)` or `add_process_set` has opened it, which connects its ranks.
+    The set can be used once `init(process_sets=…)` or `add_process_set` has opened it, that is, connected its ranks.
 
     Attributes:
         process_set_id: id of the set: 0 for the set of all ranks, positive for other sets, None until the set is
@@ -34,7 +34,7 @@ class ProcessSet:
     mpi_comm: MPI.Comm | None = None
 
     def __init__(self, ranks_or_comm: Sequence[int] | MPI.Comm) -> None:
-        """Store the members of the set. Not collective. `add_process_set` opens the set later.
+        """Store the members of the set. Not collective. The set cannot be used until `add_process_set` opens it.
 
         Args:
             ranks_or_comm: ranks of the members, or an mpi4py communicator of the members.
@@ -45,7 +45,7 @@ class ProcessSet:
             self.mpi_comm = ranks_or_comm
 
     def _opened(self) -> RankSet | None:
-        """Return the engine's data of this process set. None if the set is not open."""
+        """Return the connected ranks of this process set (the engine's object). None if the set is not open."""
         if self.process_set_id is None or not job.is_initialized():
             return None
         sets = job.current().rank_sets
@@ -55,17 +55,20 @@ class ProcessSet:
         return there if list(there.ranks) == self.ranks else None
 
     def size(self) -> int | None:
-        """Return the number of members. None if the set is not open."""
+        """Return the number of members. None if the set is not open (its ranks are not connected)."""
         there = self._opened()
         return None if there is None else len(there.ranks)
 
     def rank(self) -> int | None:
-        """Return the rank of this process within the set. None if it is not a member, or if the set is not open."""
+        """Return the rank of this process within the set.
+
+        None if this process is not a member, or if the set is not open.
+        """
         there = self._opened()
         return None if there is None or there.engine is None else there.engine.rank
 
     def included(self) -> bool | None:
-        """Return whether this process is a member. None if the set is not open."""
+        """Return whether this process is a member. None if the set is not open (its ranks are not connected)."""
         there = self._opened()
         return None if there is None else there.engine is not None
 
@@ -95,15 +98,15 @@ UNSETTLED = (
 )
 
 global_process_set: ProcessSet = _GlobalProcessSet()
-"""Process set of all ranks, the default of every operation."""
+"""Process set of all ranks of the job, the default of every operation."""
 
 
 def engine_of(process_set: ProcessSet) -> EagerEngine:
-    """Return the engine that runs the operations of a process set.
+    """Return the engine, the object that runs the collectives of a process set.
 
     Raises:
         NotInitializedError: `init()` has not been called.
-        ConfigError: the set is not open, or this rank is not one of its members.
+        ConfigError: the set is not open (its ranks are not connected), or this rank is not one of its members.
     """
     current = job.current()
     if not current.settled:
@@ -118,7 +121,7 @@ def engine_of(process_set: ProcessSet) -> EagerEngine:
 
 
 def require_opened(process_set: ProcessSet) -> RankSet:
-    """Return the engine's data of an open process set.
+    """Return the connected ranks of an open process set (the engine's object).
 
     Raises:
         NotInitializedError: `init()` has not been called.
@@ -135,7 +138,7 @@ def require_opened(process_set: ProcessSet) -> RankSet:
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Open a process set: connect its ranks. Return the set.
 
-    Collective over all ranks of the job, including ranks outside of the set. All must pass equal sets.
+    Collective over all ranks of the job, including ranks outside of the set. All ranks must pass equal sets.
 
     Raises:
         ValueError: the set contains ranks that the job does not have, or is open already. Raised on all ranks.
@@ -147,7 +150,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     if current.elastic is not None and not current.training and process_set not in _lasting:
         _lasting.append(process_set)
         if not current.settled:
-            return process_set  # `elastic.run` opens it when this rank becomes a member of the job
+            return process_set  # `elastic.run` opens the set once this rank is a member of the job
     process_set.process_set_id = current.rank_sets.add(_wanted(process_set))
     process_set.ranks = list(current.rank_sets[process_set.process_set_id].ranks)
     return process_set
@@ -157,7 +160,8 @@ def _wanted(process_set: ProcessSet) -> list[int]:
     if process_set.mpi_comm is None:
         assert process_set.ranks is not None
         return process_set.ranks
-    # The members send their ranks to the other ranks, because only the members know who is in the communicator.
+    # Let the members send the set's ranks to all other ranks, because only members know which ranks the MPI
+    # communicator contains.
     control = job.current().control
     MPI = load_mpi()
     own: list[int] = []
@@ -175,7 +179,7 @@ def _wanted(process_set: ProcessSet) -> list[int]:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Close a process set. Collective over all ranks of the job.
+    """Close a process set: disconnect its ranks. Collective over all ranks of the job.
 
     Optimizers that use the set are closed: their next `step()` raises an exception.
 
@@ -198,7 +202,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def open_static(process_sets: Sequence[ProcessSet] | str | None) -> None:
-    """Open the sets that were passed to `init`. Collective over all ranks.
+    """Open (connect the ranks of) the process sets that were passed to `init`. Collective over all ranks.
 
     Raises:
         ValueError: a set is passed twice, or the argument has an invalid type.
@@ -213,7 +217,7 @@ def open_static(process_sets: Sequence[ProcessSet] | str | None) -> None:
 
 
 def _open_static(process_set: ProcessSet) -> None:
-    """Open a process set that was passed to `init`. Collective over all ranks.
+    """Open (connect the ranks of) a process set that was passed to `init`. Collective over all ranks.
 
     In an elastic job, a set can contain ranks that the job does not have now. Such a set is not opened, and raises an
     exception when it is used.
@@ -232,24 +236,29 @@ def _open_static(process_set: ProcessSet) -> None:
 
 
 _lasting: list[ProcessSet] = []
-"""Process sets to open again whenever the ranks of an elastic job change: those passed to `init()`, and those added
-outside of the function that `elastic.run` repeats.
+"""Process sets to open again whenever the set of ranks of an elastic job changes: the sets passed to `init()`, and the
+sets added outside of the function that `elastic.run` repeats.
 """
 
 
 def end_generation() -> None:
-    """Mark all process sets as closed, because the ranks of an elastic job change. Not collective."""
+    """Mark all process sets as closed, because the set of ranks of an elastic job changes. Not collective."""
     for process_set in _lasting:
         process_set.process_set_id = None
 
 
 def lasting() -> dict[tuple[int, ...], ProcessSet]:
-    """Return the process sets to open again after the ranks of an elastic job have changed, by their ranks."""
+    """Return the process sets to open again after the set of ranks of an elastic job has changed.
+
+    The key of each set is the tuple of its ranks.
+    """
     return {tuple(there.ranks): there for there in _lasting if there.ranks is not None and there._opened() is None}
 
 
 def open_again(process_sets: Sequence[ProcessSet]) -> None:
-    """Open process sets again after the ranks of an elastic job have changed. Skip sets with ranks that do not exist.
+    """Open process sets again after the ranks of an elastic job have changed.
+
+    Skip sets that contain ranks which do not exist now.
 
     Collective over all ranks, which must pass the sets in the same order.
     """

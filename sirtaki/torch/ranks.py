@@ -1,4 +1,4 @@
-"""Helpers for scripts with several ranks: dividing data among ranks, calls on rank 0 only, averages over ranks."""
+"""Functions for scripts with several ranks: dividing data among ranks, calls on rank 0 only, averages over ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class DistributedSampler(TorchDistributedSampler[Any]):
-    """Sampler that yields every `size()`-th index of another sampler, starting with the `rank()`-th index.
+    """Sampler for one rank: yields every `size()`-th index of another sampler, starting with the `rank()`-th index.
 
     When an iteration over the sampler begins, all ranks take rank 0's random state, so that the other sampler yields
     the same order on all ranks. Therefore the begin of an iteration is collective. PyTorch's DistributedSampler
@@ -32,11 +32,12 @@ class DistributedSampler(TorchDistributedSampler[Any]):
     """
 
     def __init__(self, order: Sampler[Any], *, drop_last: bool = False) -> None:
-        """Create the sampler of this rank's indices.
+        """Create the sampler, which yields this rank's part of the indices of `order`.
 
         Args:
             order: finite sampler that yields the indices for all ranks.
-            drop_last: drop the last indices if their number is not a multiple of `size()`. Otherwise repeat indices.
+            drop_last: drop the last indices if their number is not a multiple of `size()`. Otherwise repeat the first
+                indices.
         """
         assert isinstance(order, Sized)
         super().__init__(order, num_replicas=size(), rank=rank(), shuffle=False, drop_last=drop_last)  # type: ignore[arg-type]  # PyTorch uses only its length
@@ -52,16 +53,16 @@ class DistributedSampler(TorchDistributedSampler[Any]):
 
 
 class _EndlessSampler(Sampler[None]):
-    """Sampler for a DataLoader over an IterableDataset, which needs no indices.
+    """Sampler for a DataLoader over an IterableDataset. The DataLoader needs no indices from it.
 
-    It sets the random state when an iteration over the DataLoader begins.
+    The sampler sets the random state of this rank when an iteration over the DataLoader begins.
     """
 
     def __init__(self, dataset: IterableDataset[Any]) -> None:
         self._dataset, self.epoch = dataset, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch to the data set, if it has `set_epoch`."""
+        """Call `set_epoch` of the data set, if the data set has this method."""
         self.epoch = epoch
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
@@ -74,7 +75,10 @@ class _EndlessSampler(Sampler[None]):
 
 
 class _IterableShare(IterableDataset[Any]):
-    """Items of another data set for this rank: every `ranks`-th one. Drops last items that not every rank would get."""
+    """Data set that yields this rank's items of another data set: every `ranks`-th one.
+
+    Last items are dropped if not every rank would get one.
+    """
 
     def __init__(self, dataset: IterableDataset[Any], *, rank: int, ranks: int) -> None:
         self._dataset, self._rank, self._ranks = dataset, rank, ranks
@@ -100,7 +104,7 @@ def take_root_random_state(epoch: int, generator: torch.Generator | None) -> Non
     """Set the random state of all ranks to that of rank 0. Collective.
 
     Args:
-        epoch: epoch of this rank, to check that all ranks are in the same epoch.
+        epoch: epoch of this rank, which must equal rank 0's epoch.
         generator: further generator whose state is set, besides PyTorch's default generator. None if there is none.
 
     Raises:
@@ -123,14 +127,14 @@ def take_root_random_state(epoch: int, generator: torch.Generator | None) -> Non
 def take_own_random_state() -> None:
     """Set a different random state on each rank, so that noise, dropout and augmentation differ between ranks.
 
-    Rank 0 keeps its state. Call this on ranks whose random states are equal.
+    Rank 0 keeps its random state. Call this function when the random states of all ranks are equal.
     """
     if rank() != 0:
         torch.manual_seed(zlib.crc32(torch.get_rng_state().numpy().tobytes()) + rank())
 
 
 def shares(samples: list[T], ranks: int) -> list[T]:
-    """Return the samples, and at the end repeat the first ones until the number is a multiple of `ranks`."""
+    """Return the samples, followed by copies of the first ones, so that their number is a multiple of `ranks`."""
     missing = -len(samples) % ranks
     return samples + [samples[number % len(samples)] for number in range(missing)] if samples else samples
 
@@ -154,7 +158,7 @@ def divided(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Return a copy of a DataLoader that yields only this rank's part of each batch.
 
     Raises:
-        ConfigError: the batch size is not a multiple of the number of ranks, or the loader's batches cannot be divided.
+        ConfigError: the batch size is not a multiple of the number of ranks, or this kind of loader is not supported.
     """
     batch_size, ranks = loader.batch_size, size()
     if batch_size is None or type(loader.batch_sampler) is not BatchSampler:
@@ -173,8 +177,8 @@ def divided(loader: DataLoader[Any]) -> DataLoader[Any]:
     else:
         order: Any = loader.sampler  # Any: PyTorch declares an Iterable, but requires a length
         sampler, dataset = DistributedSampler(order, drop_last=loader.drop_last), loader.dataset
-    # A DataLoader rejects assignments to these attributes, because its iterators may use the old ones. The copy has no
-    # iterator yet.
+    # Set the attributes without the check of DataLoader, which rejects assignments because its iterators may use the
+    # old values. The copy has no iterator yet.
     vars(part).update(
         _whole=loader,
         dataset=dataset,
@@ -186,7 +190,7 @@ def divided(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def whole(loader: Iterable[T]) -> Iterable[T]:
-    """Return the original DataLoader, with the data of all ranks, of a copy made by `divided`.
+    """Return the original DataLoader, which yields the data of all ranks, of a copy that `divided` has made.
 
     Return other loaders unchanged.
     """
@@ -221,9 +225,11 @@ class _Nobody:
 
 
 def on_root(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function so that only rank 0 runs it. On other ranks, the call returns a placeholder without effect.
+    """Decorate a function so that only rank 0 runs it.
 
-    All ranks evaluate the arguments of the call, so the arguments may contain collective operations.
+    On other ranks, the call returns a placeholder whose methods do nothing.
+
+    All ranks evaluate the arguments of the call, so that the arguments may contain collectives.
     """
 
     @functools.wraps(function)
@@ -252,7 +258,9 @@ def total(value: Any) -> Any:
 
 
 def mean(elements: torch.Tensor) -> torch.Tensor:
-    """Return this rank's weighted mean, so that the average over ranks is the mean over all elements. Collective.
+    """Return this rank's weighted mean. Its average over the ranks is the mean over the elements of all ranks.
+
+    Collective.
 
     Use it for a loss if ranks have different numbers of elements, for example after a mask.
     """
@@ -263,11 +271,13 @@ def mean(elements: torch.Tensor) -> torch.Tensor:
 
 
 def weighted(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return a loss function whose average over ranks is the loss of the whole batch. Each call of it is collective.
+    """Return a loss function whose average over ranks is the loss of the whole batch.
 
-    `loss` divides by the sum of the weights of this rank's targets. The new function divides by the sum over all ranks.
-    The results differ if classes have weights, targets are ignored (`ignore_index`), or ranks have different numbers of
-    elements.
+    Each call of the returned function is collective.
+
+    `loss` divides by the sum of the weights of this rank's targets. The returned function divides by the sum over the
+    targets of all ranks. The results differ if classes have weights, targets are ignored (`ignore_index`), or ranks
+    have different numbers of elements.
 
     Args:
         loss: a loss of `torch.nn` or `torch.nn.functional` whose reduction is a mean.
@@ -290,7 +300,7 @@ def weighted(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
             return mean(each)
         bound = inspect.signature(torch.nn.functional.cross_entropy).bind_partial(*args, **options).arguments | given
         logits, target = bound["input"], bound["target"]
-        if target.is_floating_point():  # the targets are probabilities, which all have the weight 1
+        if target.is_floating_point():  # the targets are probabilities: each has the weight 1
             return mean(each)
         chosen = {name: bound[name] for name in ("weight", "ignore_index") if name in bound}
         weights: torch.Tensor = torch.nn.functional.nll_loss(
@@ -305,7 +315,7 @@ def weighted(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 def distributed(optimizer: torch.optim.Optimizer, *models: torch.nn.Module, **options: Any) -> torch.optim.Optimizer:
     """Broadcast rank 0's models, and return a `DistributedOptimizer` for them. Collective.
 
-    Useful within an expression:
+    It can be used within an expression:
 
         optimizers = [ranks.distributed(torch.optim.SGD(net.parameters(), 0.1), net) for net in nets]
 
@@ -336,7 +346,7 @@ def _reduced(value: Any, op: int) -> Any:
 
 
 def agreed(value: T) -> T:
-    """Return rank 0's value on all ranks. Use it if the values of ranks may differ by rounding errors. Collective."""
+    """Return rank 0's value on all ranks. Use it where the ranks' values may differ by rounding errors. Collective."""
     if size() == 1:
         return value
     shared: T = broadcast_object(value, root_rank=0)

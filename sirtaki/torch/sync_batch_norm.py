@@ -1,4 +1,4 @@
-"""Batch normalisation over the batches of all ranks, also on the CPU.
+"""Batch normalisation over the batches of all ranks, on GPUs and on the CPU.
 
 Each rank computes the count, the mean and the sum of squared deviations of each channel. These statistics of all ranks
 are combined by the parallel algorithm of Chan, Golub and LeVeque (1979), which is more accurate than a difference of
@@ -50,7 +50,7 @@ def _per_channel(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 class _SyncBatchNormFunction(torch.autograd.Function):
-    """Autograd function of batch normalisation over all ranks. Computes statistics in float32 or float64."""
+    """Autograd function that normalises over the batches of all ranks. It computes statistics in float32 or float64."""
 
     @staticmethod
     def forward(

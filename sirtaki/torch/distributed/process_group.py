@@ -5,7 +5,7 @@ called *lanes*. Every other collective is passed to an *inner group*: a Gloo gro
 PyTorch itself calls the inner group for methods that are not defined here.
 
 Every collective that a Python class can define must be defined here. If one is missing, PyTorch's C++ calls the inner
-group while it holds the GIL. That call hangs if a thread of Gloo needs the GIL to free a tensor.
+group while it holds Python's global lock (GIL). That call hangs if a thread of Gloo needs the GIL to free a tensor.
 """
 
 from __future__ import annotations
@@ -59,21 +59,26 @@ from .shown import RELEASES_INTERPRETER, FlightEntries, shown
 
 # ── lanes: connections for the large tensors of one process group ────────────────────────────────────────────────────
 #
-# A thread opens the lanes when the first large tensor is submitted, because many groups send only small tensors. The
-# same thread drives operations while no caller waits for them. So `submit` never waits for other ranks. All-gathers use
-# a second set of connections and a second thread, opened when the first large all-gather is submitted.
+# A thread opens the lanes (Sirtaki's connections between the ranks) when the first large tensor is submitted, because
+# many groups send only small tensors. The same thread drives operations (sends and receives their data) while no caller
+# waits for them. So `submit` never waits for other ranks. All-gathers use a second set of connections and a second
+# thread, opened when the first large all-gather is submitted.
 
 LEAVE_S = 5.0
 """Maximum time in seconds for which a rank that destroys a group waits for the other ranks to destroy it too."""
 
 
 PIECE_BYTES = 2 << 20
-"""Maximum bytes of a tensor that one gather sends; larger tensors are divided. Each rank has two shared-memory slots of
-this size.
+"""Maximum bytes that one message of an all-gather sends; larger tensors are divided.
+
+Each rank has two buffers of this size in shared memory.
 """
 
 AT_ONCE = 4
-"""Maximum number of gathers in flight. The thread that launches gathers then waits for the oldest one."""
+"""Maximum number of all-gathers in flight.
+
+If it is reached, the thread that launches all-gathers waits for the oldest one.
+"""
 
 
 class TensorGather(TensorOperation):
@@ -81,8 +86,8 @@ class TensorGather(TensorOperation):
 
     Attributes:
         rows: tensors that receive the tensors of all ranks, in rank order. 1-d and contiguous.
-        shard: tensor that this rank sends, 1-d and contiguous. It must not change until the gather ends. May be this
-            rank's item of `rows`.
+        shard: tensor that this rank sends, 1-d and contiguous. It must not change until the all-gather ends. May be
+            this rank's item of `rows`.
     """
 
     def __init__(
@@ -93,21 +98,26 @@ class TensorGather(TensorOperation):
         self._works: list[ShardWork] = []
 
     def start(self, lanes: ShardLanes) -> None:
-        """Launch the gather, divided into pieces of at most `PIECE_BYTES`. Collective. May wait for earlier pieces."""
+        """Launch the all-gather, divided into pieces of at most `PIECE_BYTES`. Collective.
+
+        May wait for earlier pieces.
+
+        `lanes` are Sirtaki's connections between the ranks.
+        """
         step = PIECE_BYTES // self.shard.itemsize
         for low in range(0, self.shard.numel(), step):
             piece = slice(low, low + step)
             self._works.append(lanes.gather([row[piece] for row in self.rows], self.shard[piece]))
 
     def complete(self) -> None:
-        """Wait for all pieces of the gather, then mark the operation as finished."""
+        """Wait for all pieces of the all-gather, then mark the operation as finished."""
         for work in self._works:
             work.wait()
         self.finish()
 
 
 class GroupLanes:
-    """Lanes: Sirtaki's connections between the ranks of one process group, and the threads that drive them.
+    """Lanes: Sirtaki's connections between the ranks of one process group, and the threads that serve them.
 
     Every rank must submit operations with equal sizes and dtypes in the same order.
     """
@@ -116,14 +126,14 @@ class GroupLanes:
         """Store the arguments. No connection is opened before the first operation is submitted.
 
         Args:
-            ranks: communicator between the ranks of the group. `close` frees it.
+            ranks: communicator for control messages between the ranks of the group. `close` frees it.
             settings: values of Sirtaki's environment variables.
-            timeout: returns the maximum time in seconds to wait for other ranks.
+            timeout: function that returns the maximum time in seconds to wait for other ranks.
         """
         self._ranks, self._settings, self._timeout = ranks, settings, timeout
         self._pipeline: UnitPipeline | None = None
         self._error: CommError | None = None
-        self._backlog: deque[TensorReduction] = deque()  # reductions submitted before the lanes are open
+        self._backlog: deque[TensorReduction] = deque()  # reductions submitted before the lanes (connections) are open
         self._lock = free_in_forked_children(threading.Lock())
         self._business = threading.Event()
         self._closing = False
@@ -148,10 +158,10 @@ class GroupLanes:
         return None if isinstance(error, PeerLostError) and not isinstance(error, PeerFaultError) else error
 
     def gather(self, gather: TensorGather) -> None:
-        """Submit a gather. Non-blocking.
+        """Submit an all-gather. Non-blocking.
 
         Raises:
-            CommError: the group has failed.
+            CommError: the communication of the group has failed.
         """
         with self._lock:
             if self._error is not None:
@@ -163,14 +173,15 @@ class GroupLanes:
                 self._gatherer.start()
 
     def submit(self, reduction: TensorReduction, *, awaited: bool) -> None:
-        """Submit a reduction. Non-blocking.
+        """Submit an all-reduce or reduce-scatter. Non-blocking.
 
         Args:
-            reduction: reduction of one tensor.
-            awaited: whether the caller calls `finish` at once. Then the thread that drives the lanes need not wake up.
+            reduction: reduction of one tensor over the ranks.
+            awaited: whether the caller calls `finish` at once. Then the thread that sends and receives in the
+                background need not wake up.
 
         Raises:
-            CommError: the group has failed.
+            CommError: the communication of the group has failed.
         """
         with self._lock:
             if self._error is not None:
@@ -187,11 +198,11 @@ class GroupLanes:
             self._business.set()
 
     def drive(self) -> None:
-        """Wake the thread that drives the lanes (connections), so that operations progress while no caller waits."""
+        """Wake the thread that sends and receives, so that operations progress while no caller waits for them."""
         self._business.set()
 
     def finish(self, operation: TensorOperation, timeout_s: float | None = None) -> bool:
-        """Wait until the operation has ended.
+        """Wait until an operation has ended.
 
         Returns:
             Whether the operation has ended. False if it has not ended after `timeout_s` seconds.
@@ -213,12 +224,12 @@ class GroupLanes:
         try:
             with self._limited_opening():
                 pipeline = open_lanes(self._ranks, settings=self._settings, timeout_s=NEVER_S)
-        except Exception as err:  # catch any error, because callers that wait for operations must get it
+        except Exception as err:  # any error, because callers that wait for operations must get it
             self._fail(err if isinstance(err, CommError) else CommError(f"cannot open streams of a group: {err}"))
             return
         with self._lock:
             self._pipeline = pipeline
-            with suppress(CommError):  # because `finish` raises the error for the callers that wait
+            with suppress(CommError):  # suppressed here: `finish` raises the error for the callers that wait
                 while self._backlog:
                     pipeline.submit(self._backlog.popleft())
         pipeline.drain()
@@ -243,16 +254,19 @@ class GroupLanes:
                     gather.start(lanes)
                 else:
                     return
-        except Exception as err:  # catch any error, because callers that wait for operations must get it
+        except Exception as err:  # any error, because callers that wait for operations must get it
             error = err if isinstance(err, CommError) else CommError(f"this process group cannot gather: {err!r}")
-            error = self._ranks.failures.error or error  # prefer the error that broke the connections
+            error = self._ranks.failures.error or error  # raise the error that broke the connections, if there is one
             self._fail(error)
             for gather in under_way:
                 gather.finish(error)
 
     @contextmanager
     def _limited_opening(self) -> Iterator[None]:
-        """Fail the group unless the `with` block opens the lanes (connections) within the group's timeout."""
+        """Limit the time for opening the lanes (connections) in the `with` block to the group's timeout.
+
+        If it takes longer, the group fails.
+        """
         begin_s, opened = time.monotonic(), threading.Event()
 
         def watch() -> None:
@@ -269,12 +283,18 @@ class GroupLanes:
             opened.set()
 
     def _report(self, ended: Future[None]) -> None:
-        """Make an operation's error the error of the group. Ignore the error if the group is being closed."""
+        """Store the error of a failed operation as the error of the group.
+
+        Do nothing if the group is being closed.
+        """
         if isinstance(error := ended.exception(), CommError) and not self._closing:
             self._ranks.failures.report(error)
 
     def _tell_of_fault(self) -> None:
-        """Abort the other ranks, because they would wait for operations that this rank cannot finish. Thread-safe."""
+        """Report an error to the other ranks, because they would wait for operations that this rank cannot finish.
+
+        Thread-safe.
+        """
         error = self._ranks.failures.error
         if not self._closing and not isinstance(error, PeerLostError):
             self._ranks.abort(f"rank {self._ranks.rank}: {error}", fault=True)
@@ -291,7 +311,7 @@ class GroupLanes:
             operation.finish(error)
 
     def close(self) -> None:
-        """Fail all operations in flight, wait up to `LEAVE_S` for the other ranks to close too, and disconnect.
+        """Fail operations in flight, wait up to `LEAVE_S` seconds for the other ranks to close, and disconnect.
 
         A rank that still waits for this rank afterwards gets an error.
         """
@@ -305,7 +325,7 @@ class GroupLanes:
             pipeline.fail(destroyed)
         self._gathers.put(None)
         self._take_leave()
-        self._ranks.failures.report(destroyed)  # ends waits for operations that another rank has not begun
+        self._ranks.failures.report(destroyed)  # ends waits for operations that other ranks have not begun
         for thread in (self._thread, self._gatherer):
             if thread is not None:
                 thread.join(LEAVE_S)
@@ -316,7 +336,7 @@ class GroupLanes:
             self._shards.close()
 
     def _take_leave(self) -> None:
-        with suppress(CommError):  # the group has failed before, and all ranks have received that error
+        with suppress(CommError):  # the group has failed before, and all ranks know the error
             if not leave_together(self._ranks.duplicate(), LEAVE_S):
                 self._ranks.abort(f"rank {self._ranks.rank} has destroyed the process group while other ranks use it")
 
@@ -333,17 +353,18 @@ LANE_DTYPES = frozenset(
         *(torch.int8, torch.uint8, torch.int32, torch.int64),
     )
 )
-"""Dtypes that Sirtaki's lanes (connections) can reduce. Gloo reduces the same dtypes, and bool as a byte."""
+"""Dtypes that lanes (Sirtaki's connections) can reduce. Gloo reduces the same dtypes, and bool as a byte."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReduceRecipe:
-    """A reduction of PyTorch as three steps: multiply by a factor, reduce with a basic operation, divide by a divisor.
+    """A reduction of PyTorch as three steps: multiply the inputs by a factor, reduce, divide by a divisor.
 
     Attributes:
-        op: PyTorch's reduction, neither AVG nor PREMUL_SUM, which are expressed by `divisor` and `factor`.
-        factor: number by which this rank's tensor is multiplied before the reduction. None for no multiplication.
-        divisor: number by which the result is divided. Integers are rounded towards zero, as in NCCL.
+        op: operator of the reduction in the second step. It is neither AVG nor PREMUL_SUM, which `divisor` and `factor`
+            express.
+        factor: number that multiplies this rank's tensor before the reduction. None for no multiplication.
+        divisor: number that divides the result. Integers are rounded towards zero, as in NCCL.
     """
 
     op: TorchOp.RedOpType
@@ -352,7 +373,7 @@ class ReduceRecipe:
 
     @classmethod
     def of(cls, op: TorchOp | TorchOp.RedOpType, size: int) -> ReduceRecipe:
-        """Convert a reduction of PyTorch over `size` ranks into its three steps."""
+        """Convert a reduction of PyTorch over `size` ranks into three steps: multiply, reduce, divide."""
         # Any: PyTorch's stub lacks `__getstate__`.
         whole: Any = TorchOp(op) if isinstance(op, TorchOp.RedOpType) else op
         kind, factor = whole.__getstate__()
@@ -362,16 +383,19 @@ class ReduceRecipe:
 
     @property
     def lane_op(self) -> ReduceOp | None:
-        """Return the reduction to run over the lanes (connections) for `op`. None if lanes do not support `op`."""
+        """Return the operator with which lanes (Sirtaki's connections) reduce for `op`.
+
+        None if they do not support `op`.
+        """
         return LANE_OPS.get(self.op)
 
     def prepare_(self, tensor: torch.Tensor) -> None:
-        """Multiply a tensor by `factor` in place, before it is sent."""
+        """Multiply a tensor by `factor` in place, before it is sent. Do nothing if `factor` is None."""
         if self.factor is not None:
             tensor.mul_(self.factor)
 
     def divide_(self, tensor: torch.Tensor) -> None:
-        """Divide a reduced tensor by `divisor` in place."""
+        """Divide a reduced tensor by `divisor` in place, with integers rounded towards zero."""
         if self.divisor == 1:
             return
         if tensor.is_floating_point() or tensor.is_complex():
@@ -381,47 +405,50 @@ class ReduceRecipe:
 
 
 NO_TIMEOUT = timedelta(0)
-"""Timeout with which PyTorch waits without a limit."""
+"""Value of a timeout that means no limit, as in PyTorch."""
 
 
 KEEPS_WORKS = TorchVersion(torch.__version__) >= "2.7"
-"""Whether PyTorch's C++ keeps a work (`Work` object) of Python alive. PyTorch before 2.7 does not, and would wait
-forever for a work that Python has freed.
+"""Whether PyTorch's C++ keeps a `Work` object of Python alive. PyTorch before 2.7 does not.
+
+It would wait forever for a `Work` object that Python has freed.
 """
 
 
 class FillingWork(Work):
-    """Base class of works (`Work` objects of PyTorch) that write their results to the caller's tensors."""
+    """Base class of the `Work` objects of collectives that write their results to the caller's tensors."""
 
     def __init__(self, outputs: Any) -> None:  # Any: a list of tensors, or a list of lists for an all-gather
         super().__init__()
         self._outputs = outputs
 
     def synchronize(self) -> None:
-        """Block until the work has ended, because CPU tensors have no stream that could wait instead."""
+        """Block until the collective has ended. CUDA streams could wait instead, but CPU tensors have none."""
         self.wait()
 
     def is_success(self) -> bool:
-        """Return whether the work has ended without an error."""
+        """Return whether the collective has ended without an error."""
         return self.is_completed() and self.exception() is None
 
     def result(self) -> Any:
-        """Return the tensors to which the work writes its results."""
+        """Return the tensors to which the collective writes its results."""
         return self._outputs
 
 
 class LaneWork(FillingWork):
-    """Work of a collective that runs over Sirtaki's lanes (connections), not in the inner group."""
+    """`Work` object of a collective over lanes (Sirtaki's connections), not in the inner group (Gloo or NCCL)."""
 
     def __init__(self, lanes: GroupLanes, operation: TensorOperation, outputs: Any) -> None:
         super().__init__(outputs)
         self._lanes, self._operation = lanes, operation
         self._future: torch.futures.Future[Tensors] | None = None
-        self._callbacks_done = threading.Event()  # set once all callbacks of the future have run
+        self._callbacks_done = threading.Event()  # set once all callbacks of this work's future have run
         self._callback_thread = 0  # id of the thread that is running the callbacks, or 0
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Block until the operation has ended. Drive the lanes (connections) meanwhile. A timeout of 0 means no limit.
+        """Block until the operation has ended, and send and receive its data meanwhile.
+
+        A timeout of 0 means no limit.
 
         Raises:
             CommError: the operation has failed.
@@ -431,19 +458,23 @@ class LaneWork(FillingWork):
         if not self._lanes.finish(self._operation, limit_s if limit_s > 0 else None):
             raise RuntimeError(f"an operation of this process group did not end within {limit_s:g} s")
         if self._future is not None and not self._is_in_callback():
-            # The thread that ends the operation first wakes waiting threads, and then runs the callbacks.
+            # Wait for the callbacks too: the thread that ends the operation first wakes waiting threads, then runs the
+            # callbacks.
             self._callbacks_done.wait()
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the operation has ended and its callbacks have run. Wake the thread that drives it."""
+        """Return whether the operation has ended and the callbacks of its future have run.
+
+        If not, wake the thread that sends and receives its data.
+        """
         if not self._operation.ended.done():
             self._lanes.drive()
         ended = self._operation.ended.done()
         return ended and (self._future is None or self._callbacks_done.is_set() or self._is_in_callback())
 
     def _is_in_callback(self) -> bool:
-        """Return whether the calling code is a callback of the work's future."""
+        """Return whether the calling code runs inside a callback of this work's future."""
         return self._callback_thread == threading.get_ident()
 
     def exception(self) -> BaseException | None:
@@ -451,7 +482,7 @@ class LaneWork(FillingWork):
         return self._operation.ended.exception() if self._operation.ended.done() else None
 
     def get_future(self) -> torch.futures.Future[Tensors]:
-        """Return a future that receives the output tensors or the error when the operation ends."""
+        """Return a future that gets the output tensors or the error when the operation ends."""
         if self._future is not None:
             return self._future
         future = self._future = torch.futures.Future()
@@ -473,15 +504,15 @@ class LaneWork(FillingWork):
 
 
 class LastingWork(FillingWork):
-    """Wrapper of a work that keeps itself alive until the work ends, for PyTorch before 2.7.
+    """Wrapper that keeps a `Work` object alive until its collective ends, for PyTorch before 2.7.
 
-    There, C++ may wait for a Python work without keeping it alive. PyTorch's alternative, `_create_work_from_future`,
-    returns works whose `wait` does not raise the error of the future.
+    These PyTorch versions may wait in C++ for a `Work` object of Python without keeping it alive. PyTorch's
+    alternative, `_create_work_from_future`, returns works whose `wait` does not raise the error of the future.
     """
 
-    _in_flight: ClassVar[set[LastingWork]] = set()  # works that only C++ may refer to
+    _in_flight: ClassVar[set[LastingWork]] = set()  # works to which maybe only C++ refers
     _ended: ClassVar[deque[LastingWork]] = deque(maxlen=10_000)
-    _with_tensors: ClassVar[deque[LastingWork]] = deque()  # ended last; C++ may still ask for the future
+    _with_tensors: ClassVar[deque[LastingWork]] = deque()  # works that ended last: C++ may still ask for their future
 
     def __init__(self, work: FillingWork) -> None:
         super().__init__(None)
@@ -491,14 +522,14 @@ class LastingWork(FillingWork):
         self._process = os.getpid()
 
     def __del__(self) -> None:
-        """Keep the work alive if C++ may refer to it, because no caller has waited for it or asked for its future."""
+        """Keep this work alive if C++ may refer to it: no Python caller has waited for it or asked for its future."""
         if self._is_asked or self._work is None or sys.is_finalizing() or self._process != os.getpid():
             return
         self._is_kept = True
-        self._in_flight.add(self)  # a new reference, so that Python does not destroy the object
+        self._in_flight.add(self)  # Python does not destroy an object that gets a new reference
         try:
             self._work.get_future().add_done_callback(self._end)
-        except RuntimeError:  # raised for a reduce-scatter of Gloo, whose work has no future
+        except RuntimeError:  # the work of a reduce-scatter of Gloo has no future
             self._in_flight.discard(self)
             self._ended.append(self)
 
@@ -512,17 +543,17 @@ class LastingWork(FillingWork):
         self._in_flight.discard(self)
         self._with_tensors.append(self)
         if len(self._with_tensors) > 16:
-            with suppress(IndexError):  # raised if another thread has removed the last item
+            with suppress(IndexError):  # another thread may have removed the last item
                 self._with_tensors.popleft()._work = None
 
     def _drop(self) -> None:
-        """Free the output tensors if C++ refers to this work, because C++ does not read the results of a work."""
+        """Free the output tensors if C++ refers to this work, because C++ does not read a work's results."""
         self._is_asked = True
         if self._is_kept:
             self._work = None
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Wait for the wrapped work. Raise its error if it has failed."""
+        """Wait until the collective of the wrapped work has ended. Raise its error if it has failed."""
         self._is_asked = True
         if (work := self._work) is not None:
             work.wait(timeout)
@@ -532,15 +563,18 @@ class LastingWork(FillingWork):
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the wrapped work has ended."""
+        """Return whether the collective of the wrapped work has ended."""
         return self._work is None or self._work.is_completed()
 
     def exception(self) -> BaseException | None:
-        """Return the error of the wrapped work. None if it has not failed."""
+        """Return the error of the wrapped work's collective. None if it has not failed."""
         return self._error if self._work is None else self._work.exception()
 
     def result(self) -> Any:
-        """Return the tensors to which the wrapped work writes. None after `wait` if C++ refers to this work."""
+        """Return the tensors to which the wrapped work's collective writes.
+
+        None after `wait` if C++ refers to this work.
+        """
         return None if self._work is None else self._work.result()
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -557,18 +591,23 @@ class LastingWork(FillingWork):
 
 
 def lasting(work: FillingWork) -> FillingWork:
-    """Return a work that exists as long as C++ may wait for it. Wrap `work` if PyTorch requires it."""
+    """Return a `Work` object that stays alive as long as C++ may wait for it.
+
+    Wrap `work` if this PyTorch requires it.
+    """
     return work if KEEPS_WORKS else LastingWork(work)
 
 
 FAULT_POLL_S = 0.1
-"""Interval in seconds at which a thread that waits for Gloo polls whether the group has failed."""
+"""Interval in seconds at which a thread that waits for Gloo checks whether the whole process group has failed."""
 
 
 class InnerGroupWork(FillingWork):
-    """Work of a collective of the inner group (Gloo or NCCL). Its `wait` raises an error when the whole group fails.
+    """`Work` object of a collective in the inner group (Gloo or NCCL).
 
-    The inner group's own work would continue to wait.
+    Its `wait` raises an error if the whole group fails.
+
+    The inner group's own `Work` object would continue to wait after such a failure.
     """
 
     def __init__(self, lanes: GroupLanes, work: Work) -> None:
@@ -576,10 +615,10 @@ class InnerGroupWork(FillingWork):
         self._lanes, self._work = lanes, work
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Wait until the collective has ended or the group has failed.
+        """Wait until the collective has ended or the whole process group has failed.
 
         Raises:
-            CommError: the group has failed.
+            CommError: the process group has failed.
             RuntimeError: the collective has failed, or the timeout has passed.
         """
         limit_s = timeout.total_seconds()
@@ -595,21 +634,21 @@ class InnerGroupWork(FillingWork):
                 if self._work.is_completed():
                     break
                 now_s = time.monotonic()
-                # An error before the slice of time has passed is no timeout but the work's own error. This check is
-                # needed because some failed works of PyTorch do not report completion.
+                # Raise an error that comes before the slice of time has passed: it is no timeout but the collective's
+                # own error. Some failed works of PyTorch never report completion, so their state does not show this.
                 if now_s > deadline_s or now_s - begin_s < slice_s / 2:
                     raise
         return self._work.wait()
 
     def is_completed(self) -> bool:
-        """Return whether the collective has ended or the group has failed."""
+        """Return whether the collective has ended or the whole process group has failed."""
         return self._work.is_completed() or self._lanes.fault is not None
 
     def exception(self) -> BaseException | None:
-        """Return the error of the collective or of the group. None if there is no error."""
+        """Return the error of the collective or of the process group. None if there is no error."""
         if not self._work.is_completed():
             return self._lanes.fault
-        try:  # call `wait`, because PyTorch before 2.7 does not pass the work's exception to Python
+        try:  # PyTorch before 2.7 raises the error in `wait` only
             self._work.wait()
         except RuntimeError as err:
             return err
@@ -625,9 +664,11 @@ class InnerGroupWork(FillingWork):
 
 
 class FollowedWork(FillingWork):
-    """Work that consists of other works and of a function `then`, which runs once after all of them have ended.
+    """`Work` object that stands for several other works, followed by a function `then`.
 
-    The first thread that finds that all works have ended calls `then`.
+    `then` runs once, after all of the works have ended.
+
+    The first thread that finds that all of the works have ended calls `then`.
     """
 
     def __init__(self, works: Sequence[Work], then: Callable[[], None], outputs: Tensors) -> None:
@@ -638,7 +679,7 @@ class FollowedWork(FillingWork):
         self._following = threading.Lock()
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Wait for all works, then call `then` unless another thread has called it."""
+        """Wait for all of the works, then call `then` unless another thread has called it."""
         for work in self._works:
             work.wait(timeout)
         self._follow()
@@ -651,7 +692,7 @@ class FollowedWork(FillingWork):
                 self._followed = True
 
     def is_completed(self) -> bool:
-        """Return whether all works have ended. If they have, call `then` first."""
+        """Return whether all of the works have ended. If they have, first call `then`."""
         if not all(work.is_completed() for work in self._works):
             return False
         try:
@@ -661,15 +702,15 @@ class FollowedWork(FillingWork):
         return True
 
     def exception(self) -> BaseException | None:
-        """Return the error of a failed work. None if no work has failed, or until all works have ended."""
+        """Return the error of a failed work. None if some works have not ended, or if none has failed."""
         return self._error if self.is_completed() else None
 
     def get_future(self) -> torch.futures.Future[Tensors]:
-        """Return a future that calls `then` when all works have ended."""
+        """Return a future that calls `then` when all of the works have ended."""
 
         def follow(ended: torch.futures.Future[Any]) -> Any:
             for future in ended.value():
-                # If a LaneWork fails, the value of its future is the exception.
+                # Raise the exception of a failed LaneWork, which is the value of its future.
                 if isinstance(error := future.value(), Exception):
                     raise error
             self._follow()
@@ -701,13 +742,16 @@ def meet(timeout: timedelta) -> tuple[Store, int, int]:
 
 
 LARGE_BYTES = 256 * 1024
-"""Minimum bytes of a tensor that lanes (connections) reduce. For smaller ones Gloo is as fast, with a core per rank."""
+"""Minimum bytes of a tensor that lanes (Sirtaki's connections) reduce.
+
+Below it, Gloo is as fast if each rank has a core.
+"""
 
 LARGE_GATHER_BYTES = 512 * 1024
 """Minimum size in bytes of the output of an all-gather that runs over lanes (Sirtaki's connections).
 
-Measured between four emulated nodes on busy cores: lanes took 1.5 times as long as Gloo for 256 KiB, and half as long
-for 512 KiB. On one host, lanes were faster at any size with four ranks, and from 4 MiB on with two ranks.
+Measured between four emulated nodes on busy cores: for 256 KiB, lanes took 1.5 times as long as Gloo, and for 512 KiB
+half as long. On one host, lanes were faster at any size with four ranks, and from 4 MiB on with two ranks.
 """
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -718,7 +762,10 @@ _ProcessGroup: Any = dist.ProcessGroup  # Any: its methods differ between versio
 
 
 def _left_to_inner(name: str) -> Callable[..., Work | None]:
-    """Return a method that calls the method `name` of the inner group. Its first argument must contain tensors."""
+    """Return a method that calls the method `name` of the inner group (Gloo or NCCL).
+
+    The first argument of the method must contain tensors, whose device decides which inner group is called.
+    """
 
     # Any: the arguments of the inner group's method, which differ between versions of PyTorch.
     def method(self: SirtakiProcessGroup, tensors: Any, *args: Any, **options: Any) -> Work | None:
@@ -729,7 +776,7 @@ def _left_to_inner(name: str) -> Callable[..., Work | None]:
 
 
 def _first(tensors: Any) -> torch.Tensor | None:
-    """Return the first tensor in nested lists or tuples. None if there is no tensor."""
+    """Return the first tensor in nested lists or tuples of tensors. None if there is no tensor."""
     if isinstance(tensors, torch.Tensor):
         return tensors
     found = map(_first, tensors) if isinstance(tensors, list | tuple) else ()
@@ -737,16 +784,17 @@ def _first(tensors: Any) -> torch.Tensor | None:
 
 
 def _is_ours(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether lanes (connections) support all of these tensors: dense, real and on the CPU."""
+    """Return whether lanes (Sirtaki's connections) support all of these tensors: dense, real and on the CPU."""
     return all(
         tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_complex() for tensor in tensors
     )
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a detached tensor over the same memory that is not an inference tensor, so that any thread may write it.
+    """Return a detached tensor over the same memory that is not an inference tensor. Any thread may write to it.
 
-    Only code within `torch.inference_mode()` may write an inference tensor, and the group's threads run outside of it.
+    Only code within `torch.inference_mode()` may write to an inference tensor, and the group's threads run outside of
+    it.
     """
     if not tensor.is_inference():
         return tensor.detach()
@@ -767,10 +815,10 @@ def _as_real(tensors: Tensors, opts: Any) -> Tensors:  # Any: options with an op
 
 @dataclass(slots=True)
 class _Unreduced:
-    """State of a DDP model over this backend before Sirtaki reduces its gradients (before it is attached).
+    """State of a DDP model over this backend, before Sirtaki reduces its gradients instead of DDP (attaches it).
 
     The model is attached at the end of the first backward pass in which DDP reduces its gradients, because all ranks
-    reach this point in the same order. Other passes are not suitable: one rank alone may run a forward pass, or a
+    reach this point in the same order. Other points are not suitable: a single rank may run a forward pass, or a
     backward pass within `no_sync()`.
 
     Attributes:
@@ -786,7 +834,7 @@ class _Unreduced:
         """Let Sirtaki reduce the gradients of `model` instead of DDP. Collective.
 
         Raises:
-            ConfigError: the model cannot be attached. Raised on all ranks.
+            ConfigError: Sirtaki cannot reduce this model's gradients. Raised on all ranks.
         """
         from sirtaki.torch.ddp import attach
 
@@ -801,11 +849,14 @@ class _Unreduced:
 
 
 _unreduced: weakref.WeakKeyDictionary[DistributedDataParallel, _Unreduced] = weakref.WeakKeyDictionary()
-"""DDP models that are not attached yet, in the order of their creation, which is the same on all ranks."""
+"""DDP models whose gradients Sirtaki does not reduce yet, in the order of creation, which is equal on all ranks."""
 
 
 def _see_ddp(module: torch.nn.Module, name: str, inside: torch.nn.Module | None, *, attach: bool) -> None:
-    """Add a new DDP model to the models to attach. Global hook that PyTorch calls when a module gets a submodule."""
+    """Remember a new DDP model, to reduce its gradients later instead of DDP.
+
+    Global hook that PyTorch calls when a module gets a submodule.
+    """
     if name == "module" and inside is not None and isinstance(module, DistributedDataParallel):
         exclude_from_compilation()
         group = module.process_group
@@ -816,15 +867,19 @@ def _see_ddp(module: torch.nn.Module, name: str, inside: torch.nn.Module | None,
 
 
 def _see_reduction() -> None:
-    """Let the end of this backward pass check which models' gradients DDP reduces. Called when DDP launches an
-    all-reduce.
+    """At the end of this backward pass, check which DDP models' gradients are being reduced.
+
+    Called when DDP may have launched an all-reduce.
     """
     if _unreduced:
         when_backward_ends(_see_models)
 
 
 def _see_models() -> None:
-    """Find the models whose gradients DDP has begun to reduce. Called as a backward pass ends, before DDP waits."""
+    """Find the DDP models whose gradients DDP has begun to reduce.
+
+    Called when a backward pass ends, before DDP waits.
+    """
     for model, known in list(_unreduced.items()):
         # With a static graph, DDP has already waited for its all-reduces at the end of the first backward pass.
         done = model.static_graph and model._static_graph_delay_allreduce_enqueued
@@ -842,7 +897,10 @@ def _is_idle(model: DistributedDataParallel) -> bool:
 
 
 def _attach_reduced() -> None:
-    """Attach the models whose gradients DDP has reduced once. DDP keeps the others. Collective."""
+    """Let Sirtaki reduce the gradients of the models whose gradients DDP has reduced once. Collective.
+
+    If Sirtaki cannot, DDP continues to reduce them.
+    """
     reduced = [(model, known) for model, known in _unreduced.items() if known.begun and _is_idle(model)]
     for model, known in reduced:
         del _unreduced[model]
@@ -850,25 +908,29 @@ def _attach_reduced() -> None:
             continue
         try:
             known.attach(model)
-        except ConfigError as err:  # raised on all ranks, where DDP continues to reduce the gradients
+        except ConfigError as err:  # raised on all ranks, so DDP continues to reduce the gradients on all
             logger.info("a model under DDP is not attached: %s", err)
 
 
 _ended: list[Any] = []  # Any: Gloo groups
-"""Gloo groups that have been shut down. They are freed when the next group is created, because freeing them at once
-could hang before PyTorch 2.9.
+"""Gloo groups that have been shut down.
+
+They are freed when the next group is created: before PyTorch 2.9, freeing them at once could hang.
 """
 
 _logged = False
 
 
 def _log_once(settings: Settings, rank: int, size: int) -> None:
-    """For the first group of this process, set up logging and the hook that finds DDP models, and log the settings."""
+    """Set up logging and the hook that finds DDP models, and log the settings.
+
+    Does so only for the first process group of this process.
+    """
     global _logged
     if _logged:
         return
     _logged = True
-    if not job.is_initialized():  # otherwise `hvd.init()` has started logging
+    if not job.is_initialized():  # if it is, `hvd.init()` has started logging
         start_logging(settings, rank)
     exclude_from_compilation()
     register_module_module_registration_hook(partial(_see_ddp, attach=settings.attach and size > 1))
@@ -894,7 +956,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Connect the ranks of the group. Collective.
 
         Args:
-            store: store that only this group uses.
+            store: key-value store of PyTorch that only this group uses.
             rank: rank of this process in the group.
             size: number of ranks in the group.
             timeout: maximum time to wait for other ranks.
@@ -910,11 +972,11 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if not RELEASES_INTERPRETER:
             finalize(self, _ended.append, self._inner)
         types = dist.ProcessGroup.BackendType
-        if hasattr(self, "_set_default_backend"):  # torch >= 2.6
+        if hasattr(self, "_set_default_backend"):  # only PyTorch 2.6 and newer
             self._set_default_backend(types.GLOO)
         self._register_backend(CPU, types.GLOO, self._inner)
         self._on_cuda = self._open_cuda(PrefixStore("nccl/", store), rank, size, timeout)
-        # Read at every use, because `torch.distributed` may change the timeout of the inner groups.
+        # Read the timeout at every use, because `torch.distributed` may change the timeout of the inner groups.
         self._timeout: Timeout = timeout_of(self) or timeout.total_seconds
         self._lanes: GroupLanes | None = None
         self._keeps_entries = settings.flight_entries > 0
@@ -924,12 +986,13 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 settings, PrefixStore("mesh/", store), rank=rank, size=size, timeout_s=timeout.total_seconds()
             )
             self._lanes = GroupLanes(ranks, settings=settings, timeout=self._timeout)
-            # Do not close the lanes at interpreter exit, so that a rank that exits without `shutdown` counts as lost.
+            # Do not close the lanes (connections) at interpreter exit: a rank that exits without `shutdown` must count
+            # as lost.
             finalize(self, self._lanes.close)
 
     @cached_property
     def plain(self) -> dist.ProcessGroup:
-        """Return a `dist.ProcessGroup` over the same inner groups, whose collectives are visible to dispatch modes."""
+        """Return a `dist.ProcessGroup` over the same inner groups, whose collectives dispatch modes can record."""
         plain = dist.ProcessGroup(self.rank(), self.size())  # type: ignore[call-arg]  # missing in PyTorch's stub
         types = dist.ProcessGroup.BackendType
         plain._register_backend(CPU, types.GLOO, self._inner)
@@ -945,7 +1008,10 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     # Any: PyTorch's stubs lack methods of process groups.
     def _open_cuda(self, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-        """Create the inner group for CUDA tensors with NCCL. Return the Gloo group if there is no NCCL. Collective."""
+        """Create the inner group for CUDA tensors with NCCL. Collective.
+
+        Return the Gloo group if this PyTorch has no NCCL.
+        """
         types = dist.ProcessGroup.BackendType
         if not torch.cuda.is_available():
             return self._inner
@@ -970,7 +1036,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self, tensors: Any, opts: Any = None
     ) -> Work | None:  # Any: PyTorch passes one tensor or several, and two classes of options
         """See `torch.distributed.all_reduce`. Collective."""
-        if in_backward():  # probably DDP, which reduces gradients during the backward pass
+        if in_backward():  # probably called by DDP, which reduces gradients then
             _see_reduction()
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         opts = dist.AllreduceOptions() if opts is None else opts
@@ -994,8 +1060,8 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._all_reduce(tensors, opts.reduceOp, opts)
 
     def _all_reduce(self, tensors: Tensors, op: dist.ReduceOp, opts: Any) -> Work:
-        """Reduce tensors as one flat tensor. Reduce a single contiguous tensor in place, and others in a flat copy."""
-        plain = [_plain(tensor) for tensor in tensors]  # detached, because the thread that writes may record gradients
+        """Reduce several tensors as one flat copy. Reduce a single contiguous tensor in place."""
+        plain = [_plain(tensor) for tensor in tensors]  # detach: the writing thread may record gradients
         whole = len(tensors) == 1 and tensors[0].is_contiguous()
         flat = plain[0].view(-1) if whole else torch.cat([tensor.reshape(-1) for tensor in plain])
 
@@ -1015,7 +1081,10 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter(
         self, outputs: Tensors, inputs: list[Tensors], opts: Any = None
     ) -> Work | None:  # Any: the inner group's arguments
-        """See `torch.distributed.reduce_scatter`. Collective. The inputs of one rank may have different sizes."""
+        """See `torch.distributed.reduce_scatter`. Collective.
+
+        The input tensors of one rank may have different sizes.
+        """
         opts = dist.ReduceScatterOptions() if opts is None else opts
         outputs, inputs = _as_real(outputs, opts), [_as_real(each, opts) for each in inputs]
         if not _is_ours([*outputs, *(tensor for each in inputs for tensor in each)]):
@@ -1046,13 +1115,13 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     @shown
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work | None:
-        """Launch several collectives and return one work. Collective."""
+        """Launch several reduce-scatters and return one `Work` object for all of them. Collective."""
         works = [
             self.reduce_scatter_single(output, tensor, opts) for output, tensor in zip(outputs, inputs, strict=True)
         ]
         return self._joined(works, outputs)
 
-    # PyTorch before 2.13 calls the reduce-scatters above by these names.
+    # Define the names by which PyTorch before 2.13 calls the reduce-scatters above.
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -1071,7 +1140,10 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     @staticmethod
     def _joined(works: Sequence[Work | None], outputs: Tensors) -> Work | None:
-        """Return one work that ends when all `works` have ended. None if all collectives were synchronous."""
+        """Return one `Work` object that has ended when all `works` have ended.
+
+        None if all of the collectives were synchronous.
+        """
         left = [work for work in works if work is not None]
         return lasting(FollowedWork(left, lambda: None, outputs)) if left else None
 
@@ -1094,8 +1166,8 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
             target: tensor that receives a part of the result, 1-d and contiguous.
             start: index of the result's first element that is written to `target`.
             recipe: the reduction.
-            opts: PyTorch's options. Only the timeout and `asyncOp` are used.
-            outputs: the caller's output tensors, which are the result of the work.
+            opts: PyTorch's options of the collective. Only the timeout and `asyncOp` are used.
+            outputs: the caller's output tensors, which the `Work` object returns as its result.
             then: function that copies `target` to `outputs`. None if `outputs` share the memory of `target`.
         """
         if recipe.factor is not None and target is not flat:
@@ -1180,18 +1252,20 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     @shown
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work | None:
-        """Launch several collectives and return one work. Collective."""
+        """Launch several all-gathers and return one `Work` object for all of them. Collective."""
         works = [self.all_gather_single(output, tensor, opts) for output, tensor in zip(outputs, inputs, strict=True)]
         return self._joined(works, outputs)
 
-    # PyTorch before 2.13 calls the all-gathers above by these names.
+    # Define the names by which PyTorch before 2.13 calls the all-gathers above.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def _gathers(self, outputs: Tensors, tensor: torch.Tensor) -> bool:
-        """Return whether lanes (Sirtaki's connections) gather the tensors, and not Gloo. All ranks get the same answer.
+        """Return whether lanes (Sirtaki's connections), and not Gloo, gather the tensors.
 
-        Invalid arguments are left to Gloo, which rejects them.
+        All ranks get the same answer.
+
+        Invalid arguments are left to Gloo, which raises an error for them.
         """
         numel = self.size() * tensor.numel()
         return (
@@ -1214,7 +1288,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
             rows: tensors that receive the tensors of all ranks, in rank order.
             tensor: tensor that this rank sends.
             copies: pairs of tensors. After the gather, the second tensor of each pair is copied to the first.
-            outputs: the caller's output tensors, which are the result of the work.
+            outputs: the caller's output tensors, which the `Work` object returns as its result.
         """
         assert self._lanes is not None
 
@@ -1236,23 +1310,23 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Call the method `name` of the inner group (Gloo or NCCL) for the device of the tensors.
 
         Returns:
-            The work. None for a synchronous collective of NCCL from PyTorch 2.8 on, because the current stream waits
-            for the collective.
+            The `Work` object. None for a synchronous collective of NCCL from PyTorch 2.8 on, which makes the current
+            CUDA stream wait instead.
         """
         first = _first((tensors, *args))
         on_cuda = first is not None and first.device.type == "cuda"
         inferred = first is not None and first.is_inference()
-        with torch.inference_mode() if inferred else nullcontext():  # the inner group's threads inherit it
+        with torch.inference_mode() if inferred else nullcontext():  # the inner group's threads inherit the mode
             work: Work | None = getattr(self._on_cuda if on_cuda else self._inner, name)(tensors, *args, **options)
-        # Some works cannot be polled with short timeouts: a timeout of send or recv breaks the connection, and the work
-        # of PyTorch 2.4's reduce-scatter never reports completion.
+        # Do not watch works that cannot be polled with short timeouts: a timeout of send or recv breaks the connection,
+        # and the work of PyTorch 2.4's reduce-scatter never reports completion.
         alone = name in ("send", "recv") or (name == "_reduce_scatter_base" and not KEEPS_WORKS)
         if work is None or alone or (on_cuda and self._on_cuda is not self._inner):
             return work
         return self._watched(work)
 
     def _watched(self, work: Work) -> Work:
-        """Return a work that waits for `work`, and raises an error when the group fails."""
+        """Return a `Work` object that waits for `work`, and raises an error if the whole process group fails."""
         return lasting(InnerGroupWork(self._lanes, work)) if self._lanes is not None else work
 
     @shown
@@ -1265,7 +1339,10 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     @shown
     def broadcast(self, tensors: Any, *args: Any, **options: Any) -> Work | None:  # Any: the inner group's arguments
-        """See `torch.distributed.broadcast`. Collective. Non-contiguous tensors are copied, as Gloo ignores strides."""
+        """See `torch.distributed.broadcast`. Collective.
+
+        Non-contiguous tensors are copied, because Gloo ignores strides.
+        """
         return self._ask_contiguous("broadcast", tensors, *args, **options)
 
     @shown
@@ -1317,7 +1394,10 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def _ask_contiguous(
         self, name: str, tensors: Any, *args: Any, **options: Any
     ) -> Work | None:  # Any: the inner group's arguments
-        """Call the inner group with contiguous copies of tensors, as Gloo ignores strides. Copy the results back."""
+        """Call the inner group (Gloo or NCCL) with contiguous copies of tensors, because Gloo ignores strides.
+
+        Copy the results back to the tensors.
+        """
         outputs = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         if all(tensor.layout is not torch.strided or tensor.is_contiguous() for tensor in outputs):
             return self._ask(name, tensors, *args, **options)
@@ -1329,7 +1409,7 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 tensor.copy_(copy)
 
         work = self._ask(name, copies[0] if isinstance(tensors, torch.Tensor) else copies, *args, **options)
-        if work is None:  # the collective is synchronous, so the current CUDA stream waits for NCCL
+        if work is None:  # synchronous collective: the current CUDA stream waits for NCCL
             copy_back()
             return None
         return lasting(FollowedWork([work], copy_back, outputs))
@@ -1337,12 +1417,12 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
     send = _left_to_inner("send")
     recv = _left_to_inner("recv")
 
-    alltoall_base = all_to_all_single  # PyTorch before 2.13 calls this name
+    alltoall_base = all_to_all_single  # name that PyTorch before 2.13 calls
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def shutdown(self) -> None:
-        """Close the lanes (connections), then NCCL's communicators. PyTorch calls it from `destroy_process_group`."""
+        """Close Sirtaki's connections, then NCCL's communicators. PyTorch calls it from `destroy_process_group`."""
         try:
             if self._lanes is not None:
                 self._lanes.close()
@@ -1350,16 +1430,19 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
             self._end_on_cuda("shutdown")
 
     def abort(self) -> None:
-        """Abort this rank's communication in this group, NCCL's first. PyTorch calls it if the group has failed."""
+        """Abort this rank's communication in this process group, that of NCCL first.
+
+        PyTorch calls it if the group has failed.
+        """
         try:
             self._end_on_cuda("abort")
         finally:
             if self._lanes is not None:
                 self._lanes.close()
-            if hasattr(self._inner, "abort"):  # torch >= 2.7
+            if hasattr(self._inner, "abort"):  # only PyTorch 2.7 and newer
                 self._inner.abort()
 
     def _end_on_cuda(self, method: str) -> None:
         if self._on_cuda is not self._inner:
-            name = method if hasattr(self._on_cuda, method) else f"_{method}"  # before torch 2.6
+            name = method if hasattr(self._on_cuda, method) else f"_{method}"  # name before PyTorch 2.6
             getattr(self._on_cuda, name)()

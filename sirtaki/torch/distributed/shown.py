@@ -1,12 +1,12 @@
 """Make the collectives of a Python process group visible to PyTorch's dispatch modes and profiler.
 
-PyTorch's own groups call each collective as an operator, such as `c10d::allreduce_`. Dispatch modes (`CommDebugMode`,
-`FlopCounterMode`, memory trackers) and the profiler record operators. PyTorch calls a group written in Python before
-the dispatcher, so modes and profiler cannot record its collectives.
+PyTorch's own process groups call each collective as an operator, such as `c10d::allreduce_`. Dispatch modes
+(`CommDebugMode`, `FlopCounterMode`, memory trackers) and the profiler record operators. PyTorch calls a process group
+written in Python before the dispatcher, so that modes and profiler cannot record its collectives.
 
 If a mode or the profiler is active on the calling thread, a collective decorated with `shown` calls PyTorch's operator
-on a plain `ProcessGroup` over the same backends. The mode `_Bottom`, which is entered below all modes of the user,
-intercepts the operator and calls the Python group's own method. So a rank sends the same data with and without an
+on a plain `ProcessGroup` over the same backends. The dispatch mode `_Bottom`, which is entered below all modes of the
+user, intercepts the operator and calls the Python group's own method. So a rank sends the same data with and without an
 active mode. Without an active mode or profiler, a collective costs two extra checks.
 """
 
@@ -30,7 +30,7 @@ G = TypeVar("G", bound="PythonProcessGroup")
 
 
 class PythonProcessGroup(Protocol):
-    """A process group written in Python."""
+    """A process group written in Python, whose collectives PyTorch does not call as operators."""
 
     @property
     def plain(self) -> dist.ProcessGroup:
@@ -48,11 +48,11 @@ BEFORE_2_13 = {
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
     "all_to_all_single": "alltoall_base",
 }
-"""Names of collectives in earlier versions of PyTorch."""
+"""Names that collectives had in earlier versions of PyTorch."""
 
 
 def shown(method: Callable[Concatenate[G, P], Work | None]) -> Callable[Concatenate[G, P], Work | None]:
-    """Decorate a collective of a Python process group, so that dispatch modes and the profiler record it."""
+    """Decorate a collective of a process group written in Python, so that dispatch modes and the profiler record it."""
     name = method.__name__
 
     @functools.wraps(method)
@@ -77,25 +77,31 @@ def _show(
 
 
 _inside = threading.local()
-"""Thread-local flag `here`: True while this thread runs a collective that modes or the profiler record. Collectives
-that this one calls are then not recorded as well.
+"""Thread-local flag `here`: True while this thread runs a collective that dispatch modes or the profiler record.
+
+If that collective calls others, these are not recorded.
 """
 
 
 class _Ended(Work):
-    """Work that has ended. Returned to PyTorch's operator for a synchronous collective."""
+    """`Work` of a collective that has ended.
+
+    A synchronous collective returns none, but PyTorch's operator requires one.
+    """
 
     def wait(self, timeout: object = None) -> bool:
         return True
 
 
 class _Bottom(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode below all modes of the user. Calls the Python group's method instead of PyTorch's operator.
+    """Dispatch mode below all dispatch modes of the user.
+
+    It calls the method of the process group written in Python instead of PyTorch's operator.
 
     Attributes:
         called: whether the operator has reached this mode. A mode of the user, for example for fake tensors, may
             handle the operator itself.
-        work: work that the group's method has returned.
+        work: `Work` object that the process group's method has returned.
     """
 
     def __init__(self, call: Callable[[], Work | None], event: Callable[[], AbstractContextManager[object]]) -> None:
@@ -106,7 +112,7 @@ class _Bottom(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # Any: untyped
         if func.namespace != "c10d" or self.called or torch._C._len_torch_dispatch_stack():
-            return func(*args, **(kwargs or {}))  # not the collective, or a mode below this one must run first
+            return func(*args, **(kwargs or {}))  # another operator, or a mode below this one must run first
         self.called = _inside.here = True
         try:
             with self._event():
@@ -118,7 +124,7 @@ class _Bottom(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def below_all(self) -> Iterator[None]:
-        """Activate this mode below the user's active modes while the `with` block runs."""
+        """Put this dispatch mode below the user's active dispatch modes while the `with` block runs."""
         push, pop = torch._C._push_on_torch_dispatch_stack, torch._C._pop_torch_dispatch_stack
         above = [pop(None) for _ in range(_active_of_user())]
         push(self)
@@ -134,7 +140,7 @@ class _Bottom(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _active_of_user() -> int:
-    """Return the number of active modes of the user. PyTorch's modes for compiling and fake tensors do not count."""
+    """Return the number of the user's active dispatch modes, without PyTorch's own for compiling and fake tensors."""
     stack = [torch._C._get_dispatch_stack_at(place) for place in range(torch._C._len_torch_dispatch_stack())]
     return sum(getattr(mode, "_mode_key", None) is None for mode in stack)
 
@@ -142,9 +148,11 @@ def _active_of_user() -> int:
 def _as_event(
     plain: dist.ProcessGroup, name: str, args: Sequence[Any]
 ) -> AbstractContextManager[object]:  # Any: arguments of a collective
-    """Return an event for the profiler, `sirtaki:allreduce`, with the fields of NCCL's events `record_param_comms`.
+    """Return a profiler event `sirtaki:…` for a collective, with the fields of NCCL's profiler event
+    `record_param_comms`.
 
-    The name must differ from NCCL's, because for that name the profiler expects data that only PyTorch's C++ can set.
+    The event must have another name than NCCL's, because for NCCL's name the profiler expects data that only PyTorch's
+    C++ can set.
     """
     if not _is_profiled():
         return nullcontext()
@@ -164,7 +172,7 @@ def _as_event(
         event: AbstractContextManager[object] = torch._C._profiler._RecordFunctionFast(
             f"sirtaki:{name}", inputs, fields
         )
-    except TypeError:  # raised by a PyTorch version whose profiler events have no fields
+    except TypeError:  # the profiler events of this PyTorch version have no fields
         event = torch.autograd.profiler.record_function(f"sirtaki:{name}")
     return event
 
@@ -178,29 +186,32 @@ def _tensors(found: Any) -> Iterator[torch.Tensor]:  # Any: tensors, lists of te
 
 
 RELEASES_INTERPRETER = TorchVersion(torch.__version__) >= "2.9"
-"""Whether PyTorch releases the GIL while it destroys a group (pytorch/pytorch 154976). If not, PyTorch waits with the
-GIL for Gloo's threads, and both hang if one of these threads needs the GIL to free a tensor.
+"""Whether PyTorch releases the GIL while it destroys a process group (pytorch/pytorch 154976).
+
+If not, PyTorch holds the GIL while it waits for Gloo's threads. Both then hang if one of these threads needs the GIL to
+free a tensor.
 """
 
-_kept: list[dist.ProcessGroup] = []  # groups that are never destroyed, because PyTorch does not release the GIL
+# Process groups that are never destroyed, because PyTorch would hold the GIL while it destroys them.
+_kept: list[dist.ProcessGroup] = []
 
 
 class FlightEntries:
-    """Writer of entries in PyTorch's flight recorder, for the collectives that Sirtaki's own connections carry.
+    """Writer of entries in PyTorch's flight recorder, for collectives over Sirtaki's own connections.
 
-    Gloo writes the entries of its own collectives. Only backends in C++ can write entries. Therefore this class lets a
-    Gloo group of one rank reduce an uninitialised tensor of the same size and dtype, which takes no time. An entry
-    shows that this rank has called the collective, so that missing ranks can be found. It does not show that the
+    Gloo writes the entries of its own collectives, but a backend in Python cannot write entries. Therefore this class
+    lets a Gloo group of one rank reduce an uninitialised tensor of the same size and dtype, which takes no time. An
+    entry shows that this rank has called the collective, so that missing ranks can be found. It does not show that the
     collective has ended.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        """Prepare to write entries with the name and the size of `group`."""
+        """Prepare to write entries with the name and the size of the process group `group`."""
         self._name, self._ranks = group.group_name, group.size()
         self._groups: dict[str, Any] = {}  # Any: process groups, whose stub lacks methods
 
     def add(self, collective: str, numel: int, dtype: torch.dtype) -> None:
-        """Write an entry for a collective that was launched.
+        """Write an entry for a collective that this rank has launched.
 
         Args:
             collective: name of the collective. The group description of the entry contains it.

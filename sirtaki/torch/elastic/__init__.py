@@ -1,8 +1,8 @@
 """Horovod's `elastic` interface: `import sirtaki.torch.elastic`, or `hvd.elastic`.
 
-A state object commits, synchronises and restores the training state, and a sampler distributes the remaining samples of
-an epoch over the ranks. In an elastic job, training continues when ranks are lost, added or removed. In other jobs, the
-loss of a rank ends the job.
+A state object saves the training state in memory (`commit`), restores it, and copies it between ranks. A sampler
+distributes the remaining samples of an epoch over the ranks. In an elastic job, training continues when ranks are lost,
+added or removed. In other jobs, the loss of a rank ends the job.
 
 Words of this package: A *commit* is a copy of the training state in memory. A *generation* is the time between two
 changes of the set of ranks.

@@ -29,7 +29,10 @@ logger = logging.getLogger(__name__)
 KEPT = 3
 STATE, MANIFEST = "state.pt", "manifest.json"
 VERSION = 1
-"""Version of the checkpoint format. Release 0.1 wrote no version into its checkpoints, which have version 1."""
+"""Version of the checkpoint format.
+
+Checkpoints without a version number, which release 0.1 has written, count as version 1.
+"""
 
 _PREFIX, _UNFINISHED = "checkpoint-", "writing-"
 _DAMAGED, _SUPERSEDED = "damaged", "superseded"
@@ -40,7 +43,7 @@ class Checkpoint:
     """A complete checkpoint on disk.
 
     Attributes:
-        number: number of the commit that the checkpoint contains.
+        number: number of the commit (copy of the training state) that the checkpoint contains.
         path: folder that contains the checkpoint's files.
     """
 
@@ -70,15 +73,16 @@ class Checkpoint:
 class WriteThrottle:
     """Limit on the load of a thread that writes a checkpoint during training: it pauses after each slice of data.
 
-    Writing a checkpoint and reading it back use memory bandwidth and caches that a training step needs.
+    Otherwise writing a checkpoint and reading it back would slow down training, because they use memory bandwidth and
+    caches.
     """
 
     def __init__(self, rests: float = 0.0, at_most_s: float = 0.0) -> None:
-        """Create a throttle for one thread.
+        """Create a throttle for one thread that writes a checkpoint.
 
         Args:
-            rests: seconds to pause per second of the thread's processor time.
-            at_most_s: maximum of all pauses together in seconds.
+            rests: seconds to pause for each second of the thread's processor time.
+            at_most_s: maximum sum of all pauses in seconds.
         """
         self._rests, self._left_s = rests, at_most_s
         self._hurry = threading.Event()
@@ -88,7 +92,7 @@ class WriteThrottle:
         """Pause the calling thread. Called by the thread that writes a checkpoint, after each slice of data."""
         worked_s = 0.0 if self._since_s is None else time.thread_time() - self._since_s
         rest_s = min(self._left_s, self._rests * worked_s, LONGEST_REST_S)
-        # Do not pause if the main thread has ended, because the exiting process waits for this thread.
+        # Do not pause if the main thread has ended: the process exits, and waits for this thread.
         if rest_s > 0.0 and threading.main_thread().is_alive():
             self._hurry.wait(rest_s)
             self._left_s -= rest_s
@@ -100,7 +104,10 @@ class WriteThrottle:
 
 
 class _ThrottledFile:
-    """File object for `torch.save` that writes slices of data with pauses, and computes the size and the digest."""
+    """File object for `torch.save`.
+
+    It writes slices of data with pauses, and computes the size and the digest of the file.
+    """
 
     def __init__(self, file: BinaryIO, throttle: WriteThrottle) -> None:
         self._file, self._throttle = file, throttle
@@ -119,7 +126,7 @@ class _ThrottledFile:
 
 
 SLICE_BYTES, LONGEST_REST_S = 1 << 20, 0.1
-"""Bytes that a throttled thread writes at once, and the maximum pause in seconds after them."""
+"""Bytes that a thread writes at once, if it must pause between writes, and the maximum length of a pause in seconds."""
 
 
 def _slices(data: memoryview) -> Iterator[memoryview]:
@@ -134,15 +141,18 @@ class CheckpointFolder:
         self.path = path
 
     def write(self, number: int, tree: Mapping[str, Any], throttle: WriteThrottle | None = None) -> None:
-        """Write a checkpoint, verify it, and publish it by an atomic rename. Then remove the oldest checkpoints.
+        """Write a checkpoint, verify it, and make it visible by an atomic rename.
 
-        Checkpoints with larger numbers come from an earlier job, whose last commits this job has not continued. They
-        are renamed, so that a later job continues from the checkpoint that was written last.
+        Then remove the oldest checkpoints.
+
+        Existing checkpoints with larger numbers are renamed. They come from an earlier job, from whose last commits
+        (copies of the training state) this job has not continued. A later job must continue from the checkpoint that
+        was written last.
 
         Args:
             number: number of the commit that is written.
-            tree: content of the commit.
-            throttle: limit on the calling thread's load. None for no limit.
+            tree: content of the commit, in nested dictionaries.
+            throttle: limit on the load of the calling thread. None for no limit.
 
         Raises:
             OSError: writing failed, or the file on disk differs from the written content. Other checkpoints are
@@ -150,7 +160,7 @@ class CheckpointFolder:
         """
         throttle = throttle or WriteThrottle()
         self.path.mkdir(parents=True, exist_ok=True)
-        for left in self.path.glob(f"{_UNFINISHED}*"):  # left by a process that was killed while it wrote
+        for left in self.path.glob(f"{_UNFINISHED}*"):  # left by a process that was killed while writing
             shutil.rmtree(left, ignore_errors=True)
         unfinished, final = self.path / f"{_UNFINISHED}{os.getpid()}", self._place(number)
         try:
@@ -166,10 +176,10 @@ class CheckpointFolder:
                 _sync(place)
             if problem := _problem(unfinished, throttle):
                 raise OSError(f"verification failed: {problem}")
-            shutil.rmtree(final, ignore_errors=True)  # written before, if this job continues from an older one
+            shutil.rmtree(final, ignore_errors=True)  # written before, if this job continues from an older checkpoint
             unfinished.rename(final)
             _sync(self.path)
-        except RuntimeError as err:  # raised by PyTorch if the disk is full
+        except RuntimeError as err:  # PyTorch raises it if the disk is full
             raise OSError(str(err).splitlines()[0]) from err
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -189,7 +199,7 @@ class CheckpointFolder:
         for path in reversed(self._there()):
             try:
                 problem = _problem(path)
-            except PermissionError as err:  # the checkpoint may be complete, so it must not be renamed
+            except PermissionError as err:  # not renamed, because the checkpoint may be complete
                 logger.warning("skipping the checkpoint %s, which cannot be read: %s", path, err)
                 continue
             if not problem:
@@ -199,17 +209,19 @@ class CheckpointFolder:
         return None
 
     def _put_aside(self, path: Path, why: str) -> str:
-        """Rename the folder of a checkpoint, so that it is not found as a checkpoint, and log `why`.
+        """Rename the folder of a damaged checkpoint, so that it is no longer found as a checkpoint.
+
+        Log the reason `why`.
 
         Returns:
-            The new name, or the old one if renaming has failed.
+            The new name of the folder. The old name if renaming has failed.
         """
         number = 1
         while (aside := path.with_name(f"{why}-{number}-{path.name}")).exists():
             number += 1
         try:
             path.rename(aside)
-        except OSError:  # another host has renamed the checkpoint, or the folder is read-only
+        except OSError:  # another host was faster, or the folder is read-only
             return path.name
         return aside.name
 
@@ -227,11 +239,11 @@ def _number(path: Path) -> int:
 
 
 def _problem(path: Path, throttle: WriteThrottle | None = None) -> str:
-    """Return the reason why a checkpoint cannot be used. Empty if it can be used.
+    """Return the reason why a checkpoint is damaged or incomplete. An empty string if it can be used.
 
     Args:
         path: folder of the checkpoint.
-        throttle: limit on the calling thread's load. None for no limit.
+        throttle: limit on the load of the calling thread. None for no limit.
 
     Raises:
         PermissionError: this process may not read the checkpoint.
@@ -253,7 +265,7 @@ def _problem(path: Path, throttle: WriteThrottle | None = None) -> str:
 def _digest(path: Path, throttle: WriteThrottle) -> str:
     found, part = hashlib.sha256(), memoryview(bytearray(SLICE_BYTES))
     with path.open("rb", buffering=0) as file:
-        # Drop the page cache, so that the data on disk is verified.
+        # Drop the page cache of the file, so that the following read verifies the data on disk.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         while count := file.readinto(part):
             found.update(part[:count])
@@ -262,33 +274,35 @@ def _digest(path: Path, throttle: WriteThrottle) -> str:
 
 
 def _sync(path: Path) -> None:
-    """Flush a file or folder to disk."""
+    """Flush a file or folder to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError:
-        if not path.is_dir():  # ignore the error for a folder, because some file systems cannot sync folders
+        if not path.is_dir():  # ignore the error for a folder: some file systems cannot sync folders
             raise
     finally:
         os.close(descriptor)
 
 
 GENERATORS = "generators"
-"""Key in a checkpoint for the states of all ranks' random generators, in rank order."""
+"""Key in a checkpoint under which the states of all ranks' random generators are stored, in rank order."""
 
 YIELDING = 10
-"""Niceness (operating system priority) of the thread that writes checkpoints."""
+"""Niceness (operating system priority) of the thread that writes checkpoints, so that training has priority."""
 
 RESTS, RESTING = 2.0, 0.25
-"""Pause of the thread that writes checkpoints, in seconds per second of work, and the maximum of all its pauses as a
-fraction of the time between two checkpoints.
+"""Seconds for which the thread that writes checkpoints pauses per second of work, and the maximum sum of its pauses as
+a fraction of the time between two checkpoints.
 """
 
 TERMINATED = 128 + signal.SIGTERM
 
 AGAIN_S = 2.0
-"""Seconds within which a repeated signal is ignored. A rank may get a signal twice, because a batch system sends it to
-the rank and to the launcher, which forwards it to the rank.
+"""Seconds within which a repeated SIGTERM or SIGUSR1 is ignored.
+
+A rank may get a signal twice, because a batch system sends it to the rank and to the launcher, which forwards it to the
+rank.
 """
 
 _LAUNCHERS = "sirtaki.run.rank_channel"
@@ -297,10 +311,10 @@ Tree = Mapping[str, Any]  # Any: any picklable values
 
 
 class Checkpoints:
-    """Writer of checkpoints in a background thread.
+    """Writer of an elastic job's checkpoints on disk, in a background thread.
 
     Attributes:
-        leaving: whether this rank has received SIGTERM or SIGUSR1, so that it must exit after a checkpoint.
+        leaving: whether this rank has received SIGTERM or SIGUSR1. It must then exit once a checkpoint is on disk.
     """
 
     def __init__(
@@ -311,7 +325,7 @@ class Checkpoints:
         Args:
             folder: folder to which checkpoints are written.
             every_s: minimum time between two checkpoints in seconds.
-            clock: function that returns the time in seconds.
+            clock: function that returns the current time in seconds.
         """
         self.folder, self.leaving = folder, False
         self._every_s, self._clock = every_s, clock
@@ -322,7 +336,7 @@ class Checkpoints:
 
     @property
     def due(self) -> bool:
-        """Return whether a checkpoint must be written: `every_s` has passed, and the last checkpoint is on disk."""
+        """Return whether a checkpoint must be written: `every_s` seconds have passed, and the last one is on disk."""
         writing = self._writing is not None and self._writing.is_alive()
         return not writing and self._clock() - self._last_s >= self._every_s
 
@@ -330,7 +344,7 @@ class Checkpoints:
         """Write a checkpoint in a background thread. If writing fails, log the error and keep earlier checkpoints.
 
         Args:
-            number: number of the commit.
+            number: number of the commit (copy of the training state) to write.
             tree: content of the commit, which the caller must not change afterwards.
         """
         self._last_s, self._throttle = self._clock(), WriteThrottle(RESTS, RESTING * self._every_s)
@@ -341,38 +355,42 @@ class Checkpoints:
 
     def _write(self, number: int, tree: Tree, throttle: WriteThrottle) -> None:
         begin_s = self._clock()
-        # Lower the priority of this thread only, so that training has priority.
+        # Lower the priority of this thread, so that training has priority. The other threads keep theirs.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), YIELDING)
         try:
             self.folder.write(number, tree, throttle)
-        except Exception as err:  # any error, for example of pickling, because training must continue
+        except Exception as err:  # any error, e.g. of pickling: training must continue
             logger.warning("cannot write commit %d to %s, keeping the one before: %s", number, self.folder.path, err)
         else:
             logger.info("commit %d written to %s in %.1f s", number, self.folder.path, self._clock() - begin_s)
 
     def wait(self) -> None:
-        """Wait until the checkpoint that is being written is on disk. Let the writing thread no longer pause."""
+        """Wait until the checkpoint that is being written is on disk. The writing thread no longer pauses."""
         self._throttle.hurry()
         if self._writing is not None:
             self._writing.join()
 
     def listen(self) -> None:
-        """Let SIGTERM and SIGUSR1 request a checkpoint at the next commit. A later SIGTERM ends the process."""
+        """From now on, SIGTERM and SIGUSR1 request a checkpoint at the next commit.
+
+        A repeated SIGTERM ends the process.
+        """
         if threading.current_thread() is not threading.main_thread():
             return
         before = signal.getsignal(signal.SIGTERM)
-        # Replace the launcher's handler, which only reports the rank's position. Never replace a handler of the script.
+        # Replace only the launcher's signal handler, which reports where the rank is. Never replace a handler of the
+        # script.
         if before == signal.SIG_DFL or getattr(before, "__module__", "") == _LAUNCHERS:
             _handle(signal.SIGTERM, self._leave, before)
         if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
             _handle(signal.SIGUSR1, self._leave, signal.SIG_IGN)
 
     def _leave(self) -> bool:
-        """Request a checkpoint and the exit of this rank. Handler of SIGTERM and SIGUSR1.
+        """Request a checkpoint, after which this rank exits. Handler of SIGTERM and SIGUSR1.
 
         Returns:
-            Whether the signal is handled. False for a signal later than `AGAIN_S` after the first, which must end the
-            process.
+            Whether the signal is handled. False if it arrives more than `AGAIN_S` seconds after the first one: it must
+            end the process.
         """
         now_s = self._clock()
         if self._signalled_s is None:
@@ -383,9 +401,11 @@ class Checkpoints:
 def _handle(
     number: signal.Signals, accepts: Callable[[], bool], before: Any
 ) -> None:  # Any: a handler of signal.signal
-    """Handle a signal by calling `accepts`. If that returns False, restore the handler `before` and repeat the signal.
+    """Handle a signal by calling `accepts`.
 
-    Forked children do not call `accepts`: the signal ends them.
+    If that returns False, restore the handler `before` and send the signal to this process again.
+
+    Forked children do not call `accepts`, so that the signal ends them.
     """
 
     def answer(number: int, frame: FrameType | None) -> None:

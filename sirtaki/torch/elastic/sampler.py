@@ -1,6 +1,6 @@
-"""A sampler that records which samples of an epoch were processed.
+"""A sampler that records which samples of an epoch were processed, for elastic jobs.
 
-After a *reset*, when the ranks of an elastic job have changed, it distributes the remaining samples over the new ranks.
+When ranks were added or removed, `reset` distributes the remaining samples over the new ranks.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from sirtaki.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class EpochPosition:
-    """Progress of a sampler in an epoch at the time of a commit.
+    """Progress of a sampler in an epoch at the time of a commit (copy of the training state in memory).
 
     Attributes:
         epoch: number of the epoch.
-        processed: indices of processed samples, in the order in which they were recorded. The sampler shares this list
-            and appends to it.
+        processed: indices of processed samples, in the order in which they were recorded. It is the sampler's own list,
+            to which the sampler appends.
         length: number of entries of `processed` at the time of the commit.
         shared: number of entries of `processed` that have been sent to the other ranks.
     """
@@ -44,14 +44,14 @@ class EpochPosition:
 
 
 Indices = tuple[int, list[int]]
-"""Number of an epoch, and indices of samples of this epoch."""
+"""Number of an epoch, and indices of samples that were processed in this epoch."""
 
 
 class SamplerUpdate(NamedTuple):
     """Indices of samples that one rank has processed, and that it has not sent to the other ranks yet.
 
     Attributes:
-        committed: indices that the rank's newest commit contains.
+        committed: indices that the rank's newest commit (copy of the training state) contains.
         later: indices that were recorded after the rank's newest commit.
     """
 
@@ -60,7 +60,7 @@ class SamplerUpdate(NamedTuple):
 
 
 class _Deal(NamedTuple):
-    """Result of distributing the unprocessed samples of an epoch over ranks."""
+    """Distribution of the unprocessed samples of an epoch over the ranks."""
 
     remaining: list[int]
     own: list[int]
@@ -72,14 +72,14 @@ class ElasticSampler(Sampler[int]):
     If ranks are added or removed, it distributes the rest of the epoch over the new ranks. Call `record_batch` after
     each batch, and `set_epoch` before each epoch.
 
-    `record_batch` gets the number of a batch. The sampler finds the batch's indices in the order of the newest
-    iteration over the sampler, also after `restore()`, `sync()` or `load_state_dict()`, because a running loop
-    continues in that order. If no iteration of this epoch has begun since ranks were added or removed, it finds them in
-    the order that the next iteration will have.
+    `record_batch` gets the number of a batch. The sampler finds the batch's sample indices in the order of the newest
+    iteration over the sampler. This stays so after `restore()`, `sync()` or `load_state_dict()`, because a running loop
+    continues in that order. If no iteration has begun in this epoch since ranks were added or removed, the sampler uses
+    the order of the next iteration.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
-        """Create the sampler, and distribute the indices of the first epoch.
+        """Create the sampler, and distribute the indices of the first epoch over the ranks.
 
         Args:
             dataset: data set to sample from. Only its length is used.
@@ -104,7 +104,7 @@ class ElasticSampler(Sampler[int]):
 
     @property
     def processed_num(self) -> int:
-        """Return the number of samples of this epoch that have been processed, as far as this rank knows."""
+        """Return the number of samples of this epoch that were processed, as far as this rank knows."""
         return len(self.processed_indices)
 
     def set_epoch(self, epoch: int) -> None:
@@ -117,14 +117,14 @@ class ElasticSampler(Sampler[int]):
         self.record_indices(self.get_indices(batch_idx, batch_size))
 
     def record_indices(self, indices: Iterable[int]) -> None:
-        """Record that the samples with these indices have been processed."""
-        self._deal()  # first distribute the samples, because recorded samples are not distributed
+        """Record that the samples with these indices were processed. Later iterations of this epoch omit them."""
+        self._deal()  # distribute the samples first, because recorded ones are not distributed
         new = [index for index in indices if index not in self.processed_indices]
         self._in_order += new
         self.processed_indices.update(new)
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
-        """Return the indices of the samples in batch `batch_idx` of this rank."""
+        """Return the indices of the samples in batch `batch_idx` of this rank's newest iteration."""
         return self.indices[batch_idx * batch_size : (batch_idx + 1) * batch_size]
 
     def reset(self) -> None:
@@ -136,12 +136,12 @@ class ElasticSampler(Sampler[int]):
         if (control.rank, control.size) != (self.rank, self.num_replicas):
             self._iterated = None
         self.rank, self.num_replicas = control.rank, control.size
-        self._dealt = None  # compute it when needed, because a change of ranks causes several resets
+        self._dealt = None  # compute it when needed: a change of ranks causes several resets
 
     def restart(self) -> None:
-        """Distribute the unprocessed samples, and forget the order of the newest iteration.
+        """Distribute the unprocessed samples over the ranks, and forget the order of the newest iteration.
 
-        Called before the training function is called again, so that no loop continues in the old order.
+        Called before the training function is called again: its loop begins a new iteration, with another order.
         """
         self.reset()
         self._iterated = None
@@ -152,7 +152,7 @@ class ElasticSampler(Sampler[int]):
             left[self._in_order] = False
             order = remaining = np.flatnonzero(left)
             if self.shuffle:
-                # RandomState is the NumPy generator with stable results across versions.
+                # Shuffle with RandomState, whose results are equal in all versions of NumPy.
                 order = np.random.RandomState((self.seed + self.epoch) % 2**32).permutation(remaining)
             own = np.arange(self.rank, self.num_replicas * math.ceil(len(order) / self.num_replicas), self.num_replicas)
             self._dealt = _Deal(remaining.tolist(), order[own % max(1, len(order))].tolist())
@@ -160,22 +160,22 @@ class ElasticSampler(Sampler[int]):
 
     @property
     def indices(self) -> list[int]:
-        """Return this rank's indices, in the order in which `record_batch` finds the samples of a batch."""
+        """Return this rank's sample indices, in the order in which `record_batch` finds the samples of a batch."""
         return self._deal().own if self._iterated is None else self._iterated
 
     @property
     def remaining_indices(self) -> list[int]:
-        """Return the indices of all samples that were unprocessed when samples were last distributed over ranks."""
+        """Return the indices of all samples that were unprocessed when samples were distributed over the ranks last."""
         return self._deal().remaining
 
     @property
     def num_samples(self) -> int:
-        """Return the number of indices that the next iteration yields on this rank."""
+        """Return the number of sample indices that the next iteration yields on this rank."""
         return len(self._deal().own)
 
     @property
     def total_size(self) -> int:
-        """Return the number of indices that the next iteration yields on all ranks together, with repeated ones."""
+        """Return the number of sample indices that the next iteration yields on all ranks, with repeated ones."""
         return self.num_samples * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
@@ -185,7 +185,7 @@ class ElasticSampler(Sampler[int]):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a state of this class or of Horovod's sampler.
 
-        Horovod's state contains only the number of processed samples.
+        Horovod's state contains the number of processed samples instead of their indices.
 
         Raises:
             ConfigError: the state has another format, or belongs to a larger data set.
@@ -201,7 +201,7 @@ class ElasticSampler(Sampler[int]):
         else:
             order = list(range(n_samples))
             if self.shuffle:
-                random.Random(self.seed + epoch).shuffle(order)  # as Horovod's sampler shuffles an epoch
+                random.Random(self.seed + epoch).shuffle(order)  # shuffle in the same way as Horovod's sampler
             processed = order[: state_dict["processed_num"]]
         if processed and not 0 <= min(processed) <= max(processed) < n_samples:
             raise ConfigError(f"the state has index {max(processed)}, but the data set has {n_samples} samples")
@@ -211,20 +211,23 @@ class ElasticSampler(Sampler[int]):
     # ── for commits ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def mark(self) -> EpochPosition:
-        """Return the sampler's progress in the epoch, for a commit. Takes constant time."""
+        """Return the sampler's progress in the epoch, to store it in a commit (copy of the training state).
+
+        Takes constant time.
+        """
         return EpochPosition(self.epoch, self._in_order, len(self._in_order), self._shared)
 
     def rewind(self, mark: EpochPosition) -> None:
-        """Restore the sampler's progress at the time of a commit."""
+        """Set the sampler's progress in the epoch to `mark`, the progress at the time of a commit."""
         self._begin(mark.epoch, mark.processed[: mark.length])
         self._shared = mark.shared
         self.reset()
 
     def unsent(self, mark: EpochPosition) -> SamplerUpdate:
-        """Return the processed indices that this rank has not sent to the other ranks yet.
+        """Return the indices of processed samples that this rank has not sent to the other ranks yet.
 
         Args:
-            mark: progress in this rank's newest commit.
+            mark: progress in this rank's newest commit (copy of the training state).
         """
         known = mark.length if mark.processed is self._in_order else 0
         return SamplerUpdate(
@@ -233,11 +236,11 @@ class ElasticSampler(Sampler[int]):
         )
 
     def merge(self, mark: EpochPosition, updates: Iterable[SamplerUpdate]) -> EpochPosition:
-        """Record the samples that the other ranks have processed.
+        """Record the samples that the other ranks have processed, so that no rank processes them again.
 
         Args:
-            mark: progress in this rank's newest commit.
-            updates: results of `unsent()` on all ranks.
+            mark: progress in this rank's newest commit (copy of the training state).
+            updates: results of `unsent()` of all ranks.
 
         Returns:
             The progress to store in the commit. It contains the samples in the commits of all ranks, and no sample that
@@ -265,7 +268,7 @@ class ElasticSampler(Sampler[int]):
         return iter(self._iterated)
 
     def __len__(self) -> int:
-        """Return the number of indices that the next iteration yields on this rank."""
+        """Return the number of sample indices that the next iteration yields on this rank."""
         return self.num_samples
 
 

@@ -43,7 +43,7 @@ from .sampler import ElasticSampler, EpochPosition, SamplerUpdate
 logger = logging.getLogger(__name__)
 
 WRITING = -1
-"""Number of a commit that is being written, and therefore incomplete."""
+"""Number of a commit (copy of the training state) that is being written, and is therefore incomplete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,12 @@ class RandomState:
 
     @classmethod
     def now(cls) -> RandomState:
-        """Return the current state of the random generators."""
+        """Return the current state of the random generators of Python, NumPy and PyTorch."""
         device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), device)
 
     def plain(self) -> dict[str, Any]:
-        """Return the state of the random generators in types that can be unpickled without running code."""
+        """Return the state of the random generators as types that can be unpickled without running code."""
         kind, keys, *rest = self.numpy
         return {
             "python": self.python,
@@ -72,7 +72,7 @@ class RandomState:
         }
 
     def put_back(self) -> None:
-        """Set the random generators to this state."""
+        """Set the random generators of Python, NumPy and PyTorch to this state."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.host)
@@ -87,8 +87,8 @@ class Commit:
     Attributes:
         number: number of the commit, which increases with each commit. Equal on all ranks for the same point of the
             training.
-        tree: the copied state in nested dictionaries and lists (Any: anything that can be copied). The memory of its
-            tensors is reused by the second commit after this one.
+        tree: the copied state, as nested dictionaries and lists (Any: anything that can be copied). The second commit
+            after this one overwrites its tensors.
         random: state of this rank's random generators.
     """
 
@@ -98,18 +98,18 @@ class Commit:
 
 
 class Commits:
-    """The two newest commits of this rank.
+    """The two newest commits (copies of the training state in memory) of this rank.
 
     Attributes:
         completed: number of the newest commit of which this rank knows that all ranks have written it.
     """
 
     def __init__(self, random_state: Callable[[], RandomState | None] = RandomState.now) -> None:
-        """Begin with no commit.
+        """Create an object without commits (copies of the training state).
 
         Args:
-            random_state: function that returns the state of the random generators, to store it in each commit. May
-                return None.
+            random_state: function that returns the state of the random generators, which each commit stores. May return
+                None.
         """
         self._random_state = random_state
         self._copies = (Commit(), Commit())
@@ -118,11 +118,14 @@ class Commits:
 
     @property
     def newest(self) -> Commit:
-        """Return the newest complete commit."""
+        """Return the newest complete commit (copy of the training state)."""
         return max(self._copies, key=lambda each: each.number)
 
     def write(self, tree: Mapping[str, Any]) -> Commit:
-        """Write a new commit with a copy of `tree`. It replaces the older of the two commits."""
+        """Write a new commit (copy of the training state) that contains a copy of `tree`.
+
+        It replaces the older of two commits.
+        """
         spare = min(self._copies, key=lambda each: each.number)
         spare.number = WRITING
         with torch.no_grad():
@@ -132,14 +135,17 @@ class Commits:
         return spare
 
     def drop_after(self, number: int) -> None:
-        """Discard commits with larger numbers than `number`, if this rank has commit `number`."""
+        """Discard commits (copies of the training state) with larger numbers than `number`.
+
+        Does nothing if this rank does not have commit `number`.
+        """
         if any(each.number == number for each in self._copies):
             for each in self._copies:
                 if each.number > number:
                     each.number = WRITING
 
     def count_from(self, number: int) -> None:
-        """Set the number of the next commit to `number`, so that it is equal on all ranks."""
+        """Let the next commit (copy of the training state) have the number `number`, which is equal on all ranks."""
         self._next = number
 
 
@@ -158,7 +164,7 @@ def copied(value: Any, place: Any = None) -> Any:
         return value.detach().clone()
     if isinstance(value, dict):
         before = place if isinstance(place, dict) else {}
-        new = copy.copy(value)  # to keep the type and further attributes of the dictionary
+        new = copy.copy(value)  # copied to keep the dictionary's type and attributes
         for key, child in value.items():
             new[key] = copied(child, before.get(key))
         return new
@@ -196,16 +202,16 @@ def checkpoints_of_this_process() -> Checkpoints | None:
 
 
 SYNC_ROOT = 0
-"""Rank whose state all ranks copy. In an elastic job, rank 0 is never a new rank, so it has the state."""
+"""Rank whose state all ranks copy. In an elastic job, rank 0 is never a new rank, so it has the training state."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldCommits:
-    """Numbers of the commits that a rank has in memory.
+    """Numbers of the commits (copies of the training state) that a rank has in memory.
 
     Attributes:
         written: number of the rank's newest commit. -1 if it has none.
-        completed: number of the newest commit of which the rank knows that all ranks have written it. -1 if there is
+        completed: number of the newest commit of which the rank knows that all ranks have written it. -1 if it knows of
             none.
     """
 
@@ -217,7 +223,7 @@ class HostsUpdatedInterrupt(Exception):
     """Exception that interrupts training because hosts were added or removed. Raised on all ranks at the same point.
 
     Attributes:
-        skip_sync: whether training may continue without synchronising the state of the ranks.
+        skip_sync: whether training may continue without copying rank 0's state to all ranks.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -226,12 +232,12 @@ class HostsUpdatedInterrupt(Exception):
 
 
 class _CommitReport(NamedTuple):
-    """Report that each rank sends to all ranks at a commit.
+    """Report that each rank sends to all ranks at a commit (when ranks save their training state in memory).
 
     Attributes:
         change: change of the job's hosts of which the launcher has informed this rank, as the value of a `Change`.
         leaves: whether this rank will exit after this commit.
-        due: whether this rank requests a checkpoint.
+        due: whether this rank requests to write a checkpoint to disk.
         news: further data of the rank's state object, for example processed samples (Any: any picklable object).
     """
 
@@ -244,39 +250,44 @@ class _CommitReport(NamedTuple):
 class _KeepsNoCommits:
     """Private methods of a state object that `elastic.run` calls, besides Horovod's public methods.
 
-    These defaults are for states without commits.
+    These default methods are for states that do not support commits (copies of the training state in memory).
     """
 
     def _news(self) -> Any:
-        """Return data to send to the other ranks when ranks check whether hosts were added or removed.
+        """Return data to send to the other ranks when the ranks check whether hosts were added or removed.
 
         Any: any picklable object.
         """
 
     def _complete(self, news: Sequence[Any]) -> None:
-        """Record that all ranks have written the last commit.
+        """Record that all ranks have written the last commit (copy of the training state).
 
         Args:
             news: results of `_news` of all ranks, in rank order.
         """
 
     def _keep(self, kept: Checkpoints, *, at_once: bool) -> None:
-        """Write the last commit to disk as a checkpoint. All ranks must have written this commit. Collective.
+        """Write the last commit (copy of the training state) to disk as a checkpoint. Collective.
+
+        All ranks must have written this commit.
 
         Args:
             kept: writer of checkpoints.
-            at_once: whether to return only when the checkpoint is on disk, because a rank will exit.
+            at_once: whether to wait until the checkpoint is on disk, because a rank will exit.
         """
 
     def _standing(self) -> HeldCommits:
-        """Return the numbers of the commits that this rank has in memory."""
+        """Return the numbers of the commits (copies of the training state) that this rank has in memory."""
         return HeldCommits()
 
     def _go_back(self, number: int) -> None:
-        """Restore the state of commit `number`, or of the newest commit if this rank does not have commit `number`."""
+        """Restore the training state of commit `number`.
+
+        If this rank does not have it, restore that of its newest commit.
+        """
 
     def _count_from(self, number: int) -> None:
-        """Set the number of the next commit to `number`."""
+        """Let the next commit (copy of the training state) have the number `number`."""
 
 
 class State(_KeepsNoCommits, ABC):
@@ -285,7 +296,7 @@ class State(_KeepsNoCommits, ABC):
     def __init__(
         self, bcast_object: Callable[[Any], Any] | None = None, get_rank: Callable[[], int] | None = None
     ) -> None:
-        """Create a state without values.
+        """Create a state that contains no values yet.
 
         Args:
             bcast_object: function that returns rank 0's object on all ranks (Any: any picklable object). None for
@@ -300,7 +311,7 @@ class State(_KeepsNoCommits, ABC):
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Call `reset` and the registered callbacks. Called before training restarts."""
+        """Call `reset` and the registered callbacks, to adapt to the new ranks. Called before training restarts."""
         self.reset()
         for callback in self._reset_callbacks:
             callback()
@@ -320,7 +331,7 @@ class State(_KeepsNoCommits, ABC):
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raise an exception if hosts were added or removed. Write a checkpoint if the time for the next one has come.
+        """Raise an exception if hosts were added or removed. Write a checkpoint to disk if the next one is due.
 
         Collective in elastic jobs and in jobs that write checkpoints. Does nothing in other jobs.
 
@@ -340,7 +351,8 @@ class State(_KeepsNoCommits, ABC):
         ]
         self._complete([each.news for each in reports])
         if current.elastic is not None:
-            # Wait until all ranks have all reports. Otherwise the report of a rank that exits now could be lost.
+            # Wait until all ranks have received all reports. Otherwise the report of a rank that exits now could be
+            # lost.
             current.control.barrier()
         if kept is not None:
             at_once = any(each.leaves for each in reports)
@@ -355,7 +367,10 @@ class State(_KeepsNoCommits, ABC):
             raise HostsUpdatedInterrupt(skip_sync=changes == Change.REMOVED)
 
     def reset(self) -> None:
-        """Adapt the state to the new ranks. Called before training restarts. Subclasses may override this method."""
+        """Adapt the state to the new set of ranks. Called before training restarts.
+
+        Subclasses may override this method.
+        """
 
     @abstractmethod
     def save(self) -> None:
@@ -363,20 +378,20 @@ class State(_KeepsNoCommits, ABC):
 
     @abstractmethod
     def restore(self) -> None:
-        """Restore the state that was saved last."""
+        """Set the state to the copy that `save` has stored last."""
 
     @abstractmethod
     def sync(self) -> None:
-        """Copy rank 0's state to all ranks, and save it. Collective."""
+        """Copy rank 0's state to all ranks, and save it in memory. Collective."""
 
 
 class ObjectState(State):
-    """Training state that consists of picklable values, which are attributes of the object."""
+    """Training state that consists of picklable values, which are attributes of this object."""
 
     def __init__(
         self, bcast_object: Callable[[Any], Any] | None = None, get_rank: Callable[[], int] | None = None, **values: Any
     ) -> None:
-        """Set the values as attributes, and save them.
+        """Set the values as attributes of this object, and save a copy of them in memory.
 
         Args:
             bcast_object: function that returns rank 0's object on all ranks. None for `hvd.broadcast_object`.
@@ -391,15 +406,15 @@ class ObjectState(State):
         self.save()
 
     def _tree(self) -> dict[str, Any]:
-        """Return the values of the state to save. The caller copies them."""
+        """Return the values of the state, which the caller copies to save them."""
         return {"values": {name: getattr(self, name) for name in self._names}}
 
     def save(self) -> None:
-        """Save a copy of the values in memory, as a new commit. The commit before it stays in memory."""
+        """Save a copy of the values in memory, as a new commit. The previous commit stays in memory."""
         self._commits.write(self._tree())
 
     def restore(self) -> None:
-        """Restore the values of the newest complete commit."""
+        """Set the values to those of the newest complete commit (copy of the training state)."""
         self._put_back(self._commits.newest)
 
     def _put_back(self, commit: Commit) -> None:
@@ -407,7 +422,7 @@ class ObjectState(State):
             setattr(self, name, copied(value))
 
     def sync(self) -> None:
-        """Copy rank 0's values to all ranks, and save them. Collective."""
+        """Copy rank 0's values to all ranks, and save them in memory. Collective."""
         for name, value in self._bcast_object(copy.deepcopy(self._tree()["values"])).items():
             setattr(self, name, value)
         self.save()
@@ -416,7 +431,7 @@ class ObjectState(State):
         self._commits.completed = self._commits.newest.number
 
     def _checkpoint(self) -> dict[str, Any]:
-        """Return the part of the newest commit that is written to disk. The caller copies it."""
+        """Return the part of the newest commit (copy of the training state) to write to disk. The caller copies it."""
         return {"values": self._commits.newest.tree["values"]}
 
     def _load(self, tree: Mapping[str, Any]) -> None:
@@ -465,7 +480,7 @@ class TorchState(ObjectState):
     def __init__(
         self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
     ) -> None:
-        """Set the arguments as attributes, and save them.
+        """Set the arguments as attributes of this object, and save a copy of their state in memory.
 
         Args:
             model: module whose `state_dict()` is part of the state.
@@ -513,7 +528,8 @@ class TorchState(ObjectState):
 
     def _put_back(self, commit: Commit) -> None:
         for name, state in commit.tree["states"].items():
-            # Copy the state for an optimizer, because it uses the loaded tensors without a copy, unlike a module.
+            # Copy the state before an optimizer loads it, because an optimizer uses the loaded tensors themselves,
+            # unlike a module.
             value = self._stateful[name]
             _load_state(value, state if isinstance(value, torch.nn.Module) else copied(state))
         for name, mark in commit.tree["marks"].items():
@@ -526,7 +542,10 @@ class TorchState(ObjectState):
             sampler.restart()
 
     def sync(self) -> None:
-        """Copy rank 0's state to all ranks. Merge the processed samples of all ranks' samplers. Collective."""
+        """Copy rank 0's state to all ranks. Let each sampler record the samples that all ranks have processed.
+
+        Collective.
+        """
         for name, value in self._stateful.items():
             if isinstance(value, torch.nn.Module):
                 broadcast_parameters(value.state_dict(), SYNC_ROOT)
@@ -576,11 +595,12 @@ class RankStatus:
 
     Attributes:
         has_state: whether the rank has the job's training state, because it took part in an earlier generation.
-        restored: whether the rank has restored a commit, because communication failed.
+        restored: whether the rank has restored a commit (copy of the training state), because communication failed.
         standing: numbers of the commits that the rank has in memory.
-        wants_sync: whether the state must be synchronised, because the rank does not know if all ranks have the same.
+        wants_sync: whether rank 0's state must be copied to all ranks, because this rank does not know if they have
+            equal states.
         process_sets: ranks of each process set that the rank must open again.
-        optimizers: names of the optimizers that the rank must attach to the new ranks.
+        optimizers: names of the distributed optimizers whose gradients must be reduced over the new ranks.
     """
 
     has_state: bool
@@ -593,12 +613,12 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """Decision about the state from which one rank continues.
+    """Decision about the training state from which one rank continues after a failure or a change of ranks.
 
     Attributes:
-        back_to: number of the commit to restore. None to keep the current state.
-        count_from: number that the next commit gets.
-        out_of_step: whether rank 0's state must be copied to all ranks.
+        back_to: number of the commit (copy of the training state) to restore. None to keep the current state.
+        count_from: number of the next commit.
+        out_of_step: whether the ranks' states differ, so that rank 0's state must be copied to all ranks.
     """
 
     back_to: int | None
@@ -607,7 +627,9 @@ class Recovery:
 
 
 def plan_recovery(statuses: Sequence[RankStatus], own: RankStatus) -> Recovery:
-    """Decide from which state the ranks continue. Not collective: all ranks decide the same from equal arguments.
+    """Decide from which training state the ranks continue.
+
+    Not collective: ranks decide the same from equal arguments.
 
     Args:
         statuses: status of all ranks, in rank order.
@@ -616,7 +638,8 @@ def plan_recovery(statuses: Sequence[RankStatus], own: RankStatus) -> Recovery:
     holders = [each for each in statuses if each.has_state]
     goes_back = own.has_state and any(each.restored for each in holders)
     return Recovery(
-        # If `commit` has returned on a rank, all ranks have written that commit. They may lack a newer commit.
+        # Go back to the newest commit that any rank knows to be complete: if `commit` has returned on a rank, all ranks
+        # have written that commit. Some ranks may lack a newer commit.
         back_to=max(each.standing.completed for each in holders) if goes_back else None,
         count_from=1 + max(each.standing.written for each in statuses),
         out_of_step=any(each.wants_sync for each in statuses) or len(holders) < len(statuses),
@@ -624,10 +647,10 @@ def plan_recovery(statuses: Sequence[RankStatus], own: RankStatus) -> Recovery:
 
 
 def synchronise_generation(state: State, *, restored: bool, wants_sync: bool) -> bool:
-    """Prepare a new set of ranks for training. Collective.
+    """Prepare a new set of ranks for training: let process sets and optimizers use these ranks. Collective.
 
-    Attach the process sets and optimizers that all ranks have. If a rank has restored a commit, restore on all ranks
-    the newest commit that all ranks have.
+    Only process sets and optimizers that all ranks have are prepared. If a rank has restored a commit (copy of the
+    training state), all ranks restore the newest commit that all of them have.
 
     Args:
         state: state object of the script.
@@ -666,7 +689,7 @@ def synchronise_generation(state: State, *, restored: bool, wants_sync: bool) ->
 
 
 def copy_root_state(state: State) -> None:
-    """Copy rank 0's state to all ranks, and record that all ranks have this commit. Collective.
+    """Copy rank 0's training state to all ranks, and record that all ranks have saved this state. Collective.
 
     Raises:
         HorovodInternalError: a rank is lost.
@@ -682,7 +705,7 @@ def copy_root_state(state: State) -> None:
 
 
 def resume(state: ObjectState, *, has_state: bool) -> None:
-    """Load the newest checkpoint that any host can read, if no rank holds a state of this job. Collective.
+    """Load the newest checkpoint that any host can read, if no rank has a training state of this job. Collective.
 
     Args:
         state: state object that loads the checkpoint.
@@ -721,7 +744,9 @@ def resume(state: ObjectState, *, has_state: bool) -> None:
 
 
 def _loaded(checkpoint: Checkpoint) -> tuple[Tree | None, str]:
-    """Return the content of a checkpoint and an empty text, or None and an error message with a remedy.
+    """Return the content of a checkpoint and an empty text.
+
+    If loading fails, return None and an error message with a remedy.
 
     Called on one rank, which then sends the result to all ranks.
     """
@@ -732,7 +757,7 @@ def _loaded(checkpoint: Checkpoint) -> tuple[Tree | None, str]:
         )
     try:
         return checkpoint.load(), ""
-    except Exception as err:  # any error, because unpickling runs code of the user's classes
+    except Exception as err:  # any error: unpickling runs code of the user's classes
         return None, (
             f"the checkpoint {checkpoint.path} cannot be loaded ({type(err).__name__}: {err}). Its file is "
             "complete, so the script has changed since it was written: restore what is missing, or move the checkpoint "
@@ -750,9 +775,9 @@ Training = Callable[..., Any]  # training function of the script, called with th
 
 
 def run(func: Training) -> Training:
-    """Decorate the training function `func(state, …)`, so that training restarts after a failure or a change of ranks.
+    """Decorate the training function `func(state, …)`: training restarts after a failure or a change of ranks.
 
-    The state is synchronised over ranks before `func` is called.
+    If the states of the ranks may differ, rank 0's state is copied to all ranks before `func` is called.
 
     In an elastic job, all ranks call `func` again after a rank was lost, and continue from the last commit. They also
     call it again after hosts were added or removed, and continue from the current state. New ranks copy the state of
@@ -765,7 +790,7 @@ def run(func: Training) -> Training:
 
 
 def run_fn(func: Training, reset: Callable[[], None]) -> Training:
-    """Like `run`, but also call `reset` before `func` is called again."""
+    """Decorate a training function like `run`, and call `reset` before the function is called again."""
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
@@ -805,7 +830,7 @@ def _run_elastic(train: Callable[[], Any], state: State, reset: Callable[[], Non
             if repeated:
                 settled_job = job.current()
                 reset()
-                if job.current() is not settled_job:  # `reset` has connected to a new set of ranks
+                if job.current() is not settled_job:  # `reset` has connected this rank to a new set of ranks
                     out_of_step = synchronise_generation(state, restored=False, wants_sync=out_of_step)
                 state.on_reset()
             if out_of_step:
@@ -836,11 +861,13 @@ def _call(train: Callable[[], Any]) -> Any:
 
 
 def _leave_generation(*, together: bool = False, reason: str = "") -> None:
-    """Disconnect this rank from the current ranks of an elastic job. Detach process sets and optimizers from them.
+    """Disconnect this rank from the current ranks of an elastic job.
+
+    Process sets and optimizers no longer use these ranks.
 
     Args:
-        together: whether all ranks call this at the same point, because no rank is lost.
-        reason: reason that is reported to the other ranks if `together` is False.
+        together: whether all ranks call this function at the same point, which they can because no rank is lost.
+        reason: reason that the other ranks get in their error message if `together` is False.
     """
     job.leave(together=together, reason=reason)
     detach_all()

@@ -1,4 +1,4 @@
-"""Tuned gathers and scatters for models that are sharded with PyTorch's `fully_shard`.
+"""Tuned all-gathers and reduce-scatters for models that are sharded with PyTorch's `fully_shard`.
 
     for block in model.blocks: fully_shard(block)
     fully_shard(model)
@@ -13,12 +13,12 @@ overlap with computation:
     scatter    launched at the end of the module's backward pass. FSDP waits for it when the whole backward pass ends,
                or earlier if a later scatter needs its memory.
 
-FSDP waits for a scatter at once if the result is read before the backward pass ends: if FSDP accumulates, divides,
-casts or all-reduces the gradients, or if the user has registered gradient hooks.
+If FSDP accumulates, divides, casts or all-reduces the gradients, or if the user has registered gradient hooks, the
+result of a scatter is read before the backward pass ends. Then FSDP waits for the scatter at once.
 
-On GPUs, PyTorch's own collectives send the shards in CUDA streams. Sirtaki then tunes how far ahead parameters are
+On GPUs, PyTorch's own collectives send the shards in CUDA streams. Then Sirtaki only tunes how far ahead parameters are
 gathered, which parameters are kept for the backward pass, how many scatters may be in flight, and whether scatters have
-a communicator of their own.
+an NCCL communicator of their own.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def attach(
     scatters: Choice = NoneCompressor,
     carries: bool | None = None,
 ) -> None:
-    """Let Sirtaki all-gather and reduce-scatter the shards of `model`, and tune both.
+    """Let Sirtaki all-gather the sharded parameters of `model` and reduce-scatter its gradients, and tune both.
 
     Collective. Call it before the first forward pass. Works with every launcher and every backend of the process
     groups, because Sirtaki opens its own connections. Meshes, policies, hooks and checkpoints of FSDP stay unchanged.
@@ -61,10 +61,10 @@ def attach(
     Args:
         model: a model whose blocks and which itself were passed to `fully_shard`. If they were passed to `replicate`,
             Sirtaki reduces the gradients as for a DDP model (`sirtaki.torch.ddp`).
-        gathers: compression of gathered parameters: `Compression.int8`, `.fp8`, `.fp16`, `.bf16` or a custom codec.
-            Modules compute with the decompressed parameters. The optimizer and checkpoints use the exact shards. Ranks
-            that share memory do not compress.
-        scatters: compression of gradients, which are summed after decompression.
+        gathers: compression of the parameters for the all-gathers: `Compression.int8`, `.fp8`, `.fp16`, `.bf16` or a
+            custom codec. Modules compute with the decompressed parameters. The optimizer and checkpoints use the exact
+            shards. Ranks that share memory do not compress.
+        scatters: compression of the gradients for the reduce-scatters. Gradients are summed after decompression.
         carries: True if Sirtaki sends the shards. False if PyTorch's collectives or the user's own send the shards, and
             Sirtaki tunes only their timing. None means True for parameters on the CPU, and False for other parameters.
 
@@ -79,8 +79,8 @@ def attach(
     if not modules:
         raise ConfigError("attach() requires a model after fully_shard() or replicate(), but this model is not sharded")
     groups = find_groups(modules)
-    # With `carries=False`, PyTorch reduces the gradients of parameters that are sharded over one rank. This is not
-    # possible for parameters under `replicate()`.
+    # Choose the groups whose gradients Sirtaki's reducer for DDP all-reduces: those under `replicate()`, and those that
+    # are sharded over one rank. With `carries=False`, PyTorch reduces the gradients of the latter.
     replicas = [
         group for group in groups if group.replicated and (carries is not False or group.shard_process_group is None)
     ]
@@ -98,7 +98,7 @@ def attach(
     if carries is False and any(packing):
         raise ConfigError("gathers= and scatters= cannot be used with carries=False, because PyTorch sends the shards")
     settings = Settings.from_environ()
-    if not is_initialized():  # otherwise `hvd.init()` has started logging
+    if not is_initialized():  # if it is, `hvd.init()` has started logging
         start_logging(settings, dist.get_rank())
     log_unchecked_version()
     if replicas:
@@ -110,7 +110,7 @@ def attach(
     if not sharded:
         return
     connections = ShardConnections(settings, sharded, packing, carries=not devices if carries is None else carries)
-    # Close without waiting here, because models are garbage-collected at different times on different ranks.
+    # Close the connections without waiting, because models are garbage-collected at different times on different ranks.
     finalize(model, connections.leave)
     state = ShardedModel(sharded, connections, packing, settings)
     state.tuner = ShardTarget(state, settings)
@@ -133,11 +133,17 @@ def _codec(choice: Choice) -> Codec | None:
 
 
 def attached(model: nn.Module) -> ShardedModel | None:
-    """Return Sirtaki's state of an attached sharded model. None if the model is not attached or is replicated."""
+    """Return Sirtaki's state of a sharded model whose shards it sends or tunes.
+
+    None if `attach` was not called for the model, or if the model is replicated.
+    """
     return next((owner for owner in owners_of(model) if isinstance(owner, ShardedModel)), None)
 
 
 def describe(model: nn.Module) -> str:
-    """Describe the transport of an attached model's shards, and the setting in use. Empty if it is not attached."""
+    """Describe how the shards of a model are sent, and the setting in use.
+
+    Empty if `attach` was not called for the model.
+    """
     found = attached(model)
     return "" if found is None else found.describe()

@@ -1,4 +1,4 @@
-"""All-gathers and reduce-scatters of a sharded model, coalesced in buckets, and the computation times of a step."""
+"""All-gathers and reduce-scatters of a sharded model, coalesced in buckets, and computation times of a step."""
 
 from __future__ import annotations
 
@@ -19,17 +19,21 @@ from sirtaki.engine.autograd import in_backward, when_backward_ends
 from .private import FsdpGroup
 
 Packing = tuple[Codec | None, Codec | None]
-"""Codec that compresses gathers, and codec that compresses scatters. None for no compression."""
+"""Codec that compresses all-gathers of parameters, and codec that compresses reduce-scatters of gradients.
+
+None for no compression.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
-    """Successive modules whose shards are coalesced into one gather and one scatter.
+    """Successive modules whose shards are coalesced into one all-gather and one reduce-scatter.
 
     Attributes:
         first: first module of the bucket in the order of use. In the backward pass, its gradients are scattered last.
         last: last module of the bucket in the order of use. In the forward pass, its parameters are gathered last.
-        again: module of the bucket whose parameters are gathered last for the backward pass.
+        again: module of the bucket whose parameters are gathered last when they are gathered again for the backward
+            pass.
     """
 
     first: FsdpGroup
@@ -38,14 +42,16 @@ class Bucket:
 
 
 class JointTransfers:
-    """Launcher of a model's gathers and scatters. Those of one bucket are collected and launched as one transfer.
+    """Launcher of a model's all-gathers (gathers) and reduce-scatters (scatters).
+
+    Those of one bucket are collected and launched as one transfer.
 
     Attributes:
-        buckets: bucket of each parameter group that is coalesced with others.
+        buckets: bucket of each of FSDP's parameter groups that is coalesced with others.
         hooked: parameter groups for which the user has registered gradient hooks on at least one rank.
         packing: codecs that compress gathers and scatters.
         most_scatters: maximum number of scatters in flight.
-        waited_s: seconds for which the training thread has waited for transfers so far.
+        waited_s: seconds for which the training thread has waited for gathers and scatters so far.
     """
 
     def __init__(self, packing: Packing) -> None:
@@ -54,33 +60,36 @@ class JointTransfers:
         self.packing, self.most_scatters, self.waited_s = packing, 1, 0.0
         self._in_flight: list[ShardWork | JointScatter] = []
         self._gathering: tuple[object, JointGather] | None = (
-            None  # bucket that is being collected, or was launched last
+            None  # bucket whose gathers are being collected, or were launched last
         )
-        self._scattering: tuple[object, JointScatter] | None = None  # bucket that is being collected
+        self._scattering: tuple[object, JointScatter] | None = None  # bucket whose scatters are being collected
 
     @property
     def has_scatters(self) -> bool:
-        """Return whether a scatter is in flight or waits for the rest of its bucket."""
+        """Return whether a reduce-scatter is in flight, or is collected until the rest of its bucket follows."""
         return bool(self._in_flight) or self._scattering is not None
 
     def bucket_of_gather(self, group: FsdpGroup) -> Bucket | None:
-        """Return the bucket of the gather of `group` that FSDP requests now.
+        """Return the bucket of the all-gather of `group` that FSDP requests now.
 
-        None if the gather must be launched at once. The user has requested such a gather (`unshard`), and ranks may
-        wait for it at different points.
+        None if the all-gather must be launched at once, because the user has requested it (`unshard`): ranks may wait
+        for such a gather at different points.
         """
         return self.buckets.get(group) if group.phase in ("FORWARD", "PRE_BACKWARD") else None
 
     def gather(
         self, group: FsdpGroup, lanes: ShardLanes, rows: Sequence[torch.Tensor], shard: torch.Tensor
     ) -> tuple[ShardWork | JointGather, Callable[[], None] | None]:
-        """Gather the parameters of `group`, or collect the gather with others of its bucket. Collective, non-blocking.
+        """All-gather the parameters of `group`. If other modules are in its bucket, first collect their gathers.
 
-        FSDP requests the modules of a bucket one after the other. The bucket is launched when FSDP requests its last
-        module, or earlier if FSDP waits for one of its modules.
+        Collective, non-blocking.
+
+        FSDP requests the modules of a bucket one after the other. One gather for the whole bucket is launched when FSDP
+        requests the last module, or earlier if FSDP waits for one of the modules.
 
         Returns:
-            The work to wait for, and a function to call when the work has ended.
+            The gather to wait for, and a function to call when the gather has ended. The function is None if there is
+            nothing to do.
         """
         bucket, (codec, _) = self.bucket_of_gather(group), self.packing
         kind = bucket, lanes, shard.dtype
@@ -97,7 +106,7 @@ class JointTransfers:
         return joint, unpack
 
     def launch_gathers(self) -> None:
-        """Launch the gathers that have been collected so far, if there are any. Collective, non-blocking."""
+        """Launch the all-gathers that have been collected for a bucket, if there are any. Collective, non-blocking."""
         gathering, self._gathering = self._gathering, None
         if gathering is not None:
             gathering[1].send()
@@ -112,14 +121,16 @@ class JointTransfers:
         *,
         waits: bool,
     ) -> None:
-        """Reduce-scatter the gradients of `group`, or collect the scatter with others of its bucket. Collective.
+        """Reduce-scatter the gradients of `group`. If other modules are in its bucket, first collect their scatters.
+
+        Collective.
 
         Args:
             group: parameter group whose gradients the backward pass has computed.
             lanes: connections between the ranks of the group.
             whole: gradients of this rank, in the layout of `ShardLanes.scatter`.
             part: memory for this rank's shard of the reduced gradients.
-            recipe: the reduction, and a factor by which its result is multiplied.
+            recipe: operator of the reduction, and a factor that multiplies its result.
             waits: whether to wait for the result before returning, instead of at the end of the backward pass.
         """
         bucket, (_, codec), (op, scale) = self.buckets.get(group), self.packing, recipe
@@ -142,7 +153,7 @@ class JointTransfers:
             self.launch_scatters()
 
     def launch_scatters(self) -> None:
-        """Launch the scatters that have been collected so far, if there are any. Collective."""
+        """Launch the reduce-scatters that have been collected for a bucket, if there are any. Collective."""
         scattering, self._scattering = self._scattering, None
         if scattering is not None:
             self.make_room()
@@ -150,7 +161,7 @@ class JointTransfers:
             self._in_flight.append(scattering[1])
 
     def make_room(self) -> None:
-        """Wait for scatters in flight until one more may be launched.
+        """Wait for reduce-scatters in flight until one more may be launched.
 
         Raises:
             CommError: one of the scatters failed.
@@ -158,7 +169,9 @@ class JointTransfers:
         self._wait(left=self.most_scatters - 1)
 
     def wait(self) -> None:
-        """Launch the scatters that have been collected, then wait for all scatters in flight.
+        """Launch the reduce-scatters that have been collected for a bucket.
+
+        Then wait for all reduce-scatters in flight.
 
         Raises:
             CommError: one of the scatters failed.
@@ -173,10 +186,10 @@ class JointTransfers:
             self.wait_for(work)
 
     def wait_for(self, work: ShardWork | JointGather | JointScatter) -> None:
-        """Block until one transfer has ended, and count the time in `waited_s`.
+        """Block until one gather or scatter has ended, and add the time to `waited_s`.
 
         Raises:
-            CommError: the transfer failed.
+            CommError: the gather or scatter failed.
         """
         begun_s = time.perf_counter()
         work.wait()
@@ -184,7 +197,7 @@ class JointTransfers:
 
 
 class StepTrace:
-    """Recorder of the computation time of each module in one step. Excludes time that the thread waits for transfers.
+    """Recorder of the computation time of each module in one training step, without waits for communication.
 
     Attributes:
         begun_s: time at which the step began (`time.perf_counter`).
@@ -203,7 +216,7 @@ class StepTrace:
         self._now = group
 
     def scattered(self, group: FsdpGroup) -> None:
-        """Record that the backward pass has computed the gradients of `group`."""
+        """Record that the backward pass has computed the gradients of `group`, and scatters them."""
         self._add(self._backward, group)
 
     def end(self, order: Sequence[FsdpGroup]) -> NDArray[np.float64]:
@@ -213,8 +226,8 @@ class StepTrace:
             order: all parameter groups, in the order of use.
 
         Returns:
-            Seconds of computation, `(2 groups + 1,)`: forward pass of each group, backward pass of each group, and rest
-            of the step. Infinite for groups that were used twice or not at all.
+            Computation times in seconds, `(2 groups + 1,)`: the forward pass of each group, the backward pass of each
+            group, and the rest of the step. Infinite for groups that were used twice or not at all.
         """
         forward_s = [self._forward.get(group, math.inf) for group in order]
         backward_s = [self._backward.get(group, 0.0) for group in order]

@@ -24,7 +24,7 @@ from .private import FsdpGroup, is_default, wrap_forward
 
 
 def install(sharded: ShardedModel, model: nn.Module, modules: Iterable[Any]) -> None:  # Any: FSDPModules
-    """Replace FSDP's all-gathers and reduce-scatters by callbacks, and register hooks on the modules of `model`.
+    """Let FSDP call Sirtaki for its all-gathers and reduce-scatters, and register hooks on the modules of `model`.
 
     Not collective.
 
@@ -58,7 +58,10 @@ def install(sharded: ShardedModel, model: nn.Module, modules: Iterable[Any]) -> 
 
 
 class GatherWork(dist.Work):
-    """A gather in flight, for which FSDP waits before it uses the module."""
+    """`Work` object of an all-gather in flight.
+
+    FSDP waits for it before it uses the module whose parameters are gathered.
+    """
 
     def __init__(
         self, transfers: JointTransfers, work: ShardWork | JointGather, *then: Callable[[], None] | None
@@ -83,8 +86,8 @@ class GatherWork(dist.Work):
 class AllGatherCallback:
     """Callback that FSDP calls to all-gather one parameter group.
 
-    It gathers the parameters. In a backward pass, it returns the parameters that were kept since the forward pass, if
-    the setting keeps them.
+    The callback starts the all-gather. In a backward pass, it returns the parameters that were kept since the forward
+    pass, if the setting in use keeps them.
 
     Attributes:
         carrier: collective of PyTorch or of the user that gathers the shards. None if Sirtaki gathers them.
@@ -94,7 +97,7 @@ class AllGatherCallback:
     def __init__(self, model: ShardedModel, group: FsdpGroup, carrier: Any) -> None:
         self._model, self._group, self.carrier = model, group, carrier
         self.can_keep = carrier is None or is_default(carrier)
-        self._kept: torch.Tensor | None = None  # kept parameters, which the next call returns instead of gathering
+        self._kept: torch.Tensor | None = None  # kept parameters, which the next call returns without a gather
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return memory for the gathered parameters. Called by FSDP before each gather."""
@@ -108,13 +111,13 @@ class AllGatherCallback:
         joint = model.transfers.bucket_of_gather(self._group) is not None
         if lanes is None or kept is not None or model.keeper_of(self._group) or joint:
             return torch.empty(numel, dtype=dtype, device=device)
-        model.transfers.launch_gathers()  # first, because collected gathers need memory for their parameters too
+        model.transfers.launch_gathers()  # launch collected gathers before more memory is taken
         return lanes.gather_memory(numel, dtype)
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Gather the parameters. Called by FSDP, which waits for the returned work when it uses the parameters.
+        """All-gather the parameters. FSDP calls this, and waits for the returned work when it uses the parameters.
 
         `async_op` is ignored: the gather is always asynchronous.
         """
@@ -126,7 +129,7 @@ class AllGatherCallback:
         if keeper is True:
             model.keep(self._group, output_tensor)
         lanes = model.lanes(group)
-        # Sirtaki has no lanes (connections) for a process group that was created after `attach`.
+        # Let PyTorch gather over a process group that was created after `attach`: Sirtaki has no connections for it.
         if self.carrier is not None or lanes is None:
             gather = self.carrier or dist.all_gather_into_tensor
             work: dist.Work | None = gather(output_tensor, input_tensor, group=group, async_op=async_op)
@@ -152,7 +155,7 @@ class ReduceScatterCallback:
 
     def __init__(self, model: ShardedModel, group: FsdpGroup, carrier: Any) -> None:
         self._model, self._group, self.carrier = model, group, carrier
-        self._whole: torch.Tensor | None = None  # memory of the whole gradient, until FSDP allocates the shard's memory
+        self._whole: torch.Tensor | None = None  # memory of the whole gradient, until FSDP allocates the shard
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Allocate memory for gradients. FSDP calls this for the whole gradient, then for the shard of this rank."""
@@ -161,7 +164,7 @@ class ReduceScatterCallback:
         (numel,), transfers = size, self._model.transfers
         if self._group in transfers.buckets:
             return torch.empty(numel, dtype=dtype, device=device)
-        transfers.launch_scatters()  # first, because collected scatters need memory for their gradients too
+        transfers.launch_scatters()  # launch collected scatters before more memory is taken
         transfers.make_room()
         lanes, whole, self._whole = self._model.lanes(self._group.shard_process_group), self._whole, None
         if lanes is None or (whole is not None and (whole.dtype, whole.numel()) == (dtype, numel * lanes.control.size)):
@@ -174,7 +177,7 @@ class ReduceScatterCallback:
     ) -> dist.Work | None:
         """Reduce-scatter the gradients. Called by FSDP.
 
-        Wait for the result only if FSDP or a user's hook reads it before the backward pass ends.
+        Wait for the result only if FSDP or a user's hook reads the result before the backward pass ends.
         """
         model, lanes = self._model, self._model.lanes(group)
         recipe = None if lanes is None else _recipe(op, group.size())
@@ -194,7 +197,10 @@ class ReduceScatterCallback:
 
 
 def _recipe(op: Any, size: int) -> tuple[ReduceOp, float] | None:  # Any: a type that is private to PyTorch
-    """Return the reduction and the factor for its result. None if Sirtaki's lanes (connections) do not support `op`."""
+    """Return the operator of a reduction, and the factor that multiplies its result.
+
+    None if lanes (Sirtaki's connections) do not support `op`.
+    """
     whole: Any = TorchOp(op) if isinstance(op, TorchOp.RedOpType) else op
     kind, factor = whole.__getstate__()
     if kind == TorchOp.AVG:

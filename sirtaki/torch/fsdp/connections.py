@@ -1,7 +1,7 @@
 """Connections between the ranks of a sharded model.
 
-Sirtaki sends shards over its own connections, called *lanes*. Or PyTorch's collectives send the shards, and Sirtaki
-only tunes their settings.
+Either Sirtaki sends the shards over its own connections, called *lanes*. Or PyTorch's collectives send them, and
+Sirtaki only tunes the settings of these collectives.
 """
 
 from __future__ import annotations
@@ -43,10 +43,13 @@ class ShardConnections:
     Attributes:
         carries: True if Sirtaki sends the shards, False if PyTorch does.
         lanes: Sirtaki's connections, by the ranks that they connect. Empty if PyTorch sends the shards.
-        control: control plane between the ranks of the largest process group, if this contains the ranks of all other
-            process groups. None if there is no such process group, or if all process groups have one rank.
-        lanes_of_all: connections between the ranks of the largest process group. None if PyTorch sends the shards.
-        searching: on the rank that decides about settings, whether the tuner still searches.
+        control: connections for control messages between the ranks of the largest process group, if this contains the
+            ranks of all other process groups. None if there is no such process group, or if all process groups have one
+            rank.
+        lanes_of_all: Sirtaki's connections between the ranks of the largest process group. None if PyTorch sends the
+            shards.
+        searching: whether the tuner still searches for the fastest setting. Used on the rank that decides about
+            settings.
     """
 
     searching = False
@@ -56,8 +59,8 @@ class ShardConnections:
 
         Args:
             settings: values of Sirtaki's environment variables.
-            groups: parameter groups of the model.
-            packing: codecs that compress gathers and scatters.
+            groups: FSDP's parameter groups in the model.
+            packing: codecs that compress all-gathers of parameters and reduce-scatters of gradients.
             carries: True if Sirtaki sends the shards, False if PyTorch does.
 
         Raises:
@@ -67,7 +70,8 @@ class ShardConnections:
         self._settings, self.carries = settings, carries
         self.lanes: dict[Ranks, ShardLanes] = {}
         self._controls: dict[Ranks, ControlPlane] = {}
-        self._meshes: list[tuple[Communicator, Communicator]] = []  # with a duplicate for `close`
+        # Communicators for control messages, each with a duplicate for `close`.
+        self._meshes: list[tuple[Communicator, Communicator]] = []
         for group in groups:
             for process_group in group.all_process_groups:
                 self._open(process_group, groups, packing)
@@ -112,12 +116,14 @@ class ShardConnections:
             logger.info("shards of %d modules between %d ranks: %s; %s", len(groups), len(ranks), how, then)
 
     def leave(self) -> None:
-        """Close the connections in a thread, once all ranks have called this. Called when the model is deleted.
+        """Start a thread that closes the connections once all ranks have called this.
+
+        Called when the model is deleted.
 
         Non-blocking.
         """
         forget_at_exit(self.close)
-        if self._controls:  # otherwise the process is exiting, and `close` has been called
+        if self._controls:  # empty if the process is exiting: `close` was called already
             threading.Thread(target=self.close, name="sirtaki-leave").start()
 
     def close(self) -> None:
@@ -127,7 +133,7 @@ class ShardConnections:
             self.searching = False
             logger.info("the job ends while settings are tried: none is kept, the next job begins anew")
         for (mesh, farewell), ranks in zip(self._meshes, controls, strict=False):
-            with suppress(CommError):  # the connections have failed before, and all ranks have received the error
+            with suppress(CommError):  # the connections have failed before, and all ranks know the error
                 if not leave_together(farewell, LEAVE_S):
                     mesh.abort(f"rank {mesh.rank} has exited, or has deleted a sharded model that other ranks use")
             farewell.free()
@@ -139,17 +145,18 @@ class ShardConnections:
 class PytorchCollectives:
     """Settings of PyTorch's own collectives under FSDP, which Sirtaki tunes.
 
-    They are the maximum number of scatters in flight, and whether scatters have a communicator of their own.
+    These are the maximum number of reduce-scatters in flight, and whether reduce-scatters have a communicator of their
+    own.
     """
 
     def __init__(self, groups: Sequence[FsdpGroup], control: ControlPlane | None) -> None:
         self._groups, self._control = groups, control
-        self._made: dict[Ranks, dist.ProcessGroup] = {}  # process groups that were created for scatters only
+        self._made: dict[Ranks, dist.ProcessGroup] = {}  # process groups that were created for reduce-scatters only
 
     def choices(self) -> tuple[tuple[int, ...], int]:
-        """Return the numbers of communicators to try, and the largest number of scatters in flight to try.
+        """Return the numbers of communicators, and the largest number of reduce-scatters in flight, to try.
 
-        If the user has set one of the values, the tuner tries no other.
+        If the user has set one of these values, the tuner tries only the user's value.
         """
         groups = self._groups
         if not all(is_default(group.collectives[1]) for group in groups):
@@ -161,7 +168,10 @@ class PytorchCollectives:
         return (1,) if fixed else (1, 2), MOST_SCATTERING if can_set else 1
 
     def apply(self, now: ShardKnobs, knobs: ShardKnobs) -> None:
-        """Change PyTorch's collectives from the setting `now` to `knobs`. Collective, between two steps."""
+        """Change the settings of PyTorch's collectives from `now` to `knobs`.
+
+        Collective, between two training steps.
+        """
         if knobs.scattering != now.scattering:
             for group in self._groups:
                 group.set_most_scatter_buffers(knobs.scattering)
@@ -174,14 +184,15 @@ class PytorchCollectives:
                 for group, ranks in sharded.items():
                     if ranks not in self._made:
                         self._made[ranks] = group_beside(group.shard_process_group, group.device, token)
-            except (AttributeError, TypeError) as err:  # raised on all ranks, because they use the same PyTorch
+            except (AttributeError, TypeError) as err:  # all ranks raise this: they use the same PyTorch
                 logger.debug("scatters cannot have a communicator of their own: %s", err)
                 return
         for group, ranks in sharded.items():
             group.set_own_scatter_process_group(self._made[ranks], use=knobs.streams > 1)
 
     def release_unused(self, knobs: ShardKnobs) -> None:
-        """Destroy the process groups that were created for scatters, if the final setting does not use them.
+        """Destroy the process groups that were created for reduce-scatters, if the setting `knobs` does not use
+        them.
 
         Collective.
         """
@@ -192,7 +203,7 @@ class PytorchCollectives:
 
 
 def describe_pytorch(groups: Sequence[FsdpGroup]) -> str:
-    """Return the names of the PyTorch backends and of the user's collectives that send the shards, for messages."""
+    """Name the PyTorch backends and the user's collectives that send the shards, for log messages."""
     backends = " and ".join(sorted({backend_name(group.shard_process_group, group.device) for group in groups}))
     own = {collective_name(each) for group in groups for each in group.collectives if not is_default(each)}
     return ", ".join([f"PyTorch's {backends}", *sorted(own)])

@@ -1,4 +1,4 @@
-"""State of a model under `fully_shard` whose shards Sirtaki sends, or whose collectives it tunes.
+"""State of a model under `fully_shard` whose shards Sirtaki sends, or whose collectives Sirtaki tunes.
 
 FSDP all-gathers the parameters of each module before their use (gather), and reduce-scatters the gradients afterwards
 (scatter). `ShardedModel` decides how far ahead FSDP gathers, which modules keep their parameters for the backward pass,
@@ -30,45 +30,50 @@ from .private import FsdpGroup, ranks_of
 logger = logging.getLogger(__name__)
 
 AS_PYTORCH = ShardKnobs(streams=1, ahead=0, behind=1)
-"""Setting that behaves like FSDP without Sirtaki."""
+"""Setting of all-gathers and reduce-scatters with which FSDP behaves as without Sirtaki."""
 
 
 class StepObserver(Protocol):
-    """Interface of the tuner of a sharded model, which is called after each step."""
+    """Interface of the tuner of a sharded model. The tuner is called after each training step."""
 
     def end_step(self) -> None:
-        """Record that a training step has ended. Collective. Called while no transfer is in flight."""
+        """Record that a training step has ended. Collective.
+
+        Called while no all-gather or reduce-scatter is in flight.
+        """
         ...
 
     def give_up(self, why: str) -> None:
-        """Stop tuning, because the times of steps cannot be compared any more, and log `why`.
+        """Stop tuning, because the times of training steps cannot be compared any more. Log the reason `why`.
 
-        Collective. Called while no transfer is in flight.
+        Collective. Called while no all-gather or reduce-scatter is in flight.
         """
         ...
 
 
 class ShardedModel:
-    """State of one sharded model: its parameter groups, its connections, and the setting of its gathers and scatters.
+    """State of one sharded model: its parameter groups, its connections, and the setting of its all-gathers (gathers)
+    and reduce-scatters (scatters).
 
     A *lane* is a set of Sirtaki's connections between ranks.
 
     Attributes:
         groups: parameter groups of FSDP, in the order of `model.modules()`.
-        order: parameter groups in the order of use, recorded in the first forward pass with gradients. Empty if forward
-            passes use modules in different orders.
+        order: parameter groups in the order in which the forward pass uses them, recorded in the first forward pass
+            with gradients. Empty if forward passes use modules in different orders.
         connections: connections between the ranks of the model.
-        pytorch: settings of PyTorch's collectives.
+        pytorch: settings of PyTorch's collectives, which Sirtaki can tune.
         transfers: launcher of gathers and scatters.
         given: codecs that the user has chosen for gathers and scatters.
-        node_ranks: number of ranks per node, if the ranks of a node can divide kept parameters among them. Otherwise 0.
-        near: lanes (connections) within a node, over which its ranks gather parameters that they keep together. None
-            if they do not.
-        knobs: the setting in use.
+        node_ranks: number of ranks per node, if each rank of a node can keep a part of the gathered parameters for the
+            node. Otherwise 0.
+        near: lanes (connections) within a node, over which its ranks gather the parts of the parameters that they keep
+            for the node. None if they keep no parts.
+        knobs: the setting of gathers and scatters in use.
         trace: recorder of computation times in the current step. None if this step is not recorded.
-        sets_prefetch: whether Sirtaki sets which modules FSDP prefetches, because the user has not. Set together with
-            `order`.
-        tuner: tuner, which is called at the end of each step.
+        sets_prefetch: whether Sirtaki sets which modules FSDP prefetches, because the user has not. Determined when
+            `order` is recorded.
+        tuner: tuner of the setting, which is called at the end of each training step.
     """
 
     tuner: StepObserver
@@ -88,7 +93,7 @@ class ShardedModel:
         self.pytorch = PytorchCollectives(groups, connections.control)
         self.transfers, self.knobs = JointTransfers(given), AS_PYTORCH
         self.order: Sequence[FsdpGroup] = ()
-        self._order_known = False  # whether `order` has been recorded
+        self._order_known = False  # whether `order` was recorded
         self._places: dict[FsdpGroup, int] = {}
         self.sets_prefetch = False
         self.trace: StepTrace | None = None
@@ -120,26 +125,26 @@ class ShardedModel:
         return self.connections.lanes.get(ranks_of(process_group))
 
     def describe(self) -> str:
-        """Describe the transport of the shards and the setting in use, for messages."""
+        """Describe how the shards are sent and the setting in use, for log messages."""
         return f"{self.carriers}, {self.knobs.describe()}"
 
     @property
     def carriers(self) -> str:
-        """Describe the transport of the shards, for messages."""
+        """Describe how the shards are sent, for log messages: by Sirtaki, or by which backends of PyTorch."""
         if self.connections.carries:
             return " and ".join(sorted({lanes.kind.value for lanes in self.connections.lanes.values()}))
         return describe_pytorch(self.groups)
 
     @property
     def whole_bytes(self) -> tuple[int, ...]:
-        """Return the size in bytes of each module's gathered parameters, in the order of use."""
+        """Return the size in bytes of each module's parameters after an all-gather, in the order of use."""
         return tuple(group.n_bytes[0] for group in self.order)
 
     @property
     def joinable(self) -> tuple[int, ...]:
         """Return the indices of the modules whose shards can be coalesced with those of the module before.
 
-        Indices count modules in the order of use.
+        The indices count modules in the order in which the forward pass uses them.
         """
         if not self.connections.carries or not self.sets_prefetch:
             return ()
@@ -150,39 +155,41 @@ class ShardedModel:
     def dropped(self) -> tuple[int, ...]:
         """Return the indices of the modules whose parameters FSDP gathers again for the backward pass.
 
-        Indices count modules in the order of use.
+        The indices count modules in the order in which the forward pass uses them.
         """
         return tuple(place for place, group in enumerate(self.order) if self._can_keep(group))
 
     def _can_keep(self, group: FsdpGroup) -> bool:
         """Return whether the parameters of `group` can be kept from the forward pass until the backward pass.
 
-        FSDP must gather them again for the backward pass, into memory that only Sirtaki's callback uses.
+        This requires that FSDP gathers them again for the backward pass, into memory that only Sirtaki's callback uses.
         """
-        # The user may have replaced the callback by one without `can_keep`.
+        # Use `getattr`, because the user may have replaced Sirtaki's callback by one without `can_keep`.
         return group.gathered_again and getattr(group.collectives[0], "can_keep", False)
 
     # ── settings ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def run(self, knobs: ShardKnobs) -> None:
-        """Use a setting from the next step on. Collective, between steps.
+        """Use the setting `knobs` for gathers and scatters from the next training step on.
 
-        If its number of connections cannot be opened, the connections in use stay.
+        Collective, between two steps.
+
+        If the number of connections in the setting cannot be opened, the connections in use stay.
         """
         if (lanes := self.connections.lanes_of_all) is None:
             self.pytorch.apply(self.knobs, knobs)
         elif knobs.streams != self.knobs.streams:
             try:
                 lanes.use(knobs.streams)
-            except TransportError as err:  # raised on all ranks; the connections in use stay open
+            except TransportError as err:  # all ranks raise this; the connections in use stay open
                 logger.debug("%d streams cannot be used: %s", knobs.streams, err)
-        if lanes is not None and knobs.joined:  # buckets must be the same on all ranks
+        if lanes is not None and knobs.joined:  # buckets must be equal on all ranks
             hooked = lanes.control.maximum(np.array([float(group.has_gradient_hooks) for group in self.groups]))
             self.transfers.hooked = {group for group, one in zip(self.groups, hooked, strict=True) if one}
         self.apply(knobs)
 
     def apply(self, knobs: ShardKnobs) -> None:
-        """Use a setting from the next forward pass on, without opening connections. Not collective."""
+        """Use the setting `knobs` from the next forward pass on, without opening connections. Not collective."""
         self.knobs, self.transfers.most_scatters = knobs, knobs.scattering
         gathers, scatters = knobs.codecs
         self.transfers.packing = self.given[0] or gathers, self.given[1] or scatters
@@ -193,7 +200,7 @@ class ShardedModel:
             ahead = order[first + 1 : buckets[min(number + knobs.ahead, len(buckets) - 1)][-1] + 1]
             behind = order[buckets[max(0, number - knobs.behind)][0] : last][::-1]
             if len(bucket) == 1 and knobs.behind == 1 and not knobs.joined:
-                behind = ()  # because FSDP by itself prefetches one module in the backward pass
+                behind = ()  # FSDP prefetches one module in the backward pass by itself
             for place in bucket if self.sets_prefetch else ():
                 order[place].set_prefetch(ahead if place == first else (), behind if place == last else ())
             if len(bucket) > 1:
@@ -204,7 +211,9 @@ class ShardedModel:
     # ── forward passes ───────────────────────────────────────────────────────────────────────────────────────────
 
     def begin_forward(self, group: FsdpGroup | None, *_: object) -> None:
-        """Begin a forward pass of the whole model. End the last step if it had a backward pass. Forward pre-hook.
+        """Begin a forward pass of the whole model. If the last training step had a backward pass, end it.
+
+        Forward pre-hook.
 
         Args:
             group: parameter group of the model's own parameters. None if all parameters belong to its blocks.
@@ -212,7 +221,7 @@ class ShardedModel:
         if in_backward():
             return
         distributed_autograd.refuse_sharded()
-        self.transfers.wait()  # because scatters of a failed backward pass may still be in flight
+        self.transfers.wait()  # scatters of a failed backward pass may still be in flight
         self._drop_prefetched()
         self._kept.clear()
         self._in_forward = True
@@ -235,8 +244,11 @@ class ShardedModel:
             self._compare_order(self._used)
 
     def use(self, group: FsdpGroup | None, *_: object) -> None:
-        """Record that a forward pass begins to use the parameters of `group`. Forward pre-hook of its module."""
-        if in_backward():  # activation checkpointing recomputes the module, which is no new use
+        """Record that a forward pass begins to use the parameters of `group`.
+
+        Forward pre-hook of the group's module.
+        """
+        if in_backward():  # activation checkpointing recomputes the module: no new use
             return
         if not self._in_forward:
             self._drop_prefetched()
@@ -246,7 +258,10 @@ class ShardedModel:
                 self.trace.used(group)
 
     def _compare_order(self, used: list[FsdpGroup]) -> None:
-        """Record the order of modules in the first forward pass. Stop tuning if a later pass has another order."""
+        """Record the order in which the first forward pass uses modules.
+
+        If a later pass has another order, stop tuning.
+        """
         if not used or (self._order_known and self.order in ((), used)):
             return
         why = "modules are used in another order than before"
@@ -264,12 +279,12 @@ class ShardedModel:
         self.tuner.give_up(why)
 
     def record_gather(self, group: FsdpGroup) -> None:
-        """Record that FSDP has requested the gather of `group`, to use its parameters or to prefetch them."""
+        """Record that FSDP has requested the all-gather of `group`, to use its parameters now or to prefetch them."""
         if group.phase == "FORWARD":
             self._prefetched.append(group)
 
     def record_scatter(self, group: FsdpGroup) -> None:
-        """Record that FSDP has requested the scatter of the gradients of `group`."""
+        """Record that FSDP has requested the reduce-scatter of the gradients of `group`."""
         self._scattered = True
         if self.trace is not None:
             self.trace.scattered(group)
@@ -287,7 +302,7 @@ class ShardedModel:
     # parameters, the callback returns the kept tensor, and no data is sent.
 
     def keeper_of(self, group: FsdpGroup) -> ShardLanes | bool:
-        """Return where the parameters of `group` are kept until the backward pass, after FSDP has gathered them.
+        """Return where the parameters of `group` are kept from the forward pass until the backward pass.
 
         Returns:
             False if the parameters are not kept. True if this rank keeps all of them. If each rank of the node keeps a
@@ -303,7 +318,7 @@ class ShardedModel:
         return place in self.knobs.kept
 
     def keep(self, group: FsdpGroup, values: torch.Tensor) -> None:
-        """Keep gathered parameters until the next backward pass.
+        """Keep all-gathered parameters until the next backward pass, so that they need not be gathered again.
 
         Args:
             group: parameter group of the parameters.
@@ -312,17 +327,20 @@ class ShardedModel:
         self._kept[group] = values
 
     def take_kept(self, group: FsdpGroup) -> torch.Tensor | None:
-        """Return and release the kept parameters of `group`. None if they are not kept, or outside a backward pass."""
+        """Return the kept parameters of `group`, and keep them no longer.
+
+        None if they are not kept, or outside a backward pass.
+        """
         if not self._kept or not in_backward():
             return None
-        when_backward_ends(self._kept.clear)  # because this backward pass may not use all kept parameters
+        when_backward_ends(self._kept.clear)  # this backward pass may not use all of them
         return self._kept.pop(group, None)
 
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Discard kept parameters that `optimizer` will update. Wait for scatters of a failed backward pass.
+        """Discard kept parameters that `optimizer` will update. Wait for reduce-scatters of a failed backward pass.
 
         Raises:
-            CommError: a scatter failed.
+            CommError: a reduce-scatter failed.
         """
         left = self.transfers.has_scatters and not in_backward()
         if not left and not self._kept:

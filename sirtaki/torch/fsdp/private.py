@@ -1,7 +1,7 @@
-"""Private names of PyTorch's FSDP2 (`fully_shard`, `replicate`). No other module of Sirtaki uses them.
+"""Private names of PyTorch's FSDP2 (`fully_shard`, `replicate`). Sirtaki's other modules use none of them.
 
-`FsdpGroup` wraps FSDP's parameter group, and `ReplicatedParam` wraps FSDP's data of one parameter. Other modules get no
-objects of FSDP's internal classes, only modules, tensors, process groups and the user's collectives.
+`FsdpGroup` wraps FSDP's parameter group, and `ReplicatedParam` wraps FSDP's data of one parameter. Other modules of
+Sirtaki get no objects of FSDP's internal classes, only modules, tensors, process groups and the user's collectives.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ USED = {
     "unsharded_grad_data unsharded_accumulated_grad unsharded_accumulated_grad_data "
     "accumulate_unsharded_grad_if_needed to_sharded_dtensor",
 }
-"""Attributes of FSDP's classes, by class, that `attach` requires.
+"""Attributes that `attach` requires, of each of FSDP's classes.
 
 Some PyTorch versions lack `comm_ctx.reduce_scatter_max_input_buffers`, `mesh_info.reduce_scatter_process_group` or
 `reduce_scatter_unused_params`. These are optional, so they are not listed here.
 """
 
 _OWNER = "_sirtaki_attached"
-"""Attribute of FSDP's parameter group that refers to its owner: the Sirtaki object that handles its communication."""
+"""Attribute of FSDP's parameter group for the group's owner: the Sirtaki object that does its communication."""
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:  # Any: FSDPModule is not in every PyTorch
@@ -61,11 +61,11 @@ def sharded_modules(model: nn.Module) -> list[Any]:  # Any: FSDPModule is not in
 
 
 def find_groups(modules: Iterable[Any]) -> list[FsdpGroup]:
-    """Return the parameter groups of FSDP's modules. Return a group that several modules share once.
+    """Return FSDP's parameter groups in the modules. A group that several modules share is returned once.
 
     Raises:
         ConfigError: this PyTorch lacks a private attribute that Sirtaki uses, a module has several groups, or a group
-            has been attached already.
+            has an owner already, because `attach` was called before.
     """
     found = dict[int, FsdpGroup]()
     for module in modules:
@@ -81,7 +81,10 @@ def find_groups(modules: Iterable[Any]) -> list[FsdpGroup]:
 
 
 def owners_of(model: nn.Module) -> Iterator[object]:
-    """Yield the owner of each attached parameter group in `model`: the Sirtaki object that communicates for it."""
+    """Yield the owners of the parameter groups in `model`.
+
+    An owner is the Sirtaki object that handles the communication of a group. Groups without an owner are skipped.
+    """
     for module in model.modules():
         state = getattr(module, "_get_fsdp_state", lambda: None)()
         yield from (getattr(group, _OWNER, None) for group in getattr(state, "_fsdp_param_groups", ()))
@@ -91,7 +94,7 @@ def wrap_forward(module: Any, before: Callable[..., None], after: Callable[..., 
     """Call `before` and `after` around each forward pass that PyTorch runs without module hooks.
 
     Such a pass is a call of a method that the user has registered with `register_fsdp_forward_method`. Ordinary forward
-    passes are not affected, because they call FSDP's module hooks, which were registered before.
+    passes do not change, because they call FSDP's module hooks, which were registered before.
 
     Args:
         module: an FSDPModule.
@@ -141,14 +144,14 @@ class FsdpGroup:
         self.replicated = self.replicate_process_group is not None and self.shards == 1
 
     def set_owner(self, owner: object) -> None:
-        """Store the owner of this group: the Sirtaki object that handles its communication."""
+        """Store the owner of this parameter group: the Sirtaki object that handles the group's communication."""
         setattr(self._group, _OWNER, owner)
 
     # ── process groups ───────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def all_process_groups(self) -> list[dist.ProcessGroup]:
-        """Return the process groups over which parameters are sharded before and after the forward pass.
+        """Return the process groups over which the parameters are sharded, before and after the forward pass.
 
         They differ if the user has set `reshard_after_forward` to a number of ranks.
         """
@@ -157,22 +160,26 @@ class FsdpGroup:
 
     @property
     def gather_process_group(self) -> Any:
-        """Return the process group over which FSDP gathers next."""
+        """Return the process group over which FSDP all-gathers the parameters next."""
         return self._group._all_gather_process_group
 
     @property
     def own_scatter_process_group(self) -> object:
-        """Return the process group that FSDP uses for scatters only, or None if scatters and gathers share one.
+        """Return the process group that FSDP uses for reduce-scatters only.
+
+        None if reduce-scatters and all-gathers share one.
 
         Return "unknown" if this PyTorch does not support a separate one.
         """
         return getattr(self._group.mesh_info, "reduce_scatter_process_group", "unknown")
 
     def set_own_scatter_process_group(self, made: dist.ProcessGroup, *, use: bool) -> None:
-        """Let scatters use the process group `made`, or share that of gathers again. Never replace the user's own.
+        """Let reduce-scatters use the process group `made`, or let them share that of all-gathers again.
+
+        Do nothing if the user has set a process group for them.
 
         Args:
-            made: process group that Sirtaki has created for scatters.
+            made: process group that Sirtaki has created for reduce-scatters.
             use: True to use `made`, False to stop using it.
         """
         if self.own_scatter_process_group in (None, made):
@@ -180,11 +187,11 @@ class FsdpGroup:
 
     @property
     def most_scatter_buffers(self) -> int:
-        """Return FSDP's maximum number of scatters in flight. 0 if this PyTorch has no such limit."""
+        """Return FSDP's maximum number of reduce-scatters in flight. 0 if this PyTorch has no such limit."""
         return int(getattr(self._group.comm_ctx, "reduce_scatter_max_input_buffers", 0))
 
     def set_most_scatter_buffers(self, n: int) -> None:
-        """Set FSDP's maximum number of scatters in flight to `n`, for all parameter groups of the model."""
+        """Set FSDP's maximum number of reduce-scatters in flight to `n`, for all parameter groups of the model."""
         self._group.comm_ctx.reduce_scatter_max_input_buffers = n
 
     # ── parameters ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -204,7 +211,7 @@ class FsdpGroup:
 
     @property
     def n_bytes(self) -> tuple[int, int]:
-        """Return the size in bytes of the gathered parameters, and that of the gradients before they are scattered."""
+        """Return the size in bytes of the all-gathered parameters, and of the gradients before a reduce-scatter."""
         policy, gathered, scattered = self._group.mp_policy, 0, 0
         for each in self._group.fsdp_params:
             numel = each.padded_sharded_param_size.numel() * self.shards
@@ -215,7 +222,10 @@ class FsdpGroup:
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """Return the ranks and dtypes of the group's transfers. Two groups can be coalesced only if these are equal."""
+        """Return the ranks and dtypes of this group's all-gathers and reduce-scatters.
+
+        Two groups can be coalesced only if these are equal.
+        """
         policy = self._group.mp_policy
         dtypes = {policy.param_dtype or each.sharded_param.dtype for each in self._group.fsdp_params}
         return ranks_of(self.shard_process_group), self._group._use_post_forward_mesh, dtypes, policy.reduce_dtype
@@ -229,19 +239,19 @@ class FsdpGroup:
 
     @property
     def phase(self) -> str:
-        """Return FSDP's training state of the group: "FORWARD", "PRE_BACKWARD", "POST_BACKWARD" or "IDLE"."""
+        """Return FSDP's training state of this group: "FORWARD", "PRE_BACKWARD", "POST_BACKWARD" or "IDLE"."""
         return str(self._group._training_state.name)
 
     @property
     def gathered_again(self) -> bool:
         """Return whether FSDP gathers the parameters again for the backward pass, over the same ranks.
 
-        FSDP does so if it reshards them after the forward pass.
+        FSDP does so if it reshards the parameters after the forward pass.
         """
         return bool(self._group._reshard_after_forward and not self._group._use_post_forward_mesh)
 
     def drop_gather(self) -> bool:
-        """Wait for the gather of prefetched parameters that were not used, and discard them.
+        """Discard prefetched parameters that were not used. First wait for their all-gather.
 
         Returns:
             Whether there were prefetched parameters.
@@ -251,14 +261,16 @@ class FsdpGroup:
         self._group._all_gather_result = None
         if result.all_gather_work is not None:
             result.all_gather_work.wait()
-        # The next gather must not get the memory before the copy out of it has ended.
+        # Let the next all-gather wait for an event, because it must not get this memory before the copy out of it has
+        # ended.
         self._group._wait_all_gather_streams_on_event(result.all_gather_event)
         return True
 
     def reads_scatter_result(self, dtype: torch.dtype) -> bool:
-        """Return whether FSDP reads the result of a scatter before the backward pass ends.
+        """Return whether FSDP reads the result of a reduce-scatter before the backward pass ends.
 
-        FSDP reads the result to cast, all-reduce or accumulate gradients. Otherwise it only sets `.grad`.
+        FSDP reads the result to cast, all-reduce or accumulate gradients. Otherwise FSDP only sets `.grad` to the
+        result.
         """
         group, gradients = self._group, (each.sharded_param.grad for each in self._group.fsdp_params)
         return (
@@ -277,12 +289,12 @@ class FsdpGroup:
 
     @property
     def has_user_prefetch(self) -> bool:
-        """Return whether the user has set which modules FSDP prefetches when it uses this one."""
+        """Return whether the user has set which modules FSDP prefetches when it uses this group's module."""
         state = self.module._get_fsdp_state()
         return bool(state._states_to_forward_prefetch or state._states_to_backward_prefetch)
 
     def set_prefetch(self, forward: Iterable[FsdpGroup], backward: Iterable[FsdpGroup]) -> None:
-        """Set the groups that FSDP prefetches when it uses this group, in the forward and in the backward pass."""
+        """Set the groups that FSDP prefetches when it uses this one, in the forward and in the backward pass."""
         self.module.set_modules_to_forward_prefetch([other.module for other in forward])
         self.module.set_modules_to_backward_prefetch([other.module for other in backward])
 
@@ -290,7 +302,7 @@ class FsdpGroup:
 
     @property
     def has_all_reduce_hook(self) -> bool:
-        """Return whether the user has called `set_all_reduce_hook`."""
+        """Return whether the user has registered an all-reduce hook (`set_all_reduce_hook`)."""
         return self._group._all_reduce_hook is not None
 
     @property
@@ -304,14 +316,16 @@ class FsdpGroup:
         return bool(self._group.reduce_grads and self._group.all_reduce_grads)
 
     def ignore_unused(self) -> None:
-        """Stop FSDP from reducing zeros for missing gradients. All are missing, because Sirtaki removes them."""
+        """Stop FSDP from reducing zeros for missing gradients: Sirtaki removes all gradients to reduce them."""
         if getattr(self._group, "reduce_scatter_unused_params", False):
             self._group.reduce_scatter_unused_params = False
 
     def replicated_params(self) -> list[ReplicatedParam]:
-        """Return all parameters of the group. Let FSDP first create the copies that modules compute with.
+        """Return all parameters of the group.
 
-        FSDP reuses these copies in all steps.
+        First let FSDP create the copies of the parameters that modules compute with.
+
+        FSDP creates these copies once, and reuses them in all training steps.
 
         Raises:
             ConfigError: the parameters are on the meta device.
@@ -327,7 +341,7 @@ class FsdpGroup:
 
 
 class ReplicatedParam:
-    """One parameter under `replicate()`, and its gradient while Sirtaki reduces it.
+    """One parameter under PyTorch's `replicate()`, and its gradient while Sirtaki reduces it.
 
     FSDP has two copies of the parameter: one for the optimizer, and one that modules compute with.
 
@@ -335,8 +349,8 @@ class ReplicatedParam:
         group: parameter group that contains the parameter.
         param: copy of the parameter that the optimizer updates, a DTensor.
         computed: copy of the parameter that modules compute with. Autograd computes its gradient.
-        stand_in: tensor that the reducer gets in place of the parameter, for its shape, its dtype and its `.grad`. It
-            has no memory of its own.
+        stand_in: tensor that Sirtaki's reducer gets in place of the parameter, for its shape, its dtype and its
+            `.grad`. It has no memory of its own.
     """
 
     def __init__(self, owner: FsdpGroup, group: Any, record: Any) -> None:
@@ -348,7 +362,7 @@ class ReplicatedParam:
 
     @property
     def _local(self) -> torch.Tensor | None:
-        """Return the local tensor of the gradient that the optimizer reads. None without a gradient."""
+        """Return this rank's tensor of the gradient that the optimizer reads. None if there is no gradient."""
         gradient = self._record.sharded_param.grad
         return None if gradient is None else gradient._local_tensor
 
@@ -359,9 +373,9 @@ class ReplicatedParam:
         return bool(local.dtype is self.stand_in.dtype and local.device == self.stand_in.device)
 
     def begin(self) -> None:
-        """Begin a backward pass. Start the gradient to reduce with the gradients that are accumulated already.
+        """Begin a backward pass: let the gradient to reduce start with the gradients that are accumulated already.
 
-        These are the parameter's `.grad` and the gradients that FSDP has accumulated.
+        These are the parameter's `.grad`, and the gradients that FSDP has accumulated.
         """
         self.stand_in.grad = self._local if self._is_shared else None
         if self.group.all_reduces:
@@ -381,7 +395,10 @@ class ReplicatedParam:
             self.stand_in.grad += gradient
 
     def hold(self) -> None:
-        """Remove the computed gradient from FSDP, and accumulate it here until a backward pass with an all-reduce."""
+        """Remove the computed gradient from FSDP.
+
+        Accumulate it here until a backward pass in which gradients are all-reduced.
+        """
         if (gradient := self._take_computed()) is not None:
             self._held = gradient if self._held is None else self._held.add_(gradient)
 
@@ -401,7 +418,7 @@ class ReplicatedParam:
     def give(self) -> None:
         """Store the reduced gradient in the parameter's `.grad`, and run the user's hooks on the parameter."""
         reduced, local, sharded = self.stand_in.grad, self._local, self._record.sharded_param
-        if reduced is None:  # no rank has a gradient
+        if reduced is None:  # no rank has computed a gradient
             return
         if not self._is_shared:
             self.stand_in.grad = None
@@ -417,24 +434,27 @@ class ReplicatedParam:
     def rescue(self) -> None:
         """Restore the gradient of earlier backward passes in `.grad`, after a backward pass raised an exception.
 
-        It is in the reducer's buffer until then.
+        Until then, this gradient is stored in the reducer's buffer.
         """
         if self._local is not None and self.stand_in.grad is not None and self._is_shared:
             self._record.sharded_param.grad = self._record.to_sharded_dtensor(self.stand_in.grad)
 
 
 def collective_name(collective: Any) -> str:
-    """Return the class name of a callable that gathers or scatters. For Sirtaki's callback, that of its `carrier`."""
+    """Return the class name of a callable that all-gathers or reduce-scatters.
+
+    For Sirtaki's callback, return that of its `carrier`, the collective that sends the shards.
+    """
     return type(getattr(collective, "carrier", collective)).__name__
 
 
 def is_default(collective: Any) -> bool:
-    """Return whether a callable that gathers or scatters is PyTorch's default, and not the user's."""
+    """Return whether a callable that all-gathers or reduce-scatters is PyTorch's default, and not the user's own."""
     return collective_name(collective) in ("DefaultAllGather", "DefaultReduceScatter")
 
 
 def ranks_of(group: dist.ProcessGroup) -> Ranks:
-    """Return the global ranks of a process group, in its order."""
+    """Return the global ranks of the members of a process group, in the group's order."""
     return tuple(dist.get_process_group_ranks(group))
 
 
@@ -447,7 +467,7 @@ def _groups_of(module: Any) -> Sequence[Any]:
 
 def _require(kind: str, found: Any) -> None:
     """Raise an exception if an object or class of FSDP lacks an attribute that Sirtaki uses."""
-    later = getattr(type(found), "__annotations__", ())  # attributes that FSDP sets in the first forward pass
+    later = getattr(type(found), "__annotations__", ())  # attributes that FSDP sets later, in the first forward pass
     for name in USED[kind].split():
         if name not in later and inspect.getattr_static(found, name, _OWNER) is _OWNER:
             raise ConfigError(
@@ -459,7 +479,7 @@ def _require(kind: str, found: Any) -> None:
 
 @functools.cache
 def log_unchecked_version() -> None:
-    """Log, once and on rank 0, that Sirtaki's tests did not run with this version of PyTorch."""
+    """Log, once and on rank 0, that Sirtaki was not tested with this version of PyTorch."""
     version = ".".join(torch.__version__.split(".")[:2])
     if version not in CHECKED_WITH and dist.get_rank() == 0:
         logger.info("sirtaki.torch.fsdp was not tested with PyTorch %s, only with %s", version, ", ".join(CHECKED_WITH))

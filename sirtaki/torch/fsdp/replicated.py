@@ -11,11 +11,11 @@ modules compute with (`unsharded_param`). FSDP averages the gradients of a modul
 module's backward pass, and waits for it.
 
 After `attach`, a hook removes each gradient from FSDP once autograd has computed it, so that FSDP finds none to reduce.
-Sirtaki's reducer for DDP models then all-reduces the gradient, and tunes its own settings. Instead of each parameter,
+Sirtaki's reducer for DDP models then all-reduces the gradient, with settings that it tunes. Instead of each parameter,
 the reducer gets a stand-in tensor without memory, which has the parameter's shape and the dtype of the reduction. At
 the end of the backward pass, the reduced gradient becomes the parameter's `.grad`.
 
-FSDP accumulates the gradients of backward passes without synchronisation (`set_requires_gradient_sync(False)`). The
+In backward passes without synchronisation (`set_requires_gradient_sync(False)`), FSDP accumulates the gradients. The
 next synchronised backward pass adds them to its own gradients.
 """
 
@@ -43,7 +43,7 @@ from .private import FsdpGroup, ReplicatedParam
 
 
 def attach(model: nn.Module, groups: Sequence[FsdpGroup], compression: Choice) -> ReplicatedGradients | None:
-    """Let Sirtaki reduce the gradients of parameter groups under `replicate()`. Collective.
+    """Let Sirtaki reduce the gradients of FSDP's parameter groups under `replicate()`. Collective.
 
     Args:
         model: the whole model.
@@ -83,27 +83,29 @@ def attach(model: nn.Module, groups: Sequence[FsdpGroup], compression: Choice) -
 
 
 class ReplicatedGradients(DdpGradients):
-    """Reduction of the gradients of a model under `replicate()`.
+    """Object that reduces the gradients of a model under PyTorch's FSDP2-based `replicate()`.
 
     A backward pass is *due* if its gradients must be all-reduced. A due backward pass is one iteration.
     """
 
-    undefined_are_zeros = False  # FSDP ignores undefined gradients, too
+    undefined_are_zeros = False  # ignore undefined gradients, like FSDP
     nodes_are_kept = False
     _replicas: Collection[ReplicatedParam] = ()
     _groups: Sequence[FsdpGroup] = ()
     _mark_ready: Callable[[torch.Tensor], None]
 
     def _make_hook(self) -> Callable[[torch.Tensor], None]:
-        """Return the reducer's gradient hook, and store it for `_take_from`, which calls it instead of autograd.
+        """Return the reducer's gradient hook. Also store the hook, so that `_take_from` calls it.
 
-        Autograd never calls it, because the stand-in tensors are not part of its graph.
+        Autograd never calls the hook, because the reducer's stand-in tensors are not part of autograd's graph.
         """
         self._mark_ready = super()._make_hook()
         return self._mark_ready
 
     def follow(self, groups: Sequence[FsdpGroup], replicas: Mapping[str, ReplicatedParam]) -> None:
-        """Register a hook on each parameter copy that modules compute with, to take over its gradient. Called once.
+        """Register a hook on each parameter copy that modules compute with, to take its gradient from FSDP.
+
+        Called once.
 
         Args:
             groups: parameter groups under `replicate()`.
@@ -122,8 +124,12 @@ class ReplicatedGradients(DdpGradients):
         ]
 
     def before_forward(self, *_: object) -> None:
-        """Mark the next backward pass as due (to be reduced), if FSDP would all-reduce it. Forward pre-hook."""
-        # Within a backward pass, activation checkpointing recomputes a forward pass that has been recorded before.
+        """Mark the next backward pass as due, if FSDP would all-reduce its gradients. Forward pre-hook.
+
+        The gradients of a due backward pass must be reduced.
+        """
+        # Ignore forward passes within a backward pass: activation checkpointing recomputes a pass that was recorded
+        # before.
         if in_backward() or not torch.is_grad_enabled():
             return
         distributed_autograd.refuse_sharded()
@@ -133,12 +139,18 @@ class ReplicatedGradients(DdpGradients):
             self.prepare()
 
     def after_forward(self, _module: object, _inputs: object, output: object) -> None:
-        """Watch `output` for the start of a backward pass whose gradients must be all-reduced. Forward hook."""
+        """Register hooks on `output`, to detect where a backward pass begins whose gradients must be all-reduced.
+
+        Forward hook.
+        """
         if not in_backward():
             self.watch(output)
 
     def _take_from(self, replica: ReplicatedParam) -> None:
-        """Remove the computed gradient of a parameter from FSDP. Mark it as ready if this pass must be all-reduced."""
+        """Remove the computed gradient of a parameter from FSDP.
+
+        If this pass must be all-reduced, mark the gradient as ready.
+        """
         if replica.group.all_reduces and self._due:
             self._begin()
             replica.take()
@@ -153,7 +165,10 @@ class ReplicatedGradients(DdpGradients):
         super()._begin()
 
     def end_backward(self) -> None:
-        """Finish a backward pass: wait for the reduction, and store the reduced gradients in `.grad`. Collective."""
+        """Finish a backward pass: wait for the reduction of gradients, and store the reduced gradients in `.grad`.
+
+        Collective.
+        """
         super().end_backward()
         for replica in self._replicas:
             replica.give()

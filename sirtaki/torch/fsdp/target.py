@@ -1,4 +1,4 @@
-"""Tuning of a sharded model: a search for the fastest setting of gathers and scatters during the first steps."""
+"""Tuning of a sharded model: a search for the fastest setting of its collectives during the first steps."""
 
 from __future__ import annotations
 
@@ -51,36 +51,47 @@ from .model import AS_PYTORCH, ShardedModel
 logger = logging.getLogger(__name__)
 
 UNTUNED = ShardKnobs(streams=1, ahead=2, behind=1)
-"""Setting before the search. FSDP prefetches two modules in the forward pass, so that one gather is in flight while
-FSDP copies out another. This takes no more memory than the backward pass, in which FSDP prefetches one module.
+"""Setting of all-gathers and reduce-scatters before the search.
+
+FSDP prefetches two modules in the forward pass, so that one all-gather is in flight while FSDP copies out another. This
+takes no more memory than the backward pass, in which FSDP prefetches one module.
 """
 
 COMMUNICATOR_BYTES = 256 << 20
-"""Assumed GPU memory in bytes of one additional NCCL communicator, without its usual buffers."""
+"""Assumed GPU memory in bytes of one additional NCCL communicator, which the tuner may create.
+
+NCCL's usual buffers are not counted.
+"""
 
 PROBES_SHARE = 2.0
-"""Approximate time for measuring the network, in multiples of a training step's time."""
+"""Approximate time for measuring the network, as a multiple of a training step's time."""
 
 MOST_LATENCY = 0.5
-"""Maximum fraction of a measured gather's time that counts as latency. A larger value is taken for a disturbance."""
+"""Maximum fraction of an all-gather's measured time that counts as latency.
+
+A larger value is taken for a disturbance.
+"""
 
 MESSAGES = 16
-"""Number of small gathers that are launched at once to measure the cost of one message."""
+"""Number of small all-gathers that are launched at once to measure the cost of one message."""
 
 LEAST_PROBE_BYTES, PROBE_BYTES, SMALL_BYTES = 1 << 20, 4 << 20, 4 << 10
-"""Sizes in bytes of the tensor that a measurement gathers: minimum, maximum, and size for measuring latency."""
+"""Sizes in bytes of the tensor that is all-gathered to measure the network: minimum, maximum, and size for latency."""
 
 WORTH_MEMORY = 0.05
-"""Fraction of a step's bytes that a larger memory budget must save, for the log to advise such a budget."""
+"""Fraction of a step's sent bytes that a larger memory budget must save before the log recommends such a budget."""
 
 MEASURED_STEPS = 10
 """Number of steps after the search in which the compression error is measured."""
 
 
 class ShardTarget(TunableTarget[ShardKnobs]):
-    """Adapter that lets the tuner minimise the step time of a sharded model over all of the model's ranks.
+    """Adapter between the tuner and a sharded model.
 
-    The fastest setting is stored in the registry, and the next job tries it first.
+    The tuner minimises the time of a training step over the model's ranks.
+
+    The fastest setting is stored in the registry (a store of settings of earlier jobs), and the next job tries it
+    first.
     """
 
     slowest = True
@@ -90,21 +101,22 @@ class ShardTarget(TunableTarget[ShardKnobs]):
         self._control, self._lanes = model.connections.control, model.connections.lanes_of_all
         self._shares_memory = self._lanes is not None and self._lanes.kind is TransportKind.SHARED_MEMORY
         self._controller = None if self._control is None or not settings.tunes else TuningController(self._control)
-        self._key: ShardsKey | None = None  # registry key of this model, on rank 0. None if nothing is stored
+        # Key under which the setting of this model is stored for later jobs, on rank 0. None if nothing is stored.
+        self._key: ShardsKey | None = None
         self._memory = SettingsMemory(settings.registry)
-        self._space: ShardSpace | None = None  # search space, on rank 0
+        self._space: ShardSpace | None = None  # settings that the search may try, on rank 0
         self._step: ShardedStep | None = None
         self._begun_s = self._ended_s = 0.0
-        self._topology: str | None = None  # None until the search has begun
+        self._topology: str | None = None  # description of the network's topology; None until the search has begun
         self._on_accelerator = any(group.device.type != "cpu" for group in model.groups)
         self._steps_to_measure = 0  # steps in which the compression error must still be measured
         model.apply(AS_PYTORCH if self._lanes is None else _untuned(self._lanes, len(model.groups), settings))
         self.default = model.knobs
 
     def end_step(self) -> None:
-        """Measure the time of the step that has ended, and change the setting if the search requires it.
+        """Measure the time of the training step that has ended. Change the setting if the search requires it.
 
-        Collective. Called while no transfer is in flight.
+        Collective. Called while no all-gather or reduce-scatter is in flight.
         """
         control, controller, model, lanes = self._control, self._controller, self._model, self._lanes
         if lanes is not None and lanes.losses is not None:
@@ -115,7 +127,8 @@ class ShardTarget(TunableTarget[ShardKnobs]):
         if self._topology is None:
             traced = lanes if not self._shares_memory else None
             if traced is not None and model.trace is None:
-                model.trace = StepTrace(model.transfers)  # to predict other settings from the next step
+                # Record the next step, to predict step times with other settings.
+                model.trace = StepTrace(model.transfers)
                 return
             remembers = self._settings.registry != REGISTRY_OFF
             self._topology = cluster_fingerprint(control, self._settings) if remembers else ""
@@ -128,7 +141,10 @@ class ShardTarget(TunableTarget[ShardKnobs]):
         self._begun_s = time.perf_counter()
 
     def recall(self) -> TuningSession[ShardKnobs] | None:
-        """Return a tuning session that checks the setting of an earlier job, or None if none is stored. Rank 0 only."""
+        """Return a tuning session that checks the setting that an earlier job has stored. None if none is stored.
+
+        Rank 0 only.
+        """
         self._space = self._make_space()
         first = None if self._key is None else self._recall(self._key, self._space, self.default)
         return None if first is None else self._session(self._space, first)
@@ -153,19 +169,19 @@ class ShardTarget(TunableTarget[ShardKnobs]):
         return shard_session(space, self.default, budget=budget, first=first, step=self._step)
 
     def apply(self, knobs: ShardKnobs) -> None:
-        """Use the setting `knobs` from the next step on. Collective."""
+        """Use the setting `knobs` of all-gathers and reduce-scatters from the next step on. Collective."""
         self._model.run(knobs)
 
     def measured_s(self) -> float:
-        """Return the time in seconds of the step that has ended."""
+        """Return the time in seconds of the training step that has ended."""
         return self._ended_s - self._begun_s
 
     def progress(self, session: TuningSession[ShardKnobs]) -> TuningProgress:
-        """Return the progress of the search, for its log lines. Rank 0 only."""
+        """Return the progress of the search for the fastest setting, for the log. Rank 0 only."""
         return describe_progress(session, WHOLE_STEPS)
 
     def keep(self) -> None:
-        """End the search and keep the setting in use. Collective."""
+        """End the search for the fastest setting, and keep the setting in use. Collective."""
         knobs, lanes = self._model.knobs, self._lanes
         self._controller = None
         self._model.connections.searching = False
@@ -174,10 +190,12 @@ class ShardTarget(TunableTarget[ShardKnobs]):
             self._steps_to_measure, lanes.losses = MEASURED_STEPS, (Loss(), Loss())
 
     def report(self, session: TuningSession[ShardKnobs]) -> None:
-        """Store the result of the search in the registry, and log it. Rank 0 only."""
+        """Store the result of the search in the registry (the store of settings of earlier jobs), and log it.
+
+        Rank 0 only.
+        """
         result, stored = session.result, False
-        # The new result replaces the result of an earlier job. A doubtful result is not stored, so that the next job
-        # searches again.
+        # Replace the result of an earlier job. Do not store a doubtful result, so that the next job searches again.
         if self._key is not None and result.n_trials > 1 and not result.doubt:
             record = ShardsRecord(
                 key=self._key,
@@ -196,9 +214,11 @@ class ShardTarget(TunableTarget[ShardKnobs]):
             logger.info("%s", advice)
 
     def give_up(self, why: str) -> None:
-        """End the search and use the default setting, unless the search has ended. Log `why`.
+        """End the search for the fastest setting if it still runs, and use the default setting.
 
-        Collective. Called while no transfer is in flight.
+        Log the reason `why`.
+
+        Collective. Called while no all-gather or reduce-scatter is in flight.
         """
         if self._lanes is not None:
             self._lanes.losses = None
@@ -212,12 +232,14 @@ class ShardTarget(TunableTarget[ShardKnobs]):
                 logger.info("tuning stopped, keeping the default: %s", why)
 
     def _synchronize(self) -> None:
-        """Wait until the devices of the model's parameters have executed all kernels."""
+        """Wait until the model's devices have executed all kernels that were launched."""
         for device in {group.device for group in self._model.groups}:
             torch.get_device_module(device).synchronize(device)
 
     def _measure_loss(self, lanes: ShardLanes, losses: tuple[Loss, Loss]) -> None:
-        """Count a step in which the compression error is measured. After the last one, log the error on rank 0.
+        """Count a step in which the error of lossy compression is measured.
+
+        After the last such step, log the error on rank 0.
 
         Collective.
         """
@@ -235,7 +257,9 @@ class ShardTarget(TunableTarget[ShardKnobs]):
             logger.info("packed as SIRTAKI_LOSSY allows: %s (all ranks, %d steps)", "; ".join(found), MEASURED_STEPS)
 
     def _choices(self) -> tuple[tuple[int, ...], int, int]:
-        """Return the numbers of connections to try, the most scatters in flight, and the memory budget in bytes."""
+        """Return what the search may try: numbers of connections, the most reduce-scatters in flight, and the memory in
+        bytes for kept parameters.
+        """
         lanes, memory_bytes = self._lanes, self._settings.fsdp_memory
         if lanes is not None:
             streams, scattering = tuple(n for n in STREAMS if n <= lanes.most_streams), MOST_SCATTERING
@@ -249,7 +273,10 @@ class ShardTarget(TunableTarget[ShardKnobs]):
         return tuple(sorted({self._model.knobs.streams, *streams})), scattering, memory_bytes
 
     def _make_space(self) -> ShardSpace:
-        """Return the search space, and set the registry key of this model. Rank 0 only."""
+        """Return the settings that the search may try, and set the key under which the result is stored.
+
+        Rank 0 only.
+        """
         model, settings, default = self._model, self._settings, self.default
         lossy = self._allowed_compressors()
         streams, scattering, memory_bytes = self._choices()
@@ -297,9 +324,10 @@ class ShardTarget(TunableTarget[ShardKnobs]):
         return () if why else tuple(name for name in names if codec_of(name) is not None)
 
     def _recall(self, key: ShardsKey, space: ShardSpace, default: ShardKnobs) -> ShardKnobs | None:
-        """Return the setting that an earlier job has stored, or None if this job's search space does not contain it.
+        """Return the setting that an earlier job has stored. None if there is none that this job may try.
 
-        Of several settings, choose that of the smallest memory budget not below this job's.
+        If several settings are stored, choose the one with the smallest memory budget that is not below this job's
+        budget.
         """
 
         def accept(record: ShardsRecord) -> ShardKnobs | None:
@@ -317,12 +345,12 @@ def _untuned(lanes: ShardLanes, modules: int, settings: Settings) -> ShardKnobs:
 
 
 def measure_step(model: ShardedModel, lanes: ShardLanes, streams: Sequence[int]) -> ShardedStep | None:
-    """Measure the network after a traced step, and end the trace. Collective.
+    """Measure the network after a step whose computation times were recorded, and end the recording. Collective.
 
     Args:
-        model: a model with a `trace`.
+        model: a model with a `trace`, the recorder of computation times.
         lanes: connections that send the model's shards.
-        streams: numbers of connections to measure.
+        streams: numbers of parallel connections to measure.
 
     Returns:
         The measured step, from which step times with other settings are predicted. None if a prediction is impossible.
@@ -353,13 +381,15 @@ def measure_step(model: ShardedModel, lanes: ShardLanes, streams: Sequence[int])
 def measure_link(
     lanes: ShardLanes, streams: Sequence[int], *, now: int, whole_bytes: int, seconds: float, near: ShardLanes | None
 ) -> ShardLink | None:
-    """Measure latency and bandwidth of gathers and scatters. Collective. Called while no transfer is in flight.
+    """Measure latency and bandwidth of all-gathers and reduce-scatters.
+
+    Collective. Called while none of them is in flight.
 
     Args:
         lanes: connections between all ranks of the model.
-        streams: numbers of connections to measure.
-        now: number of connections in use, which is restored afterwards.
-        whole_bytes: size in bytes of the largest gathered tensor.
+        streams: numbers of parallel connections to measure.
+        now: number of parallel connections in use, which is restored afterwards.
+        whole_bytes: size in bytes of the model's largest all-gathered tensor.
         seconds: approximate time limit of the measurement.
         near: connections within a node. None if they are not measured.
 
@@ -401,7 +431,7 @@ def measure_link(
         if control.maximum(np.array([time.perf_counter() - begun_s - seconds]))[0] > 0.0:
             break
         if count != now:
-            with suppress(TransportError):  # raised on all ranks; the connections in use stay open
+            with suppress(TransportError):  # all ranks raise this; the connections in use stay open
                 lanes.use(count)
                 span_s = took_s(lanes, whole_bytes)
                 rates[count] = whole_bytes / (span_s - min(latency_s, MOST_LATENCY * span_s))
@@ -416,7 +446,10 @@ def measure_link(
 
 
 def memory_advice(model: ShardedModel, space: ShardSpace, on_accelerator: bool) -> str:
-    """Describe how many bytes a step would save with a larger memory budget for kept parameters. Empty if few."""
+    """Describe how many bytes a step would save with a larger memory budget for kept parameters.
+
+    Return an empty string if it would save few bytes.
+    """
     left = tuple(place for place in space.dropped if place not in (*model.knobs.kept, *model.knobs.near))
     who, knobs = "modules kept their", replace(model.knobs, kept=space.dropped, near=())
     if model.node_ranks:
@@ -425,7 +458,7 @@ def memory_advice(model: ShardedModel, space: ShardSpace, on_accelerator: bool) 
     needed = space.extra_bytes(knobs)
     if needed <= space.memory_bytes:
         return ""
-    needed += COMMUNICATOR_BYTES if on_accelerator else 0  # because a larger budget also allows one more communicator
+    needed += COMMUNICATOR_BYTES if on_accelerator else 0  # a larger budget also allows one more communicator
     dropped = sum(space.whole_bytes[place] for place in left)
     scattered = sum(group.n_bytes[1] for group in model.order)
     less = dropped / max(1, sum(space.whole_bytes) + dropped + scattered)
@@ -438,7 +471,10 @@ def memory_advice(model: ShardedModel, space: ShardSpace, on_accelerator: bool) 
 
 
 def _write_step(recorded: RecordedStep, folder: Path) -> None:
-    """Write the recorded step to `folder`, for `sirtaki optimize`. Log a warning if it cannot be written."""
+    """Write the recorded step to `folder`, where `sirtaki optimize` reads it.
+
+    If it cannot be written, log a warning.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / SHARDED_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(recorded), indent=1))
