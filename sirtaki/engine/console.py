@@ -157,7 +157,9 @@ class _RankLogHandler(logging.StreamHandler[TextIO]):
 
 
 def start_logging(settings: Settings, rank: int) -> None:
-    """Set up logging: rank 0 logs decisions, all ranks log warnings. Keep handlers that the user has added.
+    """Set up logging: rank 0 logs decisions, all ranks log warnings.
+
+    Keep handlers that the user has added.
     """
     root = logging.getLogger("sirtaki")
     for handler in [handler for handler in root.handlers if isinstance(handler, _RankLogHandler)]:

@@ -73,7 +73,8 @@ class AgentNews:
         self.change, self.lost = Change(0), ""
 
     def update(self, messages: Sequence[ToRank]) -> Formed | Dismissal | None:
-        """Record messages of the agent. If they include the answer to this rank's request to join, return the answer.
+        """Record messages of the agent. If they include the answer to this rank's request to join,
+        return the answer.
         """
         found = None
         for message in messages:
@@ -333,7 +334,9 @@ class Generations:
 
     @property
     def number(self) -> int:
-        """Number of the current generation (set of ranks between two elastic restarts), from 1. 0 before the first one.
+        """Number of the current generation (set of ranks between two elastic restarts), from 1.
+
+        0 before the first one.
         """
         return 0 if self.current is None else self.current.membership.generation
 

@@ -145,7 +145,8 @@ class Formed(Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Dismissal(Struct, tag=True, frozen=True):
-    """Answer to a rank's `Join` request: the rank must exit, because the elastic job goes on without it or has ended.
+    """Answer to a rank's `Join` request: the rank must exit, because the elastic job goes on
+    without it or has ended.
     """
 
 

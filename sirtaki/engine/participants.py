@@ -36,7 +36,8 @@ class WaitStage(IntEnum):
     """Stages of one iteration of a gradient reducer, in which a rank may wait for other ranks."""
 
     ASK = 0
-    """The rank asks all ranks whether any of them has gradients of parameters that several optimizers have in common.
+    """The rank asks all ranks whether any of them has gradients of parameters that several
+    optimizers have in common.
     """
     REDUCE = 1
     """All gradients of the rank are ready, and the rank waits until they are reduced."""
@@ -94,7 +95,9 @@ class Tuning(Protocol):
     tuning: bool
 
     def remember(self) -> None:
-        """Store the measured settings of an unfinished warm-up, so that a later job can continue from them. Idempotent.
+        """Store the measured settings of an unfinished warm-up, so that a later job can continue from them.
+
+        Idempotent.
         """
 
 
@@ -500,7 +503,8 @@ class _Substitute:
 
 
 REPORT_S = 0.05
-"""Seconds of waiting after which a rank reports the wait to all ranks, if it has gradients of an incomplete iteration.
+"""Seconds of waiting after which a rank reports the wait to all ranks, if it has gradients of an
+incomplete iteration.
 """
 
 REPORT_ANYWAY_S = 1.0

@@ -71,7 +71,8 @@ def open_beside(settings: Settings, group: ProcessGroup) -> Communicator:
 
 
 def settings_beside(group: ProcessGroup) -> Settings:
-    """Return this process's settings. If they set no time limit for missing ranks, the limit is the timeout of `group`.
+    """Return this process's settings. If they set no time limit for missing ranks, the limit is
+    the timeout of `group`.
     """
     timeout = timeout_of(group)
     return Settings.from_environ() if timeout is None else Settings.from_environ(stall_shutdown_s=timeout)
