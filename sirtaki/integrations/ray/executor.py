@@ -636,8 +636,8 @@ class ElasticRanks:
             exit_code = run_job(crew, members, _print, self._slots.ask(), self._asking(members))
         if exit_code == 128 + signal.SIGINT:
             raise KeyboardInterrupt
-        # Raise the signal in this process again. Not a rank but this process has received it, because Ray kills ranks
-        # with SIGKILL.
+        # Exit, because this process has received the signal. No rank has received it, because Ray kills ranks with
+        # SIGKILL.
         if exit_code in (128 + signal.SIGTERM, 128 + signal.SIGHUP):
             raise SystemExit(exit_code)
         if exit_code:

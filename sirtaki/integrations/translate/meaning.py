@@ -436,8 +436,8 @@ class RankValues:
 
     This is an abstract interpreter. It runs the script with a `Value` instead of a number or tensor for every name and
     expression. A `Value` says how the result depends on the samples of a rank. All branches of an `if` are run, and if
-    they give different values, the result is UNKNOWN. Each loop is run twice, because an iteration starts with the
-    values of the one before. Each function is run once for each combination of arguments. Example:
+    they give different values, the result is UNKNOWN. Each loop is runs the body twice, because an iteration starts
+    with the values of the one before. Each function is run once for each combination of arguments. Example:
 
         for x, y in loader:                      x, y: ROWS, something of each sample
             each = (model(x) - y) ** 2           ROWS: a model is assumed to process each sample separately
@@ -572,7 +572,7 @@ class RankValues:
     def _for(self, loop: cst.For) -> None:
         trains = loop in self._training.loops
         value = self._value(loop.iter)
-        for _ in range(2):  # run twice, because an iteration starts with the values of the one before
+        for _ in range(2):  # runs the body twice, because an iteration starts with the values of the one before
             self._put(loop.target, BATCH if trains else _element(value))
             if isinstance(loop.target, cst.Tuple) and (_is_enumerated(loop.iter) or _are_items(loop.iter)):
                 self._put(loop.target.elements[1].value, BATCH if trains else value)

@@ -490,7 +490,9 @@ def _block(head: str, body: Sequence[cst.BaseStatement]) -> cst.BaseStatement:
 PASSED_ON = {
     "enumerate", "iter", "zip", "list", "reversed", "cycle", "islice", "track", "tqdm", "trange", "next", "dict",
 }  # fmt: skip
-"""Names of functions, without their module, that return the model or optimizer that is their argument."""
+"""Names of functions, without their module, whose result yields the elements of their argument,
+such as `tqdm(loader)`.
+"""
 
 SAME_OBJECT = {
     "to", "cuda", "cpu", "float", "double", "half", "train", "eval", "items", "values", "get", "requires_grad_",
