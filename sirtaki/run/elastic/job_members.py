@@ -618,7 +618,7 @@ def with_ranks(lost: Collection[RankRecord]) -> str:
     return f" with rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" if ranks else ""
 
 
-_NOBODY = 0  # number for "no process"; processes are numbered from 1
+_NOBODY = 0  # number that no process has; in a list of members, it takes the place of a dead one
 
 
 class MemberList:
