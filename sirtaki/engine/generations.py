@@ -73,8 +73,8 @@ class AgentNews:
         self.change, self.lost = Change(0), ""
 
     def update(self, messages: Sequence[ToRank]) -> Formed | Dismissal | None:
-        """Record messages of the agent. If they include the answer to this rank's request to join,
-        return the answer.
+        """Record messages of the agent (the process that started this rank). If they include the answer to this rank's
+        request to join, return the answer.
         """
         found = None
         for message in messages:
@@ -97,7 +97,7 @@ class AgentClient:
         """Take ownership of the socket.
 
         Args:
-            sock: socket connected to the agent.
+            sock: socket connected to the agent, the process that started this rank.
             interface: name of the network interface that connects the hosts. None for any.
             one_host: the job will never have another host.
         """
@@ -112,7 +112,9 @@ class AgentClient:
         threading.Thread(target=self._receive, name="sirtaki-agent", daemon=True).start()
 
     def join(self, *, after: int, has_state: bool, timeout_s: float) -> Generation:
-        """Ask the agent for the next generation (the ranks after an elastic restart), and wait for the answer."""
+        """Ask the agent (the process that started this rank) for the ranks after an elastic restart, and wait for the
+        answer.
+        """
         self._record_poll()
         deadline_s = time.monotonic() + timeout_s
         if after == 0:
@@ -135,7 +137,9 @@ class AgentClient:
         )
 
     def change(self) -> Change:
-        """Return the membership changes that the agent has reported since the last elastic restart."""
+        """Return the membership changes that the agent (the process that started this rank) has reported since the last
+        elastic restart.
+        """
         self._record_poll()
         return self._agent_news.change
 
@@ -149,7 +153,7 @@ class AgentClient:
             report(lost)
 
     def finished(self) -> None:
-        """Report to the agent that this rank has completed its work."""
+        """Report to the agent (the process that started this rank) that this rank has completed its work."""
         self._channel.send(Finished())
 
     def _record_poll(self) -> None:
@@ -176,7 +180,9 @@ class AgentClient:
         return answer
 
     def _receive(self) -> None:
-        """Receive the agent's messages until the connection is closed. Runs in a thread of its own."""
+        """Receive messages of the agent (the process that started this rank) until the connection is closed. Runs in a
+        thread of its own.
+        """
         readable = select.poll()
         readable.register(self._channel, select.POLLIN)
         while not self._closed:

@@ -192,11 +192,11 @@ class ActiveReducers:
                 yield participant
 
     def add(self, participant: ActiveReducer) -> None:
-        """Add a reducer, by weak reference."""
+        """Add a gradient reducer, by weak reference."""
         self._all = [weakref.ref(there) for there in (*self, participant)]
 
     def remove(self, participant: ActiveReducer) -> None:
-        """Remove a closed reducer."""
+        """Remove a closed gradient reducer."""
         self._all = [weakref.ref(there) for there in self if there is not participant]
 
     def drop_failed(self, number: int) -> None:
@@ -209,14 +209,14 @@ class ActiveReducers:
             number: number of the pass, as returned by `ActiveReducer.failed_in`.
         """
         if sum(participant.failed_in == number for participant in self) > 1:
-            # Makes all ranks destroy the same reducers: those to which the script has dropped its references.
+            # Make all ranks destroy the same gradient reducers: those to which the script has dropped its references.
             gc.collect()
         for participant in sorted(self, key=lambda participant: participant.key):
             if participant.failed_in == number:
                 participant.drop_failed()
 
     def drain(self) -> None:
-        """Wait until deferred updates of all reducers are complete. Not collective."""
+        """Wait until the deferred parameter updates of all gradient reducers are complete. Not collective."""
         for participant in self:
             participant.drain()
 
@@ -396,9 +396,8 @@ class _Substitute:
 
     def __init__(self, participants: ActiveReducers, courier: MessageBoard, watchdog: Watchdog) -> None:
         self._participants, self._courier, self._watchdog = participants, courier, watchdog
-        # Type: ignore[no-untyped-call]  # PyTorch's function has no types.
-        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        # For each reducer, how far each rank has come.
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch's
+        # For each gradient reducer, how far each rank has come.
         self._reached: defaultdict[Key, dict[int, Reached]] = defaultdict(dict)
         # Announcements of iterations that some training rank has not reached yet.
         self._announced: list[tuple[Key, Reached]] = []

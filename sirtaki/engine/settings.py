@@ -23,7 +23,7 @@ from sirtaki.errors import ConfigError
 from sirtaki.machine import parse_address
 from sirtaki.measures import SMALLEST_UNIT_BYTES
 
-# ruff: noqa: RUF009 # disables the rule against calls as defaults, because `_set_by` returns a dataclass field
+# ruff: noqa: RUF009  # disables the rule against calls as defaults, because `_set_by` returns a dataclass field
 
 REGISTRY_OFF = "off"
 TIMELINE_DYNAMIC = "DYNAMIC"

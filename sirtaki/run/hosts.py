@@ -121,7 +121,7 @@ def _host(text: str, *, place: str) -> Host:
 
 
 def _merged(hosts: Iterable[Host]) -> tuple[Host, ...]:
-    """Merge hosts that are listed several times, and add up their slots, as mpiexec does."""
+    """Merge hosts that are listed several times, and add up their slots (numbers of ranks), as mpiexec does."""
     slots: dict[str, int] = {}
     for host in hosts:
         slots[host.name] = slots.get(host.name, 0) + host.slots

@@ -292,7 +292,9 @@ class RankOutput:
         self._returned = False  # whether the last line ended with a carriage return
 
     def pump(self, lines: Iterable[bytes]) -> None:
-        """Process all lines of a stream as they arrive. Each stream may have its own thread."""
+        """Process all lines of the ranks' standard output or standard error as they arrive. Each of the two may have
+        its own thread.
+        """
         for line in lines:
             self.write(line)
 

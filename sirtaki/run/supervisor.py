@@ -140,7 +140,7 @@ class Supervisor:
     def _start_pumps(self, mpiexec: subprocess.Popen[bytes]) -> list[threading.Thread]:
         pumps = []
         for name, stream in (("stdout", mpiexec.stdout), ("stderr", mpiexec.stderr)):
-            assert stream is not None  # holds, because both streams are pipes
+            assert stream is not None  # holds, because stdout and stderr are pipes
             self._open_streams += 1
             output = RankOutput(
                 name,

@@ -515,12 +515,14 @@ class RayCrew:
         return RankHandle(worker, there, actor, answer)
 
     def _awaited(self, worker: int) -> RankHandle | None:
-        """Return the worker's rank if its actor was started but has not connected yet. Otherwise return None."""
+        """Return the rank of a worker (process) if its actor was started but has not connected yet. Otherwise return
+        None.
+        """
         found = (there.ranks.get(worker) for there in self._hosts.values())
         return next((rank for rank in found if rank is not None and rank.channel is None), None)
 
     def _welcome(self, worker: int, sock: socket.socket) -> None:
-        """Store the connection of a worker whose rank has authenticated."""
+        """Store the connection of a worker (process of a rank) that has authenticated."""
         if (rank := self._awaited(worker)) is not None:
             rank.channel = JsonChannel(sock, FromRank)
             rank.channel.watch(self.board.events, rank)

@@ -124,7 +124,7 @@ class AgentActions(Protocol):
         ...
 
     def send_to_driver(self, message: FromAgent) -> None:
-        """Send a message to the driver. Ignored if the driver has exited."""
+        """Send a message to the driver (launcher process). Ignored if the driver has exited."""
         ...
 
 
@@ -190,8 +190,8 @@ class AgentRules:
             if now_s >= at_s:
                 self._actions.kill(worker)
         if now_s - self._looked_s > DRIVER_SILENT_S / 2:
-            # Restart the driver's time limit after a long gap, in which this process was stopped or the machine was
-            # suspended.
+            # Restart the time limit of the driver (launcher process) after a long gap, in which this process was
+            # stopped or the machine was suspended.
             self._heard_s = now_s
         self._looked_s = now_s
         if now_s - self._beat_s > BEAT_S:
@@ -488,7 +488,9 @@ class Succession:
 
     def _start_driver(self, agents: Agents) -> None:
         if self._driver is not None and self._driver.poll() is None:
-            return  # Start no driver, because the driver still runs. It gave this agent up while the agent was stopped.
+            # Start no driver (launcher process), because the old one still runs. It gave this agent up while the agent
+            # was stopped.
+            return
         config = self._config
         descriptors = tuple(listener.fileno() for listener in self._listeners)
         endpoint = DriverEndpoint(
@@ -513,7 +515,7 @@ class Succession:
 
 _LONGEST_LINE = 65536
 _LAST_WORDS_S = 1.0
-"""Maximum seconds that the agent waits for the remaining output of a failed rank."""
+"""Maximum seconds that an agent (process that starts ranks) waits for the remaining output of a failed rank."""
 
 _writing = threading.Lock()
 
@@ -558,7 +560,7 @@ class RankProcess:
         self.channel: JsonChannel[FromRank] = JsonChannel(own, FromRank)
         self.pid = self._process.pid
         self._reason = ""
-        assert self._process.stdout is not None  # holds, because both streams are pipes
+        assert self._process.stdout is not None  # holds, because stdout and stderr are pipes
         assert self._process.stderr is not None
         streams = ((self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr))
         self._pumps = [
@@ -654,8 +656,11 @@ class Agent:
             signal.signal(number, self._end)
         if self._succession is not None:
             signal.signal(
-                signal.SIGHUP, signal.SIG_IGN
-            )  # Ignore SIGHUP, which a lost ssh connection sends, because the agent then looks for another driver.
+                signal.SIGHUP,
+                signal.SIG_IGN,
+                # Ignore SIGHUP, which a lost ssh connection sends, because this agent then looks for another driver
+                # (launcher process).
+            )
         while not self._rules.ends or self._ranks:
             self._poll()
         self._driver.close()
@@ -681,8 +686,8 @@ class Agent:
         self._end()
 
     def _write_to_file(self) -> None:
-        """Redirect output of this process and its ranks to a file, because the lost driver does not read the output any
-        more.
+        """Redirect output of this process and its ranks to a file, because the lost driver (launcher process) does not
+        read the output any more.
         """
         with contextlib.suppress(OSError), open(f"sirtaki-{self._config.host}.log", "ab") as file:
             for descriptor in (1, 2):
@@ -762,7 +767,7 @@ class Agent:
             rank.channel.send(message)
 
     def send_to_driver(self, message: FromAgent) -> None:
-        """Send a message to the driver."""
+        """Send a message to the driver (launcher process)."""
         self._driver.send(message)
 
     def _reap(self, rank: RankProcess) -> None:

@@ -110,12 +110,12 @@ class AgentRecord:
         return self._problem
 
     def disconnect(self) -> None:
-        """Close the connection to the agent, which then ends its ranks and exits."""
+        """Close the connection to the agent (process that starts ranks), which then ends its ranks and exits."""
         if self.channel is not None:
             self.channel.close()
 
     def wait(self, timeout_s: float, *, kills: bool = True) -> None:
-        """Wait until the agent has closed the connection.
+        """Wait until the agent (process that starts ranks) has closed the connection.
 
         Args:
             timeout_s: maximum wait in seconds.
@@ -145,7 +145,7 @@ class AgentList:
     """
 
     def __init__(self, *, expected: Iterable[int], numbers: int, start_s: float, shares: bool, now_s: float) -> None:
-        """Create an empty list of agents.
+        """Create an empty list of agents (processes that start ranks) of a driver (launcher process).
 
         Args:
             expected: ids of agents that an earlier driver started.
@@ -167,7 +167,7 @@ class AgentList:
         return list(self.agents)
 
     def next_number(self) -> int:
-        """Return an id for a new agent, unique in the job."""
+        """Return an id for a new agent (process that starts ranks), unique in the job."""
         self._numbers += 1
         return self._numbers
 
@@ -183,12 +183,14 @@ class AgentList:
         return self.adopts or self.awaited(number) is not None
 
     def awaited(self, number: int) -> AgentRecord | None:
-        """Return the started agent with id `number` that has not connected yet. None if there is no such agent."""
+        """Return the agent (process that starts ranks) with id `number` if it was started but has not connected yet.
+        Otherwise return None.
+        """
         return next((each for each in self.agents.values() if each.number == number and each.channel is None), None)
 
     def receive(self, agent: AgentRecord, message: FromAgent, now_s: float) -> AgentMessage | None:
-        """Process a message of an agent. Return it as an event for `JobMembers`, which decides about ranks, or None if
-        no decision is needed.
+        """Process a message of an agent (process that starts ranks). Return it as an event for `JobMembers`, which
+        decides about ranks, or None if no decision is needed.
         """
         agent.heard_s = now_s
         match message:
@@ -204,7 +206,7 @@ class AgentList:
         return AgentMessage(agent.host, message) if agent.host else None
 
     def send_to(self, hosts: Iterable[str], message: ToAgent) -> None:
-        """Send a message to the agents of `hosts`. Hosts without an agent are ignored."""
+        """Send a message to the agents (processes that start ranks) of `hosts`. Hosts without an agent are ignored."""
         text = encoded(message)
         for host in hosts:
             agent = self.agents.get(host)
@@ -237,8 +239,8 @@ class AgentList:
                 yield from self.lose(agent, now_s, f"its agent has not answered within {self._start_s:g} s")
 
     def lose(self, agent: AgentRecord, now_s: float, why: str = "its agent has exited") -> Iterator[Lost]:
-        """Give up an agent whose connection was closed, and yield a `Lost` event. Yields nothing if the agent was given
-        up before, or if the host of the agent is unknown.
+        """Give up an agent (process that starts ranks) whose connection was closed, and yield a `Lost` event. Yields
+        nothing if the agent was given up before, or if the host of the agent is unknown.
         """
         is_known = self.agents.get(agent.host) is agent
         self._release(agent)
@@ -263,14 +265,16 @@ class AgentList:
 
 
 def is_child(job: ElasticJob, host: str) -> bool:
-    """Return whether the agent of `host` is a child process on this machine, which inherits the driver's
-    environment.
+    """Return whether the agent of `host` (the process that starts its ranks) is a child of this launcher, and so
+    inherits its environment.
     """
     return not job.agent_command and Host(name=host, slots=1).is_local
 
 
 def agent_words(job: ElasticJob, host: str, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the command line that starts the agent of a host. The agent reads its configuration from standard input.
+    """Return the command line that starts the agent of a host (the process that starts its ranks).
+
+    The agent reads its configuration from standard input.
 
     Raises:
         ConfigError: the user's `--agent-command` does not contain `{command}`.
@@ -398,7 +402,7 @@ class StartedAgent(AgentRecord):
         config: bytes,
         pump: Pump,
     ) -> None:
-        """Start the command that runs the agent.
+        """Start the command that runs an agent (process that starts the ranks of a host).
 
         Args:
             host: host of the agent.
@@ -419,10 +423,10 @@ class StartedAgent(AgentRecord):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # Keeps Ctrl-C in the terminal away from the agent, because only the driver must handle it.
+            # Keeps Ctrl-C in the terminal away from the agent, because only the launcher must handle it.
             start_new_session=True,
         )
-        assert self._process.stdout is not None  # holds, because both streams are pipes
+        assert self._process.stdout is not None  # holds, because stdout and stderr are pipes
         assert self._process.stderr is not None
         streams = {"stdout": self._process.stdout, "stderr": self._process.stderr}
         self._pumps = [
@@ -465,7 +469,9 @@ class StartedAgent(AgentRecord):
         return self._problem or f"{self._program} ended with exit code {code}"
 
     def disconnect(self) -> None:
-        """Close the connection and the command's standard input, so that the agent ends its ranks and exits."""
+        """Close the connection and the start command's standard input, so that the agent (process that starts ranks)
+        ends its ranks and exits.
+        """
         super().disconnect()
         with contextlib.suppress(OSError, ValueError):
             if self._process.stdin is not None:
@@ -500,7 +506,7 @@ class AgentCrew(AgentList):
         pump: Pump,
         environ: Mapping[str, str],
     ) -> None:
-        """Listen for agents. No agent is started yet.
+        """Listen for agents (processes that start ranks). No agent is started yet.
 
         Args:
             job: description of the elastic job.
@@ -574,15 +580,17 @@ class AgentCrew(AgentList):
         for agent in self.agents.values():
             agent.wait(deadline_s - time.monotonic())
         for agent in self._leaving:
-            # Do not kill a lost agent, which may have found a new driver while this one was stopped or disconnected.
+            # Do not kill a lost agent. It may have found a new driver (launcher process) while this one was stopped or
+            # disconnected.
             agent.wait(
                 deadline_s - time.monotonic(), kills=not self._job.policy.has_successors or agent.channel is None
             )
         self._board.close()
 
     def _welcome(self, number: int, sock: socket.socket) -> None:
-        """Store the connection of an agent that has authenticated."""
-        # Accept an agent that an earlier driver started. Its host is unknown until its first message.
+        """Store the connection of an agent (process that starts ranks) that has authenticated."""
+        # Accept an agent that an earlier driver (launcher process) started. Its host is unknown until its first
+        # message.
         agent = self.awaited(number) or AgentRecord("", number, now_s=time.monotonic())
         agent.channel, agent.heard_s = JsonChannel(sock, FromAgent), time.monotonic()
         agent.channel.watch(self._board.events, agent)
@@ -624,7 +632,7 @@ def ask_script(script: str, slots: int, limit_s: float = LIMIT_S) -> Hosts:
 
     Args:
         script: path of an executable file, or a shell command.
-        slots: slots of hosts for which the script prints no number.
+        slots: slots (number of ranks) of hosts for which the script prints no number.
         limit_s: maximum run time in seconds. At the limit, the script and its children are killed.
 
     Raises:
@@ -770,7 +778,7 @@ def run_job(
         crew: controls the agents (processes that start ranks). Closed at the end.
         members: decides which ranks start, are members, and are given up.
         say: prints a line for the user.
-        hosts: initial hosts, with their slots.
+        hosts: initial hosts, with their slots (numbers of ranks).
         ask: queries host discovery. None if the set of hosts is fixed.
         finish_output: called after all ranks have ended, and before the final line is printed.
 
@@ -850,7 +858,7 @@ missing ranks, gives up first.
 
 
 def drive(job: ElasticJob, endpoint: DriverEndpoint, environ: Mapping[str, str], hosts: Hosts | None) -> int:
-    """Run an elastic job to its end, as its driver.
+    """Run an elastic job to its end, as its driver (launcher process).
 
     Args:
         job: description of the job.

@@ -60,7 +60,9 @@ class RankRecord:
 
     @property
     def label(self) -> str:
-        """Return the name of the process in messages to the user, with rank, host and slot."""
+        """Return the name of the process in messages to the user, with its rank, host and slot (place for a rank on the
+        host).
+        """
         who = "a new rank" if self.rank is None else f"rank {self.rank}"
         return f"{who} (host {self.host}, slot {self.slot})"
 
@@ -200,7 +202,9 @@ class HostPool:
         self._records: dict[str, _Record] = {}
 
     def find(self, hosts: Mapping[str, int]) -> None:
-        """Set the hosts, with their slots, as listed by host discovery. Hosts listed before keep their order."""
+        """Set the hosts, with their slots (numbers of ranks), as listed by host discovery. Hosts listed before keep
+        their order.
+        """
         kept = {host: hosts[host] for host in self._found if host in hosts}
         self._found = kept | {host: slots for host, slots in hosts.items() if host not in kept}
 
@@ -289,7 +293,8 @@ class _Ballot:
     informed: set[int] = field(default_factory=set)
 
     def is_decided_by(self, workers: Set[int]) -> bool:
-        """Return whether `workers` are a majority of the members. A majority continues without the remaining members.
+        """Return whether `workers` (processes of ranks) are a majority of the members. A majority continues without the
+        remaining members.
 
         With exactly half of the members, the half with rank 0 is the majority.
         """
@@ -329,7 +334,7 @@ class Quorum:
         return not any(ballot.is_decided_without(candidates) for ballot in self._ballots)
 
     def begin(self, number: int, members: Sequence[int]) -> None:
-        """Add a new generation with these members."""
+        """Add a new generation (set of ranks that train together) with these members."""
         self._ballots.append(_Ballot(number=number, members=members))
 
     def take_over(self, newest: FormGeneration, present: Collection[int]) -> None:
@@ -557,7 +562,7 @@ class Crew(Protocol):
         ...
 
     def send_to(self, hosts: Iterable[str], message: ToAgent) -> None:
-        """Send a message to the agents of `hosts`. Hosts without an agent are ignored."""
+        """Send a message to the agents (processes that start ranks) of `hosts`. Hosts without an agent are ignored."""
         ...
 
     def broadcast_agents(self) -> None:
@@ -582,7 +587,7 @@ def count(number: int, noun: str) -> str:
 
 
 def difference(before: Mapping[str, int], after: Mapping[str, int]) -> str:
-    """Describe in words which hosts and slots were added or removed."""
+    """Describe in words which hosts and slots (places for ranks) were added or removed."""
     parts = [f"host {host} with {count(slots, 'slot')} is new" for host, slots in after.items() if host not in before]
     parts += [f"host {host} was removed" for host in before if host not in after]
     parts += [
@@ -657,7 +662,8 @@ class MemberList:
         self._numbers = max([0, *self.workers, *members])
         self.has_state = any(worker.has_state for worker in workers)
         there = [number for number in members if number in self.workers]
-        # Leave out processes that had not received the generation when the driver was lost. They were never members.
+        # Leave out processes that had not received the generation (set of ranks) when the driver (launcher process) was
+        # lost. They were never members.
         told = [number for number in there if self.workers[number].generation == generation]
         for rank, number in enumerate(members):
             if number in self.workers:
@@ -819,7 +825,7 @@ class JobMembers:
         self.end: JobEnd | None = None
         self.agents: dict[str, bool] = {}
         self._notified = Change(0)  # membership changes of which current members were notified
-        self._lost = self._notified_lost = ""  # how the first dead member of the current generation ended
+        self._lost = self._notified_lost = ""  # how the first member that died since the last elastic restart ended
         self._failure: tuple[str, RankEnd] | None = None  # the first failure since the last elastic restart
         # Whether a process has completed its work, or has failed, before the first ranks trained.
         self._ended_well = self._ended_badly = False
@@ -857,7 +863,7 @@ class JobMembers:
         return bool(newest.number) and not self._quorum.is_lost
 
     def found(self, hosts: Mapping[str, int], now_s: float) -> None:
-        """Process the hosts, with their slots, that host discovery has listed."""
+        """Process the hosts, with their slots (numbers of ranks), that host discovery has listed."""
         before = self.pool.known
         self.pool.find(hosts)
         if before and before != self.pool.known:
@@ -1201,8 +1207,8 @@ class JobMembers:
             has_state=any(each.has_state for each in members),
             left_out=self.pool.left_out(now_s),
         )
-        # Send the generation to all agents if one of them may replace a lost driver. Otherwise send it only to the
-        # agents of members.
+        # Send the new generation (set of ranks) to all agents if one of them may replace a lost driver (launcher
+        # process). Otherwise send it only to the agents of members.
         hosts = self._crew.hosts if self.policy.has_successors else [member.node for member in form.members]
         self._crew.send_to(dict.fromkeys(hosts), form)
         self._print(announcement(form))
@@ -1254,7 +1260,7 @@ def has_waited(for_s: float, reports: Mapping[str, RegisterAgent], expected: Col
     """
     newest, quorum = newest_generation(reports), Quorum()
     quorum.take_over(newest, [worker.number for report in reports.values() for worker in report.ranks])
-    # Wait the full time, because the job cannot continue with only these agents.
+    # Wait the full time, because the job cannot continue with the ranks of only these agents.
     if not newest.number or quorum.is_lost:
         return for_s > GATHER_S
     return not expected or for_s > ADOPT_S
