@@ -1,1 +1,1 @@
-"""Connects `comm`, `autotune` and `registry`: the job, the gradient reducer, the warm-up, the tuning cache."""
+"""The engine of a job: connects its ranks, reduces gradients, tunes their communication, and stores tuning results."""

@@ -1,4 +1,4 @@
-"""Private names of PyTorch's autograd engine. Only this module of Sirtaki uses them."""
+"""Functions that need private names of PyTorch's autograd engine. No other module of Sirtaki uses these names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from torch.autograd.graph import Node
 
 
 def in_backward() -> bool:
-    """Return whether this thread runs a backward pass. True also in hooks that run while activations are recomputed."""
+    """Return whether this thread runs a backward pass.
+
+    Also returns True in forward hooks that run while activation checkpointing recomputes activations.
+    """
     return torch._C._current_graph_task_id() != -1
 
 
@@ -27,5 +30,5 @@ def accumulates(leaf: Node) -> bool:
     """
     try:
         return torch._C._will_engine_execute_node(leaf)
-    except RuntimeError:  # the pass is torch.autograd.grad() with respect to this leaf
+    except RuntimeError:  # raised if the pass is torch.autograd.grad() with respect to this leaf
         return False

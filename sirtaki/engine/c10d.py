@@ -1,4 +1,4 @@
-"""Queries about existing process groups that need private names of `torch.distributed`."""
+"""Functions about existing process groups that need private names of `torch.distributed`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def may_add_groups_alone() -> bool:
     """
     import torch.distributed as dist
 
-    world: Any = dist.group.WORLD  # Any, because PyTorch's type stub lacks the two attributes read below
+    world: Any = dist.group.WORLD  # typed as Any, because PyTorch's type stub lacks the two attributes read below
     return not hasattr(world, "new_group") and world.bound_device_id is None
 
 
@@ -69,14 +69,15 @@ def group_beside(group: dist.ProcessGroup, device: torch.device, token: str) -> 
 
 
 def timeout_of(group: dist.ProcessGroup) -> Timeout | None:
-    """Return a function that returns a process group's current timeout in seconds. None if PyTorch does not expose it.
+    """Return a function that returns a process group's current timeout in seconds.
 
-    The function returns the longest timeout if backends differ. It also works after the group has been destroyed.
+    Return None if PyTorch does not expose the timeout. The function returns the longest timeout if backends differ. It
+    also works after the group has been destroyed.
     """
     found: list[Any] = [getattr(group._get_backend(each), "options", None) for each in group._device_types]
     options = [each for each in found if hasattr(each, "_timeout")]
     return partial(_longest_s, options) if options else None
 
 
-def _longest_s(options: Sequence[Any]) -> float:  # Any: options of a backend
+def _longest_s(options: Sequence[Any]) -> float:  # Any, because each backend has its own class of options
     return max(float(each._timeout.total_seconds()) for each in options)

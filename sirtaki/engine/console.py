@@ -26,23 +26,26 @@ CELLS = 5
 NO_LOG = "; no trial log is written"
 """Suffix of a log line if the user asked for a trial log that the job does not write."""
 
-_BELOW = "\x1bD\x1b[A\x1b7\x1b[B\r\x1b[2K"  # makes room below the cursor, saves the cursor position, moves there
+# Escape sequences that add a line below the cursor, save the cursor position, and move to the added line.
+_BELOW = "\x1bD\x1b[A\x1b7\x1b[B\r\x1b[2K"
 _BACK, _CLEAR = "\x1b8", "\x1b[J"
 
 to_launcher: Callable[[str], None] | None = None
-"""Sends the text of the bar to a launcher whose standard error is a terminal. "" removes the bar. None without one."""
+"""Function that sends the text of the progress bar ("": no bar) to the launcher, which draws it on its terminal. None
+if no launcher draws the bar.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningProgress:
-    """Progress of tuning.
+    """Progress of the search for a faster setting in the first training steps.
 
     Attributes:
         used, at_most: number of training steps used, and their limit.
-        left: remaining time, such as `at most 7 s`. "" if unknown.
-        seen: best result so far. "" if there is none.
+        left: remaining time of tuning, such as `at most 7 s`. "" if unknown.
+        seen: description of the best result so far. "" if there is none.
         aside: details of `seen`, shown where there is room.
-        now: setting that is being measured.
+        now: description of the setting that is being measured.
     """
 
     used: int
@@ -59,24 +62,28 @@ class TuningProgress:
         return f"tuning, step {self.used} of at most {self.at_most}{more}: {seen}now {self.now}"
 
     def bar(self) -> str:
-        """Return the progress as one terminal line, most important facts first."""
+        """Return the progress as one terminal line. The most important facts are first, because a narrow terminal cuts
+        the end.
+        """
         done = min(CELLS, CELLS * self.used // max(1, self.at_most))
         best_or_now = self.seen or f"now {self.now}"
         return f"tuning [{'#' * done}{'.' * (CELLS - done)}] {self.used}/{self.at_most}; {best_or_now}"
 
 
 def drawn(text: str) -> str:
-    """Return escape sequences that replace the bar by `text`, below the cursor's line."""
+    """Return escape sequences that replace the progress bar below the cursor's line by `text`. If `text` is "", they
+    only remove the bar.
+    """
     return f"{_CLEAR}{_BELOW}{text[: shutil.get_terminal_size().columns - 1]}{_BACK}" if text else _CLEAR
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Return whether `stream` is a terminal that can show a bar."""
+    """Return whether `stream` is a terminal that can show a progress bar."""
     return stream is not None and stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 class _RankFormatter(logging.Formatter):
-    """Formats records as `[12:30:01 sirtaki 0] message`, with the rank."""
+    """Formats log records as `[12:30:01 sirtaki 0] message`, where 0 is the rank."""
 
     def __init__(self, rank: int, *, with_time: bool) -> None:
         super().__init__(f"[{'%(asctime)s ' if with_time else ''}sirtaki {rank}] %(message)s", datefmt="%H:%M:%S")
@@ -95,7 +102,7 @@ class _RankLogHandler(logging.StreamHandler[TextIO]):
 
     @property
     def has_bar(self) -> bool:
-        """Return whether this process or the launcher draws a bar."""
+        """Return whether this process or the launcher draws a progress bar."""
         return self.draws or to_launcher is not None
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -107,7 +114,7 @@ class _RankLogHandler(logging.StreamHandler[TextIO]):
             super().emit(record)
 
     def clear(self) -> None:
-        """Remove the bar."""
+        """Remove the progress bar from the terminal."""
         if self._shown:
             self._draw("")
 
@@ -123,11 +130,13 @@ class _RankLogHandler(logging.StreamHandler[TextIO]):
             if text:
                 for stream in (sys.stdout, sys.stderr):
                     self._watch(stream)
-        except (OSError, ValueError):  # the terminal is closed
+        except (OSError, ValueError):  # raised if the terminal is closed
             self._shown = False
 
     def _watch(self, stream: TextIO) -> None:
-        """Remove the bar before the next write to `stream`, because a shorter line would leave a part of the bar."""
+        """Make the next write to `stream` remove the progress bar first, because a shorter line would leave a part of
+        the bar.
+        """
         attributes = getattr(stream, "__dict__", None)
         if attributes is None or "write" in attributes or not is_terminal(stream):
             return
@@ -148,8 +157,9 @@ class _RankLogHandler(logging.StreamHandler[TextIO]):
 
 
 def start_logging(settings: Settings, rank: int) -> None:
-    """Set up logging: rank 0 logs decisions, all ranks log warnings. A handler that the user added is not
-    replaced.
+    """Set up logging: rank 0 logs decisions, all ranks log warnings.
+
+    Keep handlers that the user has added.
     """
     root = logging.getLogger("sirtaki")
     for handler in [handler for handler in root.handlers if isinstance(handler, _RankLogHandler)]:
@@ -180,18 +190,18 @@ def tuning_off(settings: Settings) -> str:
 
 
 def at_most(left_s: float) -> str:
-    """Return a remaining time in words: `less than 1 s`, `at most 7 s`, `at most 3 minutes`."""
+    """Return a remaining time in seconds as words: `less than 1 s`, `at most 7 s`, `at most 3 minutes`."""
     if left_s < 1.0:
         return "less than 1 s"
     return f"at most {left_s:.0f} s" if left_s < 100.0 else f"at most {left_s / 60.0:.0f} minutes"
 
 
 def progress_every_s() -> float:
-    """Return the interval of progress reports in seconds."""
+    """Return the seconds between two reports of tuning progress: shorter for a bar than for log lines."""
     handlers = logging.getLogger("sirtaki").handlers
     return BAR_EVERY_S if any(isinstance(each, _RankLogHandler) and each.has_bar for each in handlers) else LINE_EVERY_S
 
 
 def log_progress(logger: logging.Logger, progress: TuningProgress) -> None:
-    """Log progress. A terminal shows it as a bar, which the next log line replaces."""
+    """Log the progress of tuning. A terminal shows it as a bar, which the next log line removes."""
     logger.info("%s", progress.line(), extra={"progress": progress})

@@ -1,6 +1,7 @@
-"""Generations of an elastic job: how a rank learns, from its agent or from MPI, which ranks the next generation has.
+"""How a rank of an elastic job learns which ranks the job has after each elastic restart.
 
-A generation is the time between two elastic restarts, in which the set of ranks does not change.
+The time between two elastic restarts is a generation. Its set of ranks does not change. A rank learns the set from its
+agent (the process that starts ranks on its host) or from MPI.
 """
 
 from __future__ import annotations
@@ -45,9 +46,7 @@ logger = logging.getLogger(__name__)
 def load_what_training_needs() -> None:
     """Import the modules that PyTorch imports when the first optimizer is created. Idempotent.
 
-    Their import takes as long as that of PyTorch.
-
-    Does nothing if PyTorch is not imported.
+    Importing these modules takes as long as importing PyTorch. Does nothing if PyTorch is not imported.
     """
     if (torch := sys.modules.get("torch")) is not None:
         torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))], lr=0.1)
@@ -56,22 +55,27 @@ def load_what_training_needs() -> None:
 # ── jobs with agents ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 LONG_S = 10.0
-"""A rank that computes this long without polling tells its agent, so that it is not taken for a hanging rank."""
+"""Seconds of computing without polling for membership changes, after which a rank reports this to its agent (the
+process that started it). Otherwise the rank would be considered hanging and be killed.
+"""
 
 
 class AgentNews:
-    """What the agent has reported about the current generation (the ranks since the last elastic restart).
+    """What the agent (the process that started this rank) has reported about the set of ranks since the last elastic
+    restart.
 
     Attributes:
-        change: kinds of membership changes since the generation began.
-        lost: how the first dead rank of the generation died. "" if none died.
+        change: kinds of membership changes (ranks added, ranks removed) since that restart.
+        lost: how the first rank of the set died. "" if none died.
     """
 
     def __init__(self) -> None:
         self.change, self.lost = Change(0), ""
 
     def update(self, messages: Sequence[ToRank]) -> Formed | Dismissal | None:
-        """Record the agent's messages. Return the answer to this rank's request for a generation, if included."""
+        """Record messages of the agent (the process that started this rank). If they include the answer to this rank's
+        request to join, return the answer.
+        """
         found = None
         for message in messages:
             if isinstance(message, Changed):
@@ -83,17 +87,17 @@ class AgentNews:
 
 
 class AgentClient:
-    """Membership source of a rank that an agent on the same host has started.
+    """Obtains the ranks of an elastic job from the agent: the process on the same host that has started this rank.
 
-    A thread receives the agent's messages, also while this rank waits in a collective operation. The driver detects a
-    lost host, and reports it through the agent, long before this rank's heartbeats would.
+    A thread receives the agent's messages, also while this rank waits in a collective operation. The driver (launcher
+    process) detects a lost host, and reports it through the agent, long before this rank's heartbeats would.
     """
 
     def __init__(self, sock: socket.socket, *, interface: str | None, one_host: bool = False) -> None:
         """Take ownership of the socket.
 
         Args:
-            sock: socket connected to the agent.
+            sock: socket connected to the agent, the process that started this rank.
             interface: name of the network interface that connects the hosts. None for any.
             one_host: the job will never have another host.
         """
@@ -108,7 +112,9 @@ class AgentClient:
         threading.Thread(target=self._receive, name="sirtaki-agent", daemon=True).start()
 
     def join(self, *, after: int, has_state: bool, timeout_s: float) -> Generation:
-        """Ask the agent for the next generation, and wait for the answer."""
+        """Ask the agent (the process that started this rank) for the ranks after an elastic restart, and wait for the
+        answer.
+        """
         self._record_poll()
         deadline_s = time.monotonic() + timeout_s
         if after == 0:
@@ -131,23 +137,29 @@ class AgentClient:
         )
 
     def change(self) -> Change:
-        """Return the changes that the agent has reported since the current generation began."""
+        """Return the membership changes that the agent (the process that started this rank) has reported since the last
+        elastic restart.
+        """
         self._record_poll()
         return self._agent_news.change
 
     def on_loss(self, report: Callable[[str], object]) -> None:
-        """Call `report` once with the cause of the first death of a member, until the next `join`, from any thread."""
+        """Set the function `report`, which is called once, with the cause, when the first rank dies before the next
+        `join`. It may be called in any thread.
+        """
         with self._changed:
             self._report, lost = report, self._agent_news.lost
         if lost:
             report(lost)
 
     def finished(self) -> None:
-        """Report to the agent that this rank has completed its work."""
+        """Report to the agent (the process that started this rank) that this rank has completed its work."""
         self._channel.send(Finished())
 
     def _record_poll(self) -> None:
-        """Record that this rank polls now. If no earlier interval between polls was longer, report it to the agent."""
+        """Record that this rank polls now for membership changes. Report the time since its last poll to the agent if
+        it is the longest so far.
+        """
         now_s = time.monotonic()
         looked_s, self._looked_s = self._looked_s, now_s
         if now_s - looked_s > self._longest_s:
@@ -158,7 +170,7 @@ class AgentClient:
         with self._changed:
             while self._answer is None and not self._closed and time.monotonic() < deadline_s:
                 self._changed.wait(min(_FLUSH_S, deadline_s - time.monotonic()))
-                self._channel.flush()  # because a stopped agent accepts no data for a while
+                self._channel.flush()  # sends data that remained unsent because the agent was stopped (SIGSTOP)
             answer, self._answer = self._answer, None
         if answer is None and self._closed:
             raise CommError(f"the agent of this host has exited ({self._closed})")
@@ -168,7 +180,9 @@ class AgentClient:
         return answer
 
     def _receive(self) -> None:
-        """Thread that receives the agent's messages until the connection is closed."""
+        """Receive messages of the agent (the process that started this rank) until the connection is closed. Runs in a
+        thread of its own.
+        """
         readable = select.poll()
         readable.register(self._channel, select.POLLIN)
         while not self._closed:
@@ -198,10 +212,11 @@ def _ignore(lost: str) -> None:
 
 
 def open_agent(*, interface: str | None, environ: Mapping[str, str] = os.environ) -> AgentClient | None:
-    """Open the connection to the agent that has started this process. Return None if no agent has.
+    """Open the connection to the agent that has started this process. Return None if no agent has started it.
 
     Raises:
-        ConfigError: this process has inherited the variable but not the socket, because a script started it.
+        ConfigError: this process has inherited the variable `SIRTAKI_AGENT` but not the socket, because a script
+            started it.
     """
     text = environ.get(AGENT, "")
     if not text:
@@ -223,7 +238,9 @@ def open_agent(*, interface: str | None, environ: Mapping[str, str] = os.environ
 
 
 class SurvivingMembership:
-    """Membership source of a rank that mpiexec started with fault tolerance. All surviving ranks are members."""
+    """Obtains the ranks of an elastic job from MPI, if mpiexec has started them with fault tolerance. All surviving
+    ranks are members.
+    """
 
     def __init__(self, survivors: Survivors, *, interface: str | None) -> None:
         """Keep the surviving ranks and `interface`, the network interface that connects the hosts (None for any)."""
@@ -256,11 +273,13 @@ class SurvivingMembership:
             )
 
     def change(self) -> Change:
-        """Return REMOVED if MPI has lost a rank, because ranks are never added to such a job."""
+        """Return REMOVED if MPI has lost a rank, otherwise no change. Ranks are never added to such a job."""
         return Change.REMOVED if self._survivors.lost() else Change(0)
 
     def on_loss(self, report: Callable[[str], object]) -> None:
-        """Do nothing, because MPI reports losses to the control plane itself."""
+        """Do nothing, because MPI itself reports lost ranks to the control plane (which carries all messages except
+        gradients).
+        """
 
     def finished(self) -> None:
         """Do nothing, because this job is never restarted."""
@@ -272,7 +291,8 @@ class SurvivingMembership:
 def rank_order(survivors: Sequence[Member]) -> tuple[Member, ...]:
     """Return the survivors in the order of their new ranks.
 
-    Ranks of one host are adjacent. Under this constraint, ranks that hold the job's state precede ranks without it.
+    Ranks of one host are adjacent. Under this constraint, ranks that hold the training state (such as weights) precede
+    ranks without it.
     """
     hosts = dict.fromkeys(each.host for each in survivors)
     there = {host: [each for each in survivors if each.host == host] for host in hosts}
@@ -281,9 +301,8 @@ def rank_order(survivors: Sequence[Member]) -> tuple[Member, ...]:
 
 
 def open_survivors(settings: Settings, environ: Mapping[str, str] = os.environ) -> SurvivingMembership | None:
-    """Open a membership source over MPI's world. Collective.
-
-    Returns None if mpiexec was started without fault tolerance, so that it ends all ranks when one is lost.
+    """Return an object that obtains the ranks of an elastic job from MPI. Collective. Returns None if mpiexec was
+    started without fault tolerance, so that it ends all ranks when one is lost.
 
     Raises:
         CommError: there is no usable MPI library.
@@ -298,7 +317,7 @@ def open_survivors(settings: Settings, environ: Mapping[str, str] = os.environ) 
 
 
 class Generations:
-    """Place of this process in an elastic job: its current generation, and the transition to the next one.
+    """Place of this process in an elastic job. A generation is the set of ranks between two elastic restarts.
 
     Attributes:
         current: current generation; after its end, the last one. None before the first generation.
@@ -308,35 +327,44 @@ class Generations:
     """
 
     def __init__(self, membership: MembershipSource, leave: Callable[[int], object] = os._exit) -> None:
-        """Keep `membership`, the source of generations. Only the main thread may call it."""
+        """Keep `membership`, from which this process obtains the ranks after each restart. Only the main thread may
+        call its methods.
+        """
         self._membership, self.leave = membership, leave
         self.current: Generation | None = None
         self.has_state = self._dismissed = False
-        from .tuning.plans import CarriedTuning  # imported late, because it imports PyTorch, which agents do not need
+        # Imported late, because it imports PyTorch, which agents (processes that only start ranks) do not need.
+        from .tuning.plans import CarriedTuning
 
         self.tuning = CarriedTuning()
 
     @property
     def number(self) -> int:
-        """Number of the current generation; 0 before the first."""
+        """Number of the current generation (set of ranks between two elastic restarts), from 1.
+
+        0 before the first one.
+        """
         return 0 if self.current is None else self.current.membership.generation
 
     @property
     def in_step(self) -> bool:
-        """Return whether all ranks of the generation are at the same point of the script: all are new, or none is."""
+        """Return whether all current ranks are at the same point of the script. True if all are new, or if none is."""
         return self.current is not None and len({each.has_state for each in self.current.membership.members}) == 1
 
     def change(self) -> Change:
-        """Return the changes since the current generation began. Non-blocking."""
+        """Return the membership changes since the last elastic restart. Non-blocking."""
         return self._membership.change()
 
     def finished(self) -> None:
-        """Report that the script has completed, unless the rank was dismissed."""
+        """Report that this rank's script has completed. Does nothing if the job did not need this rank any more
+        (dismissed).
+        """
         if not self._dismissed:
             self._membership.finished()
 
     def join_next(self, settings: Settings) -> Communicator:
-        """Join the next generation and connect to its ranks. Collective over these ranks.
+        """Join the next generation (set of ranks after an elastic restart), and connect to its ranks. Collective over
+        them.
 
         If a rank is lost before all ranks have connected, join the generation after that one.
 
@@ -385,9 +413,9 @@ _opener: Callable[[], MembershipSource | None] | None = None
 
 
 def register(opener: Callable[[], MembershipSource | None] | None) -> None:
-    """Set the function by which `init()` obtains the membership source of this process.
+    """Set the function that `init()` calls to find out which ranks an elastic job has.
 
-    The function returns None for jobs that are not elastic. `register(None)` removes it.
+    The function returns None for jobs that are not elastic. `register(None)` removes the function.
     """
     global _opener
     _opener = opener

@@ -1,4 +1,4 @@
-"""One rank's view of the job: its control plane, gradient reducers and watchers, and how the job ends."""
+"""The state of a job on one rank, from `init()` to `shutdown()`, and how the job ends if the script ends or fails."""
 
 from __future__ import annotations
 
@@ -91,9 +91,10 @@ class Disposal:
         while (close := self._queue.get()) is not None:
             try:
                 close()
-            except Exception:  # because the remaining functions must be called after any error
+            except Exception:  # logged only, because the remaining functions must be called after any error
                 logger.warning("an optimizer that was dropped could not be closed", exc_info=True)
-            del close  # because the function references the closed object, which could not be freed
+            # Delete the reference, because the function references the closed object, which could not be freed.
+            del close
 
     def stop(self) -> None:
         """Run the queued functions, and end the background thread."""
@@ -103,7 +104,9 @@ class Disposal:
 
 
 class JobObservers:
-    """Monitoring of a job: watchers, the metrics server, and `sirtaki top`. Its errors never reach training."""
+    """Monitoring of a job: detection of missing ranks, the metrics server, and `sirtaki top`. Its errors never reach
+    training.
+    """
 
     def __init__(self, job: Job, *, local_rank: int, generation: int) -> None:
         self._job, self._generation, self._began_s = job, generation, time.time()
@@ -132,14 +135,14 @@ class JobObservers:
             return None
 
     def _count(self) -> Totals:
-        """Return totals over iterations since the first call, such as numbers of bytes and seconds."""
+        """Return totals of this rank's iterations since the first call of this method, such as bytes and seconds."""
         if self._totals is None:
             self._totals = Totals()
             watchers.add(self._totals)
         return self._totals
 
     def _describe(self) -> dict[str, Any]:
-        """Return the values that `sirtaki top` shows. Totals count from the first call on."""
+        """Return the values that `sirtaki top` shows. Totals are those since the first call of this method."""
         totals, job = self._count(), self._job
         gain = totals.gain
         return {
@@ -173,21 +176,21 @@ SHUTDOWN_S = 30.0
 """Seconds that `shutdown()` waits until all ranks have called it."""
 
 LEAVE_S = 5.0
-"""Maximum seconds from the agreement of all ranks to leave a generation of an elastic job to its end on all ranks."""
+"""Maximum seconds that ranks wait for each other before an elastic restart on which all have agreed."""
 
 DEVICE_S = 5.0
-"""Seconds after a job's failure until this process is ended if a GPU still waits for other ranks."""
+"""Seconds that a failed job waits for its GPU. If the GPU still waits for other ranks then, this process is ended."""
 
 
 class Job:
     """Sirtaki's state in one process, from `init()` to `shutdown()`, or to the next restart of an elastic job.
 
     Attributes:
-        elastic: transition of this process between generations of an elastic job. None if the job is not elastic, so
-            that the loss of a rank ends it.
-        settled: the script may communicate. False until new and old ranks have synchronised in `elastic.run`.
-        training: the function that `elastic.run` repeats is running now.
-        observed: monitoring of the job. None before the job is open and after it is closed.
+        elastic: object by which this process joins the ranks after an elastic restart. None if the job is not elastic,
+            so that the loss of a rank ends it.
+        settled: True if the script may communicate. False until new and old ranks have synchronised in `elastic.run`.
+        training: True while the user's training function runs, which `elastic.run` calls again after each restart.
+        observed: monitoring of the job, such as its metrics server. None before the job is open and after it is closed.
         part_bytes: bytes of gradients after which the user's plan cuts a compiled graph (`GivenPlan.part_bytes`). None
             without such a plan.
     """
@@ -198,12 +201,14 @@ class Job:
         Args:
             settings: values of this process's environment variables.
             comm: communicator of all ranks of the job.
-            elastic: transition of this process between generations. None if the job is not elastic.
+            elastic: object by which this process joins the ranks after an elastic restart. None if the job is not
+                elastic.
         """
         self.settings, self._ranks, self.elastic = settings, comm, elastic
         self.settled, self.training = elastic is None or elastic.in_step, False
         self.observed: JobObservers | None = None
-        # Collective steps run first: they fail if another rank fails, and later steps would then have to be undone.
+        # Run the collective steps first, because they fail if another rank fails. Steps before them would have to be
+        # undone.
         self.control = ControlPlane(comm, local_size=settings.local_size, interface=settings.gloo_interface)
         asked = settings.profile and replace(settings.profile, folder=os.path.abspath(settings.profile.folder))
         part_bytes = part_bytes_of(settings.plan) if self.control.rank == 0 else None
@@ -228,7 +233,8 @@ class Job:
             self.watchdog,
             partial(open_lanes, settings=settings, timeout_s=settings.transport_timeout_s),
         )
-        # The counters give each optimizer of a process set a serial number that is equal on all ranks of the set.
+        # Number the optimizers of each process set (subset of ranks), so that an optimizer has the same number on all
+        # ranks.
         self.serials: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
         self.disposal = Disposal()
         self.participants = ActiveReducers()
@@ -245,7 +251,9 @@ class Job:
         return engine
 
     def _attend(self) -> None:
-        """Announce iterations to ranks in `join()`, and report long waits. Called repeatedly while this rank waits."""
+        """Announce this rank's iterations to ranks in `join()`, and report long waits to all ranks. Called repeatedly
+        while this rank waits.
+        """
         self.joining.poll()
         self.blocked.poll()
 
@@ -255,13 +263,13 @@ class Job:
 
     @property
     def pipelines(self) -> list[GradientPipeline]:
-        """The pipelines that reduce dense gradients, one per active reducer. Thread-safe."""
+        """The pipelines that all-reduce dense gradients, one per distributed optimizer or DDP model. Thread-safe."""
         found = (participant.pipeline for participant in self.participants)
         return [pipeline for pipeline in found if pipeline is not None]
 
     @property
     def tunings(self) -> list[Tuning]:
-        """The tuning state of each active reducer. Thread-safe."""
+        """The tuning state of each distributed optimizer or DDP model whose gradients Sirtaki reduces. Thread-safe."""
         return [tuning for participant in self.participants if (tuning := participant.tuning) is not None]
 
     def _end_if_a_device_waits(self) -> None:
@@ -281,26 +289,26 @@ class Job:
 
     @property
     def rank(self) -> int:
-        """Rank of this process in the job."""
+        """The rank of this process in the job."""
         return self.control.rank
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """The number of ranks of the job."""
         return self.control.size
 
     @property
     def backend(self) -> Backend:
-        """Backend of the control plane."""
+        """The backend (MPI or TCP) of the control plane, which carries all messages except gradients."""
         return self.control.backend
 
     @property
     def failure(self) -> CommError | None:
-        """Cause of the job's failure. None while the job has not failed."""
+        """The cause of the job's failure. None while the job has not failed."""
         return self.control.failures.error
 
     def interrupt(self) -> list[str]:
-        """Store the results of an unfinished warm-up. Return lines that describe what this rank is doing."""
+        """Store the tuning results of an unfinished warm-up. Return texts that describe what this rank is doing."""
         where = self.watchdog.progress()
         timeline.stop()
         recorder.end()
@@ -309,7 +317,9 @@ class Job:
         return where
 
     def close_participants(self, number: int) -> None:
-        """Close the reducers of a process set that is being removed. Not collective."""
+        """Close the gradient reducers of process set `number` (a subset of ranks), which is being removed. Not
+        collective.
+        """
         for participant in reversed(list(self.participants)):
             if participant.key[0] == number:
                 participant.close("when its process set was removed")
@@ -344,14 +354,14 @@ class Job:
     # ── leaving a generation of an elastic job ───────────────────────────────────────────────────────────────────
 
     def give_up(self, reason: str) -> None:
-        """Send the reason why this rank leaves the generation to all ranks. Not collective, non-blocking."""
+        """Tell all ranks that, and why, this rank leaves them for an elastic restart. Not collective, non-blocking."""
         self.control.failures.report(PeerLostError(reason))
         self._ranks.abort(reason)
 
     def wait_for_leave(self) -> None:
-        """Wait until all ranks know that every rank leaves the generation. Collective.
+        """Wait until all ranks know that every rank has stopped for an elastic restart. Collective.
 
-        Call after all ranks have agreed to leave.
+        Call after all ranks have agreed to restart.
         """
         together = False
         with contextlib.suppress(CommError):
@@ -361,7 +371,9 @@ class Job:
         self.control.failures.report(PeerLostError("this rank has left the generation"))
 
     def abandon(self) -> None:
-        """End the job on this rank, after `give_up` or `wait_for_leave`. Not collective."""
+        """Close this rank's part of the job, after `give_up` or `wait_for_leave`, before an elastic restart. Not
+        collective.
+        """
         self._hide(for_good=self.elastic is None)
         self.control.failures.set_wait_callback(None)
         if self.elastic is not None:
@@ -401,7 +413,7 @@ def is_initialized() -> bool:
     return _job is not None
 
 
-@outside_modes  # because memory allocated in inference mode cannot be written outside of it
+@outside_modes  # leaves inference mode, because memory allocated in it cannot be written outside of it
 def init(comm: Sequence[int] | MPI.Comm | None = None, *, beside: ProcessGroup | None = None) -> None:
     """Start Sirtaki on all ranks. Collective. Idempotent.
 
@@ -434,8 +446,9 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, *, beside: ProcessGroup |
         _job = _next_generation(settings, elastic)
     control = _job.control
     if control.rank == 0 and control.size > 1 and settings.tunes and settings.registry != REGISTRY_OFF:
-        load_ahead(settings.registry)  # imported now, because all ranks would wait for a later import
-    # These variables are set because scripts written for horovodrun read them.
+        # Import the registry's modules now, because all ranks would wait for a later import.
+        load_ahead(settings.registry)
+    # Set these environment variables, because scripts written for horovodrun read them.
     for name, value in (
         ("RANK", control.rank),
         ("SIZE", control.size),
@@ -446,7 +459,7 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, *, beside: ProcessGroup |
         *([("ELASTIC", 1)] if elastic is not None else []),
     ):
         os.environ[f"HOROVOD_{name}"] = str(value)
-    # An existing value is kept, because an elastic launcher sets its own host names.
+    # Keep an existing value, because the launcher of an elastic job sets its own host names.
     os.environ.setdefault("HOROVOD_HOSTNAME", control.host_names[control.rank])
     _ending = _job
     if not _has_hooks:
@@ -459,7 +472,9 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, *, beside: ProcessGroup |
 
 
 def _next_generation(settings: Settings, elastic: Generations) -> Job:
-    """Join generations of an elastic job until all ranks of one have opened the job. Collective over these ranks.
+    """Join an elastic job, and open it on this rank. Join again whenever a rank is lost before all have opened it.
+
+    Collective over the ranks that join together (a generation).
 
     Raises:
         SystemExit: the job does not need this rank any more. The exit code is 0.
@@ -482,9 +497,9 @@ def _next_generation(settings: Settings, elastic: Generations) -> Job:
 
 
 def leave(*, together: bool, reason: str = "") -> None:
-    """End this rank's part in the current job, or generation of an elastic job. Idempotent.
+    """End this rank's part in the current job. Idempotent.
 
-    A later `init()` joins the next generation.
+    In an elastic job, a later `init()` joins the ranks after the next restart.
 
     Args:
         together: all ranks have agreed to leave. In this case the function is collective.
@@ -511,7 +526,8 @@ def shutdown() -> None:
     if _is_child:
         _job = None
         return
-    with contextlib.suppress(SirtakiError):  # the script gets the error where it uses the missing gradients
+    # Ignore the error, because the script gets it where it uses the missing gradients.
+    with contextlib.suppress(SirtakiError):
         _job.participants.drain()
     job, _job = _job, None
     if job.close(SHUTDOWN_S):
@@ -530,7 +546,7 @@ VICTIM_S = 2.0
 """Seconds that a rank whose communication failed waits before it ends the job, so that the cause is printed first."""
 
 LOST_S = 15.0
-"""Seconds that such a rank waits over MPI if another rank has exited or is exiting.
+"""Seconds that a rank whose communication failed waits in an MPI job if another rank has exited or is exiting.
 
 That other rank ends the job, and its exit code must become the job's.
 """
@@ -538,17 +554,17 @@ That other rank ends the job, and its exit code must become the job's.
 EXIT_S = 5.0
 """Seconds that a rank with a nonzero exit code waits in `Job.close`, before it reports the failure to all ranks."""
 
-_AGAIN_S = 60.0  # maximum seconds of one attempt to close the job, which is then repeated
+_AGAIN_S = 60.0  # maximum seconds of one attempt to close the job; failed attempts are repeated
 
 _exit_code: int | None = None
 _raised = False
 _has_hooks = False
 _is_child = False
-"""True in processes that were forked from a rank. They may only query properties such as the rank."""
+"""True in a process that was forked from a rank. It may only query properties such as the rank."""
 
 
 def describe() -> str:
-    """Return a description of what this rank is doing in the job. Return "" without a job."""
+    """Return a description of what this rank is doing, such as the operation for which it waits. "" without a job."""
     return "" if _ending is None else _ending.watchdog.describe()
 
 
@@ -560,7 +576,7 @@ def end_now(reason: str) -> NoReturn:
 
 
 def finish() -> None:
-    """Report that the script has completed without an error, in a process that continues."""
+    """Report that the script has completed without an error, although the process goes on (as a Ray actor does)."""
     global _ending
     job, _ending = _ending, None
     if (elastic := generations.of_process) is not None:
@@ -576,7 +592,8 @@ def _install_hooks() -> None:
         global _ending, _raised
         job, _raised = _ending, True
         where = _interrupted(job) if job is not None and job.size > 1 else []
-        if where and _started_by_sirtakirun():  # because sirtakirun's wrapper prints the rank and the error itself
+        # Add what this rank was doing to the error, because sirtakirun's wrapper prints the error.
+        if where and _started_by_sirtakirun():
             error.add_note(f"This rank {'; '.join(where)}.")
         over_mesh = job is not None and job.backend is Backend.MESH
         printed_elsewhere = job is not None and (
@@ -584,19 +601,21 @@ def _install_hooks() -> None:
             or (over_mesh and job.size > 1 and isinstance(error, PeerLostError))
         )
         if not printed_elsewhere or _started_by_sirtakirun():
-            # stderr is redirected because torch.distributed captures it, and prints it only after the job has ended.
+            # Print to the original stderr, because torch.distributed captures stderr and prints it only after the
+            # job's end.
             with contextlib.redirect_stderr(sys.__stderr__):
                 previous_hook(kind, error, trace)
         if job is None or job.size == 1:
             if _outlives_others():
                 _leave(1)
             return
-        _ending = None  # because the exit must not wait for other ranks
-        # The error's text is omitted if the previous hook has printed it already.
+        _ending = None  # unset, because the exit of this failed rank must not wait for other ranks
+        # Omit the error's text if the hook that was `sys.excepthook` before has printed it already.
         what = f"raised {kind.__name__}" + (f": {error}" if printed_elsewhere else "")
         if over_mesh and isinstance(error, PeerLostError):
             what = f"ends, since {error}"
-        # The launcher, or another rank with the same error, may end this process while it waits.
+        # Report before waiting if the launcher, or another rank with the same error, may end this process while it
+        # waits.
         at_once = over_mesh or (printed_elsewhere and not _started_by_sirtakirun())
         if at_once:
             _report(job, what, where)
@@ -609,7 +628,7 @@ def _install_hooks() -> None:
             job._ranks.abort(f"rank {job.rank} raised {kind.__name__}: {error}")
             _leave(1)
 
-    def on_exit(status: Any = None) -> NoReturn:  # Any, because sys.exit accepts any object
+    def on_exit(status: Any = None) -> NoReturn:  # `status` is Any, because sys.exit accepts any object
         global _exit_code
         _exit_code = status if isinstance(status, int) else int(status is not None)
         previous_exit(status)
@@ -625,16 +644,17 @@ def _become_child(_: object) -> None:
     global _ending, _is_child
     _is_child = _is_child or _job is not None or generations.of_process is not None
     _ending = None
-    if not _is_child:  # The process was forked before `init()`, so it may become a rank.
+    # Keep the exit handler if the process was forked before `init()`, because it may still become a rank.
+    if not _is_child:
         at_exit(_at_exit)
     if not skip_finalize():
         atexit.register(_leave_before_mpi)
 
 
 def _finish_updates() -> None:
-    """Complete deferred updates before a fork, because the child process has no threads that could complete them."""
+    """Complete deferred parameter updates before a fork, because the child has no threads that could complete them."""
     if _job is not None and not _is_child and threading.current_thread() is threading.main_thread():
-        with contextlib.suppress(SirtakiError):  # the script's next step raises the error
+        with contextlib.suppress(SirtakiError):  # ignored, because the optimizer's next step raises the same error
             _job.participants.drain()
 
 
@@ -659,7 +679,8 @@ def _at_exit() -> None:
         return
     if code == 0 and job.elastic is not None:
         job.give_up(f"rank {job.rank} has ended its script")
-        if _outlives_others():  # because `raise SystemExit(9)` bypasses `sys.exit`
+        # Leave also with exit code 0, because `raise SystemExit(9)` bypasses `sys.exit`, so that `code` may be wrong.
+        if _outlives_others():
             _leave(0)
         return
     while job.failure is None and code == 0:
@@ -669,7 +690,7 @@ def _at_exit() -> None:
     if code != 0:
         reason = f"has ended with exit code {code} while other ranks are running"
         _report(job, reason, where)
-        if job.backend is Backend.MESH:  # MPI would replace the exit code
+        if job.backend is Backend.MESH:  # not over MPI, whose abort would replace the exit code
             job._ranks.abort(f"rank {job.rank} {reason}")
         _leave(code)
     _report(job, f"ends after {job.failure}", where)
@@ -682,7 +703,7 @@ def _at_exit() -> None:
 def _interrupted(job: Job) -> list[str]:
     try:
         return job.interrupt()
-    except Exception as err:  # because an error here must not prevent the end of the job
+    except Exception as err:  # any error, because it must not prevent the end of the job
         return [f"could not keep its state: {err}"]
 
 
@@ -691,7 +712,8 @@ def _report(job: Job, reason: str, where: list[str]) -> None:
     if where or not _started_by_sirtakirun():
         place = "".join(f"; it {text}" for text in where)
         then = "the job ends" if job.elastic is None else "it leaves the job"
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # because stderr may be closed, full or None
+        # Ignored, because stderr may be closed, full or None.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
             print(f"sirtaki: rank {job.rank} {reason}{place}; {then}", file=sys.__stderr__, flush=True)
 
 

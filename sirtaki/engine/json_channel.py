@@ -1,4 +1,5 @@
-"""JSON messages over a non-blocking socket, between a rank, its agent, and the driver of an elastic job.
+"""JSON messages over a non-blocking socket. An elastic job has such sockets between its launcher (driver), the process
+that starts the ranks of a host (agent), and the ranks.
 
 Each message is a tagged `msgspec.Struct`. An unknown, invalid or oversized message closes the connection.
 """
@@ -14,7 +15,7 @@ import msgspec
 from sirtaki.machine import in_forked_children
 
 LONGEST_BYTES = 8 * 2**20
-"""Maximum bytes of a message. A list of ten thousand ranks fits."""
+"""Maximum bytes of a message. This is enough for a list of ten thousand ranks."""
 
 _LENGTH = struct.Struct("<I")
 _PIECE_BYTES = 65536
@@ -46,7 +47,7 @@ class JsonChannel(Generic[Received]):
         self._events: selectors.BaseSelector | None = None
         self._data: Any = None
         self._waits_for = selectors.EVENT_READ
-        # The socket is closed in forked children, because the peer would not notice a close while a child has a copy.
+        # Close the socket in forked children, because the peer would not notice our close while a child has a copy.
         in_forked_children(self, lambda channel: channel._sock.close())
 
     def watch(self, events: selectors.BaseSelector, data: Any) -> None:
@@ -116,16 +117,17 @@ class JsonChannel(Generic[Received]):
             del self._in[:end]
             try:
                 messages.append(self._decoder.decode(text))
-            except ValueError as err:  # msgspec raises it for invalid JSON and for bytes that are not UTF-8
+            except ValueError as err:  # raised by msgspec for invalid JSON and for bytes that are not UTF-8
                 raise ConnectionError(f"invalid message: {err}") from err
-        if self._ended and not messages:  # messages received before the end are returned first
+        # Not while there are messages, because those received before the end are returned first.
+        if self._ended and not messages:
             raise ConnectionError("the peer has closed the connection")
         return messages
 
     def close(self) -> None:
         """Close the channel. Idempotent."""
         if self._events is not None:
-            with contextlib.suppress(KeyError, ValueError):  # because the selector may be closed already
+            with contextlib.suppress(KeyError, ValueError):  # ignored, because the selector may be closed already
                 self._events.unregister(self)
             self._events = None
         self._sock.close()

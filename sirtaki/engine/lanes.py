@@ -1,4 +1,6 @@
-"""Open lanes (sets of connections) for large tensors: eager operations, process groups and sharded models."""
+"""Open lanes (sets of connections between ranks) for large tensors of eager operations, process groups and sharded
+models.
+"""
 
 from __future__ import annotations
 
@@ -21,25 +23,30 @@ from .tuning.plans import default_knobs, knob_space
 logger = logging.getLogger(__name__)
 
 TYPICAL_BYTES = 25 << 20
-"""Tensor size for which the default unit (bucket) size of lanes is chosen: the default size of DDP's buckets."""
+"""Bytes of a typical tensor: the size of DDP's buckets. Lanes (sets of connections between ranks) cut tensors into
+units (buckets) of the default size for this many bytes.
+"""
 
 SLOT_BYTES, SLOTS = 2 << 20, 4
-"""Size and number of buffers (slots) in shared memory. A small slot is still in the cache when it is read."""
+"""Bytes and number of the shared-memory buffers (slots) through which ranks of a host exchange data. A small slot is
+still in the processor's cache when another rank reads it.
+"""
 
 
 def open_lanes(ranks: Communicator, *, settings: Settings, timeout_s: float) -> UnitPipeline:
-    """Open lanes that all-reduce over the untuned default route or the user's choice. Collective.
+    """Open lanes (connections) for all-reduce. Transport and algorithm are the user's choice or the defaults.
+    Collective.
 
     Call from one thread per rank.
 
     Args:
         ranks: communicator of the ranks. The lanes own it until they are closed.
         settings: values of this process's environment variables.
-        timeout_s: maximum time in seconds that a stream waits for a rank.
+        timeout_s: maximum time in seconds that an operation waits for a rank.
 
     Raises:
         ConfigError: the settings ask for something that these ranks do not support. Raised on all ranks.
-        TransportError: streams could not be opened. Raised on all ranks.
+        TransportError: connections for the all-reduces could not be opened. Raised on all ranks.
         CommError: the job has failed.
     """
     control = control_of(ranks, settings)
@@ -71,15 +78,17 @@ rate of each connection.
 
 
 def untuned_streams(lanes: ShardLanes, settings: Settings) -> int:
-    """Return the untuned number of connections from this rank to each peer."""
+    """Return the number of connections from this rank to each peer: the user's choice, otherwise an untuned default."""
     return min(settings.streams or -(-FLOWS // lanes.peers), lanes.most_streams)
 
 
 def open_shards(control: ControlPlane, *, settings: Settings, timeout: Timeout) -> ShardLanes:
-    """Open untuned lanes for all-gathers and reduce-scatters. Collective. Call from one thread per rank.
+    """Open lanes (connections) for the all-gathers and reduce-scatters of sharded models, not tuned yet. Collective.
+    Call from one thread per rank.
 
     Args:
-        control: control plane of at least two ranks. The lanes own it until they are closed.
+        control: control plane (channel for all messages except tensors) of at least two ranks. The lanes own it until
+            they are closed.
         settings: values of this process's environment variables.
         timeout: maximum time that an operation waits for a rank.
 
@@ -93,7 +102,10 @@ def open_shards(control: ControlPlane, *, settings: Settings, timeout: Timeout) 
 
 
 def control_of(ranks: Communicator, settings: Settings) -> ControlPlane:
-    """Open a control plane over `ranks`. The settings may divide the ranks into simulated nodes. Collective."""
+    """Open the control plane of `ranks`, which carries all messages except tensors. Collective.
+
+    The settings may divide the ranks into simulated nodes.
+    """
     raise_descriptor_limit()
     # Simulated nodes are ignored if their size does not divide the number of these ranks.
     pretended = settings.local_size if ranks.size % (settings.local_size or 1) == 0 else None

@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 
 from sirtaki.errors import ConfigError
 
-# Ports are below the kernel's ephemeral ports. Their count is prime, so that consecutive jobs get different ports.
+# First port and number of ports for the rendezvous of a Slurm job. They are below the kernel's ephemeral ports. The
+# number is prime, so that consecutive jobs get different ports.
 _FIRST_PORT, _PORTS = 20011, 10007
 
 _NEARER = ("OMPI_COMM_WORLD_SIZE", "MPI_LOCALRANKID", "TORCHELASTIC_RUN_ID")
-"""Variables of launchers that may run inside an srun task. If one is set, SLURM_PROCID is the rank of the launcher's
-daemon, not of this process.
+"""Environment variables of launchers that may run inside an srun task. If one is set, SLURM_PROCID is the rank of that
+launcher's daemon, not of this process.
 """
 
 
@@ -24,7 +25,7 @@ class LauncherRank:
 
     Attributes:
         host, port: rendezvous address of the ranks. "" and 0 for a job of one rank.
-        attempt: text that identifies the job and the number of its restart.
+        attempt: text that identifies the job and counts its restarts.
         agent_store: torchrun's agent hosts the rendezvous store. If False, rank 0 hosts it.
         local_rank, local_size: rank on this node, and number of ranks on this node. Set for srun tasks only.
     """
@@ -40,9 +41,9 @@ class LauncherRank:
 
 
 def step_place(environ: Mapping[str, str] = os.environ) -> LauncherRank | None:
-    """Return the rank and rendezvous address of this srun task.
+    """Return the rank of this srun task, and the address at which all tasks of the job step meet.
 
-    The address is the job step's first node, with a port derived from the job and step ids.
+    The address is that of the step's first node, with a port derived from the ids of job and step.
 
     Returns:
         None if the step has only one task, or if a launcher inside the step started this process.
@@ -50,7 +51,7 @@ def step_place(environ: Mapping[str, str] = os.environ) -> LauncherRank | None:
     Raises:
         ConfigError: Slurm's variables contradict each other.
     """
-    # SLURM_NTASKS is set in every process of an allocation, SLURM_STEP_NUM_TASKS only in a job step.
+    # Read SLURM_STEP_NUM_TASKS, which is set only in a job step. SLURM_NTASKS is set in every process of an allocation.
     size = _slurm_number(environ, "SLURM_STEP_NUM_TASKS")
     if size < 2 or any(name in environ for name in _NEARER):
         return None
@@ -75,7 +76,7 @@ def step_place(environ: Mapping[str, str] = os.environ) -> LauncherRank | None:
 
 
 def task_counts(environ: Mapping[str, str], name: str) -> list[int]:
-    """Parse the number of tasks on each node from variable `name`: `2(x3),1` becomes 2, 2, 2, 1.
+    """Parse the numbers of tasks on each node from Slurm's variable `name`: `2(x3),1` becomes 2, 2, 2, 1.
 
     Raises:
         ConfigError: the value does not have this format.
@@ -111,7 +112,8 @@ def _slurm_number(environ: Mapping[str, str], name: str) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-# Variables of Open MPI, Hydra (MPICH, Intel MPI) and PMIx, in this order.
+# For each quantity, the environment variables in which Open MPI, Hydra (MPICH, Intel MPI) and PMIx set it, in this
+# order.
 _PLACES = {
     "RANK": ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"),
     "SIZE": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
@@ -119,8 +121,8 @@ _PLACES = {
     "LOCAL_SIZE": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
 }
 
-# Each mpiexec, and each batch system that starts MPI ranks, sets one of these variables. They cover Open MPI, Hydra,
-# PMIx, MVAPICH, Cray and IBM.
+# If one of these variables is set, an mpiexec, or a batch system that starts MPI ranks, has started this process. They
+# are those of Open MPI, Hydra, PMIx, MVAPICH, Cray and IBM.
 _OF_MPI = (
     "OMPI_COMM_WORLD_SIZE",
     "PMI_RANK",
@@ -134,16 +136,20 @@ _OF_MPI = (
 )
 
 HOROVOD_NAMES = {name: f"HOROVOD_{name}" for name in _PLACES}
-"""Names of the variables that Horovod scripts read, by quantity ("RANK", "SIZE", …)."""
+"""Names of the environment variables that Horovod scripts read, by quantity ("RANK", "SIZE", …)."""
 
 TORCH_NAMES = {"RANK": "RANK", "SIZE": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_RANK", "LOCAL_SIZE": "LOCAL_WORLD_SIZE"}
-"""Names of the variables that `init_process_group()` and torchrun scripts read, by quantity ("RANK", "SIZE", …)."""
+"""Names of the environment variables that `init_process_group()` and torchrun scripts read, by quantity ("RANK",
+"SIZE", …).
+"""
 
 AGENT = "SIRTAKI_AGENT"
-"""Variable with the file descriptor of the socket to the agent that started this rank. Set in elastic jobs only."""
+"""Environment variable of a rank of an elastic job: file descriptor of the socket to the process that started the rank
+(agent).
+"""
 
 BAR = "SIRTAKI_BAR"
-"""Variable that a launcher sets if it draws the tuning progress bar for its ranks."""
+"""Environment variable that a launcher sets if it draws the progress bar of tuning for its ranks."""
 
 _REMEDY = "start it with `sirtakirun -np {size} python …`"
 _SRUN_REMEDY = (
@@ -160,7 +166,10 @@ def place(name: str, environ: Mapping[str, str] = os.environ) -> int | None:
 
 
 def started_by_torchrun(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the innermost launcher is torchrun. sirtakirun removes torchrun's variables from its ranks."""
+    """Return whether the launcher that started this process directly is torchrun.
+
+    sirtakirun removes torchrun's variables from the environment of its ranks.
+    """
     return "TORCHELASTIC_RUN_ID" in environ
 
 
@@ -175,7 +184,8 @@ def started_by_srun(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def torch_place(environ: Mapping[str, str] = os.environ) -> LauncherRank | None:
-    """Return rank and rendezvous address from torchrun's variables, otherwise from Slurm's. None if neither is set.
+    """Return rank and rendezvous address from torchrun's environment variables, otherwise from Slurm's. None without
+    both.
 
     Raises:
         ConfigError: a variable is missing or contradicts another one. The message contains a remedy.
@@ -246,7 +256,7 @@ def check_world_size(size: int, environ: Mapping[str, str] = os.environ) -> None
             )
     if any(sizes.values()) or size > 1:
         return
-    # No MPI launcher started this process. The job step of a batch script or an interactive shell has one task.
+    # Accept a step of one task, the step of a batch script or an interactive shell, because no MPI launcher started it.
     if step is not None:
         raise ConfigError(f"srun started {step.size} tasks, but each has an MPI world of one rank; {_SRUN_REMEDY}")
     world = environ.get("WORLD_SIZE", "")

@@ -1,6 +1,6 @@
-"""Membership of an elastic job: its generations, and the messages between a rank and its agent.
+"""Membership of an elastic job: its ranks, and the messages between a rank and the process that starts it (agent).
 
-A generation is the list of ranks between two elastic restarts.
+The list of ranks between two elastic restarts is a generation.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class Dismissed(CommError):
 class Generation:
     """One generation of an elastic job: its ranks until the next elastic restart, and the rank of this process.
 
-    Ranks of one host are adjacent. Under this constraint, ranks that hold the job's state precede new ones, and keep
-    their previous order. So rank 0 holds the state unless all ranks are new. If any rank is new, all ranks must
-    synchronise, even if the previous generation reported no added rank.
+    Ranks of one host are adjacent. Under this constraint, ranks that hold the training state (such as weights) precede
+    new ones, and keep their previous order. So rank 0 holds the state unless all ranks are new. If any rank is new, all
+    ranks must synchronise their state, even if no added rank was reported before.
 
     Attributes:
         membership: ranks of the generation, and its number, which ascends from 1.
         rank: rank of this process.
         listeners: sockets at which this process accepts connections of its peers.
-        why_in_vain: returns the reason if some rank will certainly not connect, otherwise "". Non-blocking.
+        why_in_vain: function that returns why some rank will certainly not connect, otherwise "". Non-blocking.
     """
 
     membership: Membership
@@ -55,51 +55,54 @@ class Generation:
 
 
 class Change(Flag):
-    """Kinds of changes between the current and the next generation: ranks were added, or ranks were removed."""
+    """Kinds of changes of the set of ranks since the last elastic restart: ranks were added, or ranks were removed."""
 
     ADDED = 1
     REMOVED = 2
 
 
 class MembershipSource(Protocol):
-    """Source from which a rank obtains the generations of an elastic job: the agent of its host, or MPI.
+    """Source from which a rank learns which ranks an elastic job has: MPI, or the agent (process that started the
+    rank).
 
     Call from one thread at a time.
     """
 
     def join(self, *, after: int, has_state: bool, timeout_s: float) -> Generation:
-        """Join the next generation. Blocks until all ranks of that generation have called `join`.
+        """Join the next generation (the set of ranks after an elastic restart). Blocks until all its ranks have called
+        `join`.
 
         Args:
             after: number of the generation that this rank leaves. 0 if the rank has not been in one.
-            has_state: this rank has synchronised in an earlier generation, so it holds the job's state. A rank without
-                the state must not become the rank whose state all ranks copy.
+            has_state: this rank has synchronised in an earlier generation, so it holds the training state (such as
+                weights). A rank without it must not become the rank whose state all ranks copy.
             timeout_s: maximum wait in seconds.
 
         Raises:
             Dismissed: the job does not need this rank any more.
-            CommError: there is no next generation: too few hosts remain, or the agent has exited.
+            CommError: there is no next generation, because too few hosts remain, or because the agent has exited.
         """
         ...
 
     def change(self) -> Change:
-        """Return how membership has changed since the current generation began. 0 means no change. Non-blocking.
+        """Return how the set of ranks has changed since the last elastic restart. 0 means no change. Non-blocking.
 
-        The result contains REMOVED if a rank of the generation has died. A rank that does not communicate, or that
-        waits for a connection, learns of the death only by this method.
+        The result contains REMOVED if a rank has died. A rank that does not communicate, or that waits for a
+        connection, learns of the death only by this method.
         """
         ...
 
     def on_loss(self, report: Callable[[str], object]) -> None:
-        """Set the function to call when a rank of the generation dies. It is dropped at the next `join`.
+        """Set the function to call when a rank dies. The next `join` removes it.
 
         `report` is called once, with the cause of the first death, in any thread, possibly before `on_loss` returns. It
-        ends waits for the dead rank. Deaths that the control plane detects itself need not be reported.
+        ends waits for the dead rank. Deaths that the control plane (the channel for messages between ranks) detects
+        itself need not be reported.
         """
         ...
 
     def finished(self) -> None:
-        """Report that this rank has completed its work, so that the job is not restarted when it exits."""
+        """Report that this rank has completed its work, so that the job is not restarted when the rank exits."""
         ...
 
 
@@ -115,34 +118,42 @@ class Proof:
 
 
 class Join(Struct, tag=True, frozen=True, kw_only=True):
-    """Request of a rank to join the next generation. The slot and number of `member` are not set."""
+    """Request of a rank to its agent (the process that started it): join the ranks after the next elastic restart. The
+    slot and number in `member` are not set.
+    """
 
     member: Member
 
 
 class Patience(Struct, tag=True, frozen=True):
-    """Report of a rank that it has computed for `seconds` without polling for membership changes, but does not hang."""
+    """Report of a rank of an elastic job to the process that started it (agent): the rank has computed for `seconds`
+    without polling for membership changes, but does not hang.
+    """
 
     seconds: float
 
 
 class Finished(Struct, tag=True, frozen=True):
-    """Report of a rank that its script has completed."""
+    """Report of a rank of an elastic job to the process that started it (agent): its script has completed."""
 
 
 class Formed(Struct, tag=True, frozen=True, kw_only=True):
-    """Answer to `Join`: the next generation, in which the receiver has rank `rank`."""
+    """Answer to a rank's `Join` request: the ranks after the elastic restart. The receiver has rank `rank`."""
 
     rank: int
     membership: Membership
 
 
 class Dismissal(Struct, tag=True, frozen=True):
-    """Answer to `Join`: there is no next generation for this rank."""
+    """Answer to a rank's `Join` request: the rank must exit, because the elastic job goes on
+    without it or has ended.
+    """
 
 
 class Changed(Struct, tag=True, frozen=True):
-    """Notification that the generation will change. `lost` says how the first dead rank died; "" if none died."""
+    """Notification to a rank that the set of ranks of its elastic job will change. `lost` says how the first dead rank
+    died; "" if none died.
+    """
 
     change: Change
     lost: str = ""

@@ -21,7 +21,8 @@ from sirtaki.errors import LaunchError
 _NAMES = ("mpiexec", "mpiexec.hydra", "mpiexec.openmpi", "mpiexec.mpich", "mpirun", "orterun")
 _PROBE_TIMEOUT_S = 60.0
 
-# The Python interpreter of the ranks runs this program. `initialize = False` is set, because it must not start MPI.
+# Program that the Python interpreter of the ranks runs to detect its MPI library. It sets `initialize = False`, because
+# it must not start MPI.
 _PROBE = """
 import importlib.metadata, importlib.util, json, os
 if importlib.util.find_spec("sirtaki") is None:
@@ -63,7 +64,7 @@ class MpiLibrary:
     Attributes:
         vendor: vendor as reported by mpi4py, such as "Open MPI".
         version: components of the version number.
-        library: path of the shared library. None if the system does not expose it.
+        library: path of the shared library. None if it cannot be found.
         mpi4py: version of mpi4py.
         horovod: version of Horovod, if it is installed in the same environment.
     """
@@ -154,7 +155,7 @@ def _version_text(mpiexec: Path) -> str:
 def _belongs(library: MpiLibrary, version_text: str) -> bool:
     """Return whether `version_text`, printed by an mpiexec, fits the library's vendor and version.
 
-    Derivatives of MPICH print only their own name, so for them the family of mpiexec is compared.
+    The mpiexecs of MPICH's derivatives print no version of the library, so only their family (Hydra) is compared.
     """
     version = ".".join(map(str, library.version))
     match library.vendor:

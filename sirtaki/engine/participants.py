@@ -1,4 +1,4 @@
-"""The gradient reducers in use in a job, the protocol of `join()`, and detection of deadlocks between ranks."""
+"""The gradient reducers of a job (one per distributed optimizer or DDP model), `join()`, and detection of deadlocks."""
 
 from __future__ import annotations
 
@@ -27,14 +27,18 @@ from sirtaki.errors import CommError
 from sirtaki.machine import free_in_forked_children
 
 Key = tuple[int, int]
-"""Id of a reducer: the number of its process set, and its serial number in that set. Equal on all ranks of the set."""
+"""Id of a gradient reducer: the number of its process set (subset of ranks), and its serial number there. The id is
+equal on all ranks of the set.
+"""
 
 
 class WaitStage(IntEnum):
     """Stages of one iteration of a gradient reducer, in which a rank may wait for other ranks."""
 
     ASK = 0
-    """The rank asks all ranks whether any of them has gradients of parameters that several optimizers share."""
+    """The rank asks all ranks whether any of them has gradients of parameters that several
+    optimizers have in common.
+    """
     REDUCE = 1
     """All gradients of the rank are ready, and the rank waits until they are reduced."""
     FINISH = 2
@@ -42,11 +46,11 @@ class WaitStage(IntEnum):
 
 
 Reached = tuple[int, WaitStage]
-"""How far a rank has come in a reducer: number of the iteration since the reducer's creation, and stage in it."""
+"""How far a rank has come with a gradient reducer: number of the iteration since its creation, and the stage in it."""
 
 
 class IterationCounter:
-    """Counts the iterations of one reducer on this rank. Any thread may read it.
+    """Counts the iterations of one gradient reducer on this rank. Any thread may read the counts.
 
     Attributes:
         finished: number of completed iterations, including failed ones.
@@ -60,7 +64,9 @@ class IterationCounter:
 
     @contextmanager
     def waits(self, stage: WaitStage) -> Iterator[None]:
-        """Mark this rank as waiting in `stage` within the context. Long waits are reported to all ranks."""
+        """Mark this rank as waiting in `stage` of the iteration within the context. Long waits are reported to all
+        ranks.
+        """
         self.waiting = stage, time.monotonic()
         try:
             yield
@@ -78,10 +84,10 @@ class IterationCounter:
 
 
 class Tuning(Protocol):
-    """Tuning of the gradient communication of one reducer.
+    """Tuning of the gradient communication of one distributed optimizer or DDP model.
 
     Attributes:
-        knobs: setting that is in use now.
+        knobs: setting (such as unit, or bucket, size) that is in use now.
         tuning: True while settings are tried.
     """
 
@@ -89,11 +95,14 @@ class Tuning(Protocol):
     tuning: bool
 
     def remember(self) -> None:
-        """Store the trials of an unfinished warm-up, so that a later job can continue from them. Idempotent."""
+        """Store the measured settings of an unfinished warm-up, so that a later job can continue from them.
+
+        Idempotent.
+        """
 
 
 class ActiveReducer(Protocol):
-    """A gradient reducer, which ends each iteration by a collective operation.
+    """A gradient reducer: reduces the gradients of one optimizer or model. Each of its iterations ends collectively.
 
     Attributes:
         key: id of the reducer, equal on all ranks that use it.
@@ -122,14 +131,16 @@ class ActiveReducer(Protocol):
 
     @property
     def pipeline(self) -> GradientPipeline | None:
-        """Return the pipeline that reduces the dense gradients. None if there are none. Thread-safe."""
+        """Return the pipeline that reduces the dense gradients. None if there are no dense gradients. Thread-safe."""
 
     @property
     def tuning(self) -> Tuning | None:
-        """Return the tuning of dense gradients. None if there are none. Thread-safe."""
+        """Return the tuning of dense gradients. None if there are no dense gradients. Thread-safe."""
 
     def contribute_zeros(self) -> None:
-        """Contribute zeros to the current iteration, before training ranks end it. Called on ranks in `join()`."""
+        """Contribute zeros to the current iteration of the ranks that still train, before they end it. Called on ranks
+        in `join()`.
+        """
 
     def finish(self, *, joined: bool = False) -> None:
         """End the current iteration: wait until its gradients are reduced. Collective.
@@ -145,10 +156,12 @@ class ActiveReducer(Protocol):
         """Launch the remaining units (buckets) if all gradients of this iteration are ready. Non-blocking."""
 
     def drop_failed(self) -> None:
-        """End the iteration if a backward pass failed in it. Do not change `.grad`. Collective in this case."""
+        """If a backward pass failed in this iteration, end the iteration without changing `.grad`. Collective in this
+        case.
+        """
 
     def drop_accumulated(self) -> None:
-        """Discard gradients of an incomplete accumulation (`backward_passes_per_step`)."""
+        """Discard the gradients of fewer backward passes than are accumulated per step (`backward_passes_per_step`)."""
 
     def close(self, reason: str) -> None:
         """Close the reducer because of `reason`, so that it reduces no more gradients. Not collective. Idempotent."""
@@ -160,7 +173,7 @@ def _is_busy(participant: ActiveReducer) -> bool:
 
 
 class ActiveReducers:
-    """Weak references to the gradient reducers of one job that are not closed, oldest first.
+    """The gradient reducers of one job that are not closed, oldest first, held by weak references.
 
     Attributes:
         n_begun: number of backward passes begun on this rank. A pass is counted at a reducer's first gradient. All
@@ -179,15 +192,15 @@ class ActiveReducers:
                 yield participant
 
     def add(self, participant: ActiveReducer) -> None:
-        """Add a reducer, by weak reference."""
+        """Add a gradient reducer, by weak reference."""
         self._all = [weakref.ref(there) for there in (*self, participant)]
 
     def remove(self, participant: ActiveReducer) -> None:
-        """Remove a closed reducer."""
+        """Remove a closed gradient reducer."""
         self._all = [weakref.ref(there) for there in self if there is not participant]
 
     def drop_failed(self, number: int) -> None:
-        """Drop the gradients of backward pass `number`, which raised. Collective.
+        """Drop the gradients of backward pass `number`, which raised an error. Collective.
 
         Processes reducers in the order of their keys, which is equal on all ranks. Gradients of earlier failed passes
         are kept, because a rank may have dropped their reducers, or retry them later.
@@ -196,19 +209,20 @@ class ActiveReducers:
             number: number of the pass, as returned by `ActiveReducer.failed_in`.
         """
         if sum(participant.failed_in == number for participant in self) > 1:
-            gc.collect()  # so that all ranks have collected the reducers that the script has dropped
+            # Make all ranks destroy the same gradient reducers: those to which the script has dropped its references.
+            gc.collect()
         for participant in sorted(self, key=lambda participant: participant.key):
             if participant.failed_in == number:
                 participant.drop_failed()
 
     def drain(self) -> None:
-        """Wait until deferred updates of all reducers are complete. Not collective."""
+        """Wait until the deferred parameter updates of all gradient reducers are complete. Not collective."""
         for participant in self:
             participant.drain()
 
     @property
     def in_use(self) -> list[ActiveReducer]:
-        """Return the newest reducer, and the reducer whose optimizer was stepped last."""
+        """Return the gradient reducer that was created last, and the one whose iteration ended last."""
         last = None if self.last_finished is None else self.last_finished()
         return [*list(self)[-1:], *([] if last is None else [last])]
 
@@ -216,7 +230,7 @@ class ActiveReducers:
 SHORTEST_PAUSE_S = 50e-6
 LONGEST_PAUSE_S = 2e-3
 PAUSE = 0.05
-"""Polling interval of a rank in `join()`, as a fraction of the time since its last message."""
+"""Interval at which a rank in `join()` polls for messages, as a fraction of the time since the last message."""
 
 
 @dataclass(slots=True)
@@ -245,10 +259,11 @@ class JoinProtocol:
         self._participants, self._rank_sets = participants, rank_sets
         self._courier, self._watchdog = courier, watchdog
         self._lock = free_in_forked_children(threading.Lock())
-        self._round = 0  # how often all ranks have completed a `join()`
-        self._joined: dict[int, int] = {}  # rank → value of `_round` when it called `join()`
-        self._participations: list[_Participation] = []  # in the order in which this rank began them
-        self._finished: Counter[int] = Counter()  # iterations by process set
+        self._round = 0  # number of times that all ranks have completed `join()`
+        self._joined: dict[int, int] = {}  # for each rank in `join()`, the value of `_round` when it called `join()`
+        # Its own iterations, in the order in which this rank began them.
+        self._participations: list[_Participation] = []
+        self._finished: Counter[int] = Counter()  # number of ended iterations, by process set (subset of ranks)
 
     # ── called on ranks that train ───────────────────────────────────────────────────────────────────────────────
 
@@ -290,13 +305,13 @@ class JoinProtocol:
                     self._participations.remove(participation)
 
     def forget(self, key: Key) -> None:
-        """Mark the iteration of reducer `key` as ended. Thread-safe; takes no lock."""
+        """Mark the current iteration of the gradient reducer with id `key` as ended. Thread-safe; takes no lock."""
         for participation in self._participations:
             if participation.key == key:
                 participation.ended = True
 
     def _forget_ended(self) -> None:
-        """Remove iterations that have ended on the CPU and on the GPU."""
+        """Stop announcing, to ranks in `join()`, iterations that have ended on the CPU and on the GPU."""
         busy = {participant.key for participant in self._participants if _is_busy(participant)}
         self._participations = [each for each in self._participations if not each.ended or each.key in busy]
 
@@ -335,7 +350,8 @@ class JoinProtocol:
         assert engine is not None
         self._participants.drain()
         failures = self._watchdog.failures
-        # This rank's GPU may still wait for a rank in `join()`, which needs this rank's announcements.
+        # First wait for this rank's GPU. It may need a rank in `join()`, which needs announcements that this rank sends
+        # while it waits.
         wait_for(lambda: not any(_is_busy(participant) for participant in self._participants), failures=failures)
         all_have_joined = engine.join((self._finished[GLOBAL], self._finished.total()))
         with self._lock:
@@ -345,7 +361,8 @@ class JoinProtocol:
         joined = {self._courier.rank}
         try:
             moved_s = time.monotonic()
-            # The loop may end when all ranks have joined, because a rank announces all its iterations before it joins.
+            # End the loop when all ranks have joined. No iteration is missed, because a rank announces all its
+            # iterations before it calls `join()`.
             while not all_have_joined.wait(_pause_s(moved_s)) or len(joined) < self._courier.size:
                 self._watchdog.failures.check()
                 with self._lock:
@@ -380,8 +397,10 @@ class _Substitute:
     def __init__(self, participants: ActiveReducers, courier: MessageBoard, watchdog: Watchdog) -> None:
         self._participants, self._courier, self._watchdog = participants, courier, watchdog
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]  # torch's
-        self._reached: defaultdict[Key, dict[int, Reached]] = defaultdict(dict)  # by rank
-        self._announced: list[tuple[Key, Reached]] = []  # not yet reached by all training ranks
+        # For each gradient reducer, how far each rank has come.
+        self._reached: defaultdict[Key, dict[int, Reached]] = defaultdict(dict)
+        # Announcements of iterations that some training rank has not reached yet.
+        self._announced: list[tuple[Key, Reached]] = []
         self._begun: dict[Key, Reached] = {}
         self._tasks: dict[int, queue.SimpleQueue[Callable[[], None] | None]] = {}
         self._threads: list[threading.Thread] = []
@@ -406,7 +425,8 @@ class _Substitute:
             self._reached[key][rank] = reached
             if (key, reached) not in self._announced:
                 self._announced.append((key, reached))
-        for announced in list(self._announced):  # in order of announcement, in which GPUs wait for the iterations
+        # In the order of announcement, because GPUs wait for the iterations in this order.
+        for announced in list(self._announced):
             key, (number, stage) = announced
             participant, by_rank = self._participant(key), self._reached[key]
             training = [rank for rank in participant.ranks if rank not in joined]
@@ -420,7 +440,9 @@ class _Substitute:
         return bool(messages)
 
     def _catch_up(self, participant: ActiveReducer, target: Reached) -> None:
-        """Run all stages of `participant`'s iterations up to `target`. Training ranks do not wait at each stage."""
+        """Contribute zeros to `participant`'s iterations up to `target`. Run every stage, although training ranks may
+        have announced only the last one.
+        """
         iteration, stage = self._begun.get(participant.key, (participant.progress.finished - 1, WaitStage.FINISH))
         while (iteration, stage) < target:
             if stage is WaitStage.REDUCE:
@@ -458,7 +480,7 @@ class _Substitute:
         while (task := tasks.get()) is not None:
             try:
                 task()
-            except BaseException as err:  # stored, so that the main thread can raise it
+            except BaseException as err:  # any error, which is stored so that the main thread can raise it
                 self._error = err
                 return
 
@@ -480,14 +502,20 @@ class _Substitute:
 
 
 REPORT_S = 0.05
-"""A rank that has gradients of an incomplete iteration reports a wait to all ranks after this many seconds."""
+"""Seconds of waiting after which a rank reports the wait to all ranks, if it has gradients of an
+incomplete iteration.
+"""
 
 REPORT_ANYWAY_S = 1.0
-"""Any other rank reports a wait after this many seconds. Once a deadlock was detected, it reports after `REPORT_S`."""
+"""Seconds of waiting after which a rank without gradients of an incomplete iteration reports the wait to all ranks.
+Once a deadlock was detected, it reports after `REPORT_S`.
+"""
 
 
 class _AwaitedOperation(NamedTuple):
-    """An eager operation for which a rank waits. `concluded` operations were completed or launched before it."""
+    """An eager operation (such as `hvd.allreduce`) for which a rank waits. `concluded` counts the operations that were
+    completed or launched before it.
+    """
 
     process_set: int
     name: str
@@ -495,7 +523,7 @@ class _AwaitedOperation(NamedTuple):
 
 
 class _AwaitedIteration(NamedTuple):
-    """An iteration of a reducer in which a rank waits, and the stage that the rank has reached."""
+    """An iteration of a gradient reducer in which a rank waits, and the stage that the rank has reached in it."""
 
     key: Key
     reached: Reached
@@ -503,11 +531,11 @@ class _AwaitedIteration(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Blocked:
-    """Report of one rank about its longest wait. Picklable.
+    """Report of one rank to all ranks about its longest wait. Picklable.
 
     Attributes:
         waits_for: operation or iteration in which the rank waits.
-        given: number of iterations to which the rank has contributed all its gradients, by reducer.
+        given: for each gradient reducer, the number of iterations to which the rank has contributed all its gradients.
     """
 
     waits_for: _AwaitedOperation | _AwaitedIteration
@@ -527,7 +555,8 @@ class BlockedRanks:
         self._report_anyway_s = REPORT_ANYWAY_S
 
     def poll(self) -> None:
-        """If this rank waits for something new, report it to all ranks. Thread-safe, non-blocking.
+        """If this rank waits for an operation or iteration that it has not reported, report it to all ranks.
+        Thread-safe, non-blocking.
 
         Called while this rank waits.
         """
@@ -544,9 +573,9 @@ class BlockedRanks:
     def must_stop_waiting(self, participant: ActiveReducer) -> bool:
         """Return whether this rank must stop waiting for the current iteration of `participant` to be reduced.
 
-        True if two conditions hold. Some rank waits for an operation or iteration that this rank has not begun. And the
-        current iteration cannot complete: a waiting rank lacks some of its gradients, or a rank is in `join()`, which
-        contributes zeros only after all training ranks have reached the iteration.
+        True in a deadlock, in which two conditions hold. Some rank waits for an operation or iteration that this rank
+        has not begun. And the current iteration cannot complete: a waiting rank lacks some of its gradients, or a rank
+        is in `join()`, which contributes zeros only after all training ranks have reached the iteration.
         """
         with self._lock:
             self._read()
@@ -556,7 +585,8 @@ class BlockedRanks:
         )
         if not (is_incomplete and any(self._is_missing(blocked.waits_for, participant) for blocked in reports)):
             return False
-        self._report_anyway_s = REPORT_S  # because the script probably causes the same deadlock again
+        # Earlier from now on, because the script probably causes the same deadlock again.
+        self._report_anyway_s = REPORT_S
         return True
 
     def _read(self) -> None:
@@ -571,7 +601,9 @@ class BlockedRanks:
             for participant in participants
             if (waiting := participant.progress.waiting) is not None
         ]
-        if not waits:  # Eager operations are considered last, because a waiting reducer may itself wait for one.
+        # Report an eager operation only if no gradient reducer waits, because a waiting reducer may itself wait for
+        # one.
+        if not waits:
             waits = [
                 (awaited[1], _AwaitedOperation(number, awaited[0], engine.rounds.completed))
                 for number, engine in self._rank_sets.engines()

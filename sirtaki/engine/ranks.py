@@ -1,4 +1,4 @@
-"""Connect the ranks of a job: choose MPI or a mesh of TCP connections, and open the job's communicator."""
+"""Connect the ranks of a job over MPI or over a mesh (TCP connections between all pairs of ranks)."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ if TYPE_CHECKING:
 
 
 def choose_backend(settings: Settings, environ: Mapping[str, str] = os.environ) -> Backend:
-    """Return the backend of the control plane: the user's choice, otherwise the one that fits the launcher."""
+    """Return whether messages other than gradients (the control plane) use MPI or TCP: the user's choice, otherwise
+    what fits the launcher.
+    """
     if settings.control is not None:
         return settings.control
     if started_by_torchrun(environ):
         return Backend.MESH
     if started_by_mpi(environ):
-        # Whether srun starts ranks for MPI depends on the site. Without mpi4py, the mesh is chosen.
+        # Under srun, choose TCP if mpi4py is not installed. Whether srun has started the ranks for MPI depends on the
+        # site.
         without_mpi = started_by_srun(environ) and find_spec("mpi4py") is None
         return Backend.MESH if without_mpi else Backend.MPI
     if environ.get("RANK") and environ.get("WORLD_SIZE"):
@@ -40,7 +43,8 @@ def choose_backend(settings: Settings, environ: Mapping[str, str] = os.environ) 
 
 
 def open_beside(settings: Settings, group: ProcessGroup) -> Communicator:
-    """Connect the ranks of a PyTorch process group by a mesh. Ranks keep their order. Collective over the group.
+    """Connect the ranks of a PyTorch process group by a mesh of TCP connections. Ranks keep their order. Collective
+    over the group.
 
     Raises:
         CommError: a rank cannot be reached.
@@ -67,13 +71,15 @@ def open_beside(settings: Settings, group: ProcessGroup) -> Communicator:
 
 
 def settings_beside(group: ProcessGroup) -> Settings:
-    """Return this process's settings. If they set no limit for missing ranks, the limit is the timeout of `group`."""
+    """Return this process's settings. If they set no time limit for missing ranks, the limit is
+    the timeout of `group`.
+    """
     timeout = timeout_of(group)
     return Settings.from_environ() if timeout is None else Settings.from_environ(stall_shutdown_s=timeout)
 
 
 def open_at_store(settings: Settings, store: Store, *, rank: int, size: int, timeout_s: float) -> Communicator:
-    """Connect, by a mesh, the ranks of a process group that is being created. Collective over these ranks.
+    """Connect the ranks of a process group that is being created by TCP. Collective over these ranks.
 
     Args:
         settings: values of this process's environment variables.

@@ -1,4 +1,6 @@
-"""Tune the reduction of one sparse gradient: count row accesses, try plans, keep the fastest, detect changes."""
+"""Tune the reduction of one parameter's sparse gradients: count which rows have gradients (row accesses), try reduction
+algorithms, keep the fastest, and detect when accesses change.
+"""
 
 from __future__ import annotations
 
@@ -32,39 +34,44 @@ logger = logging.getLogger(__name__)
 
 
 class RowsTarget(TunableTarget[SparsePlan]):
-    """Tuning target that chooses the reduction algorithm (`SparsePlan`) for one parameter's sparse gradients.
+    """Chooses the reduction algorithm (`SparsePlan`) for one parameter's sparse gradients.
+
+    A row access is a row of the parameter that has a gradient on a rank in an iteration.
 
     Attributes:
         name: name of the parameter.
         form: number, size and dtype of the parameter's rows.
-        decision: current plan, and the plans to choose from with their times.
-        kept: the plan stays until row accesses change. False while accesses are counted or plans are tried.
-        checks: an earlier job's plan is compared with gathering.
-        may_recall: an earlier job's plan may be used.
+        decision: current plan, and the plans to choose from, with their measured times.
+        kept: True if the plan stays until row accesses change. False while accesses are counted or plans are tried.
+        checks: True while an earlier job's plan is compared with gathering (an all-gather of all rows).
+        may_recall: True if an earlier job's plan may be used.
         looked_up: number of rows in this rank's gradients, summed over the counted iterations.
         counts: row accesses in the first iterations, or since accesses have changed.
-        mean: mean number of rows in a gradient, over iterations and ranks. None until ranks have exchanged it.
-        summarised: `summary` describes the current `decision`.
+        mean: mean number of rows in a gradient, over iterations and ranks. None until ranks have exchanged their
+            numbers.
+        summarised: True if `summary` describes the current `decision`.
         summary: summary of the newest decision, for the log and the report.
     """
 
     def __init__(
         self, name: str, form: RowFormat, control: ControlPlane, *, fixed: SparsePath | None, tries: bool
     ) -> None:
-        """Create the target. It counts row accesses first if there are several plans to choose from.
+        """Create the object. It first counts the rows that have gradients if there are several algorithms to choose
+        from.
 
         Args:
             name: name of the parameter.
             form: number, size and dtype of the parameter's rows.
             control: control plane of the job.
             fixed: algorithm that the user has fixed. None if any algorithm may be chosen.
-            tries: plans may be tried. If False, the fixed algorithm or gathering is used.
+            tries: algorithms may be tried. If False, the fixed algorithm or gathering (an all-gather of all rows) is
+                used.
         """
         self.name, self.form, self.decision = name, form, SparseDecision()
         self._control, self._fixed, self._patience = control, fixed, LEAST_WATCHED
         self.checks, self.may_recall = False, fixed is None
         self._learning: TouchCounts | None = None
-        self._left = 0  # number of iterations in which accesses must still be counted
+        self._left = 0  # number of iterations in which row accesses must still be counted
         self._watch: AccessWatch | None = None
         self._span_s = 0.0
         self._spans_s: dict[SparsePlan, list[float]] = {}  # measured times of each plan, filled on rank 0 only
@@ -85,17 +92,17 @@ class RowsTarget(TunableTarget[SparsePlan]):
 
     @property
     def plan(self) -> SparsePlan:
-        """Return the plan by which the next iteration reduces the rows."""
+        """Return the plan (reduction algorithm) by which the next iteration reduces the sparse gradients."""
         return self.decision.plan
 
     @property
     def learning(self) -> bool:
-        """Return whether row accesses are still being counted, before a plan is chosen."""
+        """Return whether row accesses are still being counted before a reduction algorithm is chosen."""
         return self._learning is not None
 
     @property
     def has_learned(self) -> bool:
-        """Return whether enough row accesses were counted.
+        """Return whether row accesses were counted in enough iterations to choose a reduction algorithm.
 
         If True, the caller must call `recall_plan` or `choose` before the next iteration.
         """
@@ -108,7 +115,9 @@ class RowsTarget(TunableTarget[SparsePlan]):
         return self._learning
 
     def count_iteration(self, work: SparseWork) -> None:
-        """Record an iteration whose gradient `plan` has reduced. `work` is the completed reduction."""
+        """Record the time and the row accesses of an iteration. `work` is its completed reduction of the sparse
+        gradients.
+        """
         reduced, ranks = work.reduced, self._control.size
         self._span_s = work.span_s
         by_rank = [indices.numpy() for indices in reduced.by_rank] if self._learning is not None else ()
@@ -119,9 +128,11 @@ class RowsTarget(TunableTarget[SparsePlan]):
             self.counts.add_totals(reduced.n_touched, reduced.n_touched / ranks, len(reduced.rows))
 
     def count_accesses(self, seen: AccessSample) -> None:
-        """Learn from the accesses of an iteration, or compare them with the accesses that the plan was chosen for."""
+        """Add the row accesses of an iteration to the counts. If the plan was chosen already, detect whether accesses
+        have changed since.
+        """
         if self._learning is not None:
-            if seen.n_touched:  # an iteration without accesses teaches nothing
+            if seen.n_touched:  # skips iterations without row accesses, which say nothing about their distribution
                 self._learning.add(seen.by_rank, seen.union)
                 self._left -= 1
         elif self.kept and self._watch is not None and self._watch.changed(seen):
@@ -129,15 +140,17 @@ class RowsTarget(TunableTarget[SparsePlan]):
             self._learn()
 
     def recall_plan(self, plan: SparsePlan) -> bool:
-        """Use `plan`, which an earlier job with a similar access skew has kept. Gathering replaces it if proved faster.
+        """Use `plan`, which an earlier job has kept whose accesses to rows were similarly uneven. Gathering (an
+        all-gather of all rows) replaces it if proved faster.
 
         Returns:
-            True if the two must be compared. The caller must then call `TuningController.begin`.
+            True if `plan` must be compared with gathering. The caller must then call `TuningController.begin`.
         """
         return self._take([GATHER] if plan == GATHER else [plan, GATHER], [], checks=True)
 
     def choose(self, predicted: VolumeModel) -> bool:
-        """Use the plan that `predicted` expects to be fastest. Another plan replaces it if proved faster.
+        """Use the plan (reduction algorithm) that the cost model `predicted` expects to be fastest. Another plan
+        replaces it if proved faster.
 
         Returns:
             True if other plans must be tried. The caller must then call `TuningController.begin`.
@@ -165,7 +178,7 @@ class RowsTarget(TunableTarget[SparsePlan]):
     # ── as a target of the controller ────────────────────────────────────────────────────────────────────────────
 
     def search(self, session: TuningSession[SparsePlan] | None) -> TuningSession[SparsePlan]:
-        """Begin a search for the fastest of the candidate plans. Called on rank 0 only."""
+        """Begin a search for the fastest of the candidate plans (reduction algorithms). Called on rank 0 only."""
         return TuningSession(
             space=Everything(),
             default=self.default,
@@ -175,7 +188,9 @@ class RowsTarget(TunableTarget[SparsePlan]):
         )
 
     def apply(self, plan: SparsePlan) -> None:
-        """Reduce this parameter's sparse gradients by `plan` from the next iteration on. Not collective."""
+        """Make `plan` (a reduction algorithm) reduce this parameter's sparse gradients from the next iteration on. Not
+        collective.
+        """
         self.decision.plan = plan
 
     def measured_s(self) -> float:
@@ -183,14 +198,18 @@ class RowsTarget(TunableTarget[SparsePlan]):
         return self._span_s
 
     def record(self, session: TuningSession[SparsePlan], spans_s: Sequence[float]) -> None:
-        """Pass measured times to the search `session`, and keep a copy of them. Called on rank 0 only."""
+        """Pass the times measured on all ranks to the search `session`, and keep a copy of them.
+
+        Called on rank 0 only.
+        """
         self._spans_s.setdefault(session.assignment.knobs, []).extend(spans_s)
         session.record(spans_s)
 
     def keep(self) -> None:
-        """End the search and keep the current plan. Collective.
+        """End the search and keep the current plan (reduction algorithm). Collective.
 
-        If gathering was faster than an earlier job's plan, the cost model chooses the next plan.
+        If gathering (an all-gather of all rows) was faster than an earlier job's plan, the cost model chooses the next
+        plan.
         """
         decision = self.decision
         measured = [statistics.median(self._spans_s.get(plan, [float("nan")])) for plan in decision.candidates]

@@ -23,7 +23,7 @@ from sirtaki.errors import ConfigError
 from sirtaki.machine import parse_address
 from sirtaki.measures import SMALLEST_UNIT_BYTES
 
-# ruff: noqa: RUF009  # because `_set_by` returns a dataclass field
+# ruff: noqa: RUF009  # disables the rule against calls as defaults, because `_set_by` returns a dataclass field
 
 REGISTRY_OFF = "off"
 TIMELINE_DYNAMIC = "DYNAMIC"
@@ -85,17 +85,17 @@ def _size(text: str) -> int:
 
 
 def _fusion_threshold(text: str) -> int:
-    # Horovod's 0 means "do not fuse". The smallest unit size is nearest to that.
+    # Replace Horovod's 0 ("do not fuse") by the smallest size of a unit (bucket), which is nearest to that.
     return _integer(0)(text) or SMALLEST_UNIT_BYTES
 
 
 def _compressors(text: str) -> tuple[str, ...]:
-    """Parse `int8, PowerSGD` into `("int8", "powersgd:4")`."""
+    """Parse names of compressors: `int8, PowerSGD` becomes `("int8", "powersgd:4")`."""
     return tuple(sorted({compressor_name(name) for name in text.split(",") if name.strip()}))
 
 
 def _port(text: str) -> tuple[str, int]:
-    """Parse `0.0.0.0:9400`, or `9400` for a port of loopback."""
+    """Parse an address and port, such as `0.0.0.0:9400`. A port alone (`9400`) is a port of loopback."""
     if ":" in text:
         return parse_address(text)
     return "127.0.0.1", _integer(1)(text)
@@ -114,13 +114,15 @@ _LEVELS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRequest:
-    """Request to record a job, as in `SIRTAKI_PROFILE`: `FOLDER?iterations=20&operators=0`.
+    """Request to record a profile of some iterations, parsed from `SIRTAKI_PROFILE=FOLDER?iterations=20&operators=0`.
 
     Attributes:
         folder: output folder.
         iterations: number of iterations to record.
-        operators: record operators, too. Without them, only gradients and units are recorded, at a lower cost.
-        edges: record the inputs of operators, too, for Chakra traces. One more iteration becomes slower.
+        operators: record PyTorch's operators, too. If False, only gradients and units (buckets) are recorded, at a
+            lower cost.
+        edges: record the inputs of operators in one more iteration, for traces in the Chakra format. This iteration is
+            slow.
     """
 
     folder: str
@@ -143,7 +145,7 @@ class ProfileRequest:
 
 
 _Kind = tuple[Callable[[str], Any], str]
-"""A parser, and a description of the values that it accepts."""
+"""A parser of an environment variable's text, and a description of the values that it accepts."""
 
 _FLAG: _Kind = _one_of(_FLAGS), "1 or 0 (true, false, yes, no, on, off)"
 _NOT_FLAG: _Kind = _one_of({text: not value for text, value in _FLAGS.items()}), _FLAG[1]
@@ -170,8 +172,11 @@ def _member_or_auto(kind: type[Enum], accepts: str) -> _Kind:
     return _one_of({"auto": None} | {member.value: member for member in kind}), accepts
 
 
-def _set_by(default: Any, *, shown: bool = True, **variables: _Kind) -> Any:  # Any: as `dataclasses.field` has it
-    """Make a field that any of `variables` sets. The last one that is set wins, so Sirtaki's own must be last."""
+# Any, because `dataclasses.field` returns Any.
+def _set_by(default: Any, *, shown: bool = True, **variables: _Kind) -> Any:
+    """Make a dataclass field that any of the environment variables `variables` sets. The last one that is set wins, so
+    Sirtaki's own variable must be last.
+    """
     return field(default=default, repr=shown, metadata={"variables": variables})
 
 
@@ -180,12 +185,12 @@ class Settings:
     """All settings of one process. None means "not set": the value is tuned or chosen. A time limit of None never ends.
 
     Attributes:
-        tune: search for a faster setting in the first iterations. Off: the default runs, with the values
-            that the remaining settings fix.
+        tune: search for a faster setting in the first iterations. If False, the default setting is used, with the
+            values that other fields fix.
         warmup_iterations: number of training iterations in which settings may be tried. The comparison that proves the
             result takes as many more as it needs, at most 1.5 times this number.
-        plan: plan file of `sirtaki optimize`, or its folder. The warm-up tries the plan first. Without tuning, the plan
-            runs. Rank 0's value applies to all ranks.
+        plan: plan file of `sirtaki optimize` (which gradients each unit has), or its folder. The warm-up tries the plan
+            first. Without tuning, the plan is used. Rank 0's value applies to all ranks.
         unit_bytes: fixed size of a unit. A unit is one all-reduce (DDP's bucket, Horovod's fusion buffer).
         streams: fixed number of concurrent all-reduces. Each stream has its own communicator.
         transport: fixed transport of the units.
@@ -215,11 +220,11 @@ class Settings:
         unused_as_none: a gradient that no rank has becomes None (as in PyTorch) instead of zeros (as in Horovod).
         overlap_forward: distributed optimizers update each parameter in the next forward pass, before it is read.
             "check" also verifies every read.
-        attach: attach DDP models over the backend "sirtaki" after their first step. Off: the backend reduces DDP's own
-            buckets.
+        attach: let Sirtaki reduce the gradients of DDP models over the backend "sirtaki" after their first step. If
+            False, the backend reduces DDP's own buckets.
         flight_entries: capacity of PyTorch's flight recorder. If set, the recorder also has an entry for each large
             tensor over the backend "sirtaki".
-        fsdp_memory: bytes that tuned sharded training may use above the untuned peak.
+        fsdp_memory: bytes of memory that FSDP with tuned settings may use above the peak of untuned FSDP.
         check_nan: report the rank, parameter and iteration of the first NaN or infinity.
         timeline: file for a Chrome trace. "DYNAMIC": no trace until `start_timeline` opens one.
         timeline_mark_cycles: mark the negotiation rounds in the trace.
@@ -285,7 +290,7 @@ class Settings:
 
     @property
     def tunes(self) -> bool:
-        """Return whether the job may try settings."""
+        """Return whether the job may try settings to find a faster one."""
         return self.tune and self.warmup_iterations > 0
 
     @property
@@ -296,9 +301,9 @@ class Settings:
 
     @property
     def transport_timeout_s(self) -> float:
-        """Return the seconds that transports wait: longer than the watchdog, which reports the missing ranks.
+        """Return the seconds that transports wait for a rank: longer than the watchdog, which reports missing ranks.
 
-        There is no limit if the watchdog's is a function, because its value may grow.
+        There is no time limit if the watchdog's limit is a function, because its value may grow.
         """
         limit_s = None if callable(self.stall_shutdown_s) else self.missing_ranks_limit_s
         return limit_s + TRANSPORT_GRACE_S if limit_s else NEVER_S
@@ -309,7 +314,8 @@ class Settings:
 
         Args:
             environ: environment variables. None for those of this process.
-            instead: defaults that replace the class's, by field name (Any: the types of the fields).
+            instead: defaults that replace those of the class, by field name. Typed as Any, because fields have
+                different types.
 
         Raises:
             ConfigError: a value is invalid, or a variable `SIRTAKI_…` does not exist.
@@ -336,10 +342,10 @@ class Variable:
 
     name: str
     field: str
-    parse: Callable[[str], Any]  # Any: the type of the field that it sets
+    parse: Callable[[str], Any]  # returns Any, because fields have different types
     accepts: str
 
-    def read(self, text: str) -> Any:  # Any: as `parse`
+    def read(self, text: str) -> Any:  # Any, because fields have different types
         """Convert the variable's text to the field's value.
 
         Raises:
@@ -357,7 +363,7 @@ VARIABLES: tuple[Variable, ...] = tuple(
     for name, (parse, accepts) in each.metadata.get("variables", {}).items()
 )
 
-# Horovod's variables without an effect, and the reason.
+# Horovod's environment variables that have no effect in Sirtaki, and why.
 WITHOUT_EFFECT: Mapping[str, str] = {
     "HOROVOD_CYCLE_TIME": "units are launched as soon as they are ready, there is no cycle",
     "HOROVOD_CACHE_CAPACITY": "the schedule replaces the response cache",
@@ -375,7 +381,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "HOROVOD_DYNAMIC_PROCESS_SETS": "process sets may always be added and removed after init()",
 }
 
-# Variables of earlier releases, and their replacements.
+# Environment variables of earlier releases of Sirtaki, and their replacements.
 REMOVED: Mapping[str, str] = {
     "SIRTAKI_RETUNE": "SIRTAKI_PLAN with SIRTAKI_TUNE=0 keeps one setting",
     "SIRTAKI_AGGREGATOR": "ranks sum hot rows themselves, which was faster in every job that was measured",
@@ -394,13 +400,18 @@ REMOVED: Mapping[str, str] = {
 
 
 def variables_set() -> dict[str, str]:
-    """Return the variables that are set, with their text. The secret is left out."""
+    """Return Sirtaki's and Horovod's environment variables that are set, with their text.
+
+    The job's secret is left out.
+    """
     names = (variable.name for variable in VARIABLES if variable.field != "secret")
     return {name: os.environ[name] for name in names if os.environ.get(name, "").strip()}
 
 
 def _refuse_unknown(present: Mapping[str, str]) -> None:
-    """Raise an error for misspelt variables. Tests may set any `SIRTAKI_TEST_…`."""
+    """Raise ConfigError if a variable `SIRTAKI_…` does not exist, because it is probably misspelt. Tests may set any
+    `SIRTAKI_TEST_…`.
+    """
     ours = [variable.name for variable in VARIABLES if variable.name.startswith("SIRTAKI_")]
     for name in present:
         if (

@@ -1,7 +1,9 @@
-"""Reduce the sparse gradients of one optimizer: sum the rows of all ranks, by the `SparsePlan` of each parameter.
+"""Reduce the sparse gradients of one optimizer: sum the rows of all ranks, by an algorithm (`SparsePlan`) per
+parameter.
 
-The fastest algorithm for a parameter is chosen from the accesses of the first iterations, from probes and from the
-registry. Once all ranks agree which parameters have sparse gradients, these gradients bypass the flat buffers.
+The fastest algorithm for a parameter is chosen from the rows that have gradients in the first iterations, from timed
+collectives (probes), and from results of earlier jobs (the registry). Once all ranks agree which parameters have sparse
+gradients, these gradients are no longer copied to the flat buffers of dense gradients.
 """
 
 from __future__ import annotations
@@ -51,41 +53,51 @@ logger = logging.getLogger(__name__)
 # ── probes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 PAIR_BYTES = 256 * 1024
-"""Bytes that each rank sends to each peer in a large probe exchange. A large probe all-reduce has `PAIR_BYTES` times
-the number of ranks.
+"""Bytes that each rank sends to each peer when the exchange of sparse gradients is timed. A timed large all-reduce has
+`PAIR_BYTES` times the number of ranks.
 """
 
 SMALL_BYTES = 64
 OTHER_STREAMS = (8, 2, 1)
-"""Numbers of streams that probes time, in this order, after the current number of streams, which is always timed."""
+"""Numbers of streams (parallel connections) with which collectives are timed, in this order, after the current number,
+which is always timed.
+"""
 
 REPEATS = 3
 BUDGET_S = 1.0
-"""Seconds of probing after which no further number of streams is timed."""
+"""Seconds of timing collectives after which no further number of streams (parallel connections) is tried."""
 
 ADDED_ROWS, ADDED_WIDTH = 8192, 64
 CLEARLY = 0.9
-"""Another number of streams is used only if its probe takes less than this fraction of the current number's time."""
+"""Fraction of the time with the current number of streams (parallel connections). Another number is used only if its
+collectives take less.
+"""
 
 
 class Times(NamedTuple):
-    """Durations of a small and of a large collective."""
+    """Durations of a small and of a large collective, from which its bandwidth follows."""
 
     small_s: float
     large_s: float
 
     def rate(self, n_bytes: float) -> float:
-        """Return bytes per second, without the start-up time. `n_bytes`: size of the large collective."""
+        """Return bytes per second, without the time that a small collective takes. `n_bytes` is the size of the large
+        one.
+        """
         return n_bytes / max(self.large_s - self.small_s, 1e-7)
 
 
 def measure(control: ControlPlane, lanes: SparseLanes, *, streams: int | None) -> CollectiveCosts:
-    """Time collectives, and make `lanes` use the fastest number of streams. Collective. `lanes` must be idle.
+    """Time collectives over `lanes`, and make `lanes` use the fastest number of streams (parallel connections).
+    Collective.
+
+    No reduction may be in progress over `lanes`.
 
     Args:
         control: control plane of the job.
         lanes: connections that carry sparse gradients.
-        streams: number of streams that the user has fixed. None if the fastest number may be chosen.
+        streams: number of streams (parallel connections) that the user has fixed. None if the fastest number may be
+            chosen.
     """
 
     def timed(act: Callable[[int], None]) -> Times:
@@ -95,7 +107,7 @@ def measure(control: ControlPlane, lanes: SparseLanes, *, streams: int | None) -
             act(size)
             return time.perf_counter() - begin_s
 
-        act(PAIR_BYTES)  # untimed, because it touches new memory and grows congestion windows
+        act(PAIR_BYTES)  # not timed, because the first call touches new memory, and TCP's congestion windows still grow
         times = [min(once(size) for _ in range(REPEATS)) for size in (SMALL_BYTES, PAIR_BYTES)]
         return Times(*control.maximum(np.array(times)).tolist())
 
@@ -140,7 +152,9 @@ def measure(control: ControlPlane, lanes: SparseLanes, *, streams: int | None) -
 
 
 def fastest(times: Mapping[int, Times], *, usual: int) -> int:
-    """Return the fastest number of streams, or `usual` if none is clearly faster, because single probes are noisy."""
+    """Return the number of streams (parallel connections) with the shortest time. Return `usual` if that is not clearly
+    shorter, because single times are noisy.
+    """
     best = min(times, key=lambda count: times[count].large_s)
     return usual if usual in times and times[best].large_s >= CLEARLY * times[usual].large_s else best
 
@@ -148,20 +162,22 @@ def fastest(times: Mapping[int, Times], *, usual: int) -> int:
 # ── the registry ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 OF_ROWS = ("streams", "transport")
-"""Names of the knobs whose user-fixed values also apply to sparse gradients."""
+"""Names of the settings of dense gradients whose values, if the user has fixed them, also apply to sparse gradients."""
 
 
 def skew_of(counts: TouchCounts) -> Skew:
     """Return how unevenly the counted accesses are distributed over the rows of a parameter.
 
     Raises:
-        RegistryError: no access was counted.
+        RegistryError: no access to a row was counted.
     """
     return Skew(touched=counts.touched, union=counts.union, curve=curve_points(counts))
 
 
 def plan_of(record: RowsRecord, counts: TouchCounts) -> SparsePlan:
-    """Return a plan for the counted rows, with the algorithm and the number of frequent rows of a registry record."""
+    """Return a reduction algorithm for the counted rows: the one of an earlier job's result (`record`), with its number
+    of frequent rows.
+    """
     is_hot = record.path is SparsePath.HOT_COLD
     return SparsePlan(
         path=record.path,
@@ -180,9 +196,10 @@ class _Running(NamedTuple):
     """A sparse gradient that is being reduced.
 
     Attributes:
-        work: handle of the reduction in progress.
+        work: handle to wait for the reduction in progress.
         gradient: local gradient, as computed by autograd.
-        version: version counter of `gradient` when it became ready. None if `gradient` replaces a missing one.
+        version: PyTorch's version counter of `gradient` when it became ready, to detect later changes. None if
+            `gradient` replaces a missing one.
     """
 
     work: SparseWork
@@ -193,18 +210,18 @@ class _Running(NamedTuple):
 class SparseReductions:
     """Reduces the sparse gradients of one optimizer over several ranks.
 
-    Each parameter's `SparsePlan` is equal on all ranks, because it is computed from values that all ranks have. Plans
-    change only between iterations.
+    Each parameter's algorithm (`SparsePlan`) is equal on all ranks, because it is computed from values that all ranks
+    have. It changes only between iterations.
     """
 
     def __init__(self, control: ControlPlane, settings: Settings, reduction: Reduction, *, prefix: str = "") -> None:
         """Open the connections (lanes) for sparse gradients. Collective.
 
         Args:
-            control: control plane of the participating ranks.
+            control: control plane (channel for all messages except gradients) of the participating ranks.
             settings: settings of the job, which may fix the transport and the number of streams.
             reduction: factors by which gradients are multiplied before and after they are summed.
-            prefix: prefix of the names of sparse reductions in recordings.
+            prefix: prefix of the names of sparse reductions in profiles and traces.
         """
         self._control, self._settings = control, settings
         self._factor = reduction.prescale * reduction.postscale
@@ -219,7 +236,7 @@ class SparseReductions:
         self._complete = self._warned = self._closed = False
         self._fixed: SparsePath | None
         self._tries: bool
-        self._streams: int | None  # number fixed by the user. None = the tuner chooses
+        self._streams: int | None  # number of parallel connections that the user has fixed; None if the tuner chooses
         self._fixed, self._tries, kind, self._streams = control.broadcast(
             (
                 settings.sparse,
@@ -229,15 +246,18 @@ class SparseReductions:
             )
         )
         if kind is TransportKind.SHARED_MEMORY and not control.one_node:
-            kind = None  # because shared memory does not connect different nodes
+            kind = None  # any other transport, because shared memory does not connect different nodes
         streams = self._streams or DEFAULT_STREAMS
         lanes = SparseLanes(control, timeout_s=settings.transport_timeout_s, kind=kind, streams=streams)
         self._log = TrialLogWriter(settings.trial_log if self._tries and control.rank == 0 else None)
         self._worker = SparseWorker(lanes, control.failures, prefix=prefix)
 
     def watch(self, params: Mapping[str, torch.Tensor]) -> None:
-        """Set the parameters whose sparse gradients are reduced, by name. Call on all ranks, between iterations."""
-        self._params, self._order = params, list(params)[::-1]  # the backward pass usually runs in reverse
+        """Set the parameters whose sparse gradients this object reduces, by name. Call on all ranks, between
+        iterations.
+        """
+        # Reversed, because gradients usually become ready in reverse order.
+        self._params, self._order = params, list(params)[::-1]
         for name, param in params.items():
             form = RowFormat(param.shape[0], param[:1].numel(), param.dtype)
             if name not in self._targets or self._targets[name].form != form:
@@ -248,17 +268,21 @@ class SparseReductions:
 
     @property
     def targets(self) -> dict[str, RowsTarget]:
-        """Return the targets of the watched parameters by name, in the order in which gradients are launched."""
+        """Return, for each parameter name, the object that chooses its algorithm, in the order in which reductions are
+        launched.
+        """
         return {name: self._targets[name] for name in self._order}
 
     @property
     def plans(self) -> dict[str, SparsePlan]:
-        """Return the plan of each parameter for the next iteration, by parameter name."""
+        """Return, for each parameter name, the algorithm (plan) that reduces its gradient in the next iteration."""
         return {name: target.plan for name, target in self.targets.items()}
 
     @property
     def summaries(self) -> list[SparseSummary]:
-        """Return a summary of the chosen plan of each parameter, in launch order. Equal on all ranks."""
+        """Return a summary of the algorithm chosen for each parameter, in the order in which reductions are launched.
+        Equal on all ranks.
+        """
         return [summary for name in self._order if (summary := self._targets[name].summary) is not None]
 
     # ── an iteration ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -270,7 +294,7 @@ class SparseReductions:
 
     @property
     def missing(self) -> set[str]:
-        """Return the names of parameters whose gradients are not ready in this iteration."""
+        """Return the names of the parameters whose sparse gradients have not become ready yet in this iteration."""
         return self._params.keys() - self._running.keys()
 
     def start(self, name: str, gradient: torch.Tensor, version: int | None) -> None:
@@ -279,7 +303,8 @@ class SparseReductions:
         Args:
             name: name of the parameter.
             gradient: local gradient of the parameter, sparse or dense.
-            version: version counter of `gradient` when it became ready. None if `gradient` replaces a missing one.
+            version: PyTorch's version counter of `gradient` when it became ready, to detect later changes. None if
+                `gradient` replaces a missing one.
         """
         given, one = gradient.detach(), self._targets[name]
         if not given.is_sparse or given.sparse_dim() != 1:
@@ -287,13 +312,15 @@ class SparseReductions:
         if one.counts.n < LEARNING_ITERATIONS:
             one.looked_up += given._nnz()
         rows = coalesced(given.cpu())
-        form = replace(one.form, dtype=rows.values.dtype)  # because the parameter's dtype may have changed
+        # Sets the dtype again, because that of the parameter may have changed.
+        form = replace(one.form, dtype=rows.values.dtype)
         work = SparseWork(name, rows, form, one.plan)
         self._worker.submit(work)
         self._running[name] = _Running(work, gradient, version)
 
     def fill_missing(self, *, joined: bool) -> None:
-        """Start to reduce the missing gradients. Each contributes the present `.grad`, or no rows if that is None.
+        """Start to reduce the gradients that have not become ready. This rank contributes the present `.grad`, or no
+        rows if that is None.
 
         Args:
             joined: contribute no rows instead of `.grad`, because this rank has called `join()`.
@@ -362,9 +389,10 @@ class SparseReductions:
     # ── between iterations ───────────────────────────────────────────────────────────────────────────────────────
 
     def end_iteration(self) -> None:
-        """Record the iteration, and choose plans for parameters whose accesses are now known.
+        """Record the iteration, and choose algorithms (plans) for parameters whose row accesses were counted often
+        enough.
 
-        Collective in iterations that choose plans.
+        Collective in iterations that choose algorithms.
 
         Call after `reduce`, before the first gradient of the next iteration.
         """
@@ -391,7 +419,9 @@ class SparseReductions:
         self._worker.begin(self._order)
 
     def _choose(self, learned: Sequence[RowsTarget]) -> None:
-        """Choose the first plan of each parameter: an earlier job's, or else the predicted fastest one. Collective."""
+        """Choose the first algorithm (plan) of each parameter: an earlier job's, otherwise the one predicted to be
+        fastest. Collective.
+        """
         recalled = self._recalled({one.name: (one.form, one.learned) for one in learned if one.may_recall})
         tried = [one for one in learned if one.name in recalled and one.recall_plan(recalled[one.name])]
         if unknown := [one for one in learned if one.name not in recalled]:
@@ -406,7 +436,9 @@ class SparseReductions:
         self._controller.begin(*tried, recalls=False)
 
     def _recalled(self, learned: Mapping[str, tuple[RowFormat, TouchCounts]]) -> dict[str, SparsePlan]:
-        """Return the plans of earlier jobs for rows with a similar access skew, by name. Collective."""
+        """Return, by parameter name, the algorithms (plans) of earlier jobs that accessed rows similarly unevenly.
+        Collective.
+        """
         if not learned:
             return {}
         if not self._topology:
@@ -428,7 +460,9 @@ class SparseReductions:
         return {name: plan for name, plan in self._control.broadcast(found).items() if plan is not None}
 
     def _remember(self, target: RowsTarget) -> None:
-        """Store the plan that tuning has kept for `target` in the registry. Does nothing on ranks other than 0."""
+        """Store the algorithm (plan) that tuning has kept for the parameter of `target`, for later jobs. Does nothing
+        on ranks other than 0.
+        """
         decision = target.decision
         learned, plan = decision.learned, decision.plan
         if not self._topology or learned is None:
@@ -462,7 +496,9 @@ class SparseReductions:
         )
 
     def _summarise(self, watched: Mapping[str, RowsTarget]) -> None:
-        """Log newly chosen plans. Collective in the iteration that completes the first plans of a parameter."""
+        """Log newly chosen algorithms (plans). Collective in iterations in which ranks exchange the numbers of accessed
+        rows.
+        """
         if due := [one for one in watched.values() if one.mean is None and one.counts.n == LEARNING_ITERATIONS]:
             totals = self._control.total(np.array([float(one.looked_up) for one in due])).tolist()
             for one, total in zip(due, totals, strict=True):
@@ -476,7 +512,7 @@ class SparseReductions:
                 self._log.sparse(one.summary, iteration=self._iterations)
 
     def close(self) -> None:
-        """End the transport threads for sparse gradients. Not collective. Idempotent."""
+        """End the threads that exchange sparse gradients. Not collective. Idempotent."""
         if self._closed:
             return
         self._closed = True

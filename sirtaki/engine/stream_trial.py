@@ -30,10 +30,10 @@ ROUNDS = 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamTrial:
-    """Times of all-reducing the same units (buckets) on one stream and on two streams.
+    """Times of all-reducing the same units (buckets) on one CUDA stream (with its NCCL communicator) and on two.
 
     Attributes:
-        transport: name of the transport that was measured.
+        transport: name of the transport that was measured, such as "nccl".
         max_streams: maximum number of streams on this machine.
         one_s: median seconds on one stream, on the slowest rank.
         two_s: median seconds on two streams, on the slowest rank. None if two streams are not possible.
@@ -45,7 +45,7 @@ class StreamTrial:
     two_s: float | None
 
     def describe(self) -> str:
-        """Return the result as a sentence."""
+        """Return a sentence for `sirtaki doctor` that states the two times."""
         if self.transport != TransportKind.NCCL.value:
             return "gradients go through host memory, because NCCL does not connect these GPUs"
         if self.two_s is None:
@@ -56,7 +56,9 @@ class StreamTrial:
 
 
 def try_streams(control: ControlPlane, router: Router) -> StreamTrial:
-    """Time the default route of `router` with one and with two streams, alternating. Collective."""
+    """Time all-reduces on one and on two CUDA streams, alternating. Collective. `router`, which sends units (buckets)
+    over the transports, provides the default transport and algorithm.
+    """
     transport, _ = router.routes[0]
     limit = router.max_streams()
     numel = UNIT_BYTES // 4
@@ -74,7 +76,7 @@ def try_streams(control: ControlPlane, router: Router) -> StreamTrial:
             router.wait_for(router.all_reduce_plan(buffer, plan, scale=0.0))
             end = router.device.record_event(timed=True)
             router.device.wait_for(end)
-            if round_number:  # The first round is not counted, because connections are opened in it.
+            if round_number:  # Do not count the times of the first round, because NCCL opens connections in it.
                 times_s[streams].append(router.device.elapsed_s(begin, end))
     slowest = {
         streams: float(control.maximum(np.array([statistics.median(taken)]))[0]) for streams, taken in times_s.items()
@@ -83,7 +85,10 @@ def try_streams(control: ControlPlane, router: Router) -> StreamTrial:
 
 
 def main() -> None:
-    """Measure one and two streams on the GPUs of this job, and print the result on rank 0. Collective."""
+    """Time all-reduces on one and on two CUDA streams of the GPUs of this job. Print the result on rank 0.
+
+    Collective.
+    """
     job.init()
     current = job.current()
     if torch.cuda.is_available():

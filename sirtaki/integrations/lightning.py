@@ -24,7 +24,7 @@ NEEDED = "sirtaki.lightning needs Lightning 2: pip install lightning"
 _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def _lightning(module: str) -> Any:  # Any, because the package is optional and may not be installed
+def _lightning(module: str) -> Any:  # returns Any, because Lightning is optional and may not be installed
     names = ("lightning.pytorch", "pytorch_lightning")
     for name in sorted(names, key=lambda name: name not in sys.modules):
         try:
@@ -38,7 +38,7 @@ def _lightning(module: str) -> Any:  # Any, because the package is optional and 
 def _detect_launchers() -> None:
     """Make Lightning load MPI only in processes that mpiexec has started, and treat sirtakirun like torchrun.
 
-    By itself, Lightning would load and initialise MPI in each process, which takes 16 MiB of /dev/shm.
+    Without this change, Lightning would load and initialise MPI in each process, which takes 16 MiB of /dev/shm.
     """
     environments = _lightning("plugins.environments")
     torchrun, mpi = environments.TorchElasticEnvironment, environments.MPIEnvironment
@@ -65,11 +65,11 @@ class SirtakiStrategy(_DDPStrategy):  # type: ignore[misc]
         """Configure the strategy.
 
         Args:
-            tuned: reduce and tune gradients by `sirtaki.torch.ddp.attach` from the first step on. Communication hooks
-                are not supported. If False, DDP reduces the first step, and all steps of models that cannot be
-                attached.
-            process_group_backend: backend of the process group, which carries all other communication, and gradients
-                that Sirtaki does not reduce.
+            tuned: let Sirtaki (`sirtaki.torch.ddp.attach`) reduce the gradients, and tune this, from the first step on.
+                Communication hooks are not supported. If False, DDP itself reduces the gradients of the first step, and
+                of all steps of models that `attach` does not support.
+            process_group_backend: backend of PyTorch's process group, for gradients that DDP itself reduces, and for
+                all other communication.
             options: arguments of Lightning's `DDPStrategy` and of DistributedDataParallel.
 
         Raises:
@@ -78,14 +78,17 @@ class SirtakiStrategy(_DDPStrategy):  # type: ignore[misc]
         if tuned and options.get("ddp_comm_hook") is not None:
             raise ConfigError("SirtakiStrategy(tuned=True) uses its own communication hook; remove ddp_comm_hook")
         if options.get("cluster_environment") is None and all(os.environ.get(name) for name in _PLACE):
-            # sirtakirun sets torchrun's variables, except for the one by which Lightning detects torchrun.
+            # Treat sirtakirun like torchrun. It sets torchrun's variables, except for the one by which Lightning
+            # detects torchrun.
             options["cluster_environment"] = _lightning("plugins.environments").TorchElasticEnvironment()
         register()
         super().__init__(process_group_backend=process_group_backend, **options)
         self._tuned = tuned
 
     def _register_ddp_hooks(self) -> None:
-        """Attach the model, so that Sirtaki reduces its gradients. Lightning calls this after wrapping the model."""
+        """Make Sirtaki reduce the gradients of the DDP model. Lightning calls this method after it has wrapped the
+        model in DDP.
+        """
         if not self._tuned:
             super()._register_ddp_hooks()
             return

@@ -9,8 +9,8 @@ __all__ = ["run"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `run` lazily, because the agent and janitor processes, which also import this package, do not need
-    `run`.
+    """Import `run` only when it is used, because helper processes of the launcher also import this package and do not
+    need `run`.
     """
     if name == "run":
         from .function import run

@@ -17,7 +17,7 @@ from types import ModuleType
 SHIM = Path(__file__).parent / "shim"
 """Folder from which `import horovod` is imported if the folder is first on PYTHONPATH."""
 
-# Packages that exist as files in the folder `shim`.
+# Packages that exist as files in the folder `shim`, so that this module does not replace them.
 _OWN = ("horovod.common", "horovod.runner")
 
 # Horovod's modules outside `horovod.torch`, and Sirtaki's modules that replace them.

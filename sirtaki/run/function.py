@@ -62,7 +62,7 @@ def run(
         LaunchError: the ranks could not be started, or a rank failed. The traceback of the failed rank is in the
             output.
     """
-    from .launch import launch  # Imported here, because ranks do not need the launcher.
+    from .launch import launch  # imported late, because ranks also import this module and do not need the launcher
     from .options import parse
 
     del disable_cache, use_gloo, use_mpi
@@ -109,7 +109,9 @@ def answer_call(folder: Path, rank: int) -> None:
 
 
 def _pickler() -> ModuleType:
-    """Return cloudpickle if it is installed, otherwise pickle. pickle can read what cloudpickle has written."""
+    """Return the module that pickles the call and its result: cloudpickle if it is installed, otherwise pickle. pickle
+    can read what cloudpickle has written.
+    """
     try:
         return importlib.import_module("cloudpickle")
     except ImportError:

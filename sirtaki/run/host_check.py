@@ -42,7 +42,7 @@ def versions_here() -> dict[str, str]:
     """Return the versions on this host of Python and of packages whose versions must be equal on all hosts."""
     found = {"Sirtaki": sirtaki.__version__, "Python": ".".join(platform.python_version_tuple()[:2])}
     try:
-        # Remove the build tag, because builds for CPU and for CUDA are compatible.
+        # removes the build tag, such as "+cpu", because builds for CPU and for CUDA are compatible
         found["PyTorch"] = version("torch").partition("+")[0]
     except PackageNotFoundError:
         found["PyTorch"] = "none"

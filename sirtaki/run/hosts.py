@@ -121,7 +121,7 @@ def _host(text: str, *, place: str) -> Host:
 
 
 def _merged(hosts: Iterable[Host]) -> tuple[Host, ...]:
-    """Merge hosts that are listed several times, and add up their slots, as mpiexec does."""
+    """Merge hosts that are listed several times, and add up their slots (numbers of ranks), as mpiexec does."""
     slots: dict[str, int] = {}
     for host in hosts:
         slots[host.name] = slots.get(host.name, 0) + host.slots
@@ -184,7 +184,10 @@ def ssh_arguments(port: int | None, identity_file: str | None) -> tuple[str, ...
 
 
 def remedy(line: str, *, host: str, python: str) -> str:
-    """Return a remedy for a line that ssh has written to standard error. "" if the line reports no known failure."""
+    """Return what the user can do about a failure that ssh reports in `line`.
+
+    "" if the line reports no known failure.
+    """
     for pattern, text in _REMEDIES:
         if pattern.search(line.strip()):
             return text.format(host=host, python=python)
@@ -204,7 +207,9 @@ def why_not(text: str, *, host: str, python: str) -> str:
 
 
 LIMIT_S = 30.0
-"""Seconds that a host may take to answer the check. Later, the check is skipped and mpiexec tries to reach the host."""
+"""Seconds that a host may take to answer the check by ssh. After them, the check is skipped, and mpiexec tries to reach
+the host.
+"""
 
 _AT_ONCE = 32
 
@@ -272,6 +277,6 @@ def _ask(host: str, *, need: Need, python: str, ssh: Sequence[str], environ: Map
     try:
         return msgspec.json.decode(
             asked.stdout.strip().splitlines()[-1], type=HostReport
-        )  # The login shell may print text before the report.
+        )  # Search for the report, because the login shell may print text before it.
     except (ValueError, IndexError):
         return HostReport(problem="")

@@ -27,7 +27,8 @@ from sirtaki.run.supervisor import Supervisor
 
 # ── command line and environment of ranks ─────────────────────────────────────────────────────────────────────────────
 
-# Variables that an outer MPI job leaves in the environment. With them, mpiexec would act as one of its ranks.
+# Prefixes of environment variables that an outer MPI job leaves in the environment. They are removed, because mpiexec
+# would act as a rank of that job.
 _OUTER_JOB = (
     "PMIX_",
     "PMI_",
@@ -39,15 +40,19 @@ _OUTER_JOB = (
     "TORCHELASTIC_",
 )
 OUTER_RANK = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME")
-"""Names, without the prefix `HOROVOD_`, of variables that the launcher may have inherited from an outer job. They are
-removed."""
+"""Names, without the prefix `HOROVOD_`, of environment variables that the launcher may have inherited from an outer
+job. They are removed from the environment of the ranks.
+"""
 RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
-"""Variables with the rendezvous address that `init_process_group()` of an unchanged DDP script reads."""
+"""Environment variables with the address at which ranks meet.
+
+`init_process_group()` of an unchanged DDP script reads these variables.
+"""
 
 CROWD = 4
 """Number of ranks per core above which the launcher prints how much time and memory the start will need."""
 
-_RANK_START_S, _RANK_GB = 2.5, 0.25  # core seconds and GB of memory that each rank needs to import PyTorch
+_RANK_START_S, _RANK_GB = 2.5, 0.25  # seconds of one core, and GB of memory, that each rank needs to import PyTorch
 
 # Keep freed memory in the process, as PyTorch's caching allocator does on GPUs. By default, glibc returns freed
 # memory to the system and requests it again for the gradients of the next step. On CPUs, this may take longer than to
@@ -58,7 +63,7 @@ KEEP_FREED_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(8 << 30), "MALLOC_MMAP_THRESH
 def rank_environ(environ: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
     """Return the launcher's environment, without the variables of an outer MPI job, and with the variables `added`."""
     outer = {f"HOROVOD_{name}" for name in OUTER_RANK} | {*TORCH_NAMES.values(), AGENT, "HOROVOD_ELASTIC"}
-    if "RANK" in environ:  # This process is itself a rank, so its rendezvous address is in use.
+    if "RANK" in environ:  # Remove the rendezvous address, which is in use, because this process is itself a rank.
         outer.update(RENDEZVOUS)
     kept = {name: value for name, value in environ.items() if not name.startswith(_OUTER_JOB) and name not in outer}
     return {**kept, **added}
@@ -120,13 +125,14 @@ def complete_environ(
 
 
 RUN_RANK = "import sys; sys.flags.safe_path or sys.path.pop(0); from sirtaki.run.rank import main; main()"
-"""Code that runs a rank from the installed package. `-m` would search the current folder first.
+"""Code for `python -c` that runs the user's script as a rank, by the installed package. `-m` would search the current
+folder first.
 
 The option `-P` would also skip the current folder, but the script and its child processes would inherit `-P`.
 """
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
-_COLON = re.compile(r"\\*:")  # Every mpiexec treats a word `:` as a separator of programs.
+_COLON = re.compile(r"\\*:")  # Words to escape: every mpiexec treats a word `:` as a separator of programs.
 _OPTIONS_WITH_ARGUMENT = ("-W", "-X", "--check-hash-based-pycs")
 
 
@@ -171,7 +177,7 @@ def rank_command(command: Sequence[str], *, as_horovod: bool, check_files: bool)
         words = (sys.executable, "-c", RUN_RANK, *flags, "--exec", "--", *map(_escape, command))
         return RankCommand(python=sys.executable, words=words)
     script = command[split:]
-    if script[0].startswith(("-m", "-c")) and len(script[0]) > 2:  # `-mtrain` means `-m train`
+    if script[0].startswith(("-m", "-c")) and len(script[0]) > 2:  # splits `-mtrain`, which means `-m train`
         script = [script[0][:2], script[0][2:], *script[1:]]
     if check_files and not script[0].startswith("-") and not Path(script[0]).exists():
         raise ConfigError(f"there is no script {script[0]!r} in {Path.cwd()}")
@@ -217,7 +223,7 @@ def _script_position(command: Sequence[str]) -> int | None:
     return index if index < len(command) and command[index] != "-" else None
 
 
-# Variables that ranks on other hosts need. Ranks on this host inherit the whole environment.
+# Prefixes of environment variables that ranks on other hosts need. Ranks on this host inherit the whole environment.
 _CARRIED_PREFIXES = (
     "SIRTAKI_", "HOROVOD_", "NCCL_", "GLOO_", "OMP_", "MKL_", "CUDA_", "TORCH", "UCX_", "FI_", "PYTHON", "XDG_CACHE_",
     "MASTER_",
@@ -242,7 +248,8 @@ class LaunchSpec:
         binding: mpiexec arguments that place ranks and bind them to cores. Empty if ranks are not bound.
         extra: mpiexec arguments that the user has added.
         interfaces: network interfaces for communication. Empty if any may be used.
-        left_out: networks that are not used if `interfaces` is empty, because they do not connect hosts.
+        left_out: networks that are not used if `interfaces` is empty, because they do not connect the hosts with each
+            other.
         tcp: True if ranks on different hosts may use only TCP.
         ssh: ssh arguments for the user's port and identity file. May be empty.
         silent_s: seconds without an answer after which mpiexec treats a host as lost. None for mpiexec's default.
@@ -296,7 +303,7 @@ def _open_mpi(job: LaunchSpec, library: MpiLibrary) -> list[str]:
     words += ["-np", str(job.ranks)]
     if job.hosts:
         words += ["--host", _host_list(job.hosts)]
-    # OVERSUBSCRIBE is always given, because mpiexec counts only physical cores as slots.
+    # Always allow more ranks than slots, because mpiexec counts only physical cores as slots.
     words += job.binding or ("--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none")
     words += ["--output", "tag"] if has_prrte else ["--tag-output"]
     if job.oversubscribed:
@@ -323,8 +330,9 @@ def _open_mpi(job: LaunchSpec, library: MpiLibrary) -> list[str]:
 
 
 def _hydra(job: LaunchSpec, library: MpiLibrary) -> list[str]:
-    del library  # not needed, because the options of Hydra are the same in all versions
-    # Nothing is exported explicitly, because Hydra exports the whole environment.
+    # The library's version is not needed, because all versions of Hydra (MPICH's mpiexec) have the same options.
+    del library
+    # Export no variables explicitly, because Hydra (MPICH's mpiexec) exports the whole environment.
     words = ["-np", str(job.ranks), "-prepend-rank"]
     if job.hosts:
         words += ["-hosts", _host_list(job.hosts)]
@@ -343,7 +351,7 @@ def _host_list(hosts: Sequence[Host]) -> str:
 # ── launch from parsed options ────────────────────────────────────────────────────────────────────────────────────────
 
 START_TIMEOUT_S = 60.0
-"""Default time limit in seconds for the start of all ranks. One second per rank on a core is added."""
+"""Default time limit in seconds for the start of all ranks. One second is added per rank and core of a host."""
 
 
 def launch(options: argparse.Namespace) -> int:

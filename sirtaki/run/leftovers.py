@@ -53,8 +53,8 @@ def remove_session_folder(mpiexec_pid: int) -> None:
 
 
 def makes_way_for_mpiexec() -> Callable[[], None]:
-    """Return a function that removes stale files of an earlier mpiexec. A child process calls it before it becomes
-    mpiexec.
+    """Return a function that removes stale files of an earlier mpiexec. The launcher's child process calls the function
+    before it becomes mpiexec.
 
     Open MPI names its session folder after its process id. It does not start ("The PMIx server's listener thread failed
     to start") if a killed mpiexec with the same id left files. In a restarted container, process ids repeat soon. Files
@@ -82,12 +82,12 @@ def session_members(sessions: set[int]) -> list[int]:
 
     Zombies are skipped, because in a container without a reaping init process they never disappear.
     """
-    import psutil  # Imported late, because psutil takes time to load.
+    import psutil  # imported late, because psutil takes time to load
 
     found = list[int]()
     try:
         pids = psutil.pids()
-    except (OSError, IndexError):  # Raised if /proc is missing or empty.
+    except (OSError, IndexError):  # raised if /proc is missing or empty
         return found
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -104,42 +104,48 @@ def kill(pids: Iterable[int]) -> None:
 
 
 END_S = 8.0
-"""Seconds that mpiexec and its ranks may take to end after the launcher has died. Later, the janitor kills them."""
+"""Seconds that mpiexec and its ranks may take to end after the launcher has died. After them, the janitor (a process
+that cleans up after a killed launcher) kills them.
+"""
 
 
 class Janitor:
-    """Handle of a janitor process, which cleans up if this process is killed. Does nothing if the janitor cannot be
-    started.
+    """Handle of a janitor: a process that ends ranks and removes their shared memory if this process is killed. Does
+    nothing if the janitor cannot be started.
     """
 
     def __init__(self, pid: int, *, end_s: float = END_S) -> None:
-        """Start the janitor process.
+        """Start the janitor, a process that cleans up if this one is killed.
 
         Args:
             pid: first process of a session whose processes must all end. It may be an mpiexec.
             end_s: seconds that remaining processes may take to end before they are killed.
         """
         self._process: subprocess.Popen[bytes] | None = None
-        # Ignored, because without a free process slot the job runs without a janitor.
+        # Ignore that no process can be started. The job then runs without a janitor.
         with contextlib.suppress(OSError):
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "sirtaki.run.leftovers", str(pid), str(end_s)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C and the kill of a process group must not reach the janitor.
+                start_new_session=True,  # protects the janitor from Ctrl-C and from a signal to the whole process group
             )
 
     def watch(self, pid: int) -> None:
-        """Tell the janitor that a rank was started, whose session must end, too."""
+        """Tell the janitor (the process that cleans up after this one) that a rank was started, whose session it must
+        end, too.
+        """
         self._send(str(pid))
 
     def forget(self, pid: int) -> None:
-        """Tell the janitor that a rank and all its children have ended."""
+        """Tell the janitor (the process that cleans up after this one) that a rank and all its children have ended."""
         self._send(f"-{pid}")
 
     def dismiss(self) -> None:
-        """End the janitor and wait for its end, because there is nothing to clean up."""
+        """End the janitor (the process that cleans up after this one) and wait for its end, because nothing is left to
+        clean up.
+        """
         self._send("done")
         if self._process is not None:
             with contextlib.suppress(OSError, ValueError):
@@ -147,13 +153,15 @@ class Janitor:
 
     def _send(self, line: str) -> None:
         if self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(OSError, ValueError):  # Ignored, because the janitor was killed or dismissed.
+            with contextlib.suppress(OSError, ValueError):  # ignores that the janitor was killed or dismissed
                 self._process.stdin.write(f"{line}\n".encode())
                 self._process.stdin.flush()
 
 
 def main() -> None:
-    """Run the janitor, until its starter dismisses it or all processes of the job on this host have ended."""
+    """Run the janitor, a process that cleans up if its starter is killed. Ends when the starter dismisses it, or when
+    all processes of the job on this host have ended.
+    """
     own, end_s = int(sys.argv[1]), float(sys.argv[2])
     sessions, segments = {own}, set[Path]()
     partial, pause_s = "", 0.5

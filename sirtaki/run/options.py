@@ -20,7 +20,7 @@ from sirtaki.measures import SMALLEST_UNIT_BYTES
 
 from .elastic.job_members import OnFailure
 
-# Horovod's configuration keys that differ from the option names.
+# Keys of Horovod's configuration files that differ from option names, and the names of these options.
 _RENAMED = {"logging-level": "log-level", "logging-hide-timestamp": "log-without-timestamp"}
 
 
@@ -160,14 +160,15 @@ def _value(setting: RankSetting, given: str) -> str:
         return given
     if (size := float(given)) < 0:
         raise ValueError(given)
-    # 0 disables fusion in Horovod. The smallest unit is closest to this.
+    # Replace 0, which disables fusion in Horovod, by the smallest size of a unit (bucket), which is closest to this.
     return str(int(size * 2**20) or SMALLEST_UNIT_BYTES)
 
 
 class _SetForRanks(argparse.Action):
     """Action that sets an environment variable of the ranks, or adds a note that the option has no effect."""
 
-    def __init__(self, *args: Any, setting: RankSetting, **kwargs: Any) -> None:  # Any: argparse's own arguments
+    # Any, because these are all arguments of argparse's class.
+    def __init__(self, *args: Any, setting: RankSetting, **kwargs: Any) -> None:
         kwargs["nargs"] = 0 if setting.constant is not None else None
         super().__init__(*args, **kwargs)
         self.setting = setting
@@ -209,7 +210,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of `sirtakirun`. `parse` adds checks that argparse does not support."""
+    """Build the parser of `sirtakirun`'s options. The function `parse` adds checks that argparse does not support."""
     without_effect = [setting.flag for setting in RANK_SETTINGS if setting.help == argparse.SUPPRESS]
     accepted = f"accepted from horovodrun, without effect: {', '.join([*without_effect, '--disable-cache', '--mpi'])}"
     parser = _Parser(
@@ -273,7 +274,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_elastic(parser: argparse.ArgumentParser) -> None:
-    """Add the options of elastic jobs."""
+    """Add the options of elastic jobs, such as `--min-np`, to the parser."""
     group = parser.add_argument_group(
         "elastic jobs",
         "for scripts with hvd.elastic:\n  sirtakirun --min-np 2 --host-discovery-script ./hosts.sh python train.py",

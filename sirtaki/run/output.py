@@ -33,7 +33,7 @@ _CLEARED = drawn("").encode()
 
 @dataclass(slots=True)
 class ProgressBar:
-    """Text of the progress bar that is drawn below all output while a rank tunes. "" if there is no bar."""
+    """Text of the progress bar that the launcher draws below all output while a rank tunes. "" if there is no bar."""
 
     text: str = ""
 
@@ -64,7 +64,7 @@ class Console:
                 self._write(_CLEARED + data + drawn(bar).encode() if bar else data)
             except (OSError, ValueError) as err:
                 if isinstance(err, BrokenPipeError) or not isinstance(err, OSError):
-                    self._stream = None  # Stop writing, because the reader (`| head`) has exited.
+                    self._stream = None  # stops writing, because the reader (`| head`) has exited
                 first, self._has_warned = not self._has_warned, True
                 if first and not isinstance(err, BrokenPipeError) and self._name != "stderr":
                     say(f"cannot write {self._name} ({err}); the job continues")
@@ -87,7 +87,7 @@ class Console:
             return
         try:
             descriptor = self._stream.fileno()
-        except OSError:  # The stream of a notebook or a test has no descriptor.
+        except OSError:  # raised because the stream of a notebook or a test has no descriptor
             self._stream.write(data.decode(errors="replace"))
             self._stream.flush()
             return
@@ -96,7 +96,7 @@ class Console:
         while rest:
             try:
                 rest = rest[os.write(descriptor, rest) :]
-            except BlockingIOError:  # Another program on the same terminal has set it to non-blocking.
+            except BlockingIOError:  # raised because another program on the same terminal has set it to non-blocking
                 select.select([], [descriptor], [])
 
 
@@ -124,7 +124,7 @@ def open_standard_streams() -> None:
 
 
 _RULE = re.compile(r"(-{40,}|={40,})")
-_LONGEST_BOX = 60  # maximum number of lines in a box of mpiexec; a longer block is ordinary output
+_LONGEST_BOX = 60  # maximum number of lines of an error that mpiexec prints in a box; a longer block is ordinary output
 
 _KILLED = re.compile(r"noticed that process rank (\d+) with PID \d+ on node (\S+) exited on signal (\d+)")
 _EXITED = re.compile(r"exited with non-zero status.*,(\d+)\] Exit code: (\d+)")
@@ -134,7 +134,7 @@ _SILENT = re.compile(r"lost communication with a remote daemon.*Remote daemon: \
 _STOPPED = re.compile(r"has exited due to process rank (\d+) with PID \d+ on node (\S+) (calling|exiting)")
 _HYDRA = re.compile(r"BAD TERMINATION OF ONE OF YOUR.* PID (\d+) RUNNING AT (\S+).* EXIT CODE: (\d+)")
 _REDUNDANT = re.compile(r"Primary job terminated normally, but")
-# Lines that Hydra (MPICH) prints below its error box.
+# Beginnings of lines that Hydra (MPICH's mpiexec) prints below its error box.
 _BELOW = (
     "YOUR APPLICATION TERMINATED WITH THE EXIT STRING", "This typically refers to a problem with your application",
     "Please see the FAQ page for debugging suggestions",
@@ -210,7 +210,7 @@ class NoticeFilter:
             self._on_ending(Ending(rank=None, host=host, exit_code=int(code), reason=f"exit code {code}", pid=int(pid)))
         elif found := _UNREACHED.search(text):
             self._on_unreached(found[1])
-        # Reported as a failure, because mpiexec ends with exit code 0 in this case.
+        # Report a lost host as a failure, because mpiexec ends with exit code 0 in this case.
         elif found := _SILENT.search(text):
             self._on_ending(Ending(rank=None, host=found[1], exit_code=1, reason="its host cannot be reached any more"))
         else:
@@ -225,11 +225,12 @@ def killed(rank: int, host: str, number: int) -> Ending:
     return Ending(rank=rank, host=host, exit_code=128 + number, reason=reason)
 
 
-# Tags of rank 0: Open MPI writes `[1,0]<stdout>: ` or, in some versions, `[prterun-host-123@1,0]<stdout>: `. Hydra
-# writes `[0] `.
+# Pattern of the tag that mpiexec puts in front of a rank's line. For rank 0, Open MPI writes `[1,0]<stdout>: ` or, in
+# some versions, `[prterun-host-123@1,0]<stdout>: `. Hydra writes `[0] `.
 _OPEN_MPI_TAG = re.compile(rb"\[(?:[^\]@\s]*@)?\d+,(\d+)\]<std\w+>: ?")
 _HYDRA_TAG = re.compile(rb"^\[(\d+)\] ")
-_RETURN = re.compile(rb"\r(?!\n|\Z)")  # A carriage return within a line, after which the text overwrites the line.
+# Pattern of a carriage return within a line, after which the text overwrites the line.
+_RETURN = re.compile(rb"\r(?!\n|\Z)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,8 +242,9 @@ class OutputOptions:
         prefix: True if console lines begin with the rank.
         timestamps: True if console lines begin with the time.
         folder: folder in which `rank.N/stdout` and `rank.N/stderr` are written, too. None to print only on the console.
-        label: returns the prefix of a console line for the number (rank or worker) in the line's tag.
-        place: returns the subfolder of `folder` for the number in a line's tag.
+        label: function that returns the prefix of a console line for the number in the line's tag: the rank, or in
+            elastic jobs the number of its process.
+        place: function that returns the subfolder of `folder` for the number in a line's tag.
     """
 
     hydra: bool
@@ -282,15 +284,17 @@ class RankOutput:
         self._tag = _HYDRA_TAG if options.hydra else _OPEN_MPI_TAG
         self._files: dict[int, IO[bytes] | None] = {}
         self._places: set[Path] = set()
-        # by rank: text of the error that the rank is printing, and its short reason
+        # for each rank that is printing an error, the text so far, and the short reason
         self._errors: dict[int, tuple[bytes, str]] = {}
-        self._shown: dict[bytes, int] = {}  # first rank that printed each error text
+        self._shown: dict[bytes, int] = {}  # for each error text, the first rank that printed it
         self._lock = threading.Lock()
-        self._open: int | None = None  # rank that has written last to the console
-        self._returned = False  # True if the last line ended with a carriage return
+        self._open: int | None = None  # rank whose text was last written to the console
+        self._returned = False  # whether the last line ended with a carriage return
 
     def pump(self, lines: Iterable[bytes]) -> None:
-        """Process all lines of a stream as they arrive. Each stream may have its own thread."""
+        """Process all lines of the ranks' standard output or standard error as they arrive. Each of the two may have
+        its own thread.
+        """
         for line in lines:
             self.write(line)
 
@@ -336,7 +340,7 @@ class RankOutput:
             text = text.removesuffix(UNFINISHED)
             rank = int(tag[1])
             self._keep(rank, text)
-            if rank in self._errors:  # Hold the line back until the error text is complete.
+            if rank in self._errors:  # Keep the line until the rank's error text is complete.
                 written, brief = self._errors[rank]
                 self._errors[rank] = written + text, brief
             else:
@@ -366,7 +370,7 @@ class RankOutput:
         if not continues and not overwrites and not self._returned:
             self._finish_line()
         begins = not overwrites and (not continues or self._returned)
-        # A progress bar overwrites its line after each carriage return, so repeat the prefix there.
+        # Repeat the prefix after each carriage return, because a progress bar then overwrites its line.
         self._console.write((head if begins else b"") + _RETURN.sub(b"\r" + head, text))
         self._open = rank
         self._returned = text.endswith(b"\r")
@@ -406,7 +410,8 @@ class RankOutput:
     def _open_file(self, rank: int, folder: Path) -> IO[bytes]:
         place = folder / self.options.place(rank)
         place.mkdir(parents=True, exist_ok=True)
-        kept = place in self._places  # True if the rank that this rank replaces has written to the same file.
+        # Whether the rank that this rank replaces has written to the same file, which is then continued.
+        kept = place in self._places
         self._places.add(place)
         file = self._files[rank] = (place / self.name).open("ab" if kept else "wb", buffering=0)
         return file

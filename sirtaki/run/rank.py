@@ -36,7 +36,7 @@ EXIT_GRACE_S = 3.0
 ranks."""
 
 _ORPHAN_POLL_S = 2.0
-_FROZEN_RUNPY = "<frozen runpy>"  # file name of runpy in tracebacks, if runpy is built into the interpreter
+_FROZEN_RUNPY = "<frozen runpy>"  # file name of the module runpy in tracebacks, if it is built into the interpreter
 
 
 def main() -> None:
@@ -68,7 +68,7 @@ def main() -> None:
     try:
         run_python(command)
     except BaseException as err:
-        if os.getpid() != pid:  # A process that the script has forked is not the rank.
+        if os.getpid() != pid:  # Re-raise in a process that the script has forked, because it is not the rank.
             raise
         _fail(err)
     if os.getpid() == pid:
@@ -83,18 +83,18 @@ def _fail(err: BaseException) -> None:
                 return
             reason = "; it ".join(filter(None, [f"exit code {code}", doing()]))
             with contextlib.suppress(SystemExit):
-                sys.exit(code)  # Called, because hooks of `sys.exit` record the exit code.
+                sys.exit(code)  # calls `sys.exit`, because its hooks record the exit code
             _end(code, reason=reason)
         case KeyboardInterrupt():
             _end(130, reason="KeyboardInterrupt")
         case _:
             trace = err.__traceback__
             while trace is not None and trace.tb_frame.f_code.co_filename in {__file__, runpy.__file__, _FROZEN_RUNPY}:
-                # Skip the frames of the launcher, so that the traceback begins in the user's script.
+                # skips Sirtaki's frames, so that the traceback begins in the user's script
                 trace = trace.tb_next
             by_another = isinstance(err, PeerLostError | StallError)
             _send(RankEvent.RAISES, reason=f"{type(err).__name__}: {err}" if by_another else "")
-            sys.last_value = err  # Set as the interpreter does, because mpi4py reads `sys.last_value`.
+            sys.last_value = err  # sets it as the interpreter does, because mpi4py reads `sys.last_value`
             sys.excepthook(type(err), err.with_traceback(trace), trace)
             _end(1, reason=f"{type(err).__name__}: {err}".splitlines()[0] + _hint(err))
 
@@ -107,10 +107,12 @@ def _hint(err: BaseException) -> str:
 
 
 def _import_shim() -> None:
-    """Import the shim as `horovod`, even if the folder of the script contains a folder named `horovod`."""
+    """Import Sirtaki's package named `horovod` (the shim), even if the folder of the script contains a folder named
+    `horovod`.
+    """
     sys.path.insert(0, str(SHIM))
     importlib.import_module("horovod")
-    sys.path.remove(str(SHIM))  # PYTHONPATH still contains the shim, for child processes.
+    sys.path.remove(str(SHIM))  # removed here only; PYTHONPATH still contains this folder, for child processes
 
 
 def run_python(command: Sequence[str]) -> None:
@@ -138,7 +140,7 @@ def run_python(command: Sequence[str]) -> None:
 
 
 def _search_first(folder: str) -> None:
-    if not sys.flags.safe_path:  # The user has not set `-P`.
+    if not sys.flags.safe_path:  # skipped if the user has set `-P`, by which Python does not search the script's folder
         sys.path.insert(0, folder)
 
 
@@ -178,7 +180,7 @@ def _leave(exit_code: int) -> NoReturn:
     give_up.start()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # Ignore errors, because the script may have replaced the stream.
+        with contextlib.suppress(Exception):  # any error, because the script may have replaced the stream
             stream.flush()
     os._exit(exit_code)
 
@@ -189,15 +191,17 @@ def _end_with_parent(parent: int) -> None:
     """
     while os.getppid() == parent:
         time.sleep(_ORPHAN_POLL_S)
-    if os.getpgrp() == os.getpid():  # The rank leads its process group, as under mpiexec.
+    if os.getpgrp() == os.getpid():  # only if the rank leads its process group, as under mpiexec
         remove_segments(mapped_segments("self"))
         remove_session_folder(parent)
-        # Kill this process and its children at once, because the other ranks for which they wait end, too.
+        # kills this process and its children at once, because the other ranks for which they wait end, too
         os.killpg(0, signal.SIGKILL)
 
 
 def _set_place_variables() -> None:
-    """Set the rank variables of horovodrun and torchrun, which scripts may read before `init()`."""
+    """Set the environment variables with rank and size that horovodrun and torchrun set, because scripts may read them
+    before `init()`.
+    """
     for names in (HOROVOD_NAMES, TORCH_NAMES):
         for quantity, name in names.items():
             if (value := place(quantity)) is not None:
@@ -209,6 +213,6 @@ def _send(event: RankEvent, exit_code: int = 0, reason: str = "") -> None:
         event=event, rank=place("RANK") or 0, pid=os.getpid(), host=socket.gethostname(), exit_code=exit_code,
         reason=reason,
     )  # fmt: skip
-    with contextlib.suppress(Exception):  # Ignore errors, because the script may have replaced the stream.
+    with contextlib.suppress(Exception):  # any error, because the script may have replaced the stream
         sys.stderr.flush()
-    os.write(2, message.encode().encode())  # Use one write, so that the output of other threads is not mixed in.
+    os.write(2, message.encode().encode())  # one write, so that the output of other threads is not mixed in

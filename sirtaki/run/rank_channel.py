@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 
-_MARK = "\x1e"  # ASCII "record separator", which programs do not print
+_MARK = "\x1e"  # first byte of a message in the output: ASCII "record separator", which programs do not print
 PATTERN = re.compile(rb"\x1esirtaki (\w+) (\d+) (\d+) (\d+) ([^\s\x1e]+) ([^\s\x1e]*)\x1e\n?")
 
 UNFINISHED = b"\x1f\x1e\n"
-"""Mark after text that the rank has written without a line end."""
+"""Bytes that a rank adds to text without a line end, so that the launcher can tell where the text ends."""
 
 _LONGEST_REASON = 300
 
@@ -38,7 +38,8 @@ class RankEvent(Enum):
     STARTED = "started"
     HANDED_OVER = "handed_over"  # A program that is not Python replaced the process, so only mpiexec sees its end.
     FINISHED = "finished"
-    RAISES = "raises"  # The rank now prints its error, until `FAILED`. `reason` is set if another rank caused it.
+    # The rank prints its error until its message `FAILED`. `reason` is set if another rank caused the error.
+    RAISES = "raises"
     FAILED = "failed"
     PROGRESS = "progress"  # `reason` is the text of the progress bar for the launcher; "" = no bar.
     # mpiexec ends this rank, because another rank has failed. `reason` says what this rank was doing.
@@ -105,7 +106,7 @@ def mark_unfinished_lines() -> None:
         marked = io.TextIOWrapper(
             io.BufferedWriter(raw),
             encoding=stream.encoding,
-            # Escape characters that the terminal's encoding lacks, because an exception would end the training.
+            # escapes characters that the terminal's encoding lacks, because an exception would end the training
             errors=stream.errors if utf8 and stream.errors != "strict" else "backslashreplace",
             line_buffering=True,
         )
@@ -132,7 +133,7 @@ def answer_termination(report: Callable[[str], None]) -> None:
 
 def doing() -> str:
     """Describe what this rank is doing now. "" if the script has not called `init()`."""
-    # `describe` is missing while the module is being imported.
+    # None if the module is not imported, or is just being imported
     describe = getattr(sys.modules.get("sirtaki.engine.job"), "describe", None)
     return "" if describe is None else str(describe())
 
@@ -141,7 +142,7 @@ def end_with_parent(number: signal.Signals) -> Callable[[], None]:
     """Return a function that a child process calls after the fork, so that the kernel sends the child signal `number`
     when the parent dies. Linux only.
     """
-    libc = ctypes.CDLL(None)  # Loaded before the fork, because no lock may be taken after the fork.
+    libc = ctypes.CDLL(None)  # loads libc before the fork, because no lock may be taken after the fork
     pr_set_pdeathsig = 1
 
     def set_signal() -> None:

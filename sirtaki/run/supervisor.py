@@ -44,7 +44,7 @@ TERMINATE_GRACE_S = 3.0
 START_REPORT_S = 10.0
 """Interval in seconds at which the launcher prints how many ranks have started, until all ranks have started."""
 
-_NAMED = 8  # maximum number of ranks or hosts listed in a message
+_NAMED = 8  # maximum number of ranks or hosts that a message to the user lists
 
 _OF_OTHERS = ("PeerLostError: ", "StallError: ")
 """Prefixes of the failure reason of a rank if another rank caused the failure."""
@@ -55,7 +55,7 @@ STOPPED_S = 10.0
 """Seconds for which a rank must have been stopped (SIGSTOP) before the launcher reports it."""
 
 _POLL_S = 1.0
-"""Interval in seconds at which disappeared ranks, time limits and a killed mpiexec are detected by polling."""
+"""Seconds between two checks for disappeared ranks, passed time limits and a killed mpiexec."""
 
 
 class Supervisor:
@@ -83,10 +83,10 @@ class Supervisor:
         self._started: dict[int, ChannelLine] = {}
         self._ended: set[int] = set()
         self._failure: Ending | None = None
-        self._doing: dict[int, str] = {}  # by rank: what the rank was doing when mpiexec ended it
+        self._doing: dict[int, str] = {}  # for each rank, what it was doing when mpiexec ended it
         self._unreached: list[str] = []
         self._verdict = ""
-        # by rank: time at which the rank was found stopped; infinite after it was reported
+        # for each rank, the time at which it was found stopped (SIGSTOP); infinite after it was reported
         self._stopped_at: dict[int, float] = {}
         self._signal: int | None = None
         self._changed = threading.Event()
@@ -110,8 +110,8 @@ class Supervisor:
                     stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
-                    # With a session of its own, Ctrl-C reaches only the launcher, and the launcher can end the whole
-                    # session.
+                    # gives mpiexec its own session, so that Ctrl-C reaches only the launcher, which can end the whole
+                    # session
                     start_new_session=True,
                     preexec_fn=_before_mpiexec(),
                 )
@@ -122,12 +122,12 @@ class Supervisor:
             try:
                 self._wait(mpiexec)
             finally:
-                self._consoles["stderr"].show_bar("")  # Remove the bar of a job that ended during tuning.
+                self._consoles["stderr"].show_bar("")  # removes the progress bar of a job that ended during tuning
                 self._end_all(mpiexec)
                 self._janitor.dismiss()
             for pump in pumps:
                 pump.join(timeout=TERMINATE_GRACE_S)
-            if self._verdict:  # Print the cause last, where users look first.
+            if self._verdict:  # prints the cause of a failure last, where users look first
                 self._consoles["stderr"].say(self._verdict)
         if self._signal is not None:
             return 128 + self._signal
@@ -140,7 +140,7 @@ class Supervisor:
     def _start_pumps(self, mpiexec: subprocess.Popen[bytes]) -> list[threading.Thread]:
         pumps = []
         for name, stream in (("stdout", mpiexec.stdout), ("stderr", mpiexec.stderr)):
-            assert stream is not None  # Both streams are pipes.
+            assert stream is not None  # holds, because stdout and stderr are pipes
             self._open_streams += 1
             output = RankOutput(
                 name,
@@ -167,7 +167,8 @@ class Supervisor:
         with self._lock:
             if message.event in (RankEvent.STARTED, RankEvent.HANDED_OVER):
                 self._started[message.rank] = message
-            if message.event not in (RankEvent.STARTED, RankEvent.RAISES):  # RAISES is no end, because FAILED follows.
+            # Not RAISES, which is not the rank's end, because the message FAILED follows.
+            if message.event not in (RankEvent.STARTED, RankEvent.RAISES):
                 self._ended.add(message.rank)
             if message.event is RankEvent.TERMINATED:
                 self._doing[message.rank] = message.reason
@@ -178,7 +179,7 @@ class Supervisor:
         self._changed.set()
 
     def _cause_of(self, ending: Ending) -> Ending:
-        """If another rank on this host caused this failure, return how that rank ended. Otherwise return
+        """Return the failed rank that caused the failure `ending` of a rank, if it is on this host. Otherwise return
         `ending`.
         """
         if not ending.reason.startswith(_OF_OTHERS):
@@ -246,7 +247,7 @@ class Supervisor:
                 report_at = now + START_REPORT_S
                 self._consoles["stderr"].say(f"{self.ranks - len(missing)} of {self.ranks} ranks have started")
             if not (failed or vanished):
-                give_up_at = None  # Do not give up, because the disappeared rank had reported its end before.
+                give_up_at = None  # does not end the job, because the disappeared rank had reported its end before
             elif give_up_at is None:
                 give_up_at = now + (FAILURE_GRACE_S if failed else VANISHED_GRACE_S)
             elif now > give_up_at:
@@ -274,7 +275,7 @@ class Supervisor:
         return message.host == socket.gethostname() and not is_alive(message.pid)
 
     def _end_all(self, mpiexec: subprocess.Popen[bytes]) -> None:
-        """Ask mpiexec to end its ranks on all hosts. Then kill the remaining processes on this host."""
+        """Ask mpiexec to end its ranks on all hosts. Then kill the processes of the job that remain on this host."""
         if mpiexec.poll() is None:
             mpiexec.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -297,11 +298,12 @@ class Supervisor:
 
 
 START_PROGRESS = 0.05
-"""Minimum processor time that counts as progress during the start, for all processes on this host together, as a
-fraction of the start limit."""
+"""Processor time that counts as progress of a starting job, as a fraction of the start's time limit. The time is summed
+over all processes of the job on this host.
+"""
 
 START_MOST = 10
-"""Maximum duration of the start if ranks make progress, as a multiple of the start limit."""
+"""Maximum duration of the start of a job whose ranks make progress, as a multiple of the start's time limit."""
 
 
 class _Start:
@@ -329,7 +331,7 @@ class _Start:
 
     def _processes(self) -> tuple[float, int]:
         """Return (processor time, number) of the processes that mpiexec has started on this host."""
-        import psutil  # Imported late, because psutil takes time to load.
+        import psutil  # imported late, because psutil takes time to load
 
         computed_s, number = 0.0, 0
         with contextlib.suppress(psutil.Error):

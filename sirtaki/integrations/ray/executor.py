@@ -62,7 +62,9 @@ from .ranks import (
 from .ray_logger import Log, receiving_log
 
 GRACE_S = 10.0
-"""Seconds that other ranks have to detect the failure of a rank, before the executor ends them."""
+"""Seconds after the failure of a rank, in which the other ranks can detect it and fail, before the
+executor ends them.
+"""
 
 
 def start_actor(cls: type[Any], demand: Demand, environ: Mapping[str, str], group: Any, bundle: int) -> Any:
@@ -81,7 +83,9 @@ def start_actor(cls: type[Any], demand: Demand, environ: Mapping[str, str], grou
 
 
 def cause_of(errors: Sequence[BaseException]) -> BaseException:
-    """Return the first error that another rank's failure has not caused. If there is none, return the first error."""
+    """Return the first of the ranks' errors that is not a consequence of another rank's failure. If all are
+    consequences, return the first error.
+    """
     return next((err for err in errors if not isinstance(err, CommError)), errors[0])
 
 
@@ -128,11 +132,13 @@ class FixedRanks:
         )
 
     def make_executables(self, make: Callable[[], Any]) -> None:
-        """Create the user's object on each rank by `make`. Collective if `make` is."""
+        """Create the user's object on each rank by calling `make` there. The object is the argument of functions that
+        the user runs.
+        """
         self._wait([actor.make_executable.remote(make) for actor in self.actors])
 
     def execute(self, fn: Callable[[Any], Any], listeners: Sequence[Callable[[Any], object]]) -> list[Any]:
-        """Call `fn(executable)` on each rank.
+        """Call `fn(executable)` on each rank, with the rank's object of the user's class.
 
         Args:
             fn: function of the user.
@@ -150,12 +156,16 @@ class FixedRanks:
             return self._wait([actor.execute.remote(call, sent, log.queue) for actor in self.actors], log.deliver)
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
-        """Call `fn(executable)` on rank 0. The function must not communicate."""
+        """Call `fn(executable)` on rank 0, with this rank's object of the user's class. The function must not
+        communicate.
+        """
         self._check()
         return self._wait([self.actors[0].execute.remote(next(self._calls), fn)])[0]
 
     def run_remote(self, fn: Callable[[Any], Any]) -> list[Any]:
-        """Like `execute`, but return Ray's references to the results without waiting."""
+        """Call `fn` on each rank, with the rank's object of the user's class. Return Ray's references to the results
+        without waiting.
+        """
         self._check()
         call, sent = next(self._calls), ray.put(fn)
         return [actor.execute.remote(call, sent) for actor in self.actors]
@@ -191,11 +201,12 @@ class FixedRanks:
                 for reference in done:
                     try:
                         found[reference] = ray.get(reference)
-                    except Exception as err:  # because user code may raise any error, and Ray its own
+                    # Any error, because the user's function may raise any, and Ray raises its own.
+                    except Exception as err:
                         errors.append(err)
                         failed_s = min(failed_s, time.monotonic())
                 meanwhile()
-        except BaseException:  # because after Ctrl-C, the ranks must be ended without waiting
+        except BaseException:  # such as KeyboardInterrupt, after which the ranks must be ended without waiting
             self._end("it was interrupted")
             raise
         if not errors:
@@ -234,7 +245,7 @@ def _room(settings: RaySettings, shape: Shape) -> tuple[Any, bool]:
 
 
 class WorkerSlots:
-    """Places for the ranks of an elastic executor (slots): one Ray placement group for each. Thread-safe."""
+    """Places for the ranks of an elastic executor (slots). Each is a Ray placement group for one rank. Thread-safe."""
 
     def __init__(self, demand: Demand, *, least: int, most: int | None) -> None:
         """Request placement groups from Ray.
@@ -248,17 +259,18 @@ class WorkerSlots:
         self._lock, self._is_closed = threading.Lock(), False
         self._groups: dict[str, Any] = {}
         self._names: dict[str, str] = {}  # host names, by Ray's node id
-        self._taken: dict[int, str] = {}  # ids of assigned placement groups, by worker
+        self._taken: dict[int, str] = {}  # for each worker (process of a rank), the id of its placement group
         self.ask()
 
     def ask(self) -> Mapping[str, int]:
-        """Return the current number of slots of each host. Request more slots from Ray if there are too few.
+        """Return the current number of places for ranks (slots) of each host. Request more from Ray if there are too
+        few.
 
         Raises:
             LaunchError: Ray does not answer.
         """
         with self._lock:
-            if self._is_closed:  # because the job may have ended during the query
+            if self._is_closed:  # Return no slots, because the job has ended while its hosts were discovered.
                 return {}
             try:
                 wanted = self._most or max(self._least, self._capacity())
@@ -271,7 +283,8 @@ class WorkerSlots:
             return dict(found)
 
     def assign(self, worker: int, host: str) -> Any:
-        """Assign a free placement group on `host` to a worker until `release`, and return the group.
+        """Assign a free placement group on `host` to a worker (process of a rank) until `release`, and return the
+        group.
 
         Raises:
             OSError: the host has no free placement group.
@@ -284,7 +297,7 @@ class WorkerSlots:
         raise OSError(f"Ray has no free slot on {host} any more")
 
     def release(self, worker: int) -> None:
-        """Free the slot (placement group) that is assigned to a worker."""
+        """Free the placement group that is assigned to a worker (process of a rank)."""
         with self._lock:
             self._taken.pop(worker, None)
 
@@ -312,7 +325,7 @@ class WorkerSlots:
         return set(addresses)
 
     def _found(self, alive: Collection[str]) -> dict[str, str]:
-        """Return the node id of each placement group that Ray has created, by group id."""
+        """Return, for each placement group that Ray has created, the id of its node."""
         table = ray.util.placement_group_table()
         found = {}
         for group in self._groups:
@@ -343,7 +356,9 @@ class RankHandle:
 
 
 class HostOfActors:
-    """The ranks of one host of an elastic job. Starts, kills and notifies them, as `AgentRules` decides."""
+    """The ranks (Ray actors) of one host of an elastic job. Starts, kills and notifies them, as `AgentRules` decides,
+    which otherwise runs in a process on each host.
+    """
 
     def __init__(self, host: str, crew: RayCrew) -> None:
         self.host, self._crew = host, crew
@@ -351,36 +366,44 @@ class HostOfActors:
         self.rules = AgentRules(self, host=host, proof=crew.proof, now_s=time.monotonic())
 
     def start_rank(self, worker: int, slot: int) -> None:
-        """Start an actor for a worker on this host. `slot` is ignored, because Ray has reserved the resources."""
+        """Start the Ray actor of a worker (process of a rank) on this host. `slot` is ignored, because Ray has reserved
+        the resources.
+        """
         del slot
         self.ranks[worker] = self._crew.start_actor(worker, self)
 
     def ask_to_end(self, worker: int) -> None:
-        """Do nothing, because a running Ray actor cannot be interrupted. It is killed after the time limit."""
+        """Do nothing, because a running Ray actor cannot be interrupted.
+
+        The caller kills the actor after a time limit.
+        """
 
     def kill(self, worker: int) -> None:
-        """Kill the worker's actor."""
+        """Kill the Ray actor of a worker (process of a rank)."""
         ray.kill(self.ranks[worker].actor)
 
     def send_to_rank(self, worker: int, message: ToRank) -> None:
-        """Send a message to a worker's rank. Drop the message if the rank has not connected."""
+        """Send a message to the rank of a worker (process). Drop the message if the rank has not connected yet."""
         if (rank := self.ranks.get(worker)) is not None and rank.channel is not None:
             rank.channel.send(message)
 
     def send_to_driver(self, message: FromAgent) -> None:
-        """Queue a message for the driver. Heartbeats are not needed within one process."""
+        """Queue a message for the driver of the elastic job, which runs in this process. Drop heartbeats, which are not
+        needed within one process.
+        """
         if not isinstance(message, Heartbeat):
             self._crew.events.append(AgentMessage(self.host, message))
 
 
 class RayCrew:
-    """All Ray actors of an elastic job, as the driver of elastic jobs controls them.
+    """All Ray actors of an elastic job. The driver, which decides when ranks start and end, controls them by this
+    interface.
 
     Attributes:
         heard: events that `poll` has not returned to the driver yet.
         proof: credentials with which ranks authenticate to each other.
-        results: return values of the user's function, by worker.
-        errors: errors that the user's function has raised.
+        results: return values of the user's function, by worker (process of a rank).
+        errors: errors that the user's function has raised on ranks.
     """
 
     def __init__(
@@ -420,11 +443,13 @@ class RayCrew:
 
     @property
     def hosts(self) -> list[str]:
-        """Return the hosts that the driver has started."""
+        """Return the hosts on which the driver (the part of the executor that decides about ranks) may start ranks."""
         return list(self._hosts)
 
     def start(self, host: str) -> None:
-        """Add a host, without starting a rank. If its Ray node is lost, the driver gets no report."""
+        """Add a host without starting a rank. If Ray has lost the host's node meanwhile, the host sends no first report
+        to the driver, the part of the executor that decides about ranks.
+        """
         self._hosts[host] = HostOfActors(host, self)
         if self._slots.has_node(host):
             self._hosts[host].rules.meet_driver([], time.monotonic())
@@ -437,20 +462,24 @@ class RayCrew:
                 self._forget(rank)
 
     def send_to(self, hosts: Iterable[str], message: ToAgent) -> None:
-        """Pass a message of the driver to the `AgentRules` of each of these hosts. Skip hosts that are not started."""
+        """Pass a message of the elastic job's driver to the `AgentRules`, the rules for the ranks of a host, of each of
+        these hosts. Skip hosts that were not added.
+        """
         for host in hosts:
             if (there := self._hosts.get(host)) is not None:
                 there.rules.driver_message(message, time.monotonic())
 
     def broadcast_agents(self) -> None:
-        """Do nothing, because no process can replace this one: Ray ends the actors with it."""
+        """Do nothing. Other elastic jobs tell all agents of each other, so that one can replace a lost driver. Here Ray
+        ends the actors together with this process.
+        """
 
     def wake(self) -> None:
-        """Make `poll` return. Thread-safe."""
+        """Make a waiting `poll` return immediately. Thread-safe."""
         self.board.wake()
 
     def poll(self, timeout_s: float) -> Iterator[AgentMessage | Lost]:
-        """Wait for events, up to `timeout_s`, and yield them."""
+        """Wait up to `timeout_s` for messages of ranks and losses of hosts, and yield them."""
         for rank in self.board.poll(0.0 if self.events else timeout_s, self._welcome):
             self._receive(rank)
         for there in list(self._hosts.values()):
@@ -463,21 +492,21 @@ class RayCrew:
 
     def close(self, number: int | None = None) -> None:
         """End all actors, and stop listening."""
-        del number  # unused, because the driver of actors handles no signals
+        del number  # the number of the signal that ended the driver is not used, because Ray's actors are only killed
         for host in self.hosts:
             self.stop(host)
         self.board.close()
 
     @property
     def actors(self) -> dict[int, Any]:
-        """Return Ray's handles, by worker. Thread-safe."""
+        """Return Ray's actor handles, by worker (process of a rank). Thread-safe."""
         return {rank.worker: rank.actor for there in list(self._hosts.values()) for rank in list(there.ranks.values())}
 
     def start_actor(self, worker: int, there: HostOfActors) -> RankHandle:
         """Start an actor on a host.
 
         Raises:
-            OSError: there is no free slot.
+            OSError: the host has no free placement group.
         """
         actor = start_actor(ElasticRank, self._demand, self._environ, self._slots.assign(worker, there.host), 0)
         reach = partial(reach_driver, tuple(self.board.places), proof=self.proof, number=worker)
@@ -486,12 +515,14 @@ class RayCrew:
         return RankHandle(worker, there, actor, answer)
 
     def _awaited(self, worker: int) -> RankHandle | None:
-        """Return the worker's rank if its actor was started but has not connected yet. Otherwise return None."""
+        """Return the rank of a worker (process) if its actor was started but has not connected yet. Otherwise return
+        None.
+        """
         found = (there.ranks.get(worker) for there in self._hosts.values())
         return next((rank for rank in found if rank is not None and rank.channel is None), None)
 
     def _welcome(self, worker: int, sock: socket.socket) -> None:
-        """Store the connection of a worker whose rank has authenticated."""
+        """Store the connection of a worker (process of a rank) that has authenticated."""
         if (rank := self._awaited(worker)) is not None:
             rank.channel = JsonChannel(sock, FromRank)
             rank.channel.watch(self.board.events, rank)
@@ -502,7 +533,7 @@ class RayCrew:
         try:
             for message in rank.channel.receive():
                 rank.there.rules.rank_message(rank.worker, message)
-        except ConnectionError:  # ignored, because the end of the rank's process is detected soon
+        except ConnectionError:  # ignored, because Ray soon reports the end of the rank's process
             rank.channel.close()
 
     def _reap(self, rank: RankHandle) -> None:
@@ -510,7 +541,7 @@ class RayCrew:
         there = rank.there
         if self._hosts.get(there.host) is not there or rank.worker not in there.ranks:
             return
-        self._receive(rank)  # process its last messages
+        self._receive(rank)  # processes the last messages of the rank first
         end = self._end_of(rank)
         if end.exit_code == _KILLED and not self._slots.has_node(there.host):
             self.stop(there.host)
@@ -540,7 +571,9 @@ class RayCrew:
 
 
 _LATER_S = 30.0
-"""Seconds by which a rank waits longer than the executor, because only the executor's error names missing ranks."""
+"""Seconds by which a rank waits longer for other ranks than the executor does, because only the executor's error names
+the missing ranks.
+"""
 
 
 _NOTICE_S = 10.0
@@ -548,7 +581,7 @@ _NOTICE_S = 10.0
 
 
 def _print(text: str) -> None:
-    """Print a line of the elastic driver's output. The output of ranks is printed by Ray."""
+    """Print a line that the elastic job's driver writes, such as "1 rank was lost". Ray prints the output of ranks."""
     print(f"sirtaki: {text}", file=sys.stderr, flush=True)
 
 
@@ -605,7 +638,8 @@ class ElasticRanks:
             exit_code = run_job(crew, members, _print, self._slots.ask(), self._asking(members))
         if exit_code == 128 + signal.SIGINT:
             raise KeyboardInterrupt
-        # This process has received the signal, not a rank, because Ray kills ranks with SIGKILL.
+        # Exit, because this process has received the signal. No rank has received it, because Ray kills ranks with
+        # SIGKILL.
         if exit_code in (128 + signal.SIGTERM, 128 + signal.SIGHUP):
             raise SystemExit(exit_code)
         if exit_code:
@@ -615,7 +649,7 @@ class ElasticRanks:
         return [result for result in found if not isinstance(result, RankDismissed)]
 
     def _asking(self, members: JobMembers) -> Callable[[], Mapping[str, int]]:
-        """Return the function by which the driver discovers hosts.
+        """Return the function by which the elastic job's driver discovers hosts and their numbers of ranks.
 
         The function informs the user once if the job cannot start because Ray lacks resources.
         """
@@ -650,7 +684,7 @@ class RayExecutor:
         placement_group_timeout_s: float = 100.0,
         nics: str | Iterable[str] | None = None,
     ) -> RaySettings:
-        """Return settings for the executor. The two ssh arguments have no effect, because ssh is not used.
+        """Return settings for the executor. The two ssh arguments have no effect, because Ray starts the ranks.
 
         Args:
             timeout_s: seconds that ranks wait for each other in `init()`.
@@ -705,7 +739,7 @@ class RayExecutor:
             reset_limit: maximum number of elastic restarts. None for no limit.
             cooldown_range: shortest and longest time in seconds for which a host is excluded after repeated failures.
             elastic_timeout: seconds to wait for enough ranks.
-            override_discovery: no effect: hosts are always Ray's nodes.
+            override_discovery: no effect, because hosts are always Ray's nodes.
 
         Raises:
             ConfigError: arguments contradict each other.
@@ -745,7 +779,7 @@ class RayExecutor:
 
     @property
     def workers(self) -> list[Any]:
-        """Return Ray's handles of the current ranks, in rank order."""
+        """Return Ray's actor handles of the current ranks, in rank order."""
         return self._started.actors
 
     @property
@@ -831,7 +865,7 @@ class RayExecutor:
         kwargs: Mapping[str, Any] | None = None,
         callbacks: Sequence[Callable[[Any], object]] | None = None,
     ) -> list[Any]:
-        """Call `fn(*args, **kwargs)` on each rank, and wait for the results. See `execute`."""
+        """Call `fn(*args, **kwargs)` on each rank, and wait for the results. `execute` describes results and errors."""
         given, named = tuple(args or ()), dict(kwargs or {})
         return self.execute(lambda _: fn(*given, **named), callbacks)
 
@@ -847,7 +881,9 @@ class RayExecutor:
         return self._staying("run_remote()").run_remote(lambda _: fn(*given, **named))
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
-        """Call `fn(executable)` on rank 0 only, and return its result. The function must not communicate."""
+        """Call `fn(executable)` on rank 0 only, with this rank's object of the user's class, and return its result. The
+        function must not communicate.
+        """
         return self._staying("execute_single()").execute_single(fn)
 
     def shutdown(self) -> None:

@@ -72,12 +72,12 @@ class Demand:
             raise ConfigError(f"a rank cannot have {self.cpus:g} CPUs and {self.gpus:g} GPUs")
 
     def bundle(self, ranks: int = 1) -> dict[str, float]:
-        """Return the resources of `ranks` ranks together, in the format of a Ray bundle."""
+        """Return the resources that `ranks` ranks need together, in the format of a Ray bundle."""
         wanted = {"CPU": self.cpus * ranks, "GPU": self.gpus * ranks}
         return {name: amount for name, amount in wanted.items() if amount}
 
     def fitting(self, resources: Mapping[str, float]) -> int:
-        """Return how many ranks a node with these resources can hold."""
+        """Return how many ranks fit on a node with these resources."""
         return min(int(resources.get(name, 0) // amount) for name, amount in self.bundle().items())
 
 
@@ -108,7 +108,7 @@ class Shape:
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """Return the bundles that Ray reserves: one per host, or one per rank."""
+        """Return the resource bundles that Ray must reserve: one per host, or one per rank."""
         if self.hosts is None:
             return [self.demand.bundle() for _ in range(self.ranks)]
         return [self.demand.bundle(self.ranks) for _ in range(self.hosts)]
@@ -176,7 +176,8 @@ def in_rank_order(places: Sequence[ActorPlace]) -> list[int]:
     first: dict[tuple[str, ...], int] = {}
     for number, place in enumerate(places):
         first.setdefault(place.host, number)
-    return sorted(range(len(places)), key=lambda number: first[places[number].host])  # because sorted() is stable
+    # Keeps the order within a host, because sorted() is stable.
+    return sorted(range(len(places)), key=lambda number: first[places[number].host])
 
 
 def place_variables(places: Sequence[ActorPlace]) -> list[dict[str, str]]:
@@ -219,14 +220,14 @@ def actor_environ(
     """Return the environment variables of an actor's process, in addition to Ray's.
 
     Args:
-        environ: environment of this process. Sirtaki's and Horovod's settings in it are passed on.
+        environ: environment of this process. The result contains Sirtaki's and Horovod's settings from it.
         added: variables that the user has set for the ranks. They override `environ`.
         demand: number of CPUs and GPUs of a rank.
         settings: time limits and network interfaces.
     """
     interfaces = settings.interfaces
     own = {name: value for name, value in rank_environ(environ, {}).items() if name.startswith(_CARRIED)}
-    own.pop("SIRTAKI_SECRET", None)  # because Ray's dashboard shows the environment
+    own.pop("SIRTAKI_SECRET", None)  # removed, because Ray's dashboard shows the environment
     named = dict.fromkeys(("SIRTAKI_GLOO_IFACE", "NCCL_SOCKET_IFNAME"), interfaces) if interfaces else {}
     shim = os.pathsep.join([str(SHIM), *filter(None, [environ.get("PYTHONPATH")])])
     return {
@@ -245,7 +246,9 @@ _T = TypeVar("_T")
 
 
 def call_reporting_errors(fn: Callable[[], _T]) -> _T:
-    """Call `fn`. If it raises an error, leave the job, so that all ranks fail with that error as the reason."""
+    """Call `fn`. If it raises an error, end this rank's part in the job, so that all ranks fail with that error as the
+    reason.
+    """
     try:
         return fn()
     except BaseException as err:
@@ -259,7 +262,8 @@ def leave_job(reason: str) -> None:
     Args:
         reason: reason to report to all ranks.
     """
-    if "sirtaki.torch" not in sys.modules:  # so init() was not called. Importing sirtaki.torch would take seconds.
+    # Do nothing, because init() was not called. Importing sirtaki.torch to find this out would take seconds.
+    if "sirtaki.torch" not in sys.modules:
         return
     from sirtaki.engine import job
     from sirtaki.torch.basics import detach_all
@@ -272,7 +276,7 @@ class Rank:
     """Actor of a rank. Ray prints the class name in front of the rank's output."""
 
     def __init__(self) -> None:
-        self._store: Any = None  # the TCPStore of the rendezvous, on rank 0
+        self._store: Any = None  # on rank 0, the TCPStore at which the ranks of the job meet
         self._executable: Any = None  # the rank's object of the user's class
 
     def place(self) -> ActorPlace:
@@ -289,12 +293,15 @@ class Rank:
         os.environ.update(variables)
 
     def open_store(self, *, one_host: bool, interfaces: str) -> tuple[str, int]:
-        """Open the store for the rendezvous at a free port. Return its host and port. Called on rank 0 only."""
+        """Open, at a free port, the TCPStore at which the ranks of the job meet. Return its host and port. Called on
+        rank 0 only.
+        """
         import ray
 
         addresses = own_addresses(interfaces) if interfaces else [ray.util.get_node_ip_address()]
         host = LOOPBACK if one_host else addresses[0]
-        # multi_tenant is set because `init()`, and perhaps the user's `init_process_group()`, open the store again.
+        # Set multi_tenant, because `init()`, and perhaps the user's `init_process_group()`, open the store at this port
+        # again.
         self._store = serve_store(host, timeout=datetime.timedelta(seconds=300), multi_tenant=True)
         return host, self._store.port
 
@@ -311,14 +318,14 @@ class Rank:
             log: Ray queue for values that are passed to `ray_logger.log`. None if nothing receives them.
         """
         ray_logger.configure(log)
-        # Each call has its own rendezvous, so that a rank that missed one can join the next.
+        # Number the rendezvous of each call, so that a rank that missed one can take part in the next.
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(call)
         return call_reporting_errors(lambda: fn(self._executable))
 
 
 @dataclass(frozen=True, slots=True)
 class RankDismissed:
-    """Result of `ElasticRank.train` on a rank that the job does not need any more."""
+    """Result of `ElasticRank.train` on a rank that the elastic job does not need any more."""
 
 
 class ElasticRank:
@@ -335,7 +342,7 @@ class ElasticRank:
         """Connect to the executor, and call `fn` as a rank of the elastic job.
 
         Args:
-            reach: opens an authenticated connection to the executor's process.
+            reach: function that opens an authenticated connection to the executor's process.
             host: name of this rank's host in the job.
             interface: network interface that connects the hosts. None for any.
             fn: function of the user.

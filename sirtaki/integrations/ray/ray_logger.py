@@ -11,7 +11,8 @@ _queue: Any = None
 
 
 def log(values: Any) -> None:
-    """Send values to the callbacks of `RayExecutor.execute`. Does nothing on ranks above 0, or without callbacks.
+    """Send values from rank 0 to the callbacks of `RayExecutor.execute`. Does nothing on other ranks, or without
+    callbacks.
 
     Args:
         values: any picklable object, usually numbers by name.
@@ -46,7 +47,9 @@ class Log:
 
 @contextlib.contextmanager
 def receiving_log(listeners: Sequence[Callable[[Any], object]]) -> Iterator[Log]:
-    """Yield a `Log` that receives values within the context. Without listeners, it receives nothing."""
+    """Yield a `Log`, which passes values that rank 0 logs within the context to `listeners`. Without listeners, it
+    receives nothing.
+    """
     if not listeners:
         yield Log(None, ())
         return

@@ -23,7 +23,7 @@ _TorchBackend: Any = TorchConfig().backend_cls
 
 @dataclass
 class SirtakiConfig(TorchConfig):  # type: ignore[misc]
-    """Ray Train's `TorchConfig` with Sirtaki's process group.
+    """Ray Train's `TorchConfig`, whose process group has the backend "sirtaki" by default.
 
     Attributes:
         backend: backend of PyTorch's process group: "sirtaki", "gloo" or "nccl". `hvd.init()` works with each of them.

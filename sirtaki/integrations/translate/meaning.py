@@ -1,4 +1,4 @@
-"""What a script's code does in training: which parts train, and which values differ between ranks."""
+"""Analysis of a training script: which parts train, and which values would differ between ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Training:
         loops: loops over data loaders whose body computes gradients, including comprehensions, in text order.
         other_loops: loops over data loaders whose body does not compute gradients.
         relays: loops in generators that yield a data loader's batches to another loop.
-        divided: data loaders that `loops` read. Their data is divided among the ranks.
+        divided: data loaders that `loops` read. The translated script divides their data among the ranks.
     """
 
     def __init__(self, flows: Flows) -> None:
@@ -63,7 +63,7 @@ class Training:
         self.divided = list(dict.fromkeys(loaders))
 
     def trains(self, node: cst.CSTNode) -> bool:
-        """Return whether a part of the script, or a function that it calls, runs a backward pass."""
+        """Return whether a part of the script (`node`), or a function that it calls, runs a backward pass."""
         return any(
             called_attribute(call) == "backward"
             or any(self.source.name_of(function) in self._functions for function in self.flows.callees(call))
@@ -75,7 +75,9 @@ class Training:
         return [call for call in self.source.all(cst.Call, within) if called_attribute(call) == "backward"]
 
     def steps(self) -> Iterator[tuple[cst.Call, cst.BaseExpression]]:
-        """Yield each call that steps an optimizer, directly or through a gradient scaler, and the optimizer."""
+        """Yield each call that steps an optimizer, directly or through a gradient scaler, together
+        with the optimizer.
+        """
         for call in self.source.all(cst.Call):
             if called_attribute(call) != "step" or not isinstance(call.func, cst.Attribute):
                 continue
@@ -85,7 +87,8 @@ class Training:
                 yield call, call.args[0].value
 
     def passes_are_counted(self) -> bool:
-        """Return whether all optimizers step after each backward pass. If not, gradients must be reduced in `step()`.
+        """Return whether all optimizers step after each backward pass. If not, gradients must be reduced only in
+        `step()`.
 
         A backward pass may reach the parameters of any optimizer. For example, the generator's backward pass also
         reaches the discriminator. If an optimizer does not step after a pass, the script later clears the optimizer's
@@ -94,12 +97,15 @@ class Training:
         return all(self._all_step_after(call) for call in self.backward_passes())
 
     def _all_step_after(self, call: cst.Call) -> bool:
-        """Return whether each optimizer steps after the backward pass `call` and before the next, in every branch."""
+        """Return whether each optimizer steps between the backward pass `call` and the next one, in every branch of the
+        code.
+        """
         source = self.source
         waiting = {site for site in self.flows.made(TrackedKind.OPTIMIZER) if not self._is_made_later(site.call, call)}
         for step, optimizer in self.steps():
             if step.args and source.code(step.args[0].value) in source.function_of(call).split("."):
-                return waiting <= self._optimizers_of(step, optimizer, ())  # the pass is in the closure of this step
+                # The backward pass is in the closure that is this step's argument.
+                return waiting <= self._optimizers_of(step, optimizer, ())
         here: cst.CSTNode = source.statement(call)
         while not isinstance(here, cst.For | cst.While | cst.FunctionDef | cst.Module):
             block = source.parent(here)
@@ -114,7 +120,7 @@ class Training:
         return False
 
     def _stepped(self, node: cst.CSTNode, loops: tuple[cst.For, ...] = ()) -> set[Site]:
-        """Return the optimizers that step in a part of the script, whichever branches are taken."""
+        """Return the optimizers that step in a part of the script (`node`) in every branch."""
         if isinstance(node, cst.FunctionDef | cst.ClassDef | cst.Try | cst.While):
             return set()
         if isinstance(node, cst.If):
@@ -131,7 +137,7 @@ class Training:
     def _optimizers_of(self, step: cst.Call, optimizer: cst.BaseExpression, loops: tuple[cst.For, ...]) -> set[Site]:
         """Return the optimizers that the call `step` certainly steps.
 
-        That is the only optimizer with the name, or all optimizers that a loop in `loops` yields.
+        These are the only optimizer that the name can hold, or all optimizers over which a loop in `loops` iterates.
         """
         sites = set(self.flows.holds(optimizer, TrackedKind.OPTIMIZER))
         symbol = self.source.symbol(optimizer)
@@ -140,7 +146,9 @@ class Training:
         return sites if len(sites) == 1 and not any(self._is_repeated(site.call, step, ()) for site in sites) else set()
 
     def _is_repeated(self, made: cst.CSTNode, step: cst.Call, within: tuple[cst.FunctionDef, ...]) -> bool:
-        """Return whether the call `made` may have created several optimizers by the time of `step`."""
+        """Return whether the call `made`, which creates an optimizer, may have run several times before the call
+        `step`.
+        """
         for there in self.source.above(made):
             if self.source.contains(there, step):
                 return False
@@ -163,9 +171,10 @@ class Training:
         return not any(source.contains(loop, made) for loop in loops)
 
     def loader_names(self, node: cst.BaseExpression) -> list[cst.BaseExpression]:
-        """Return the names of data loaders in the iterable of a loop: `loader` in `enumerate(tqdm(loader))`.
+        """Return the names of data loaders in the expression over which a loop iterates: `loader` in
+        `enumerate(tqdm(loader))`.
 
-        If the iterable is a name (`bar` with `bar = tqdm(loader)`), return the loaders in the assigned value.
+        If the expression is a name (`bar` with `bar = tqdm(loader)`), return the loaders in the value assigned to it.
         """
         if isinstance(node, cst.Call) and node.args:
             if node in self.flows.sites:
@@ -179,7 +188,7 @@ class Training:
             if symbol is None or not any(self.source.symbol(target) == symbol for target in targets(assign)):
                 continue
             wraps = isinstance(value, cst.Call) and value not in self.flows.sites and not self.flows.callees(value)
-            if not wraps or dotted(value.func) == "iter":  # type: ignore[attr-defined]  # a call
+            if not wraps or dotted(value.func) == "iter":  # type: ignore[attr-defined]  # `value` is a call
                 continue
             inner = self.loader_names(value) if not self._names(value, symbol) else []
             if not inner:
@@ -193,7 +202,9 @@ class Training:
         return any(self.source.symbol(name) == symbol for name in self.source.all(cst.Name, node))
 
     def is_divided(self, node: cst.BaseExpression) -> bool:
-        """Return whether an expression may be a data loader whose data is divided among the ranks."""
+        """Return whether an expression may be a data loader whose data the translated script
+        divides among the ranks.
+        """
         return bool(set(self.flows.holds(node, TrackedKind.LOADER)) & set(self.divided))
 
     def epoch(self, loop: cst.CSTNode) -> str:
@@ -236,7 +247,9 @@ def _counts(node: cst.BaseExpression) -> bool:
 
 
 class Over(Enum):
-    """How a rank's value depends on the samples of its part of a batch: one value per sample, a mean or a sum."""
+    """How a value depends on the samples in a rank's part of a batch: for example, it has a row per sample, or is their
+    mean or sum.
+    """
 
     ALL = "the same on all ranks"
     ZERO = "nothing yet: a sum begins with it"
@@ -258,7 +271,7 @@ REDUCED = {Over.MEAN, Over.SUM}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """Knowledge of `RankValues` about the value of an expression.
+    """What the analysis `RankValues` knows about the value of an expression on each rank.
 
     Attributes:
         over: how the value depends on the samples of a rank.
@@ -290,7 +303,7 @@ MEAN, SUM = Value(over=Over.MEAN), Value(over=Over.SUM)
 
 
 def either(one: Value, other: Value) -> Value:
-    """Return what is known about an expression that has one of two values, such as after an `if`."""
+    """Return what is known about a variable that has one of two values, such as after an `if`."""
     if one == other:
         return one
     if not one.own and not other.own:
@@ -313,7 +326,7 @@ def either(one: Value, other: Value) -> Value:
 
 
 def all_alike(values: Sequence[Value]) -> Value:
-    """Return the `Value` of a container whose elements have these values."""
+    """Return the `Value` (what is known) of a container whose elements have these values."""
     own = [value for value in values if value.own]
     if not own:
         return ALL
@@ -322,7 +335,7 @@ def all_alike(values: Sequence[Value]) -> Value:
 
 
 def combined(operator: cst.CSTNode, left: Value, right: Value) -> Value:
-    """Return the `Value` of an element-wise arithmetic operation on two values."""
+    """Return the `Value` (what is known) of the result of an element-wise arithmetic operation on two values."""
     own = [value for value in (left, right) if value.own]
     kinds, over = {value.over for value in own}, Over.UNKNOWN
     adds = isinstance(operator, cst.Add | cst.Subtract | cst.AddAssign | cst.SubtractAssign)
@@ -358,9 +371,9 @@ def combined(operator: cst.CSTNode, left: Value, right: Value) -> Value:
 
 
 def collected(value: Value) -> Value:
-    """Return the `Value` that remains known after a value is appended to a list.
+    """Return the `Value` (what is known) of the elements of a list to which a value was appended.
 
-    A number of samples becomes an ordinary number. A shape is not tracked.
+    A number of samples is then known only as a number, and a shape is unknown.
     """
     over = {Over.COUNT: Over.SUM, Over.SHAPE: Over.UNKNOWN}.get(value.over, value.over)
     return replace(value, over=over, items=tuple(collected(item) for item in value.items))
@@ -377,7 +390,7 @@ SHOWS = {
     "print", "format", "info", "debug", "warning", "error", "log", "add_scalar", "add_scalars", "set_postfix", "write",
     "set_postfix_str", "set_description", "append", "extend", "update", "put",
 }  # fmt: skip
-"""Names of functions and methods, such as `print`, whose arguments leave the computation."""
+"""Names of functions and methods, such as `print`, that show their arguments to the user or store them."""
 
 ABOUT = {"isinstance", "type", "hasattr", "id", "callable", "range", "issubclass"}
 
@@ -388,7 +401,7 @@ ELEMENTWISE = {
     "clamp", "clamp_min", "clamp_max", "clip", "maximum", "minimum", "where", "masked_fill", "nan_to_num", "add", "sub",
     "mul", "div", "lerp", "atan", "logit", "xlogy", "round", "floor", "ceil", "fmod", "dropout", "relu6", "mish",
 }  # fmt: skip
-"""Names of element-wise functions and methods."""
+"""Names of functions and methods that compute each element of the result from one element of each tensor."""
 
 AXIS_AT = {
     "mean": 1, "sum": 1, "softmax": 1, "log_softmax": 1, "logsumexp": 1, "std": 1, "var": 1, "argmax": 1, "argmin": 1,
@@ -396,10 +409,10 @@ AXIS_AT = {
     "flip": 1, "gather": 1, "index_select": 1, "cat": 1, "concat": 1, "stack": 1, "flatten": 1, "norm": 2, "select": 1,
     "narrow": 1, "topk": 2, "sort": 1, "normalize": 2, "cosine_similarity": 2, "chunk": 2, "split": 2,
 }  # fmt: skip
-"""Position of the axis among the arguments of functions along an axis. The tensor is the argument at position 0."""
+"""For functions along an axis, the position of the argument that names the axis. Position 0 is the tensor."""
 
 ALONG = {name: name in ("squeeze", "cat", "concat", "normalize", "cosine_similarity") for name in AXIS_AT}
-"""Names of functions along an axis, and whether they keep samples separate if no axis is given."""
+"""Names of functions along an axis. True if they keep the samples of a batch separate when the call names no axis."""
 
 FEWER = {"logsumexp", "std", "var", "argmax", "argmin", "amax", "amin", "prod", "any", "all", "squeeze", "norm",
          "select", "cosine_similarity"}  # fmt: skip
@@ -413,7 +426,7 @@ SEQUENCES = {"LSTM", "GRU", "RNN", "MultiheadAttention", "Transformer", "Transfo
 """Names of modules whose inputs have the samples along the second axis by default."""
 
 WEIGHED = {"crossentropy", "crossentropyloss", "nllloss"}
-"""Names of losses that divide by the total weight of the targets, which differs between ranks."""
+"""Names of losses that divide by the total weight of the targets. This weight differs between ranks."""
 
 UNWEIGHTED = "cross entropy is taken to count all targets alike; where some are -100, give it `ignore_index=-100`"
 
@@ -423,8 +436,8 @@ class RankValues:
 
     This is an abstract interpreter. It runs the script with a `Value` instead of a number or tensor for every name and
     expression. A `Value` says how the result depends on the samples of a rank. All branches of an `if` are run, and if
-    they give different values, the result is UNKNOWN. Each loop is run twice, because an iteration starts with the
-    values of the one before. Each function is run once for each combination of arguments. Example:
+    they give different values, the result is UNKNOWN. Each loop is runs the body twice, because an iteration starts
+    with the values of the one before. Each function is run once for each combination of arguments. Example:
 
         for x, y in loader:                      x, y: ROWS, something of each sample
             each = (model(x) - y) ** 2           ROWS: a model is assumed to process each sample separately
@@ -454,12 +467,15 @@ class RankValues:
     """
 
     def __init__(self, training: Training, edits: Edits, *, ranks: str) -> None:
-        """Store the name `ranks` that `sirtaki.torch.ranks` has in the script."""
+        """Prepare the analysis. `ranks` is the name that the module `sirtaki.torch.ranks` has in
+        the translated script.
+        """
         self._training, self._flows, self._source = training, training.flows, training.source
         self._edits, self._ranks = edits, ranks
         self.batches: set[cst.CSTNode] = set()
         self.losses: dict[Over, int] = {}
-        self._env: dict[Symbol, Value] = {}  # value of each variable at the current place
+        # What is known about each variable at the place that the interpreter has reached.
+        self._env: dict[Symbol, Value] = {}
         self._wrapped: dict[cst.CSTNode, Over] = {}
         self._meant: set[cst.Call] = set()
         self._losses = {
@@ -468,13 +484,14 @@ class RankValues:
             if isinstance(call.func, cst.Attribute)
             for name in self._source.all(cst.Name, call.func.value)
         }
-        self._calling: list[str] = []  # functions on the call stack that got rank-dependent arguments
+        # Functions of the script that the interpreter is in, if called with arguments that differ between ranks.
+        self._calling: list[str] = []
         self._fresh: set[Symbol] = set()
-        self._in_loop: list[cst.For] = []  # enclosing training loops
+        self._in_loop: list[cst.For] = []  # training loops that the interpreter is in
         self._branches = 0
         self._called: dict[tuple[str, tuple[Value, ...]], Value] = {}
         self._returned: list[Value] = []
-        self._begun: dict[cst.Call, set[Value]] = {}  # values from which backward passes begin
+        self._begun: dict[cst.Call, set[Value]] = {}  # for each call of backward(), the values from which it begins
         self._models = {
             self._source.code(call.func.value)
             for call in self._source.all(cst.Call)
@@ -555,7 +572,7 @@ class RankValues:
     def _for(self, loop: cst.For) -> None:
         trains = loop in self._training.loops
         value = self._value(loop.iter)
-        for _ in range(2):  # run twice, because an iteration starts with the values of the one before
+        for _ in range(2):  # runs the body twice, because an iteration starts with the values of the one before
             self._put(loop.target, BATCH if trains else _element(value))
             if isinstance(loop.target, cst.Tuple) and (_is_enumerated(loop.iter) or _are_items(loop.iter)):
                 self._put(loop.target.elements[1].value, BATCH if trains else value)
@@ -620,9 +637,10 @@ class RankValues:
             self._edits.refuse(line, f"cannot tell whether `{self._source.code(node.value)}` is a mean or a sum")
 
     def _sums_up_in(self, node: cst.AugAssign) -> cst.For | None:
-        """Return the loop after which a running sum may be combined over ranks. None if there is none.
+        """Return the loop after which the sum that `node` (`total += x`) accumulates may be combined over ranks. None
+        if there is no such loop.
 
-        The sum must start before the loop, and must not be read inside the loop.
+        The sum must be initialised before the loop, and must not be read inside the loop.
         """
         if not self._in_loop or not isinstance(node.target, cst.Name):
             return None
@@ -640,7 +658,7 @@ class RankValues:
         return None
 
     def _function(self, function: cst.FunctionDef, given: dict[str, Value]) -> Value:
-        """Return the `Value` that a function of the script returns for the argument values `given`."""
+        """Return what is known (`Value`) about the result of a function of the script for the arguments `given`."""
         scope = self._source.name_of(function)
         names = [param.name.value for param in parameters(function)]
         key = (scope, tuple(given.get(name, ALL) for name in names))
@@ -683,27 +701,31 @@ class RankValues:
                 self._env[symbol] = replace(value, over=Over.MEAN, sure=False) if is_loss else value
 
     def _is_placed_by_samples(self, node: cst.BaseExpression) -> bool:
-        """Return whether the index of an assignment depends on samples, as in `counts[label] += 1`."""
+        """Return whether the target of an assignment has an index that depends on samples, such as `counts[label] +=
+        1`.
+        """
         return (
             isinstance(node, cst.Subscript)
             and self._any(*(self._value(part) for element in node.slice for part in _parts(element))).own
         )
 
     def _is_differentiated(self, node: cst.BaseExpression) -> bool:
-        """Return whether backward passes begin from a variable with this name."""
+        """Return whether a backward pass begins from the variable that `node` names."""
         return isinstance(node, cst.Name) and node.value in self._losses
 
     def _decide(self, test: cst.BaseExpression) -> None:
-        """Combine or refuse rank-dependent values in a condition, so that all ranks evaluate it equally."""
+        """Make the condition `test` equal on all ranks: combine values in it that differ between ranks, or refuse the
+        script.
+        """
         value = self._value(test)
         if value.own and not self._share(test):
             text = self._source.code(test)
             self._edits.refuse(test, f"ranks may decide differently, each by its own data: `{text}`")
 
     def _share(self, node: cst.BaseExpression) -> bool:
-        """Combine the largest parts of an expression that are means or sums over ranks.
+        """Edit an expression so that its means and sums over a rank's samples become those of all ranks.
 
-        Return False if another rank-dependent part is left.
+        Return False if another part of the expression still differs between ranks.
         """
         value = self._value(node)
         if not value.own:
@@ -725,11 +747,13 @@ class RankValues:
         self._edits.wrap(node, f"{self._function_for(over)}({{it}})")
 
     def _function_for(self, over: Over) -> str:
-        """Return the code of the function that combines means, sums or counts of all ranks."""
+        """Return the code of the function in `sirtaki.torch.ranks` that combines the means, sums or counts of all
+        ranks.
+        """
         return f"{self._ranks}.average" if over is Over.MEAN else f"{self._ranks}.total"
 
     def _value(self, node: cst.BaseExpression) -> Value:
-        """Return the `Value` of an expression."""
+        """Return what is known about an expression (its `Value`)."""
         if node in self.batches:
             return BATCH
         if isinstance(node, cst.Name):
@@ -774,9 +798,9 @@ class RankValues:
         return replace(value, number=isinstance(node, cst.FormattedString))
 
     def _of_operation(self, node: cst.BinaryOperation) -> Value:
-        """Return the `Value` of an arithmetic operation.
+        """Return what is known about the result of an arithmetic operation (its `Value`).
 
-        Operands that must be of the whole batch are combined over ranks.
+        Operands that must be computed from the whole batch are combined over ranks.
         """
         left, right = self._value(node.left), self._value(node.right)
         if isinstance(node.operator, cst.MatrixMultiply):
@@ -791,14 +815,16 @@ class RankValues:
         return combined(node.operator, self._whole(node.left, left), self._whole(node.right, right))
 
     def _whole(self, node: cst.BaseExpression, value: Value) -> Value:
-        """Combine `node` over ranks if its value is a mean, sum or count. Return the value of the result."""
+        """If `node` is a mean, sum or count of a rank's samples, edit it to be that of all ranks. Return what is known
+        afterwards.
+        """
         if value.over not in REDUCED | {Over.COUNT}:
             return value
         self._wrap(node, value.over)
         return replace(value, over=Over.WHOLE)
 
     def _any(self, *values: Value) -> Value:
-        """Return the `Value` of the result of an unknown computation from these values."""
+        """Return what is known about a result that is computed from these values in an unknown way."""
         return OWN if any(value.own for value in values) else ALL
 
     def _of_comprehension(self, node: cst.BaseComp) -> Value:
@@ -855,7 +881,7 @@ class RankValues:
     # ── calls ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _of_call(self, call: cst.Call) -> Value:
-        """Return the `Value` of a call's result."""
+        """Return what is known about the result of a call (its `Value`)."""
         if call in self._training.reads:
             return BATCH
         name = called_attribute(call) or (call.func.value if isinstance(call.func, cst.Name) else "")
@@ -888,10 +914,11 @@ class RankValues:
             return self._shown(call, name, values)
         if name in ABOUT:
             return ALL
-        if name == "zip" and len(values) == 1 and call.args[0].star:  # `zip(*rows)` returns columns
+        # `zip(*rows)` returns the columns of `rows`, about which the same is known.
+        if name == "zip" and len(values) == 1 and call.args[0].star:
             return values[0]
         if name == "len" and values and values[0].over in REDUCED:
-            return ALL  # because the argument is a list of such values
+            return ALL  # equal on all ranks, because the argument is a list of means or sums
         if name == "len" and values:
             return _at(replace(values[0], over=Over.SHAPE, sure=values[0].over in EACH), 0) if values[0].own else ALL
         if name in ("float", "int", "round") and self._source.is_builtin(full):
@@ -902,7 +929,7 @@ class RankValues:
             return Value(over=Over.ROWS, dims=2)
         if self._is_tensor_type(call.func) and values:
             return Value(over=Over.ROWS, dims=2) if _has_batch_size(values) else values[0]
-        if full == "torch.autograd.Variable" and values:  # because Variable returns a tensor since PyTorch 0.4
+        if full == "torch.autograd.Variable" and values:  # returns its argument, a tensor, since PyTorch 0.4
             return values[0]
         if full == "torch.autograd.grad":
             return self._of_slopes(call)
@@ -924,7 +951,7 @@ class RankValues:
             return Value(over=over, dims=2) if kinds and (kinds <= EACH or kinds == {Over.PART}) else OWN
         if any(
             value.number and value.over is not Over.COUNT for value in values
-        ):  # numbers may be used after the batch
+        ):  # combines them over ranks here, because Python numbers may be used after the batch
             pairs = zip(call.args, values, strict=True)
             left = [arg for arg, value in pairs if value.own and not self._share(arg.value)]
             return OWN if left else ALL
@@ -945,7 +972,9 @@ class RankValues:
         return all(TENSOR_TYPE.fullmatch(self._source.full_name(part)) for part in types)
 
     def _of_slopes(self, call: cst.Call) -> Value:
-        """Return the `Value` of `torch.autograd.grad`: per-sample gradients of inputs, or gradients of parameters."""
+        """Return what is known about the result of `torch.autograd.grad`: gradients of inputs, one per sample, or
+        gradients of parameters.
+        """
         outputs, inputs = argument(call, "outputs", 0), argument(call, "inputs", 1)
         if outputs is None or inputs is None:
             return OWN
@@ -961,7 +990,7 @@ class RankValues:
         return Value(items=(Value(over=Over.ROWS, dims=2, sure=value.sure),)) if apart else OWN
 
     def _is_model(self, call: cst.Call) -> bool:
-        """Return whether a node calls a module. Modules are assumed to process each sample separately."""
+        """Return whether `call` calls a PyTorch module. Modules are assumed to process each sample separately."""
         made = self._flows.holds(call.func, TrackedKind.MODULE)
         for site in made:
             kind = site.name.rpartition(".")[2]
@@ -973,10 +1002,13 @@ class RankValues:
         return bool(made) or in_module or self._source.code(call.func) in self._models
 
     def _of_method(self, call: cst.Call, name: str, base: Value) -> Value:
-        """Return the `Value` of a method call on a rank-dependent object."""
-        if name in ("items", "values", "get", "keys"):  # The object is a dictionary of rank-dependent values.
+        """Return what is known about the result of calling the method `name` on an object that
+        differs between ranks.
+        """
+        # These are methods of a dictionary, whose values differ between ranks.
+        if name in ("items", "values", "get", "keys"):
             return base
-        if name in ("format", "append", "extend"):  # methods that tensors do not have
+        if name in ("format", "append", "extend"):  # methods of strings and lists, which tensors do not have
             return self._shown(call, name, [self._value(arg.value) for arg in call.args])
         if name in ("item", "tolist", "numpy"):
             return replace(base, number=True, items=())
@@ -996,7 +1028,9 @@ class RankValues:
     def _of_tensors(
         self, call: cst.Call, name: str, given: list[cst.BaseExpression], args: Sequence[cst.Arg]
     ) -> Value | None:
-        """Return the `Value` of a torch function or method. Its tensor is the first argument. None if it is unknown."""
+        """Return what is known about the result of a torch function or method. Its first argument is the tensor. None
+        if the function is unknown.
+        """
         value = self._value(given[0])
         if isinstance(given[0], cst.ListComp | cst.GeneratorExp) and name in ("stack", "cat", "array", "tensor"):
             over = self._value(given[0].for_in.iter).over
@@ -1058,7 +1092,9 @@ class RankValues:
         return None
 
     def _elementwise(self, given: Sequence[cst.BaseExpression]) -> Value:
-        """Return the `Value` of an element-wise function of `given`. Means and sums in `given` are combined first."""
+        """Return what is known about an element-wise function of `given`. Means and sums in `given` are first combined
+        over ranks.
+        """
         values = [self._value(node) for node in given]
         kinds = {value.over for value in values if value.own}
         rest = kinds - REDUCED - {Over.COUNT}
@@ -1073,7 +1109,7 @@ class RankValues:
     def _of_reduction(
         self, call: cst.Call, name: str, value: Value, given: list[cst.BaseExpression], axis: cst.BaseExpression | None
     ) -> Value:
-        """Return the `Value` of `mean()` or `sum()`, over the samples or along other axes."""
+        """Return what is known about the result of `mean()` or `sum()`, over the samples or along other axes."""
         over = Over.MEAN if name == "mean" else Over.SUM
         if value.over in REDUCED:
             return value
@@ -1090,7 +1126,9 @@ class RankValues:
         return Value(over=over, sure=value.sure and followed)
 
     def _axes(self, node: cst.BaseExpression, dims: int) -> tuple[int, ...]:
-        """Return the axes that an expression names. Return () if one of them is the axis of the samples."""
+        """Return the axes of a tensor that an expression names, such as 1 or (1, 2). Return () if one of them is the
+        axis of the samples.
+        """
         text = self._source.code(node).strip("()[]").rstrip(",").replace(" ", "")
         try:
             axes = tuple(map(int, text.split(",")))
@@ -1099,7 +1137,9 @@ class RankValues:
         return axes if all(axis > 0 or -dims < axis < 0 for axis in axes) else ()
 
     def _of_loss(self, call: cst.Call, full: str, name: str) -> Value | None:
-        """Return the `Value` of a loss. Its reduction is a mean unless the call specifies another one."""
+        """Return what is known about the result of a loss. It is a mean over samples unless the call specifies another
+        reduction.
+        """
         made = self._flows.holds(call.func, TrackedKind.LOSS)
         is_torchs = full.startswith("torch.nn.functional.") and (
             "loss" in name or "entropy" in name or name == "kl_div"
@@ -1139,9 +1179,9 @@ class RankValues:
         return "mean" if given is None else self._source.code(given).strip("\"'")
 
     def _of_own_function(self, call: cst.Call, functions: list[cst.FunctionDef], values: list[Value]) -> Value:
-        """Return the `Value` of a call of a function that the script defines.
+        """Return what is known about the result of a function that the script defines.
 
-        The function's body is run in the interpreter, unless all arguments are plain numbers.
+        The abstract interpreter runs the function's body, unless all arguments are plain numbers.
         """
         is_module = any(self._source.derives(self._source.class_of(function), "Module") for function in functions)
         own = [value for value in values if value.own]
@@ -1180,13 +1220,13 @@ class RankValues:
 
 
 def _has_batch_size(values: Sequence[Value]) -> bool:
-    """Return whether an argument is the number of samples or a shape that begins with it."""
+    """Return whether one of `values` is the number of samples, or a shape that begins with it."""
     firsts = (value.items[0] if value.items else value for value in values)
     return any(first.over in (Over.COUNT, Over.SHAPE) for first in firsts)
 
 
 def _element(value: Value) -> Value:
-    """Return the `Value` of the elements that a loop over `value` yields."""
+    """Return what is known about the elements that a loop over `value` yields."""
     if value.items:
         return all_alike(value.items)
     one_sample = value.over in EACH | {Over.PART} and not value.container
@@ -1194,7 +1234,9 @@ def _element(value: Value) -> Value:
 
 
 def _at(value: Value, position: int) -> Value:
-    """Return the `Value` of a tuple's element. If the tuple is a shape, element 0 is the number of samples."""
+    """Return what is known about the element `position` of a tuple. If the tuple is a tensor's shape, element 0 is the
+    number of samples.
+    """
     if value.over is not Over.SHAPE:
         return replace(value, items=(), container=False)
     if position:
@@ -1203,7 +1245,9 @@ def _at(value: Value, position: int) -> Value:
 
 
 def _multiplied(left: Value, right: Value) -> Value:
-    """Return the `Value` of a matrix product. Samples stay separate unless the product is along the sample axis."""
+    """Return what is known about a matrix product. Samples stay separate unless the product sums over the axis of the
+    samples.
+    """
     if not left.own and not right.own:
         return combined(cst.Multiply(), left, right)
     if left.over is not Over.ROWS or (right.own and right.over is not Over.ROWS):
@@ -1215,13 +1259,14 @@ def _multiplied(left: Value, right: Value) -> Value:
 def _mean_of(template: str, call: cst.BaseExpression) -> cst.BaseExpression:
     """Replace `{it}` in a template by the tensor whose mean is `tensor.mean()` or `torch.mean(tensor)`."""
     assert isinstance(call, cst.Call)
-    inner = call.args[0].value if call.args else call.func.value  # type: ignore[attr-defined]  # an attribute
+    inner = call.args[0].value if call.args else call.func.value  # type: ignore[attr-defined]  # `func` is an attribute
     return cst.helpers.parse_template_expression(template, it=inner)
 
 
 def _parts(node: cst.CSTNode) -> list[cst.BaseExpression]:
     """Return the direct sub-expressions of a node."""
-    if isinstance(node, cst.Attribute | cst.Arg):  # without the name after the dot or before the `=`
+    # Skips the name after the dot (attribute) or before the `=` (argument).
+    if isinstance(node, cst.Attribute | cst.Arg):
         return [node.value]
     found: list[cst.BaseExpression] = []
     for child in node.children:
@@ -1241,7 +1286,9 @@ def _are_items(node: cst.BaseExpression) -> bool:
 
 
 def _is_enumerated(node: cst.BaseExpression) -> bool:
-    """Return whether the first element that a loop yields is a counter."""
+    """Return whether `node`, over which a loop iterates, yields pairs of a counter and an element,
+    as `enumerate` does.
+    """
     if not isinstance(node, cst.Call) or not node.args:
         return False
     return dotted(node.func) == "enumerate" or (dotted(node.func) != "zip" and _is_enumerated(node.args[0].value))

@@ -1,4 +1,6 @@
-"""The script that is translated: its syntax tree, edits of it, and the data flow of tracked objects."""
+"""The script that is translated: its syntax tree, edits of it, and where its models, optimizers and data loaders are
+used.
+"""
 
 from __future__ import annotations
 
@@ -67,11 +69,11 @@ class Source:
         return line + self._starts[behind - 1][1] - self._starts[behind - 1][0] if behind else line
 
     def code(self, node: cst.CSTNode) -> str:
-        """Return the text of a node."""
+        """Return the code of a node of the syntax tree as text."""
         return self.module.code_for_node(node).strip()
 
     def all(self, kind: type[Node], within: cst.CSTNode | None = None) -> Iterator[Node]:
-        """Yield nodes of a type, in text order."""
+        """Yield the nodes of type `kind` in `within` (None: in the whole script), in text order."""
         for node in self._nodes if within is None else walk(within):
             if isinstance(node, kind):
                 yield node
@@ -87,11 +89,11 @@ class Source:
         return self._parents[node]
 
     def statement(self, node: cst.CSTNode) -> cst.BaseStatement:
-        """Return the innermost statement that contains a node, and before and after which lines can be inserted."""
+        """Return the innermost statement that contains `node` and before and after which lines can be inserted."""
         for there in (node, *self.above(node)):
             if isinstance(there, cst.BaseStatement) and not isinstance(
                 self.parent(there), cst.If
-            ):  # because an `elif` is an If inside an If
+            ):  # skips an `elif`, which libcst represents as an If inside an If
                 return there
         raise AssertionError("a node outside of all statements")
 
@@ -106,7 +108,7 @@ class Source:
         return next((self.name_of(there) for there in self.above(node) if isinstance(there, cst.FunctionDef)), "")
 
     def name_of(self, node: cst.FunctionDef | cst.ClassDef) -> str:
-        """Return the qualified name of a function or class."""
+        """Return the qualified name of a function or class, such as "C.f"."""
         around = [there.name.value for there in self.above(node) if isinstance(there, cst.FunctionDef | cst.ClassDef)]
         return ".".join([*reversed(around), node.name.value])
 
@@ -265,7 +267,9 @@ def undefined_names(text: str) -> set[str]:
 
 
 def _names_at_once(node: ast.AST) -> tuple[set[str], set[str]]:
-    """Return the names that a statement reads, and those that it binds, when it runs. Function bodies do not count."""
+    """Return the names that a statement reads when it runs, and those that it binds. Names in function bodies do not
+    count.
+    """
     if isinstance(node, ast.Name):
         return ({node.id}, set()) if isinstance(node.ctx, ast.Load) else (set(), {node.id})
     loads, stores = set[str](), set[str]()
@@ -287,7 +291,7 @@ def _names_at_once(node: ast.AST) -> tuple[set[str], set[str]]:
 
 
 NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler, ast.MatchAs, ast.MatchStar)
-"""Syntax nodes that bind the name in their attribute `name`."""
+"""Types of syntax nodes that bind a name, which is their attribute `name`."""
 
 MODULE_NAMES = {"__file__", "__name__", "__doc__", "__spec__", "__package__", "__loader__", "__annotations__"}
 
@@ -319,7 +323,7 @@ def parameters(function: cst.FunctionDef) -> list[cst.Param]:
 
 
 def bound_name(alias: cst.ImportAlias) -> str:
-    """Return the name that an import binds."""
+    """Return the name that an import binds: `b` for `import a as b`."""
     return alias.evaluated_alias or alias.evaluated_name
 
 
@@ -331,7 +335,7 @@ def dotted(node: cst.BaseExpression) -> str:
 
 
 def called_attribute(call: cst.Call) -> str:
-    """Return `step` for `anything.step()`. "" for other calls."""
+    """Return the name of the called method, such as `step` for `anything.step()`. "" if `call` calls no attribute."""
     return call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
 
 
@@ -371,7 +375,9 @@ class Edits:
         self._changes[node] = [lambda _: cst.parse_expression(code)]
 
     def change(self, node: cst.BaseExpression, change: Change) -> None:
-        """Replace an expression by `change(expression)`. The argument has all edits of its parts already."""
+        """Replace an expression by the result of `change(expression)`, called after all edits inside the expression
+        were made.
+        """
         self._changes[node].append(change)
 
     def wrap(self, node: cst.BaseExpression, template: str) -> None:
@@ -381,7 +387,7 @@ class Edits:
             self.change(node, lambda it: cst.helpers.parse_template_expression(template, it=it))
 
     def changes_in(self, node: cst.CSTNode) -> bool:
-        """Return whether an edit changes an expression or a part of it."""
+        """Return whether a recorded edit changes an expression or a part of it."""
         return node in self._changes or any(self.changes_in(child) for child in node.children)
 
     def touches(self, node: cst.CSTNode) -> bool:
@@ -484,12 +490,14 @@ def _block(head: str, body: Sequence[cst.BaseStatement]) -> cst.BaseStatement:
 PASSED_ON = {
     "enumerate", "iter", "zip", "list", "reversed", "cycle", "islice", "track", "tqdm", "trange", "next", "dict",
 }  # fmt: skip
-"""Last parts of the names of functions that return their argument."""
+"""Names of functions, without their module, whose result yields the elements of their argument,
+such as `tqdm(loader)`.
+"""
 
 SAME_OBJECT = {
     "to", "cuda", "cpu", "float", "double", "half", "train", "eval", "items", "values", "get", "requires_grad_",
 }  # fmt: skip
-"""Names of methods that return the object on which they are called."""
+"""Names of methods that return the object on which they are called, such as `to` of a model."""
 
 
 class TrackedKind(Enum):
@@ -515,7 +523,9 @@ class Site:
 
 
 MOVES = (cst.Assign, cst.AnnAssign, cst.NamedExpr, cst.WithItem, cst.For, cst.Yield, cst.Return, cst.Call)
-"""Syntax nodes by which a tracked object gets into another variable, or out of a function."""
+"""Types of syntax nodes that put a tracked object (such as a model) into another variable, or return it from a
+function.
+"""
 
 _MAY_BE: dict[type[cst.CSTNode], tuple[str, ...]] = {
     cst.Subscript: ("value",),
@@ -527,7 +537,7 @@ _MAY_BE: dict[type[cst.CSTNode], tuple[str, ...]] = {
     cst.GeneratorExp: ("elt",),
     cst.DictComp: ("value",),
 }
-"""Types of expressions, and their attributes with sub-expressions that may be in the expression's value."""
+"""For types of expressions, the attributes whose sub-expressions may be the expression's value or elements of it."""
 
 Key = TypeVar("Key")
 
@@ -536,7 +546,8 @@ NOTHING: Values = frozenset()
 
 
 class Flows:
-    """Data flow analysis: which tracked objects each name and expression of a script may hold.
+    """Data flow analysis: which tracked objects (models, optimizers, data loaders) each name and expression of a script
+    may hold.
 
     Attributes:
         sites: sites (calls that create a tracked object), by call node.
@@ -558,15 +569,19 @@ class Flows:
                 self._follow(node)
 
     def made(self, kind: TrackedKind) -> list[Site]:
-        """Return all sites (creating calls) of objects of a kind, in text order."""
+        """Return all calls (sites) that create objects of a kind, such as optimizers, in text order."""
         return [site for site in self.sites.values() if site.kind is kind]
 
     def holds(self, node: cst.BaseExpression, kind: TrackedKind) -> list[Site]:
-        """Return the sites (creating calls) of the objects of a kind that an expression may hold."""
+        """Return the calls (sites) that create the objects of a kind, such as optimizers, that an
+        expression may hold.
+        """
         return [site for site in self.values(node) if site.kind is kind]
 
     def values(self, node: cst.BaseExpression) -> Values:
-        """Return the sites (creating calls) of all tracked objects that an expression may hold."""
+        """Return the calls (sites) that create the models, optimizers and other tracked objects that an expression may
+        hold.
+        """
         symbol = self.source.symbol(node)
         if symbol is not None:
             return self._held.get(symbol, NOTHING)
@@ -591,7 +606,7 @@ class Flows:
                 return [] if init is None else [init]
             scopes = source.function_of(call).split(".")
             around = [".".join([*scopes[:depth], func.value]) for depth in range(len(scopes), 0, -1)]
-            for name in (*around, func.value):  # innermost scope first
+            for name in (*around, func.value):  # looks the name up in the innermost scope first
                 if name in source.functions:
                     return [source.functions[name]]
         elif isinstance(func, cst.Attribute):
@@ -636,7 +651,9 @@ class Flows:
         elif isinstance(node, cst.For):
             if _is_container(node.iter):
                 self._assign(node.target, node.iter)
-            else:  # This case includes `for i, optimizer in enumerate(optimizers)`.
+            # The loop variable, such as `optimizer` in `for i, optimizer in enumerate(optimizers)`, may hold each
+            # element.
+            else:
                 for each in self.source.all(cst.Name, node.target):
                     self._put(each, frozenset(self.holds(node.iter, TrackedKind.OPTIMIZER)))
         elif isinstance(node, cst.Yield):
@@ -675,7 +692,9 @@ class Flows:
         self._put(target, self.values(value))
 
     def _at(self, value: cst.BaseExpression, position: int) -> Values:
-        """Return the sites (creating calls) of objects that the element `position` of the tuple `value` may hold."""
+        """Return the calls (sites) that create the tracked objects that the element `position` of the tuple `value` may
+        hold.
+        """
         if isinstance(value, cst.Call) and (functions := self.callees(value)):
             return self._union(
                 self._returned_at.get((self.source.name_of(function), position), NOTHING) for function in functions
@@ -700,7 +719,9 @@ class Flows:
             self._add(self._returned_at, (function, position), self.values(element.value))
 
     def _add(self, table: dict[Key, Values], key: Key, values: Values) -> None:
-        """Add the sites `values` to a table entry. If one is new, the analysis makes another pass over the script."""
+        """Add `values`, calls that create tracked objects, to the entry `key` of a table. If one is new, the analysis
+        makes another pass over the script.
+        """
         known = table.get(key, NOTHING)
         if not values <= known:
             table[key] = known | values

@@ -42,7 +42,7 @@ def free_name(source: Source, wanted: str) -> str:
 def import_lines(source: Source, place: cst.BaseStatement, *, hvd: str, ranks: str = "") -> list[str]:
     """Return the import lines that the translated script needs after the statement `place`.
 
-    They include a setting by which unused parameters are not updated.
+    The lines set SIRTAKI_UNUSED, so that the gradient of a parameter that no rank has used stays None.
     """
     as_ranks = "" if ranks == "ranks" else f" as {ranks}"
     return [
@@ -160,7 +160,9 @@ def place(source: Source, flows: Flows, edits: Edits, *, hvd: str) -> list[str]:
 
 
 def undo_wrapper(source: Source, flows: Flows, edits: Edits, call: cst.Call) -> None:
-    """Remove a model's wrapper: replace `Wrapper(model, …)` by `model`, and `wrapped.module` by `wrapped`."""
+    """Remove the wrapper of a model, such as DataParallel: replace `Wrapper(model, …)` by `model`, and `wrapped.module`
+    by `wrapped`.
+    """
     inner = call.args[0].value
     assign = source.parent(call)
     same = isinstance(assign, cst.Assign) and len(assign.targets) == 1
@@ -176,7 +178,7 @@ def undo_wrapper(source: Source, flows: Flows, edits: Edits, call: cst.Call) -> 
 
 
 AT_STEP = 1_000_000
-"""Number of accumulated backward passes that no script reaches. With it, gradients are reduced in `step()` only."""
+"""Value for `backward_passes_per_step` that no script reaches, so that gradients are reduced only in `step()`."""
 
 READS_GRADIENTS = {"clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "unscale_", "get_total_norm"}
 
@@ -223,7 +225,8 @@ class Optimizers:
         if not models:
             self._edits.refuse(call, f"cannot tell whose parameters `{source.code(call)}` has")
             return
-        if _binder(source, call) is not None:  # because no statement can be inserted into a lambda or comprehension
+        # Skips optimizers in a lambda or comprehension, into which no statement can be inserted.
+        if _binder(source, call) is not None:
             self.uses_ranks = True
             self._edits.wrap(call, f"{self._ranks}.distributed({{it}}, {', '.join(models)}{options})")
             return
@@ -258,7 +261,9 @@ class Optimizers:
         return self._source.code(binder.for_in) if isinstance(binder, cst.BaseComp) else None
 
     def _require_cleared(self) -> None:
-        """Refuse scripts that add gradients to reduced sums, because the next reduction would sum the sums again."""
+        """Refuse scripts that do not clear gradients after a step, because the next reduction would sum, over ranks,
+        gradients that are sums over ranks already.
+        """
         clears = [call for call in self._source.all(cst.Call) if called_attribute(call) in ("zero_grad", "zero_")]
         by_hand = any(
             isinstance(node.target, cst.Attribute) and _is_gradient(node.target)
@@ -299,7 +304,7 @@ class Optimizers:
         while isinstance(node, cst.Attribute) and not (isinstance(node.value, cst.Name) and node.value.value == "self"):
             made = self._flows.holds(node.value, TrackedKind.INSTANCE)
             if made and not any(self._source.derives(site.name, "Module") for site in made):
-                break  # because an object that is no Module only contains models
+                break  # stops here, because an object that is no Module only contains models
             node = node.value
         return node
 
@@ -322,7 +327,7 @@ class Optimizers:
         steps, seen = list(self._training.steps()), set[cst.CSTNode]()
         for call, optimizer in steps:
             if call.args and self._source.code(call.args[0].value) != self._source.code(optimizer):
-                continue  # because the step's argument is a closure, after which the optimizer reduces gradients
+                continue  # The step's argument is a closure, after which the optimizer itself reduces gradients.
             step = self._source.statement(call)
             alone = isinstance(step, cst.SimpleStatementLine) and len(step.body) == 1
             reads = self._reads_before(call) + ([] if alone else self._reads(step))
@@ -417,7 +422,9 @@ class Optimizers:
 
 
 def _binder(source: Source, node: cst.BaseExpression) -> cst.BaseComp | cst.Lambda | None:
-    """Return the comprehension or lambda that contains an expression and binds a name in it. None if there is none."""
+    """Return the comprehension or lambda around an expression that binds a name in the expression. None if there is no
+    such code.
+    """
     names, statement = {name.value for name in source.all(cst.Name, node)}, source.statement(node)
     for there in source.above(node):
         if there is statement:
@@ -463,7 +470,7 @@ READS = {"torch.load", "numpy.load", "json.load", "pickle.load", "joblib.load"}
 
 
 class Output:
-    """Edits a script so that only rank 0 prints and writes files."""
+    """Makes the edits by which only rank 0 prints and writes files."""
 
     def __init__(self, source: Source, flows: Flows, edits: Edits, *, hvd: str, ranks: str) -> None:
         """Store the names `hvd` and `ranks` that `sirtaki.torch` and `sirtaki.torch.ranks` have in the script."""
@@ -471,7 +478,7 @@ class Output:
         self._writes = False
 
     def keep(self) -> None:
-        """Edit all code of the script that prints or writes files."""
+        """Edit all code of the script that prints or writes files, so that only rank 0 does this."""
         for call in self._source.all(cst.Call):
             name, method = self._source.full_name(call.func), called_attribute(call)
             if name in WRITES or name.startswith(WRITING_PACKAGES) or method in WRITING_METHODS:
@@ -519,18 +526,18 @@ class Output:
             self._on_root(call)
 
     def _open(self, call: cst.Call) -> None:
-        """Make `open` for writing open /dev/null on ranks other than 0."""
+        """Edit a call of `open` for writing, so that ranks other than 0 open /dev/null."""
         receiver = call.func.value if isinstance(call.func, cst.Attribute) else None
         if (
             isinstance(receiver, cst.Name) and receiver.value in self._source.imported
-        ):  # a module's function, such as gzip.open
+        ):  # excludes a module's function, such as gzip.open
             receiver = None
         mode = argument(call, "mode", 1 if receiver is None else 0)
         text = "" if mode is None else self._source.code(mode).strip("\"'")
         if not set(text) & set("wax+"):
             return
         self._writes = True
-        if receiver is not None:  # the method `open` of a pathlib.Path
+        if receiver is not None:  # `call` is the method `open` of a pathlib.Path
             where = cst.parse_expression(f'{self._source.code(receiver)} if {self._hvd}.rank() == 0 else "/dev/null"')
             self._edits.change(call, lambda node: _opened(node, where))
         elif not call.args or call.args[0].keyword is not None:
@@ -564,7 +571,9 @@ FRAMEWORKS = {
     "catalyst": "Catalyst",
 }
 INNER_LOOPS = {"higher", "learn2learn", "torchopt", "torchmeta"}
-"""Packages for meta-learning. Their inner loops train a copy of a model on the data of one rank."""
+"""Packages for meta-learning, with which scripts cannot be translated. Their inner loops train a copy of a model on the
+data of one rank.
+"""
 
 FUNCTIONAL = ("torch.func.", "functorch.", "torch.autograd.functional.")
 STARTS_PROCESSES = {"torch.multiprocessing.spawn", "multiprocessing.Process", "torch.multiprocessing.Process"}
@@ -602,7 +611,9 @@ def look_for_what_cannot_be(training: Training, edits: Edits) -> None:
 
 
 def _look_for_unknown_steps(training: Training, edits: Edits) -> None:
-    """Refuse steps of optimizers whose creation is not found in the script, because their gradients are not reduced."""
+    """Refuse steps of optimizers whose creation is not found in the script, because their gradients would not be
+    reduced.
+    """
     source, known = training.source, {call for call, _ in training.steps()}
     clears = {
         source.code(call.func.value)
@@ -644,7 +655,8 @@ def _look_for_updates_by_hand(source: Source, edits: Edits) -> None:
     def uses_gradient(node: cst.CSTNode) -> bool:
         return has_gradient(node) or any(source.symbol(name) in named for name in source.all(cst.Name, node))
 
-    changes: list[tuple[cst.CSTNode, cst.BaseExpression, cst.CSTNode]]  # (statement or call, changed tensor, operand)
+    # Each is (statement or call, changed tensor, operand).
+    changes: list[tuple[cst.CSTNode, cst.BaseExpression, cst.CSTNode]]
     changes = [
         (aug, aug.target, aug.value)
         for aug in source.all(cst.AugAssign)
@@ -661,7 +673,7 @@ def _look_for_updates_by_hand(source: Source, edits: Edits) -> None:
 
 
 COUNTS = r"grad|norm|total|sum|loss|count"
-"""Pattern of variable names, such as `grad_norm`, that are sums over gradients and not parameters."""
+"""Pattern of names of variables, such as `grad_norm`, that are probably sums over gradients and not parameters."""
 
 
 def _look_for_clocks(training: Training, edits: Edits) -> None:
@@ -711,7 +723,9 @@ class HandCut:
         self._functions = self._called_in_training()
 
     def divide(self, values: RankValues) -> None:
-        """Divide the data among the ranks. Mark, in `values`, the expressions that are a rank's part of a batch."""
+        """Record the edits that divide the data among the ranks. Add the expressions that are then a rank's part of a
+        batch to `values`.
+        """
         flows = self._training.flows
         read = {site for loop in self._training.other_loops for site in flows.holds(loop.iter, TrackedKind.LOADER)}
         for site in flows.made(TrackedKind.LOADER):
@@ -777,7 +791,7 @@ class HandCut:
                 yield node
 
     def _stepped(self, node: cst.CSTNode) -> set[str]:
-        """Return the variables of the loops around a node, and names computed from them in the loops."""
+        """Return the variables of the loops around a node, and the variables computed from them in these loops."""
         names: set[str] = set()
         for there in self._source.above(node):
             if isinstance(there, cst.FunctionDef):
@@ -798,7 +812,7 @@ class HandCut:
                 yield call
 
     def _is_index(self, call: cst.Call) -> bool:
-        """Return whether `call` draws the indices of samples: its result is used as an index or is looped over."""
+        """Return whether `call` chooses random samples: its result is used as an index, or a loop iterates over it."""
         source = self._source
         assign = source.parent(call)
         drawn = {source.symbol(target) for target in targets(assign)} - {None}
@@ -822,7 +836,9 @@ class HandCut:
                     yield loop
 
     def _whole_sets(self) -> Iterator[cst.Name]:
-        """Yield names of single-batch data: set outside the training loop, and passed to a model or a loss."""
+        """Yield the names of data that is one batch in all iterations: assigned outside the training loop, and passed
+        to a model or a loss inside it.
+        """
         found = {self._source.symbol(name) for name in self._whole_arguments()}
         made = {name for node in walk(self._source.module) for t in targets(node) for name in walk(t)}
         for name in self._source.all(cst.Name):
@@ -859,7 +875,7 @@ class HandCut:
                 if data is not None and data.value not in self._source.imported and not self._made_around(data):
                     into.append(data)
         if to_losses and not to_models:
-            return  # because the targets of a loss without the model's input are not the data
+            return  # Yield nothing, because the targets of a loss are not all data if the model's input is not found.
         yield from (*to_models, *to_losses)
 
     def _trains_here(self, node: cst.CSTNode) -> bool:
@@ -912,7 +928,9 @@ CALLS = {
     "barrier": "barrier",
     "destroy_process_group": "shutdown",
 }
-"""Functions of torch.distributed whose arguments may be dropped, and Sirtaki's functions that replace them."""
+"""Functions of torch.distributed, and the functions of Sirtaki by which a translated script replaces them. Their
+arguments are dropped.
+"""
 
 OPERATIONS = {"SUM": "Sum", "AVG": "Average", "MIN": "Min", "MAX": "Max", "PRODUCT": "Product"}
 VARIABLES = {
@@ -922,7 +940,9 @@ VARIABLES = {
     "LOCAL_WORLD_SIZE": "local_size",
 }
 PLACES = (("num_replicas", "size"), ("rank", "rank"))
-"""Arguments of DistributedSampler besides its data, and the functions of `sirtaki.torch` that return their values."""
+"""Arguments of DistributedSampler that describe the ranks, and the functions of `sirtaki.torch` that return their
+values.
+"""
 
 PACKAGE = "torch.distributed."
 
@@ -1005,7 +1025,9 @@ class FromDdp:
             self._edits.note(call, "nobody calls this sampler's `set_epoch`: all epochs have one order")
 
     def _variable(self, node: cst.BaseExpression, text: str) -> None:
-        """Replace an expression that reads an environment variable, such as `int(os.environ["LOCAL_RANK"])`."""
+        """Replace `node`, which reads an environment variable (`int(os.environ["LOCAL_RANK"])`), by a call of Sirtaki's
+        function.
+        """
         name = text.strip("\"'")
         if name not in VARIABLES or (
             "environ" not in self._source.code(node) and "getenv" not in self._source.code(node)
@@ -1059,7 +1081,9 @@ def _is_import(statement: cst.CSTNode) -> bool:
 
 
 def change_imports(source: Source, edits: Edits) -> None:
-    """Record the changes that translate a Horovod script (its imports), and code that cannot be translated."""
+    """Record, in `edits`, the changes of imports that translate a Horovod script, and code that
+    cannot be translated.
+    """
     for node in walk(source.module):
         if isinstance(node, cst.ImportAlias) and _is_horovod(node.name):
             _change(source, edits, node, node.name)
@@ -1080,7 +1104,7 @@ def _change(source: Source, edits: Edits, node: cst.CSTNode, name: cst.BaseExpre
 
 
 def distribute(source: Source, edits: Edits) -> None:
-    """Record the changes that translate a script for one process, and code that cannot be translated."""
+    """Record, in `edits`, the changes that translate a script for one process, and code that cannot be translated."""
     flows = Flows(source)
     training = Training(flows)
     hvd, ranks = free_name(source, "hvd"), free_name(source, "ranks")
@@ -1150,7 +1174,8 @@ def _begin_pass(training: Training, edits: Edits, call: cst.Call, ranks: str) ->
 
 
 def _relay(training: Training, edits: Edits, relay: cst.For) -> None:
-    """Insert code that begins a pass over the data before `relay`, a loop in a generator that repeats endlessly.
+    """Insert code before `relay`, a loop over a data loader in a generator that repeats endlessly, so that each pass
+    over the data has its own random order.
 
     For other generators, nothing is inserted, because the loop that consumes them begins the pass.
     """
@@ -1165,7 +1190,9 @@ def _relay(training: Training, edits: Edits, relay: cst.For) -> None:
 
 
 def _agree(training: Training, edits: Edits, loop: Loop, ranks: str) -> None:
-    """Insert code that adds up a loop's sums over all ranks, if the loop does not train (evaluation)."""
+    """Insert code that adds up, over all ranks, the sums that an evaluation loop computes. Does nothing for loops that
+    train.
+    """
     source = training.source
     if not isinstance(loop, cst.For):
         return
@@ -1189,7 +1216,7 @@ def _refuse_batch_size(training: Training, edits: Edits, size: cst.BaseExpressio
 
 
 def _seeds(source: Source, ranks: str) -> list[str]:
-    """Return lines that set the same seed on all ranks. Return none if the script sets a seed itself.
+    """Return code lines that set the same seed on all ranks. Return no lines if the script sets a seed itself.
 
     Ranks need equal seeds to divide the data, and to initialise weights, in the same way.
     """

@@ -1,5 +1,5 @@
-"""The agent of an elastic job, which starts and ends the ranks on one host. The driver starts `python -m
-sirtaki.run.elastic.agent`.
+"""The agent of an elastic job: a process that starts and ends the ranks on one host. The driver starts it on each host
+by `python -m sirtaki.run.elastic.agent`.
 
 If the driver (the launcher process, `sirtakirun`) is lost, an agent starts a new driver. The other agents connect to
 the new driver.
@@ -62,19 +62,25 @@ from .job_members import (
 )
 
 BEAT_S = 2.0
-"""Interval of heartbeats between agent and driver, in seconds."""
+"""Seconds between two heartbeats of an agent (process that starts ranks on a host) and of the driver (launcher
+process).
+"""
 
 DRIVER_SILENT_S = 60.0
-"""Seconds without a message after which an agent gives up its driver. Long, because Ctrl-Z may stop the driver for a
-while."""
+"""Seconds without a message after which an agent (process that starts ranks on a host) looks for another driver
+(launcher process). Long, because Ctrl-Z may stop the driver for a while.
+"""
 
 DRIVER_WANTED_S = 30.0
-"""Same limit as `DRIVER_SILENT_S`, but while ranks wait for the next generation (set of members). It is shorter,
-because the driver's host may be lost together with some ranks."""
+"""Seconds without a message after which an agent (process that starts ranks on a host) looks for another driver
+(launcher process) while ranks wait for an elastic restart. Shorter than otherwise, because the driver's host may be
+lost together with some ranks.
+"""
 
 LEAVE_GRACE_S = 30.0
-"""Seconds between SIGTERM and SIGKILL if SIGTERM ends the job and ranks write a checkpoint with their next commit.
-Replaces `KILL_GRACE_S`."""
+"""Seconds between SIGTERM and SIGKILL for ranks if SIGTERM ends the job and they write a checkpoint at their next
+commit. Replaces `KILL_GRACE_S`.
+"""
 
 
 def end_grace_s(number: int | None, environ: Mapping[str, str]) -> float:
@@ -92,18 +98,25 @@ def end_grace_s(number: int | None, environ: Mapping[str, str]) -> float:
 
 
 class AgentActions(Protocol):
-    """Actions that `AgentRules` requests. Implemented with real processes, with simulated processes, or with Ray."""
+    """Actions on the ranks of one host that `AgentRules` requests. Implemented with real processes, with simulated
+    processes, and with Ray.
+    """
 
     def start_rank(self, worker: int, slot: int) -> None:
-        """Start the process of a rank in a slot. Raises OSError if the process cannot be started."""
+        """Start a process `worker` for a rank in `slot`, one of the host's numbered places for ranks. Raises OSError if
+        this fails.
+        """
         ...
 
     def ask_to_end(self, worker: int) -> None:
-        """Send SIGTERM to a rank."""
+        """Send SIGTERM to the rank whose process has the number `worker`."""
         ...
 
     def kill(self, worker: int) -> None:
-        """Kill a rank immediately. `AgentRules.rank_ended` is called for the killed rank as for any other."""
+        """Kill the rank whose process has the number `worker`.
+
+        `AgentRules.rank_ended` is called for killed ranks, too.
+        """
         ...
 
     def send_to_rank(self, worker: int, message: ToRank) -> None:
@@ -111,17 +124,17 @@ class AgentActions(Protocol):
         ...
 
     def send_to_driver(self, message: FromAgent) -> None:
-        """Send a message to the driver. Ignored if the driver has exited."""
+        """Send a message to the driver (launcher process). Ignored if the driver has exited."""
         ...
 
 
 class AgentRules:
-    """Rules by which the agent of one host reacts to messages and to exits of ranks.
+    """Rules by which the agent (process that starts the ranks of one host) reacts to messages and to exits of ranks.
 
     Attributes:
         ranks: running ranks, by worker number (id of the process in the job).
-        agents: newest list of all agents of the job, as received from the driver.
-        ends: True once all ranks and this agent must end.
+        agents: newest list of all agents of the job, as received from the driver (launcher process).
+        ends: True if all ranks and this agent must end.
     """
 
     def __init__(self, actions: AgentActions, *, host: str, proof: Proof, now_s: float) -> None:
@@ -135,7 +148,8 @@ class AgentRules:
         self._heard_s = self._beat_s = self._looked_s = now_s
 
     def meet_driver(self, places: Sequence[AgentAddress], now_s: float) -> None:
-        """Send the complete state of this agent to a new driver.
+        """Send the complete state of this agent (its ranks, and what it has received) to a new driver (launcher
+        process).
 
         Args:
             places: addresses at which a driver would listen if this agent started one.
@@ -145,7 +159,7 @@ class AgentRules:
         up = RegisterAgent(
             host=self._host,
             places=places,
-            # Copied, because the records may change before the message is sent.
+            # Copy the records of ranks, because they may change before the message is sent.
             ranks=[*map(replace, self.ranks.values())],
             patience_s=self._patience_s,
             generation=self._generation,
@@ -153,7 +167,7 @@ class AgentRules:
         self._actions.send_to_driver(up)
 
     def end(self, now_s: float, *, grace_s: float = KILL_GRACE_S) -> None:
-        """Ask all ranks to end, and kill ranks that do not. The agent process must exit afterwards.
+        """Ask all ranks of this host to end, and later kill those that do not. The agent process must exit afterwards.
 
         Args:
             now_s: current time.
@@ -166,7 +180,8 @@ class AgentRules:
                 self._actions.ask_to_end(worker)
 
     def tick(self, now_s: float) -> bool:
-        """Check the time limits of ranks and of the driver. Call at least twice a second.
+        """Check the time limits of this host's ranks and of the driver (launcher process). Call at least twice a
+        second.
 
         Returns:
             False if the driver has been silent for too long, so that the agent must look for another driver.
@@ -175,7 +190,9 @@ class AgentRules:
             if now_s >= at_s:
                 self._actions.kill(worker)
         if now_s - self._looked_s > DRIVER_SILENT_S / 2:
-            self._heard_s = now_s  # Restart the limit, because this process was stopped or the machine was suspended.
+            # Restart the time limit of the driver (launcher process) after a long gap, in which this process was
+            # stopped or the machine was suspended.
+            self._heard_s = now_s
         self._looked_s = now_s
         if now_s - self._beat_s > BEAT_S:
             self._beat_s = now_s
@@ -184,7 +201,7 @@ class AgentRules:
         return now_s - self._heard_s <= (DRIVER_WANTED_S if is_wanted else DRIVER_SILENT_S)
 
     def driver_message(self, message: ToAgent, now_s: float) -> None:
-        """Carry out an order of the driver. Orders for ranks on different hosts are ignored."""
+        """Carry out an order of the driver (launcher process). Ignore orders for ranks on other hosts."""
         self._heard_s, act = now_s, self._actions
         match message:
             case StartRank(worker=worker, slot=slot):
@@ -224,12 +241,12 @@ class AgentRules:
                 self.end(now_s, grace_s=grace_s)
 
     def rank_message(self, worker: int, message: FromRank) -> None:
-        """Process a message of a rank, and forward it to the driver."""
+        """Process a message of a rank on this host, and forward it to the driver (launcher process)."""
         there = self.ranks[worker]
         match message:
             case Join(member=member):
                 there.phase, there.has_state, there.member = ProcessPhase.WAITING, member.has_state, member
-                if self.ends:  # The job ends, so no rank will train with this one.
+                if self.ends:  # Tell the rank to exit, because the job ends.
                     self._actions.kill(worker)
             case Patience(seconds):
                 self._patience_s = max(self._patience_s, seconds)
@@ -238,7 +255,7 @@ class AgentRules:
         self._actions.send_to_driver(Relayed(worker, message))
 
     def rank_ended(self, worker: int, end: RankEnd) -> None:
-        """Report to the driver that a rank's process has exited."""
+        """Report to the driver (launcher process) that a rank's process has exited."""
         del self.ranks[worker]
         self._kill_at_s.pop(worker, None)
         self._actions.send_to_driver(RankEnded(worker=worker, end=end))
@@ -247,33 +264,39 @@ class AgentRules:
 # ── how agents find a driver ──────────────────────────────────────────────────────────────────────────────────────────
 
 CONNECT_S = 20.0
-"""Seconds for which an agent tries to connect to a driver that is running or starting."""
+"""Seconds for which an agent (process that starts ranks on a host) tries to connect to a running or starting driver
+(launcher process).
+"""
 
 CANDIDATE_S = 6.0
-"""Seconds for which an agent tries to connect to another agent that may have started the next driver."""
+"""Seconds for which an agent (process that starts ranks on a host) tries to reach another agent, which may have started
+a new driver (launcher process).
+"""
 
 DRIVER = 0
-"""Id of the driver in the handshake. Ids of agents start at 1."""
+"""Id of the driver (launcher process) when processes of a job authenticate. Ids of agents start at 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticJob:
-    """Description of an elastic job, sent to every agent and to every new driver of the job.
+    """Description of an elastic job. Every agent (process that starts ranks on a host) has it, because it may have to
+    start a new driver (launcher process).
 
     Attributes:
         command: command line of each rank.
         script: script file in `command`, which must exist on every host. "" if `command` runs no script.
-        carried: environment variables for ranks on other hosts.
+        carried: environment variables of the launcher that ranks on other hosts get.
         interface: network interface that connects the hosts. None for any.
         one_host: True if the job will never use a second host.
-        agent_command: command that starts an agent, with `{host}` and `{command}`. "" for ssh or srun.
+        agent_command: the user's command that starts an agent, with placeholders `{host}` and `{command}`. "" to use
+            ssh or srun.
         slurm_hosts: hosts of the allocation in which the launcher runs.
         ssh: arguments for ssh.
         agent_start_s: seconds that an agent may take to connect.
         policy: rules for starting, replacing and excluding ranks and hosts.
         discovery: host discovery script. "" if the hosts are fixed.
-        slots: slots of hosts for which the script prints no number.
-        hosts: slots of fixed hosts.
+        slots: slots (number of ranks) of hosts for which the discovery script prints no number.
+        hosts: names and slots of the hosts, if they are fixed.
         prefix: True if console lines begin with the rank.
         timestamps: True if console lines begin with the time.
         folder: folder for one output file per process slot and stream. None to print output only on the console.
@@ -298,20 +321,21 @@ class ElasticJob:
 
     @property
     def addresses(self) -> list[str]:
-        """Return the addresses at which drivers of the job listen on this host."""
+        """Return the addresses of this host at which a driver (launcher process) of the job listens."""
         return [LOOPBACK, *([] if self.one_host else own_addresses(self.interface))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentConfig:
-    """Configuration of an agent, sent to its standard input as a line of JSON.
+    """Configuration of an agent (process that starts ranks on a host), which it reads from standard input as a line of
+    JSON.
 
     Attributes:
         need: requirements that the host must meet. `need.folder` is the working directory of ranks.
         host: name of the agent's host, as the user or the discovery script wrote it.
         number: id of the agent, unique in the job.
-        places: addresses at which the driver listens.
-        proof: id and secret of the job, with which the agent authenticates.
+        places: addresses at which the driver (launcher process) listens. proof: id and secret of the job, with which
+            the agent authenticates.
         environ: variables that the agent adds to its own environment for ranks.
         job: description of the job.
     """
@@ -327,13 +351,14 @@ class AgentConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriverEndpoint:
-    """Addresses and credentials with which agents reach a driver. Created by the first driver, passed on to the next.
+    """Addresses and credentials with which agents reach the driver (launcher process). The job's first driver creates
+    them. A driver that replaces a lost one gets them from the agent that starts it.
 
     Attributes:
         proof: id and secret of the job, with which peers authenticate.
         listeners: descriptors of listening sockets.
         agents: ids of agents that are expected to connect.
-        numbers: highest agent id that was assigned until now.
+        numbers: highest agent id that the job has assigned.
     """
 
     proof: Proof
@@ -344,8 +369,8 @@ class DriverEndpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inheritance:
-    """State that an agent passes to a new driver after the old driver was lost. Sent as JSON to the standard input of
-    the new driver.
+    """State that an agent passes to a new driver (launcher process), which it starts after the old one was lost. The
+    new driver reads it from standard input as JSON.
 
     Attributes:
         job: description of the job that the lost driver ran.
@@ -359,14 +384,16 @@ class Inheritance:
 
 
 def agents_key(proof: Proof) -> bytes:
-    """Return the key with which agents and driver authenticate. Ranks authenticate to each other with other keys."""
+    """Return the key with which the processes that start ranks (agents) and the launcher (driver) authenticate. Ranks
+    use other keys among themselves.
+    """
     return job_key(proof.secret, f"{proof.job}/agents")
 
 
 def reach_driver(
     places: Sequence[AgentAddress], *, proof: Proof, number: int, timeout_s: float = CONNECT_S
 ) -> socket.socket:
-    """Connect to the driver at the first address that answers, and return the socket.
+    """Connect to the driver (launcher process) of the job at the first address that answers, and return the socket.
 
     Raises:
         CommError: no address answers.
@@ -393,8 +420,8 @@ def reach_driver(
 
 
 def candidates(agents: Agents, own: int) -> Iterator[tuple[int, Sequence[AgentAddress], float]]:
-    """Yield (id, addresses, seconds to try to connect) of each agent that may start the next driver, in order of
-    priority.
+    """Yield (id, addresses, seconds to try to connect) of each agent that may start a new driver (launcher process)
+    after a loss, in order of priority.
 
     Args:
         agents: newest list of agents, as received from the lost driver.
@@ -405,17 +432,19 @@ def candidates(agents: Agents, own: int) -> Iterator[tuple[int, Sequence[AgentAd
 
 
 def expected_by_successor(agents: Agents, own: int) -> tuple[int, ...]:
-    """Return the ids of agents that would connect to a driver started by agent `own`: `own` and all higher ids."""
+    """Return the ids of agents that connect if agent `own` starts a new driver (launcher process): `own` and all higher
+    ids.
+    """
     return tuple(number for number, _ in agents if number >= own)
 
 
 class Succession:
-    """Finder of the next driver after the current driver is lost. Starts the next driver itself when it is this agent's
+    """Finds a new driver (launcher process) for an agent after the driver was lost. Starts one when it is this agent's
     turn.
     """
 
     def __init__(self, config: AgentConfig) -> None:
-        """Open the port at which a driver started by this agent would listen.
+        """Open the port at which a driver (launcher process) would listen if this agent started one.
 
         Raises:
             OSError: the port cannot be opened.
@@ -426,11 +455,12 @@ class Succession:
 
     @property
     def places(self) -> list[AgentAddress]:
-        """Return the addresses at which a driver started by this agent would listen."""
+        """Return the addresses at which a driver (launcher process) would listen if this agent started one."""
         return [listener.getsockname()[:2] for listener in self._listeners]
 
     def find_driver(self, agents: Agents) -> socket.socket | None:
-        """Connect to the next driver, and return the socket. Return None if no driver can be reached.
+        """Connect to a new driver (launcher process) after the loss of the old one. Return the socket, or None if no
+        driver can be reached.
 
         Blocks for some seconds per unreachable agent.
 
@@ -447,7 +477,9 @@ class Succession:
         return None
 
     def close(self) -> None:
-        """Close the port. If this agent has started a driver, wait until that driver ends by itself."""
+        """Close the port for a new driver. If this agent has started a driver (launcher process), wait until it ends by
+        itself.
+        """
         for listener in self._listeners:
             listener.close()
         if self._driver is not None:
@@ -456,7 +488,9 @@ class Succession:
 
     def _start_driver(self, agents: Agents) -> None:
         if self._driver is not None and self._driver.poll() is None:
-            return  # A driver runs, but gave this agent up while the agent was stopped.
+            # Start no driver (launcher process), because the old one still runs. It gave this agent up while the agent
+            # was stopped.
+            return
         config = self._config
         descriptors = tuple(listener.fileno() for listener in self._listeners)
         endpoint = DriverEndpoint(
@@ -472,7 +506,7 @@ class Succession:
             start_new_session=True,
             pass_fds=descriptors,
         )
-        assert self._driver.stdin is not None  # Standard input is a pipe.
+        assert self._driver.stdin is not None  # holds, because standard input is a pipe
         with contextlib.suppress(OSError), self._driver.stdin as stdin:
             stdin.write(msgspec.json.encode(inheritance))
 
@@ -481,7 +515,7 @@ class Succession:
 
 _LONGEST_LINE = 65536
 _LAST_WORDS_S = 1.0
-"""Maximum seconds to wait for the remaining output of a failed rank."""
+"""Maximum seconds that an agent (process that starts ranks) waits for the remaining output of a failed rank."""
 
 _writing = threading.Lock()
 
@@ -526,7 +560,7 @@ class RankProcess:
         self.channel: JsonChannel[FromRank] = JsonChannel(own, FromRank)
         self.pid = self._process.pid
         self._reason = ""
-        assert self._process.stdout is not None  # Both streams are pipes.
+        assert self._process.stdout is not None  # holds, because stdout and stderr are pipes
         assert self._process.stderr is not None
         streams = ((self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr))
         self._pumps = [
@@ -537,7 +571,7 @@ class RankProcess:
             pump.start()
 
     def has_ended(self) -> bool:
-        """Return whether the process has exited. Children of the process may still run."""
+        """Return whether the rank's process has exited. Its children may still run."""
         return self._process.poll() is not None
 
     def ask_to_end(self) -> None:
@@ -550,7 +584,7 @@ class RankProcess:
         kill(session_members({self.pid}))
 
     def reap(self) -> RankEnd:
-        """Kill the remaining children of the exited process, and return how the process ended."""
+        """Kill the remaining children of the exited rank, and return how the rank's process ended."""
         returncode = self._process.wait()
         self.kill()
         if returncode > 0:
@@ -564,7 +598,9 @@ class RankProcess:
             pump.join(timeout_s)
 
     def _pump(self, source: IO[bytes], sink: int) -> None:
-        """Forward output lines of the rank, each prefixed with the worker number. Very long lines are split."""
+        """Forward output lines of the rank to the launcher, each prefixed with the number of its process. Very long
+        lines are split.
+        """
         head = b"[%d] " % self.worker
         with source:
             while line := source.readline(_LONGEST_LINE):
@@ -572,13 +608,15 @@ class RankProcess:
                 if line and not line.endswith(b"\n"):
                     line += UNFINISHED
                 rest = memoryview(head + line if line else b"")
-                # A write error is ignored, because it means that the reader has exited.
+                # ignores write errors, because they mean that the launcher, which reads the output, has exited
                 with _writing, contextlib.suppress(OSError):
                     while rest:
                         rest = rest[os.write(sink, rest) :]
 
     def _note(self, found: re.Match[bytes]) -> bytes:
-        """Store the failure reason that a rank's message contains, and insert the worker number into the message."""
+        """Store the failure reason in a message that the rank has printed for the launcher, and add the number of its
+        process to the message.
+        """
         message = ChannelLine.decode(found)
         if message.event is RankEvent.FAILED:
             self._reason = message.reason
@@ -586,14 +624,18 @@ class RankProcess:
 
 
 ALONE_S = 3.0
-"""Seconds for which an agent may still search for a driver after its standard input was closed."""
+"""Seconds for which an agent (process that starts ranks) may still search for a driver after the driver (launcher
+process) has closed its standard input.
+"""
 
 _POLL_S = 0.5
 _POLL_WITHOUT_PIDFD_S = 0.05
 
 
 class Agent:
-    """The agent process: starts and ends ranks, and forwards messages between ranks and the driver."""
+    """The agent process of one host: starts and ends ranks, and forwards messages between them and the driver (launcher
+    process).
+    """
 
     def __init__(self, config: AgentConfig, driver: socket.socket) -> None:
         self._config = config
@@ -607,13 +649,18 @@ class Agent:
         self._meet(driver)
 
     def run(self) -> None:
-        """Run until the driver ends this agent, or until no driver can be found. No rank is left running."""
+        """Run until the driver (launcher process) ends this agent, or until no driver can be found. Afterwards, no rank
+        is left running.
+        """
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._end)
         if self._succession is not None:
             signal.signal(
-                signal.SIGHUP, signal.SIG_IGN
-            )  # Ignored, because the loss of the ssh connection sends SIGHUP.
+                signal.SIGHUP,
+                signal.SIG_IGN,
+                # Ignore SIGHUP, which a lost ssh connection sends, because this agent then looks for another driver
+                # (launcher process).
+            )
         while not self._rules.ends or self._ranks:
             self._poll()
         self._driver.close()
@@ -627,7 +674,9 @@ class Agent:
         self._rules.meet_driver([] if self._succession is None else self._succession.places, time.monotonic())
 
     def _lose_driver(self) -> None:
-        """Connect to another driver after the loss of the current driver. End all ranks if there is none."""
+        """Connect to another driver (launcher process) after the current one was lost. If no driver can be reached, end
+        all ranks.
+        """
         self._driver.close()
         if not self._rules.ends and self._succession is not None:
             self._write_to_file()
@@ -637,8 +686,8 @@ class Agent:
         self._end()
 
     def _write_to_file(self) -> None:
-        """Redirect output of this process and its ranks to a file, because the lost driver does not read the output any
-        more.
+        """Redirect output of this process and its ranks to a file, because the lost driver (launcher process) does not
+        read the output any more.
         """
         with contextlib.suppress(OSError), open(f"sirtaki-{self._config.host}.log", "ab") as file:
             for descriptor in (1, 2):
@@ -650,7 +699,7 @@ class Agent:
         self._rules.end(time.monotonic(), grace_s=end_grace_s(number, environ))
 
     def _poll(self) -> None:
-        """Wait for messages, exits of ranks and time limits, and process them."""
+        """Wait for messages, exits of ranks, or the next time limit, and process them."""
         for chosen, _ in self._events.select(self._poll_s):
             if chosen.data is self._driver:
                 self._receive_from_driver()
@@ -674,7 +723,7 @@ class Agent:
     def _receive_from_rank(self, rank: RankProcess) -> None:
         try:
             messages = rank.channel.receive()
-        except ConnectionError:  # The rank has closed the socket or has died.
+        except ConnectionError:  # raised if the rank has closed the socket or has died
             rank.channel.close()
             return
         for message in messages:
@@ -683,7 +732,9 @@ class Agent:
     # ── actions of the rules ──────────────────────────────────────────────────────────────────────────────────────────
 
     def start_rank(self, worker: int, slot: int) -> None:
-        """Start the process of a worker in a slot. Raises OSError if the process cannot be started."""
+        """Start a process `worker` for a rank in `slot`, one of the host's numbered places for ranks. Raises OSError if
+        this fails.
+        """
         config = self._config
         environ = {
             **os.environ,
@@ -699,7 +750,7 @@ class Agent:
         try:
             self._pidfds[worker] = os.pidfd_open(rank.pid)
             self._events.register(self._pidfds[worker], selectors.EVENT_READ, worker)
-        except (OSError, AttributeError):  # Exits are polled instead, because a sandbox may lack pidfd.
+        except (OSError, AttributeError):  # ignored, because a sandbox may lack pidfd. The agent then polls for exits.
             self._poll_s = _POLL_WITHOUT_PIDFD_S
 
     def ask_to_end(self, worker: int) -> None:
@@ -716,11 +767,11 @@ class Agent:
             rank.channel.send(message)
 
     def send_to_driver(self, message: FromAgent) -> None:
-        """Send a message to the driver."""
+        """Send a message to the driver (launcher process)."""
         self._driver.send(message)
 
     def _reap(self, rank: RankProcess) -> None:
-        self._receive_from_rank(rank)  # Process the rank's last messages first.
+        self._receive_from_rank(rank)  # processes the rank's last messages before its end
         if (pidfd := self._pidfds.pop(rank.worker, None)) is not None:
             self._events.unregister(pidfd)
             os.close(pidfd)
@@ -733,7 +784,9 @@ class Agent:
 
 
 def _leave_with_input(arrived: threading.Event) -> None:
-    """End this process if standard input is closed before this process has connected to the driver."""
+    """End this agent process if the launcher closes its standard input before it has connected to the driver (launcher
+    process).
+    """
     with contextlib.suppress(OSError):
         while os.read(0, 4096):
             pass
@@ -743,13 +796,17 @@ def _leave_with_input(arrived: threading.Event) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _AgentRequirements:
-    """Part of `AgentConfig` that every Sirtaki version can decode, to compare versions first."""
+    """Part of an agent's configuration (`AgentConfig`) that every Sirtaki version can decode, to compare versions
+    before decoding the rest.
+    """
 
     need: Need
 
 
 def main() -> int:
-    """Run the agent. Returns exit code 1 if this host cannot be used or the driver cannot be reached."""
+    """Run the agent, which starts the ranks on this host. Returns exit code 1 if this host cannot be used or the driver
+    (launcher process) cannot be reached.
+    """
     line = sys.stdin.buffer.readline()
     # Check versions before the rest is decoded, because another version may use other fields.
     if problem := problem_here(msgspec.json.decode(line, type=_AgentRequirements).need):

@@ -1,4 +1,5 @@
-"""The driver (launcher process) of an elastic job: starts one agent per host, and runs the host discovery script.
+"""The driver (launcher process) of an elastic job: starts an agent process on each host, and runs the host discovery
+script.
 
 If the driver is lost, an agent starts a new driver with `python -m sirtaki.run.elastic.driver`.
 """
@@ -72,16 +73,20 @@ from sirtaki.run.supervisor import handling_signals
 # ── agents, as seen by the driver ─────────────────────────────────────────────────────────────────────────────────────
 
 AGENT_SILENT_S = 10.0
-"""Seconds without a message after which the driver gives up the agent of a host and all ranks on this host."""
+"""Seconds without a message after which the driver (launcher process) gives up the agent of a host (the process that
+starts ranks there) and all its ranks.
+"""
 
 REMEMBERED_S = 120.0
-"""Seconds for which the driver keeps a lost agent in the list of agents. If the network has split and this driver must
-end, the other agents need this list to find the lost agent, which may have started a driver."""
+"""Seconds for which the driver (launcher process) keeps a lost agent in the list that it sends to all agents (processes
+that start ranks). If the network has split and this driver must end, the other agents need this list to find the lost
+agent, which may have started a driver.
+"""
 
 
 class AgentRecord:
-    """State of an agent, as known to the driver. Agents that this driver started are `StartedAgent`s. Agents that an
-    earlier driver started are plain `AgentRecord`s.
+    """State of an agent (process that starts the ranks of a host), as known to the driver (launcher process). Agents
+    that this driver started are `StartedAgent`s. Agents that an earlier driver started are plain `AgentRecord`s.
 
     Attributes:
         host: host of the agent. "" until the agent has reported its host.
@@ -99,18 +104,18 @@ class AgentRecord:
         self.places: Sequence[AgentAddress] = ()
 
     def why_ended(self) -> str:
-        """Return why the agent's start command has ended before the agent connected. "" if the command still runs, or
-        if the reason is unknown.
+        """Return why the command that starts the agent has ended before the agent connected. "" if the command still
+        runs, or if the reason is unknown.
         """
         return self._problem
 
     def disconnect(self) -> None:
-        """Close the connection. The agent ends its ranks and exits when it detects the closed connection."""
+        """Close the connection to the agent (process that starts ranks), which then ends its ranks and exits."""
         if self.channel is not None:
             self.channel.close()
 
     def wait(self, timeout_s: float, *, kills: bool = True) -> None:
-        """Wait until the agent has closed the connection.
+        """Wait until the agent (process that starts ranks) has closed the connection.
 
         Args:
             timeout_s: maximum wait in seconds.
@@ -129,7 +134,8 @@ class AgentRecord:
 
 
 class AgentList:
-    """The agents of a driver, and the rules for giving one up.
+    """The agents (one process per host that starts ranks) of a driver (launcher process), and the rules for giving one
+    up.
 
     Attributes:
         agents: agents by host, without agents that were given up.
@@ -139,7 +145,7 @@ class AgentList:
     """
 
     def __init__(self, *, expected: Iterable[int], numbers: int, start_s: float, shares: bool, now_s: float) -> None:
-        """Create an empty list of agents.
+        """Create an empty list of agents (processes that start ranks) of a driver (launcher process).
 
         Args:
             expected: ids of agents that an earlier driver started.
@@ -157,29 +163,35 @@ class AgentList:
 
     @property
     def hosts(self) -> list[str]:
-        """Return the hosts of agents that have not been given up."""
+        """Return the hosts whose agents (processes that start ranks) have not been given up."""
         return list(self.agents)
 
     def next_number(self) -> int:
-        """Return a new agent id."""
+        """Return an id for a new agent (process that starts ranks), unique in the job."""
         self._numbers += 1
         return self._numbers
 
     def expect_no_more(self) -> None:
-        """Stop accepting agents that an earlier driver started."""
+        """Stop accepting connections of agents that an earlier driver (launcher process) has started."""
         self.expected.clear()
         self.adopts = False
 
     def wants(self, number: int) -> bool:
-        """Return whether the agent with id `number` may connect. A rejected agent searches for another driver."""
+        """Return whether the agent with id `number` may connect. A rejected agent searches for another driver (launcher
+        process).
+        """
         return self.adopts or self.awaited(number) is not None
 
     def awaited(self, number: int) -> AgentRecord | None:
-        """Return the started agent with id `number` that has not connected yet. None if there is no such agent."""
+        """Return the agent (process that starts ranks) with id `number` if it was started but has not connected yet.
+        Otherwise return None.
+        """
         return next((each for each in self.agents.values() if each.number == number and each.channel is None), None)
 
     def receive(self, agent: AgentRecord, message: FromAgent, now_s: float) -> AgentMessage | None:
-        """Process a message of an agent. Return an event for `JobMembers`, or None if the message needs no decision."""
+        """Process a message of an agent (process that starts ranks). Return it as an event for `JobMembers`, which
+        decides about ranks, or None if no decision is needed.
+        """
         agent.heard_s = now_s
         match message:
             case Heartbeat():
@@ -194,7 +206,7 @@ class AgentList:
         return AgentMessage(agent.host, message) if agent.host else None
 
     def send_to(self, hosts: Iterable[str], message: ToAgent) -> None:
-        """Send a message to the agents of `hosts`. Hosts without an agent are ignored."""
+        """Send a message to the agents (processes that start ranks) of `hosts`. Hosts without an agent are ignored."""
         text = encoded(message)
         for host in hosts:
             agent = self.agents.get(host)
@@ -202,16 +214,16 @@ class AgentList:
                 agent.channel.send(text)
 
     def broadcast_agents(self) -> None:
-        """Send all agents the list of agents that may start the next driver."""
+        """Send all agents the list of agents, any of which may start a new driver (launcher process) after a loss."""
         if self._shares:
             known = (*self.agents.values(), *(agent for _, agent in self._remembered))
             self.send_to(self.agents, KnownAgents([(agent.number, agent.places) for agent in known if agent.places]))
 
     def tick(self, now_s: float) -> Iterator[Lost]:
-        """Give up agents that have not connected in time or have been silent for too long. Yield a `Lost` event for
-        each.
+        """Give up agents (processes that start ranks) that have not connected in time or have sent nothing for too
+        long. Yield a `Lost` event for each.
         """
-        # Restart the limits, because this process was stopped or the machine was suspended.
+        # Restart all time limits after a long gap, in which this process was stopped or the machine was suspended.
         if now_s - self._looked_s > AGENT_SILENT_S / 2:
             for agent in self.agents.values():
                 agent.heard_s = now_s
@@ -227,8 +239,8 @@ class AgentList:
                 yield from self.lose(agent, now_s, f"its agent has not answered within {self._start_s:g} s")
 
     def lose(self, agent: AgentRecord, now_s: float, why: str = "its agent has exited") -> Iterator[Lost]:
-        """Give up an agent whose connection was closed, and yield a `Lost` event. Yields nothing if the agent was given
-        up before, or if the host of the agent is unknown.
+        """Give up an agent (process that starts ranks) whose connection was closed, and yield a `Lost` event. Yields
+        nothing if the agent was given up before, or if the host of the agent is unknown.
         """
         is_known = self.agents.get(agent.host) is agent
         self._release(agent)
@@ -237,15 +249,15 @@ class AgentList:
             yield Lost(agent.host, why)
 
     def stop(self, host: str) -> None:
-        """End the agent of a host. Later messages from it are ignored."""
+        """End the agent (process that starts ranks) of a host. Its later messages are ignored."""
         if (agent := self.agents.get(host)) is not None:
             if agent.channel is not None:
                 agent.channel.send(EndAll())
             self._release(agent)
 
     def _release(self, agent: AgentRecord) -> None:
-        """Close the connection to an agent without the order to end, because after a network split this driver may have
-        to end instead. The agent then finds another driver or exits.
+        """Close the connection to a lost agent without ordering it to end. The agent then finds another driver or
+        exits. After a network split, this driver (launcher process) may be the one that has to end.
         """
         if self.agents.get(agent.host) is agent:
             del self.agents[agent.host]
@@ -253,14 +265,16 @@ class AgentList:
 
 
 def is_child(job: ElasticJob, host: str) -> bool:
-    """Return whether the agent of `host` is a child process on this machine, which inherits the driver's
-    environment.
+    """Return whether the agent of `host` (the process that starts its ranks) is a child of this launcher, and so
+    inherits its environment.
     """
     return not job.agent_command and Host(name=host, slots=1).is_local
 
 
 def agent_words(job: ElasticJob, host: str, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the command line that starts the agent of a host. The agent reads its configuration from standard input.
+    """Return the command line that starts the agent of a host (the process that starts its ranks).
+
+    The agent reads its configuration from standard input.
 
     Raises:
         ConfigError: the user's `--agent-command` does not contain `{command}`.
@@ -276,15 +290,16 @@ def agent_words(job: ElasticJob, host: str, environ: Mapping[str, str] = os.envi
                 f"--agent-command {job.agent_command!r} must contain {{command}}, for example "
                 "'kubectl exec -i {host} -- {command}'"
             )
-        # If `{command}` is a word by itself, replace it by the words of the agent's command. Otherwise insert the
-        # agent's command as quoted text.
+        # Insert the command of the agent into the user's command. If `{command}` is a word by itself, replace it by the
+        # words of the agent's command. Otherwise insert them as quoted text.
         words = [
             agent if word == "{command}" else [word.replace("{host}", host).replace("{command}", shlex.join(agent))]
             for word in shlex.split(job.agent_command)
         ]
         return [*itertools.chain(*words)]
     if host in job.slurm_hosts:
-        # Request all CPUs and environment variables, even if the site or the batch script limits them for single tasks.
+        # Options of srun: request all CPUs and environment variables, even if the site or the batch script limits them
+        # for single tasks.
         place = ["--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--mpi=none", "--export=ALL"]
         unbound = ["--cpu-bind=none"] if "SLURM_CPU_BIND" in environ else []
         return ["srun", *place, *unbound, "--unbuffered", *agent]
@@ -292,7 +307,8 @@ def agent_words(job: ElasticJob, host: str, environ: Mapping[str, str] = os.envi
 
 
 def new_endpoint(addresses: Sequence[str]) -> DriverEndpoint:
-    """Open the ports of a job's first driver at `addresses`, and create the id and the secret of the job.
+    """Open the ports of a job's first driver (launcher process) at `addresses`, and create the id and the secret of the
+    job.
 
     Raises:
         LaunchError: the driver cannot listen at any of the addresses.
@@ -308,8 +324,8 @@ Speaker = TypeVar("Speaker")
 
 
 class Switchboard(Generic[Speaker]):
-    """Event loop of a driver. Waits for messages of agents or ranks, for new connections, and for `wake` from other
-    threads.
+    """Event loop of a driver (launcher process of an elastic job). Waits for messages of agents or ranks, for new
+    connections, and for `wake` from other threads.
 
     Attributes:
         events: selector in which the channel of each connected peer is registered, with the peer as data.
@@ -333,7 +349,7 @@ class Switchboard(Generic[Speaker]):
 
     @property
     def places(self) -> list[AgentAddress]:
-        """Return the addresses at which the driver listens."""
+        """Return the addresses at which the driver (launcher process) listens."""
         return self._door.addresses
 
     def wake(self) -> None:
@@ -342,7 +358,7 @@ class Switchboard(Generic[Speaker]):
             self._waker.send(b"x")
 
     def poll(self, timeout_s: float, welcome: Callable[[int, socket.socket], None]) -> Iterator[Speaker]:
-        """Wait for an event, and yield each peer whose channel is readable or writable.
+        """Wait for an event, and yield each peer (agent or rank) whose channel is readable or writable.
 
         Args:
             timeout_s: maximum wait in seconds.
@@ -369,11 +385,13 @@ class Switchboard(Generic[Speaker]):
 
 
 Pump = Callable[[str, Iterable[bytes]], None]
-"""Function (stream name, lines) that prints the lines of "stdout" or "stderr" as they arrive."""
+"""Function of a stream's name ("stdout" or "stderr") and its lines, which prints the lines as they arrive."""
 
 
 class StartedAgent(AgentRecord):
-    """An agent that this driver has started with a command (ssh, srun or a local process)."""
+    """An agent (process that starts ranks on a host) that this driver has started by ssh, by srun or as a local
+    process.
+    """
 
     def __init__(
         self,
@@ -384,7 +402,7 @@ class StartedAgent(AgentRecord):
         config: bytes,
         pump: Pump,
     ) -> None:
-        """Start the command that runs the agent.
+        """Start the command that runs an agent (process that starts the ranks of a host).
 
         Args:
             host: host of the agent.
@@ -405,9 +423,10 @@ class StartedAgent(AgentRecord):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C in a terminal must reach only the driver.
+            # Keeps Ctrl-C in the terminal away from the agent, because only the launcher must handle it.
+            start_new_session=True,
         )
-        assert self._process.stdout is not None  # Both streams are pipes.
+        assert self._process.stdout is not None  # holds, because stdout and stderr are pipes
         assert self._process.stderr is not None
         streams = {"stdout": self._process.stdout, "stderr": self._process.stderr}
         self._pumps = [
@@ -416,8 +435,9 @@ class StartedAgent(AgentRecord):
         ]
         for thread in self._pumps:
             thread.start()
-        assert self._process.stdin is not None  # Standard input is a pipe.
-        with contextlib.suppress(OSError):  # Ignored, because `why_ended` reports that the command has ended.
+        assert self._process.stdin is not None  # holds, because standard input is a pipe
+        # Ignores a broken pipe, because `why_ended` reports that the command has ended.
+        with contextlib.suppress(OSError):
             self._process.stdin.write(config)
             self._process.stdin.flush()
 
@@ -426,7 +446,7 @@ class StartedAgent(AgentRecord):
             pump(name, stream if name == "stdout" else filter(self._is_shown, stream))
 
     def _is_shown(self, line: bytes) -> bool:
-        """Return whether to print a line of standard error now.
+        """Return whether to print a line that the agent's start command has written to standard error.
 
         Lines that may explain why the agent does not start are stored for `why_ended` instead.
         """
@@ -440,22 +460,26 @@ class StartedAgent(AgentRecord):
         return not problem
 
     def why_ended(self) -> str:
-        """Return why the start command has ended: its last error lines, or its exit code. "" while the command runs."""
+        """Return why the command that started the agent has ended: its last error lines, or its exit code. "" while it
+        runs.
+        """
         if (code := self._process.poll()) is None:
             return ""
-        self._pumps[1].join(1.0)  # Wait for the last lines of standard error.
+        self._pumps[1].join(1.0)  # waits for the last lines of standard error
         return self._problem or f"{self._program} ended with exit code {code}"
 
     def disconnect(self) -> None:
-        """Close the connection and the command's standard input, so that the agent ends its ranks and exits."""
+        """Close the connection and the start command's standard input, so that the agent (process that starts ranks)
+        ends its ranks and exits.
+        """
         super().disconnect()
         with contextlib.suppress(OSError, ValueError):
             if self._process.stdin is not None:
                 self._process.stdin.close()
 
     def wait(self, timeout_s: float, *, kills: bool = True) -> None:
-        """Wait up to `timeout_s` until the command has ended and its output was printed. Then kill the command if
-        `kills`.
+        """Wait up to `timeout_s` until the command that started the agent has ended and its output was printed. Then
+        kill the command if `kills`.
         """
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, timeout_s))
@@ -473,7 +497,7 @@ class StartedAgent(AgentRecord):
 
 
 class AgentCrew(AgentList):
-    """All agents of a driver, one per host, with their connections and processes."""
+    """All agents (processes that start ranks, one per host) of a driver, with their connections and start commands."""
 
     def __init__(
         self,
@@ -482,7 +506,7 @@ class AgentCrew(AgentList):
         pump: Pump,
         environ: Mapping[str, str],
     ) -> None:
-        """Listen for agents. No agent is started yet.
+        """Listen for agents (processes that start ranks). No agent is started yet.
 
         Args:
             job: description of the elastic job.
@@ -506,8 +530,8 @@ class AgentCrew(AgentList):
         self._board.wake()
 
     def start(self, host: str) -> None:
-        """Start the agent of a host. `poll` later yields a message of the agent, or `Lost` if its start command
-        fails.
+        """Start the agent (process that starts ranks) of a host. `poll` later yields its first message, or `Lost` if
+        the start command fails.
         """
         job, number, places = self._job, self.next_number(), self._board.places
         here = is_child(job, host)
@@ -534,13 +558,15 @@ class AgentCrew(AgentList):
             self.agents[host] = AgentRecord(host, number, now_s=time.monotonic(), problem=problem)
 
     def poll(self, timeout_s: float) -> Iterator[AgentMessage | Lost]:
-        """Wait up to `timeout_s` for messages and losses of agents, and yield them."""
+        """Wait up to `timeout_s` for messages of agents (one process per host) and for losses of agents, and yield
+        them.
+        """
         for agent in self._board.poll(timeout_s, self._welcome):
             yield from self._receive(agent)
         yield from self.tick(time.monotonic())
 
     def close(self, number: int | None = None) -> None:
-        """End all agents and their ranks, and wait for their exit within time limits.
+        """End all agents (processes that start ranks) and their ranks, and wait for their exit within time limits.
 
         Args:
             number: signal that ended the driver. None if the job ended without a signal.
@@ -549,27 +575,28 @@ class AgentCrew(AgentList):
         self.send_to(self.agents, EndAll(grace_s))
         for each in self.agents.values():
             if each.channel is None:
-                each.disconnect()  # The agent ends when its standard input is closed.
+                each.disconnect()  # closes the agent's standard input, which ends the agent
         deadline_s = time.monotonic() + grace_s + 2.0
         for agent in self.agents.values():
             agent.wait(deadline_s - time.monotonic())
         for agent in self._leaving:
-            # A lost agent may be connected to a new driver, because this driver was stopped or disconnected for a
-            # while.
+            # Do not kill a lost agent. It may have found a new driver (launcher process) while this one was stopped or
+            # disconnected.
             agent.wait(
                 deadline_s - time.monotonic(), kills=not self._job.policy.has_successors or agent.channel is None
             )
         self._board.close()
 
     def _welcome(self, number: int, sock: socket.socket) -> None:
-        """Store the connection of an agent that has authenticated."""
-        # The host of an agent that an earlier driver started is unknown until its first message.
+        """Store the connection of an agent (process that starts ranks) that has authenticated."""
+        # Accept an agent that an earlier driver (launcher process) started. Its host is unknown until its first
+        # message.
         agent = self.awaited(number) or AgentRecord("", number, now_s=time.monotonic())
         agent.channel, agent.heard_s = JsonChannel(sock, FromAgent), time.monotonic()
         agent.channel.watch(self._board.events, agent)
 
     def _receive(self, agent: AgentRecord) -> Iterator[AgentMessage | Lost]:
-        assert agent.channel is not None  # `poll` yields only agents with a channel.
+        assert agent.channel is not None  # holds, because `poll` yields only agents with a channel
         try:
             messages = agent.channel.receive()
         except ConnectionError:
@@ -605,7 +632,7 @@ def ask_script(script: str, slots: int, limit_s: float = LIMIT_S) -> Hosts:
 
     Args:
         script: path of an executable file, or a shell command.
-        slots: slots of hosts for which the script prints no number.
+        slots: slots (number of ranks) of hosts for which the script prints no number.
         limit_s: maximum run time in seconds. At the limit, the script and its children are killed.
 
     Raises:
@@ -666,7 +693,9 @@ def _hosts(which: str, text: str, slots: int) -> Hosts:
 
 
 class Discovery:
-    """A thread that runs host discovery repeatedly, because one query may take long."""
+    """Runs host discovery (the user's script that lists hosts) repeatedly in a thread, because one
+    run may take long.
+    """
 
     def __init__(
         self, ask: Callable[[], Hosts], *, on_answer: Callable[[], None], interval_s: float = INTERVAL_S
@@ -685,12 +714,12 @@ class Discovery:
         self._thread.start()
 
     def take(self) -> Iterator[Hosts | LaunchError]:
-        """Yield the host lists and errors that are new since the last call."""
+        """Yield the lists of hosts, and the errors of host discovery, that are new since the last call."""
         while not self._answers.empty():
             yield self._answers.get()
 
     def close(self) -> None:
-        """Stop the thread. Does not wait for a running query."""
+        """Stop the thread that runs host discovery. Does not wait for a run in progress."""
         self._closing.set()
 
     def _run(self) -> None:
@@ -701,25 +730,29 @@ class Discovery:
             except LaunchError as err:
                 answer = err
             found = str(answer) if isinstance(answer, LaunchError) else dict(answer)
-            if found != last:  # Report unchanged hosts, or a repeated error, only once.
+            if found != last:  # Report only changes, so that the same hosts, or the same error, are reported once.
                 last = found
                 self._answers.put(answer)
                 self._on_answer()
 
 
 class RunningCrew(Crew, Protocol):
-    """The agents of a running driver: processes on hosts, or Ray actors."""
+    """Interface to the agents, which start the ranks of each host, for a running driver. Agents are processes, or
+    objects that control Ray actors.
+    """
 
     def wake(self) -> None:
         """Make a waiting `poll` return immediately. Thread-safe."""
         ...
 
     def poll(self, timeout_s: float) -> Iterator[AgentMessage | Lost]:
-        """Wait up to `timeout_s` for messages and losses of agents, and yield them."""
+        """Wait up to `timeout_s` for messages of agents (one process per host) and for losses of agents, and yield
+        them.
+        """
         ...
 
     def close(self, number: int | None = None) -> None:
-        """End all agents and their ranks, and wait for their exit within time limits.
+        """End all agents (processes that start ranks) and their ranks, and wait for their exit within time limits.
 
         Args:
             number: signal that ended the driver. None if the job ended without a signal.
@@ -742,10 +775,10 @@ def run_job(
     """Run a job to its end. Afterwards, no process of the job is left on reachable hosts.
 
     Args:
-        crew: controls the agents. Closed at the end.
+        crew: controls the agents (processes that start ranks). Closed at the end.
         members: decides which ranks start, are members, and are given up.
         say: prints a line for the user.
-        hosts: initial hosts, with their slots.
+        hosts: initial hosts, with their slots (numbers of ranks).
         ask: queries host discovery. None if the set of hosts is fixed.
         finish_output: called after all ranks have ended, and before the final line is printed.
 
@@ -783,7 +816,8 @@ def run_job(
 
 
 def take_over(crew: AgentCrew, members: JobMembers, say: Callable[[str], None]) -> Hosts | None:
-    """Continue a job whose driver was lost. Waits for the agents of the job to connect to this driver.
+    """Continue a job whose driver (launcher process) was lost. Waits until the job's agents (processes that start
+    ranks) have connected to this new driver.
 
     Returns:
         The hosts that the connected agents report, with their slots. None if too few agents have connected; then all
@@ -818,12 +852,13 @@ def take_over(crew: AgentCrew, members: JobMembers, say: Callable[[str], None]) 
 # ── a job from parsed options, and the successor of a lost driver ─────────────────────────────────────────────────────
 
 _LATER_S = 30.0
-"""Seconds that are added to the time limit of ranks, so that the launcher, which can name missing ranks, gives up
-first."""
+"""Seconds by which ranks wait longer for missing ranks than the launcher, so that the launcher, which can name the
+missing ranks, gives up first.
+"""
 
 
 def drive(job: ElasticJob, endpoint: DriverEndpoint, environ: Mapping[str, str], hosts: Hosts | None) -> int:
-    """Run an elastic job to its end, as its driver.
+    """Run an elastic job to its end, as its driver (launcher process).
 
     Args:
         job: description of the job.
@@ -849,7 +884,8 @@ def drive(job: ElasticJob, endpoint: DriverEndpoint, environ: Mapping[str, str],
             consoles["stderr"].show_bar(message.reason)
 
     def say(line: str) -> None:
-        # The rank that drew the bar may have exited. A rank that still tunes draws the bar again.
+        # Remove the progress bar, because the rank that drew it may have exited. A rank that still tunes draws it
+        # again.
         consoles["stderr"].show_bar("")
         consoles["stderr"].say(line)
 
@@ -916,7 +952,7 @@ def launch_elastic(options: argparse.Namespace) -> int:
         folder=str(output_folder(options.output_filename).resolve()) if options.output_filename else None,
     )
     if job.agent_command:
-        agent_words(job, "host")  # Called for its check of `--agent-command`.
+        agent_words(job, "host")  # checks `--agent-command`; the result is not used
     here = not script and all(is_child(job, host) for host in hosts)
     command = rank_command(options.command, as_horovod=options.as_horovod, check_files=here)
     environ["HOROVOD_ELASTIC_TIMEOUT"] = f"{policy.timeout_s + _LATER_S:g}"
@@ -938,7 +974,8 @@ def launch_elastic(options: argparse.Namespace) -> int:
 
 
 def policy_of(options: argparse.Namespace, hosts: Hosts, *, timeout_s: float) -> Policy:
-    """Return the policy for ranks and hosts that the command-line options describe.
+    """Return the policy of an elastic job (numbers of ranks, treatment of failed hosts) that the command-line options
+    describe.
 
     Raises:
         ConfigError: numbers of ranks or slots contradict each other.
@@ -989,7 +1026,8 @@ def _fixed_hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> Hos
 
 
 def inherit() -> int:
-    """Run the job of a lost driver to its end. Reads the state of the job, an `Inheritance`, from standard input.
+    """Run, as its new driver (launcher process), the job of a lost driver to its end. Reads the job's state, an
+    `Inheritance`, from standard input.
 
     Returns:
         The exit code of the job.

@@ -1,8 +1,8 @@
 """Membership rules of an elastic job: decide which ranks start, become members or are given up, and when the job ends.
 
-A generation is a set of ranks that train together until a rank fails, leaves or joins. Messages of agents are the
-inputs of the rules, and orders to agents are the outputs. This module uses no sockets, processes
-or clocks.
+A generation is a set of ranks that train together until a rank fails, leaves or joins. An agent is a process that
+starts the ranks of a host. Messages of agents are the inputs of the rules, and orders to agents are the outputs. This
+module uses no sockets, processes or clocks.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from sirtaki.machine import signal_name
 class ProcessPhase(Enum):
     """State of a rank's process, from its start to its end."""
 
-    STARTING = "starting"  # The process has not requested a generation yet.
-    WAITING = "waiting"  # The process has requested the next generation.
-    MEMBER = "member"  # The process is a member of the current generation.
+    STARTING = "starting"  # The process was started, and has not asked yet to take part in training.
+    WAITING = "waiting"  # The process has asked to take part in the next generation (set of ranks that train together).
+    MEMBER = "member"  # The process is a member of the current generation (set of ranks that train together).
     FINISHED = "finished"  # The process has completed its work.
     DISMISSED = "dismissed"  # The process was asked or forced to end.
 
@@ -39,8 +39,8 @@ class RankRecord:
         number: id of the process in this job.
         rank: rank of the process in its newest generation (set of members). None before its first generation.
         generation: number of the process's newest generation; 0 before the first.
-        has_state: True if the process holds the job's state.
-        is_leaving: True if the process must end, because it has no slot any more.
+        has_state: True if the process holds the training state, such as weights.
+        is_leaving: True if the process must end, because its host has fewer slots (places for ranks) now.
         since_s: time at which the current phase of the process began, in seconds.
         verdict: why the process was killed, as a clause. "" if it was not killed.
         member: description that the process sent, with the addresses at which it listens for other members.
@@ -56,11 +56,13 @@ class RankRecord:
     is_leaving: bool = False
     since_s: float = 0.0
     verdict: str = ""
-    member: Member = Member()  # noqa: RUF009 - it is frozen
+    member: Member = Member()  # noqa: RUF009 - a shared default is safe, because `Member` is frozen
 
     @property
     def label(self) -> str:
-        """Return the name of the process in messages to the user, with rank, host and slot."""
+        """Return the name of the process in messages to the user, with its rank, host and slot (place for a rank on the
+        host).
+        """
         who = "a new rank" if self.rank is None else f"rank {self.rank}"
         return f"{who} (host {self.host}, slot {self.slot})"
 
@@ -70,19 +72,19 @@ class RankRecord:
 
 
 def seniority(worker: RankRecord) -> tuple[bool, int, int, int]:
-    """Return a sort key: processes that hold the job's state first, by newest generation and rank; then new processes
-    by age.
+    """Return a sort key for processes: first those that hold the training state (such as weights), by newest generation
+    (set of members) and rank; then new ones by age.
     """
     return not worker.has_state, -worker.generation, 0 if worker.rank is None else worker.rank, worker.number
 
 
 def ranked(workers: Iterable[RankRecord], hosts: Sequence[str]) -> list[RankRecord]:
-    """Return workers in rank order. Ranks of a host are adjacent. Workers that hold the job's state come first, in the
-    order of their former ranks.
+    """Return workers (processes of ranks) in the order of their next ranks. Ranks of a host are adjacent. Workers that
+    hold the training state (such as weights) come first, in the order of their former ranks.
 
     Args:
         workers: members of the next generation (set of ranks that train together).
-        hosts: order of hosts that have no worker with state or former rank.
+        hosts: all hosts. Their order decides between hosts whose workers have neither state nor a former rank.
     """
     place = {host: number for number, host in enumerate(hosts)}
 
@@ -93,7 +95,7 @@ def ranked(workers: Iterable[RankRecord], hosts: Sequence[str]) -> list[RankReco
     first: dict[str, int] = {}
     for number, worker in enumerate(ordered):
         first.setdefault(worker.host, number)
-    # `sorted` is stable, so the order within a host is kept.
+    # keeps the order within a host, because `sorted` is stable
     return sorted(ordered, key=lambda worker: first[worker.host])
 
 
@@ -138,14 +140,14 @@ class OnFailure(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """Settings of an elastic job that decide about its ranks and hosts.
+    """Settings of an elastic job: numbers of ranks, and treatment of failed ranks and hosts.
 
     Attributes:
         start_ranks: number of ranks that the first generation (set of members) waits for.
         min_ranks: minimum size of later generations.
         max_ranks: maximum number of ranks. None for the number of slots.
         timeout_s: maximum seconds to wait for `min_ranks` ranks.
-        reset_limit: maximum number of generations after the first. None for no limit.
+        reset_limit: maximum number of elastic restarts. None for no limit.
         on_failure: action after the failure of a rank.
         cooldown_s: shortest and longest time for which a failed host is excluded. None to exclude it permanently.
         leave_s: seconds after which a rank is killed if it has not requested the next generation although another
@@ -154,10 +156,10 @@ class Policy:
         start_grace_s: seconds that the first generation still waits for starting ranks after enough ranks are ready.
         strikes: number of consecutive early failures of ranks on a host after which the host is excluded. A failure is
             early if the rank has trained for less than `settled_s`.
-        has_successors: True if an agent starts a new driver when the driver is lost. Then, after a network split, all
-            processes on one side must end.
+        has_successors: True if an agent (process that starts ranks on a host) starts a new driver (launcher process)
+            when the driver is lost. Then, after a network split, all processes on one side must end.
         hosts_stay: True if the set of hosts is fixed, without host discovery.
-        settled_s: training time of a rank, in seconds, after which the failures of its host are cleared.
+        settled_s: training time of a rank, in seconds, after which earlier failures on its host are forgotten.
     """
 
     start_ranks: int
@@ -176,13 +178,12 @@ class Policy:
 
 
 LeftOut = dict[str, tuple[int, float | None]]
-"""By host: how often the host was excluded, and the remaining seconds of its exclusion. None if it is excluded
-permanently."""
+"""For each excluded host, how often it was excluded, and the remaining seconds of its exclusion (None: permanent)."""
 
 
 @dataclass(slots=True)
 class _Record:
-    """Failures of a host, and the time until which the host is excluded."""
+    """Failures of ranks on a host, and the time until which the host gets no ranks."""
 
     strikes: int = 0
     drops: int = 0
@@ -191,7 +192,9 @@ class _Record:
 
 
 class HostPool:
-    """Hosts that the discovery script lists, longest known first, with their failures and exclusions."""
+    """Hosts that the discovery script lists, longest known first, with the failures of their ranks and their
+    exclusions.
+    """
 
     def __init__(self, policy: Policy, rng: random.Random) -> None:
         self._policy, self._rng = policy, rng
@@ -199,32 +202,34 @@ class HostPool:
         self._records: dict[str, _Record] = {}
 
     def find(self, hosts: Mapping[str, int]) -> None:
-        """Set the hosts, with their slots, as listed by host discovery. Hosts listed before keep their order."""
+        """Set the hosts, with their slots (numbers of ranks), as listed by host discovery. Hosts listed before keep
+        their order.
+        """
         kept = {host: hosts[host] for host in self._found if host in hosts}
         self._found = kept | {host: slots for host, slots in hosts.items() if host not in kept}
 
     @property
     def usable(self) -> dict[str, int]:
-        """Return the slots of hosts that are not excluded."""
+        """Return the number of slots (places for ranks) of each host that is not excluded."""
         return {host: slots for host, slots in self._found.items() if not self._record(host).is_dropped}
 
     @property
     def known(self) -> dict[str, int]:
-        """Return the slots of all hosts, including excluded hosts."""
+        """Return the number of slots (places for ranks) of each host, including excluded hosts."""
         return dict(self._found)
 
     def strike(self, host: str) -> bool:
-        """Count an early failure of a rank on a host. Return whether the host must be excluded."""
+        """Count a failure of a rank on a host soon after its start. Return whether the host must be excluded."""
         record = self._record(host)
         record.strikes += 1
         return record.strikes >= self._policy.strikes
 
     def clear(self, host: str) -> None:
-        """Clear the failures of a host, after a rank on the host has trained long enough."""
+        """Forget the failures on a host, after a rank on it has trained long enough."""
         self._record(host).strikes = 0
 
     def drop(self, host: str, now_s: float) -> float | None:
-        """Exclude a host.
+        """Start no further rank on a host for some time (exclude it).
 
         Returns:
             Duration of the exclusion in seconds, doubled at each exclusion, with up to 10 % jitter. None if the host is
@@ -243,14 +248,14 @@ class HostPool:
         return cooldown_s
 
     def take_back(self, now_s: float) -> list[str]:
-        """Readmit hosts whose exclusion time has passed, and return these hosts."""
+        """Allow ranks again on hosts whose exclusion time has passed, and return these hosts."""
         back = [host for host in self._found if self._record(host).is_dropped and now_s >= self._record(host).until_s]
         for host in back:
             self._record(host).is_dropped = False
         return back
 
     def left_out(self, now_s: float) -> LeftOut:
-        """Return the hosts that are excluded now."""
+        """Return the hosts on which no rank may start now, with the remaining time."""
         return {
             host: (record.drops, None if record.until_s == float("inf") else max(0.0, record.until_s - now_s))
             for host, record in self._records.items()
@@ -258,7 +263,9 @@ class HostPool:
         }
 
     def remember(self, left_out: LeftOut, now_s: float) -> None:
-        """Exclude the hosts that a lost driver had excluded, as returned by its `left_out`."""
+        """Exclude the hosts that a lost driver (launcher process) had excluded. `left_out` is the result of its method
+        `left_out`.
+        """
         for host, (drops, left_s) in left_out.items():
             record = self._record(host)
             record.is_dropped, record.drops = True, drops
@@ -270,7 +277,7 @@ class HostPool:
 
 @dataclass(slots=True, kw_only=True)
 class _Ballot:
-    """A generation (set of members) that some process may consider the newest.
+    """A generation (set of ranks that train together) that some process may consider the newest.
 
     Attributes:
         members: members in rank order.
@@ -286,7 +293,8 @@ class _Ballot:
     informed: set[int] = field(default_factory=set)
 
     def is_decided_by(self, workers: Set[int]) -> bool:
-        """Return whether `workers` are a majority of the members. A majority continues without the remaining members.
+        """Return whether `workers` (processes of ranks) are a majority of the members. A majority continues without the
+        remaining members.
 
         With exactly half of the members, the half with rank 0 is the majority.
         """
@@ -294,41 +302,43 @@ class _Ballot:
         return twice > len(self.members) or (twice == len(self.members) and self.members[0] in workers)
 
     def is_decided_without(self, *workers: Collection[int]) -> bool:
-        """Return whether a majority remains without `workers` and the members known to be dead."""
+        """Return whether a majority of the members remains without `workers` and the members known to be dead."""
         return self.is_decided_by(set(self.members).difference(self.dead, *workers))
 
 
 class Quorum:
-    """Majority rule for network splits: a generation may begin only if unreachable members cannot continue on their
-    own.
+    """Majority rule for network splits: a new generation (set of ranks that train together) may begin only if
+    unreachable ranks cannot continue training on their own.
     """
 
     def __init__(self) -> None:
-        """Create a quorum without generations."""
+        """Create the rule for a job in which no generation (set of ranks that train together) has begun."""
         self._ballots: list[_Ballot] = []
 
     @property
     def older(self) -> tuple[tuple[int, ...], ...]:
-        """Return the members of each older generation that some process may still consider the newest."""
+        """Return the members of each older generation (set of ranks that train together) that some process may still
+        consider the newest.
+        """
         return tuple(tuple(ballot.members) for ballot in self._ballots[:-1])
 
     @property
     def is_lost(self) -> bool:
-        """Return whether unreachable members may continue without this side, because they may be a majority."""
+        """Return whether unreachable ranks may continue training without this side of a network split, because they may
+        be a majority.
+        """
         return any(ballot.is_decided_by(ballot.unreachable - ballot.dead) for ballot in self._ballots)
 
     def permits(self, candidates: Collection[int]) -> bool:
-        """Return whether a generation of `candidates` may begin, because the other members cannot continue on their
-        own.
-        """
+        """Return whether `candidates` may train together, because the other ranks cannot continue on their own."""
         return not any(ballot.is_decided_without(candidates) for ballot in self._ballots)
 
     def begin(self, number: int, members: Sequence[int]) -> None:
-        """Add a new generation with these members."""
+        """Add a new generation (set of ranks that train together) with these members."""
         self._ballots.append(_Ballot(number=number, members=members))
 
     def take_over(self, newest: FormGeneration, present: Collection[int]) -> None:
-        """Continue with the newest generation of a lost driver.
+        """Continue with the newest generation (set of ranks that train together) of a lost driver (launcher process).
 
         Args:
             newest: newest generation, with the members of older generations that some process may still consider the
@@ -340,7 +350,7 @@ class Quorum:
             self._ballots.append(_Ballot(number=newest.number, members=members, unreachable=gone))
 
     def lose(self, workers: Collection[int]) -> None:
-        """Record that `workers` are on lost hosts, and may be dead or alive."""
+        """Record that `workers` (processes of ranks) are on lost hosts, and may be dead or alive."""
         for ballot in self._ballots:
             ballot.unreachable.update(set(workers).intersection(ballot.members))
 
@@ -351,7 +361,8 @@ class Quorum:
                 ballot.dead.add(worker)
 
     def inform(self, number: int, is_there: Callable[[int], bool]) -> None:
-        """Record that the agent of a host has received generation `number`.
+        """Record that the agent (process that starts the ranks of a host) has received generation `number` (set of
+        ranks).
 
         Args:
             number: number of the received generation.
@@ -362,7 +373,9 @@ class Quorum:
                 ballot.informed.update(filter(is_there, ballot.members))
 
     def drop_decided(self) -> bool:
-        """Remove older generations whose members cannot continue any more. Return whether any was removed."""
+        """Remove older generations (sets of ranks) whose members cannot continue on their own any more. Return whether
+        any was removed.
+        """
         older = [ballot for ballot in self._ballots[:-1] if ballot.is_decided_without(ballot.informed)]
         has_settled = len(older) < len(self._ballots) - 1
         if has_settled:
@@ -377,37 +390,46 @@ KILL_GRACE_S = 3.0
 
 AgentAddress = tuple[str, int]
 Agents = Sequence[tuple[int, Sequence[AgentAddress]]]
-"""List of agents: id, and addresses at which a driver started by this agent would listen."""
+"""Agents (processes that start ranks): id, and addresses at which a driver (launcher process) would listen if this
+agent started one.
+"""
 
 
 class StartRank(Struct, tag=True, frozen=True, kw_only=True):
-    """Order to an agent: start the process of a rank in a slot. `worker` is its id, unique in the job."""
+    """Order to an agent (which starts the ranks of a host): start a process for a rank in `slot`, a numbered place for
+    a rank. `worker` is the id of the process, unique in the job.
+    """
 
     worker: int
     slot: int
 
 
 class KillRank(Struct, tag=True, frozen=True, kw_only=True):
-    """Order to an agent: end the process of a rank and its children. `at_once`: kill it without SIGTERM."""
+    """Order to an agent (which starts the ranks of a host): end the process of a rank and its children. If `at_once`,
+    kill it without SIGTERM.
+    """
 
     worker: int
     at_once: bool
 
 
 class Relay(Struct, tag=True, frozen=True):
-    """Order to agents: forward `message` to each of `workers` that runs on the agent's host."""
+    """Order to agents (each starts the ranks of a host): forward `message` to each of `workers` (processes of ranks) on
+    their host.
+    """
 
     workers: tuple[int, ...]
     message: Dismissal | Changed
 
 
 class FormGeneration(Struct, tag=True, frozen=True, kw_only=True):
-    """Order to agents: tell waiting ranks that a generation (set of members) begins. All sequences are in rank order.
+    """Order to agents (each starts the ranks of a host): tell waiting ranks that they train together now, as a new
+    generation. All sequences are in rank order.
 
     Attributes:
-        older: members of older generations that some process may still consider the newest (`Quorum.older`). None if no
-            agent replaces a lost driver.
-        has_state: True if a member holds the job's state.
+        older: members of older generations that some process may still consider the newest (`Quorum.older`). None if
+            the job has no way to replace a lost driver (launcher process).
+        has_state: True if a member holds the training state, such as weights.
         left_out: excluded hosts, with the remaining time of their exclusion.
     """
 
@@ -420,12 +442,12 @@ class FormGeneration(Struct, tag=True, frozen=True, kw_only=True):
 
 
 NO_GENERATION = FormGeneration(number=0, workers=())
-"""Placeholder for the newest generation before the first generation begins."""
+"""Value for the newest generation (set of ranks that train together) before the first one begins."""
 
 
 class KeepGenerations(Struct, tag=True, frozen=True, kw_only=True):
-    """Order to all agents: store which generations before `number` some process may still consider the newest
-    (`Quorum`).
+    """Order to all agents (each starts the ranks of a host): store which generations (sets of ranks) before `number`
+    some process may still consider the newest. A new driver needs them for its majority rule (`Quorum`).
     """
 
     number: int
@@ -433,26 +455,33 @@ class KeepGenerations(Struct, tag=True, frozen=True, kw_only=True):
 
 
 class KnownAgents(Struct, tag=True, frozen=True):
-    """Order to an agent: store the list of all agents of the job, including the receiver."""
+    """Order to an agent (which starts the ranks of a host): store the list of all agents of the job, including the
+    receiver.
+    """
 
     agents: Agents
 
 
 class EndAll(Struct, tag=True, frozen=True):
-    """Order to an agent: end all ranks, then exit. Training ranks are killed after `grace_s` seconds."""
+    """Order to an agent (which starts the ranks of a host): end all ranks, then exit. Training ranks are killed after
+    `grace_s` seconds.
+    """
 
     grace_s: float = KILL_GRACE_S
 
 
 class Heartbeat(Struct, tag=True, frozen=True):
-    """Message without content by which a driver or an agent shows that it is alive."""
+    """Message without content by which a driver (launcher process) or an agent (which starts the ranks of a host) shows
+    that it is alive.
+    """
 
 
 class RegisterAgent(Struct, tag=True, frozen=True, kw_only=True):
-    """First report of an agent to a driver: the complete state of the agent and its ranks.
+    """First report of an agent (which starts the ranks of a host) to a driver (launcher process): the complete state of
+    the agent and its ranks.
 
     Attributes:
-        places: addresses at which a driver started by this agent would listen.
+        places: addresses at which a new driver would listen if this agent started one.
         ranks: ranks that run on the host.
         patience_s: longest time in seconds that any rank computed without polling; 0 if no long time was reported.
         generation: newest generation that the agent has received.
@@ -466,20 +495,24 @@ class RegisterAgent(Struct, tag=True, frozen=True, kw_only=True):
 
 
 class GenerationAck(Struct, tag=True, frozen=True):
-    """Report to a driver: the agent has received the generation with this number, and has forwarded it to its ranks."""
+    """Report of an agent (which starts the ranks of a host) to the driver (launcher process): it has received
+    generation `number` (a set of ranks), and has forwarded it to its ranks.
+    """
 
     number: int
 
 
 class Relayed(Struct, tag=True, frozen=True):
-    """Report to a driver that forwards a message of a rank."""
+    """Message of a rank that an agent (which starts the ranks of a host) forwards to the driver (launcher process)."""
 
     worker: int
     message: FromRank
 
 
 class RankEnded(Struct, tag=True, frozen=True, kw_only=True):
-    """Report to a driver: the process of a rank has ended."""
+    """Report of an agent (which starts the ranks of a host) to the driver (launcher process): the process of a rank has
+    ended.
+    """
 
     worker: int
     end: RankEnd
@@ -491,7 +524,7 @@ FromAgent = RegisterAgent | GenerationAck | Relayed | RankEnded | Heartbeat
 
 @dataclass(frozen=True, slots=True)
 class AgentMessage:
-    """A message, and the host whose agent sent it."""
+    """A message to the driver (launcher process), and the host whose agent (process that starts ranks) has sent it."""
 
     host: str
     message: FromAgent
@@ -499,8 +532,8 @@ class AgentMessage:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Event: the driver has given up the agent of a host. An agent that is still alive ends its ranks and exits when it
-    detects the closed connection.
+    """Event: the driver (launcher process) has given up the agent of a host (the process that starts its ranks). An
+    agent that is still alive ends its ranks and exits when it detects the closed connection.
     """
 
     host: str
@@ -508,27 +541,32 @@ class Lost:
 
 
 class Crew(Protocol):
-    """Interface to the agents. Implemented for processes on hosts, for simulated agents, and for Ray actors."""
+    """Interface to the agents, each of which starts the ranks of a host. Implemented for processes on hosts, for
+    simulated agents, and for Ray actors.
+    """
 
     @property
     def hosts(self) -> list[str]:
-        """Return the hosts of agents that have not been given up."""
+        """Return the hosts whose agents (processes that start ranks) have not been given up."""
         ...
 
     def start(self, host: str) -> None:
-        """Start the agent of a host. A failed start is reported as `Lost`."""
+        """Start the agent (process that starts ranks) of a host.
+
+        A failed start is reported later as the event `Lost`.
+        """
         ...
 
     def stop(self, host: str) -> None:
-        """End the agent of a host on which no rank runs or will start."""
+        """End the agent (process that starts ranks) of a host on which no rank runs or will start."""
         ...
 
     def send_to(self, hosts: Iterable[str], message: ToAgent) -> None:
-        """Send a message to the agents of `hosts`. Hosts without an agent are ignored."""
+        """Send a message to the agents (processes that start ranks) of `hosts`. Hosts without an agent are ignored."""
         ...
 
     def broadcast_agents(self) -> None:
-        """Send all agents the list of agents that may start the next driver."""
+        """Send all agents the list of agents, any of which may start a new driver (launcher process) after a loss."""
         ...
 
 
@@ -549,7 +587,7 @@ def count(number: int, noun: str) -> str:
 
 
 def difference(before: Mapping[str, int], after: Mapping[str, int]) -> str:
-    """Describe in words which hosts and slots were added or removed."""
+    """Describe in words which hosts and slots (places for ranks) were added or removed."""
     parts = [f"host {host} with {count(slots, 'slot')} is new" for host, slots in after.items() if host not in before]
     parts += [f"host {host} was removed" for host in before if host not in after]
     parts += [
@@ -566,8 +604,9 @@ def shortened(text: str, limit: int = 2000) -> str:
 
 
 def announcement(form: FormGeneration) -> str:
-    """Describe a new generation in words, with its number of ranks on each host."""
-    hosts = Counter(member.node for member in form.members)  # Counted in rank order.
+    """Describe in words a new generation (set of ranks that train together), with its number of ranks on each host."""
+    # Counts ranks by host; hosts are in the order of their first rank.
+    hosts = Counter(member.node for member in form.members)
     placed = ", ".join(f"{number} on {host}" for host, number in hosts.items())
     new = sum(not member.has_state for member in form.members)
     fresh = f", {new} of them new" if 0 < new < len(form.members) else ""
@@ -575,25 +614,27 @@ def announcement(form: FormGeneration) -> str:
 
 
 def with_ranks(lost: Collection[RankRecord]) -> str:
-    """Return a clause that lists the ranks that were lost with a host. "" if no rank was lost."""
+    """Return a clause for a message to the user that lists the ranks that were lost with a host. "" if no rank was
+    lost.
+    """
     ranks = [
         str(worker.rank) for worker in lost if worker.rank is not None and worker.phase is not ProcessPhase.DISMISSED
     ]
     return f" with rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" if ranks else ""
 
 
-_NOBODY = 0  # No process has this number.
+_NOBODY = 0  # number that no process has; in a list of members, it takes the place of a dead one
 
 
 class MemberList:
-    """All processes of a job, and the members of its current generation.
+    """All processes of a job, and the members of its current generation (set of ranks that train together).
 
     Attributes:
         workers: running processes, by number.
         generation: number of the current generation; 0 before the first.
         members: numbers of the current generation's members in rank order, including dead ones.
         has_succeeded: True if a member of the current generation has completed its work.
-        has_state: True if some process has reported that it holds the job's state.
+        has_state: True if some process has reported that it holds the training state, such as weights.
     """
 
     def __init__(self) -> None:
@@ -614,14 +655,15 @@ class MemberList:
         return worker
 
     def take_over(self, workers: Sequence[RankRecord], generation: int, members: Sequence[int]) -> None:
-        """Take over the processes that a lost driver had started."""
+        """Take over the processes that a lost driver (launcher process) had started."""
         for worker in workers:
             self.workers[worker.number] = worker
             self._places[worker.number] = worker.host, worker.slot
         self._numbers = max([0, *self.workers, *members])
         self.has_state = any(worker.has_state for worker in workers)
         there = [number for number in members if number in self.workers]
-        # A process that had not received the generation when the driver was lost was never a member.
+        # Leave out processes that had not received the generation (set of ranks) when the driver (launcher process) was
+        # lost. They were never members.
         told = [number for number in there if self.workers[number].generation == generation]
         for rank, number in enumerate(members):
             if number in self.workers:
@@ -632,7 +674,7 @@ class MemberList:
         self.has_succeeded = bool(self.of_generation(ProcessPhase.FINISHED))
 
     def begin(self, members: list[RankRecord], now_s: float) -> None:
-        """Begin the next generation with `members`, which are in rank order."""
+        """Make `members`, which are in rank order, the current generation (set of ranks that train together)."""
         self.generation += 1
         self.members = tuple(worker.number for worker in members)
         self.has_succeeded = False
@@ -662,13 +704,17 @@ class MemberList:
         return [worker for worker in self.workers.values() if worker.phase in phases]
 
     def of_generation(self, *phases: ProcessPhase) -> list[RankRecord]:
-        """Return the running members of the current generation in one of these phases, in rank order."""
+        """Return the running members of the current generation (set of ranks that train together) that are in one of
+        these phases, in rank order.
+        """
         found = (self.workers[number] for number in self.members if number in self.workers)
         return [worker for worker in found if worker.phase in phases]
 
     @property
     def survivors(self) -> list[RankRecord]:
-        """Return the members of the current generation that continue."""
+        """Return the members of the current generation (set of ranks that train together) that
+        remain for the next one.
+        """
         return [
             worker for worker in self.of_generation(ProcessPhase.MEMBER, ProcessPhase.WAITING) if not worker.is_leaving
         ]
@@ -693,19 +739,23 @@ class MemberList:
 
     @property
     def is_running(self) -> bool:
-        """Return whether some member of the current generation has not requested the next generation yet."""
+        """Return whether some member still trains: it has not asked yet for the next generation (set of ranks that
+        train together).
+        """
         return bool(self.of_generation(ProcessPhase.MEMBER))
 
     @property
     def newcomers(self) -> list[RankRecord]:
-        """Return waiting processes that are not members of the current generation."""
+        """Return the processes that wait to train and are not members of the current generation (set of ranks that
+        train together).
+        """
         waiting = self.present(ProcessPhase.WAITING)
         return [worker for worker in waiting if worker.number not in self.members and not worker.is_leaving]
 
     @property
     def is_diminished(self) -> bool:
-        """Return whether a member of the current generation has died, or must leave while at least one other member
-        stays.
+        """Return whether a member of the current generation (set of ranks that train together) has died, or must leave
+        while at least one other member stays.
         """
         there = self.of_generation(*ProcessPhase)
         if len(there) < len(self.members):
@@ -714,10 +764,11 @@ class MemberList:
         return leave and any(worker.phase is not ProcessPhase.STARTING for worker in self.wanted)
 
     def candidates(self, most: int | None) -> list[RankRecord]:
-        """Return the members of the next generation, chosen from the waiting processes.
+        """Return the members of the next generation (set of ranks that train together), chosen from the waiting
+        processes.
 
-        A process that must leave stays for one more generation if only this process holds the job's state, so that it
-        can send the state to the others.
+        A process that must leave stays for one more generation if only this process holds the training state (such as
+        weights), so that it can send the state to the others.
 
         Args:
             most: maximum number of ranks; None for no limit.
@@ -740,14 +791,14 @@ class MemberList:
                 yield worker
 
     def free_slots(self, host: str, slots: int) -> list[int]:
-        """Return the slots of a host in which no process runs."""
+        """Return the numbers of the slots (places for ranks) of a host in which no process runs."""
         taken = {worker.slot for worker in self.workers.values() if worker.host == host}
         return [slot for slot in range(slots) if slot not in taken]
 
 
 class JobMembers:
-    """Membership rules: decide which ranks start, become members of the next generation or are given up, and when the
-    job ends.
+    """Membership rules of an elastic job: decide which ranks start, train together in the next generation, or are given
+    up, and when the job ends.
 
     Methods receive events in the order in which they occur, and send the resulting orders to agents immediately.
 
@@ -773,22 +824,23 @@ class JobMembers:
         self.member_list = MemberList()
         self.end: JobEnd | None = None
         self.agents: dict[str, bool] = {}
-        self._notified = Change(0)  # changes of which the members of the current generation were notified
-        self._lost = self._notified_lost = ""  # how the first dead member of the current generation ended
-        self._failure: tuple[str, RankEnd] | None = None  # the first failure in the current generation
-        self._ended_well = self._ended_badly = False  # True if a process ended in this way before the first generation
+        self._notified = Change(0)  # membership changes of which current members were notified
+        self._lost = self._notified_lost = ""  # how the first member that died since the last elastic restart ended
+        self._failure: tuple[str, RankEnd] | None = None  # the first failure since the last elastic restart
+        # Whether a process has completed its work, or has failed, before the first ranks trained.
+        self._ended_well = self._ended_badly = False
         self._host_problem = ""  # newest problem of a host, for the message that ends the job
-        self._reasons: set[str] = set()  # reasons of failures that were printed already
+        self._reasons: set[str] = set()  # reasons for failures that were printed already
         self._short_since_s: float | None = None
         self._quorum = Quorum()
         self._enough_since_s: float | None = None
         self._longest_s = 0.0
 
     def take_over(self, reports: Mapping[str, RegisterAgent], now_s: float) -> bool:
-        """Continue a job whose driver was lost. Called before all other methods.
+        """Continue a job whose driver (launcher process) was lost. Called before all other methods.
 
         Args:
-            reports: reports of agents, by host.
+            reports: first reports of agents (each starts the ranks of a host), by host.
             now_s: current time.
 
         Returns:
@@ -804,13 +856,14 @@ class JobMembers:
         self.pool.remember(newest.left_out, now_s)
         workers = [replace(worker, since_s=now_s) for report in there for worker in report.ranks]
         self.member_list.take_over(workers, newest.number, newest.workers)
-        # If a member held the job's state when the generation began, the job cannot continue without the state.
+        # Remember that there is a training state if a member held it when the generation began. The job cannot continue
+        # without it.
         self.member_list.has_state = self.member_list.has_state or newest.has_state
         self._quorum.take_over(newest, self.member_list.workers)
         return bool(newest.number) and not self._quorum.is_lost
 
     def found(self, hosts: Mapping[str, int], now_s: float) -> None:
-        """Process the hosts, with their slots, that host discovery has listed."""
+        """Process the hosts, with their slots (numbers of ranks), that host discovery has listed."""
         before = self.pool.known
         self.pool.find(hosts)
         if before and before != self.pool.known:
@@ -818,7 +871,8 @@ class JobMembers:
         self.tick(now_s)
 
     def answer(self, events: Iterable[AgentMessage | Lost], now_s: float) -> None:
-        """Process messages and losses of agents that happened at the same time.
+        """Process messages of agents (each starts the ranks of a host), and losses of agents, that happened at the same
+        time.
 
         The rules decide once, after all events, because a decision examines all ranks. One decision for each of a
         thousand simultaneous requests would take many seconds.
@@ -855,7 +909,7 @@ class JobMembers:
                 return
         worker = listed.workers.get(message.worker)
         if worker is None or worker.host != host:
-            return  # The process was given up earlier, so ignore its message.
+            return  # Ignore the message, because its process was given up earlier.
         match message:
             case Relayed(message=Join(member=member)):
                 if worker.phase in (ProcessPhase.DISMISSED, ProcessPhase.FINISHED):
@@ -865,9 +919,10 @@ class JobMembers:
                     worker.has_state = worker.has_state or member.has_state
                     listed.has_state = listed.has_state or member.has_state
                     worker.enter(ProcessPhase.WAITING, now_s)
-            case Relayed(message=Patience(seconds)):  # Other ranks may compute as long without polling.
+            # Extend the limit for all ranks, because others may compute as long without polling.
+            case Relayed(message=Patience(seconds)):
                 self._longest_s = max(self._longest_s, seconds)
-            case Relayed(message=Finished()):  # The process may still run for a while.
+            case Relayed(message=Finished()):  # Mark the process as finished, although it may still run for a while.
                 if worker.phase is ProcessPhase.MEMBER:
                     worker.enter(ProcessPhase.FINISHED, now_s)
                     listed.has_succeeded = True
@@ -884,7 +939,7 @@ class JobMembers:
                     self._lose(worker, end, now_s)
 
     def _lose_agent(self, host: str, why: str, now_s: float) -> None:
-        """Record that the agent and the ranks of a host have ended or are unreachable."""
+        """Record that the agent (process that starts ranks) and the ranks of a host have ended or are unreachable."""
         if self.agents.pop(host, None) is None:
             return
         lost = [worker for worker in self.member_list.workers.values() if worker.host == host]
@@ -902,7 +957,7 @@ class JobMembers:
 
     @property
     def _leave_s(self) -> float:
-        """Return how many seconds a member may take to leave its generation, before it is killed."""
+        """Return how many seconds a rank may take to stop training for an elastic restart, before it is killed."""
         return max(self.policy.leave_s, min(2 * self._longest_s, self.policy.timeout_s))
 
     def _lose(self, worker: RankRecord, end: RankEnd, now_s: float) -> None:
@@ -941,7 +996,7 @@ class JobMembers:
         self._print(f"{worker.label} {text}{what}{self._go_on()}")
 
     def _may_start(self) -> bool:
-        """Return whether a rank that is started now can still become a member."""
+        """Return whether a rank that is started now can still take part in training."""
         if self.member_list.has_succeeded or (self._ended_well and not self.member_list.generation):
             return False
         if self.member_list.generation == 0:
@@ -975,7 +1030,9 @@ class JobMembers:
             self._crew.send_to(self._crew.hosts, KeepGenerations(number=listed.generation, older=self._quorum.older))
 
     def _dismiss_surplus(self, now_s: float) -> None:
-        """End processes whose slot was removed, and stop agents without ranks."""
+        """End processes whose slot (place for a rank) was removed, and stop agents (processes that start ranks) on
+        hosts without ranks.
+        """
         usable = self.pool.usable
         self.member_list.mark_leaving(usable, self.policy.max_ranks)
         for worker in self.member_list.present(ProcessPhase.STARTING):
@@ -995,11 +1052,13 @@ class JobMembers:
                 self._crew.stop(host)
 
     def _start_ranks(self, now_s: float) -> None:
-        """Start ranks in free slots, and agents on hosts that have none."""
+        """Start ranks in free slots (places for ranks), and agents (processes that start ranks) on hosts that have
+        none.
+        """
         usable, most = self.pool.usable, self.policy.max_ranks
         room = sum(usable.values()) if most is None else most - len(self.member_list.wanted)
         for host, slots in usable.items():
-            if room <= 0:  # Stop early, because there may be thousands of hosts.
+            if room <= 0:  # stops early, because there may be thousands of hosts
                 break
             free = self.member_list.free_slots(host, slots)[:room]
             if free and host not in self.agents:
@@ -1069,7 +1128,7 @@ class JobMembers:
         return [host for host, (_, left_s) in self.pool.left_out(now_s).items() if left_s is None]
 
     def _most_candidates(self, now_s: float) -> int:
-        """Return the maximum size of the next generation if no further host is found."""
+        """Return the maximum number of ranks after the next elastic restart if no further host is found."""
         gone = self._gone(now_s)
         slots = sum(slots for host, slots in self.pool.known.items() if host not in gone)
         return slots + sum(worker.host in gone for worker in self.member_list.candidates(None))
@@ -1096,7 +1155,9 @@ class JobMembers:
         return f", {left} continue{'s' * (left == 1)}" if left else ""
 
     def _advance(self, now_s: float) -> None:
-        """Begin the next generation if all members have left the current generation and enough ranks wait."""
+        """Begin the next generation (set of ranks that train together) if all members have stopped training and enough
+        ranks wait.
+        """
         listed = self.member_list
         if listed.is_running:
             asked = [worker.since_s for worker in listed.of_generation(ProcessPhase.WAITING)]
@@ -1146,8 +1207,8 @@ class JobMembers:
             has_state=any(each.has_state for each in members),
             left_out=self.pool.left_out(now_s),
         )
-        # If a new driver may replace a lost one, all agents must know the generation. Otherwise only the agents of
-        # members need it.
+        # Send the new generation (set of ranks) to all agents if one of them may replace a lost driver (launcher
+        # process). Otherwise send it only to the agents of members.
         hosts = self._crew.hosts if self.policy.has_successors else [member.node for member in form.members]
         self._crew.send_to(dict.fromkeys(hosts), form)
         self._print(announcement(form))
@@ -1172,22 +1233,25 @@ class JobMembers:
 # ── how long a driver that takes over waits ──────────────────────────────────────────────────────────────────────────
 
 ADOPT_S = 30.0
-"""Seconds for which a new driver, after the old driver was lost, waits for further agents although a majority has
-connected. Some agents may first have tried to reach other drivers."""
+"""Seconds for which a new driver (launcher process), after the old one was lost, waits for further agents (processes
+that start ranks) although a majority has connected. Some agents may first have tried to reach other drivers.
+"""
 
 GATHER_S = 120.0
-"""Seconds for which a new driver waits for a majority of the members. An agent may detect the loss of the old driver
-only when its connection times out."""
+"""Seconds for which a new driver (launcher process), after the old one was lost, waits for a majority of the ranks. An
+agent may detect the loss of the old driver only when its connection times out.
+"""
 
 
 def newest_generation(reports: Mapping[str, RegisterAgent]) -> FormGeneration:
-    """Return the newest generation that any agent has reported."""
+    """Return the newest generation (set of ranks that train together) that any agent has reported."""
     known = [report.generation for report in reports.values()]
     return max(known, key=lambda form: (form.number, -len(form.older or ())), default=NO_GENERATION)
 
 
 def has_waited(for_s: float, reports: Mapping[str, RegisterAgent], expected: Collection[int]) -> bool:
-    """Return whether a new driver, after the old driver was lost, has waited long enough for agents.
+    """Return whether a new driver (launcher process), after the old one was lost, has waited long enough for agents
+    (processes that start ranks).
 
     Args:
         for_s: seconds since the new driver began to wait.
@@ -1196,6 +1260,7 @@ def has_waited(for_s: float, reports: Mapping[str, RegisterAgent], expected: Col
     """
     newest, quorum = newest_generation(reports), Quorum()
     quorum.take_over(newest, [worker.number for report in reports.values() for worker in report.ranks])
-    if not newest.number or quorum.is_lost:  # The job cannot continue with only these agents.
+    # Wait the full time, because the job cannot continue with the ranks of only these agents.
+    if not newest.number or quorum.is_lost:
         return for_s > GATHER_S
     return not expected or for_s > ADOPT_S

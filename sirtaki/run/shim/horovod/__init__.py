@@ -5,7 +5,8 @@ from typing import Any
 
 from sirtaki.run.as_horovod import install
 
-__version__ = "0.28.1"  # the release whose API Sirtaki implements, which scripts compare
+# The release of Horovod whose API Sirtaki implements; scripts compare it with the version that they need.
+__version__ = "0.28.1"
 
 install()
 
