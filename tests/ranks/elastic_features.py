@@ -192,7 +192,7 @@ def tuned() -> None:
             while hvd.size() != SIZES[state.stage]:
                 time.sleep(0.01)
                 state.commit()
-            for _ in range(70):
+            for _ in range(130):  # of which search and proof take at most 100
                 optimizer.zero_grad()
                 model(torch.ones(4, 100)).square().mean().backward()
                 optimizer.step()

@@ -70,7 +70,7 @@ def test_a_rank_that_alone_catches_an_exception_and_leaves_a_step_out_does_not_t
 @pytest.mark.parametrize("env", [SHARED, SOCKETS])
 def test_a_rank_that_exits_during_a_search_is_named_to_its_peers(run_ranks: RunRanks, env: dict[str, str]) -> None:
     job = run_ranks("fsdp_left.py", 3, env=env, check=False, timeout_s=40)
-    assert job.stdout.count("PeerLostError: rank 0 has ended") == 2, job.stdout + job.stderr
+    assert job.stdout.count("PeerLostError: rank 0 has exited") == 2, job.stdout + job.stderr
 
 
 def settings_run(run_ranks: RunRanks, *args: object, ranks: int = 2, **env: str) -> list[str]:
@@ -172,7 +172,7 @@ def test_a_search_ends_with_the_default_where_modules_are_used_in_another_order(
     found = job.stdout.splitlines()
     assert any("kept" in setting for setting in found)
     assert found[-1] == found[0]
-    assert "the default stays: modules are used in another order than before" in job.stderr
+    assert "keeping the default: modules are used in another order than before" in job.stderr
 
 
 @pytest.mark.integration
