@@ -31,8 +31,7 @@ window.addEventListener("load", () => {
   const look = (tries) => {
     const asked = [...document.querySelectorAll(".plotly-graph-div")];
     const plots = asked.map(plot => plot.querySelectorAll("svg path").length);
-
-    Plotly draws after the page has loaded, and a busy machine draws late
+    // Plotly draws after the page has loaded, and a busy machine draws late
     if (tries > 0 && plots.includes(0)) return setTimeout(look, 50, tries - 1);
     const seen = {
       plots,
