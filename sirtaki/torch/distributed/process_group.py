@@ -48,6 +48,7 @@ from sirtaki.engine.autograd import in_backward, when_backward_ends
 from sirtaki.engine.c10d import timeout_of
 from sirtaki.engine.console import start_logging
 from sirtaki.engine.lanes import control_of, open_lanes, open_shards
+from sirtaki.engine.launchers import AGENT
 from sirtaki.engine.ranks import open_at_store, open_ranks
 from sirtaki.engine.settings import NEVER_S, Settings
 from sirtaki.errors import CommError, ConfigError, PeerFaultError, PeerLostError, StallError
@@ -729,9 +730,14 @@ def meet(timeout: timedelta) -> tuple[Store, int, int]:
         A store shared by all ranks, the rank of this process, and the number of ranks.
 
     Raises:
-        ConfigError: the launcher's environment variables contradict each other.
+        ConfigError: the launcher's environment variables contradict each other, or the job is elastic.
         CommError: the ranks cannot connect to each other.
     """
+    if AGENT in os.environ:  # because each process would be a group of its own, and train alone without a warning
+        raise ConfigError(
+            'init_process_group("sirtaki") requires a fixed set of ranks: start the job without --min-np and --max-np, '
+            "or use hvd.init() and hvd.elastic"
+        )
     settings = replace(Settings.from_environ(), start_timeout_s=timeout.total_seconds())
     ranks = open_ranks(settings)
     control = ControlPlane(ranks, interface=settings.gloo_interface)

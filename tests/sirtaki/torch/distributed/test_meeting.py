@@ -1,8 +1,12 @@
 """Ranks of every launcher connect if the script uses `init_method="sirtaki://"`."""
 
 import pytest
+import torch.distributed as dist
 from conftest import RunRanks
 from rank_jobs import ONLY_OVER_MPI, OVER_MESH
+
+from sirtaki.engine.launchers import AGENT
+from sirtaki.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -31,3 +35,10 @@ def test_the_group_logs_once_that_it_attaches_and_how_to_disable_it(run_ranks: R
     told = run_ranks("torch_backend_meeting.py", 2, env={**OVER_MESH, variable: value}).stderr
     assert told.count("process group of 2 ranks") == (1 if says else 0)
     assert says in told
+
+
+def test_an_elastic_job_gets_an_error_instead_of_groups_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(AGENT, "5")
+    with pytest.raises(ConfigError, match="requires a fixed set of ranks"):
+        dist.init_process_group("sirtaki", init_method="sirtaki://")
+    assert not dist.is_initialized()
