@@ -45,8 +45,8 @@ MODEL_WEIGHT = 0.7
 TOPOLOGY_WEIGHT = 0.3
 OTHER_DTYPE = 0.05
 
-# Stored models are examined in groups of _STRETCH. All entries of such a group are listed, and their models are
-# compared with the job's model in groups of _BATCH entries.
+# Search step sizes: the database lists _STRETCH entries at a time, and _BATCH of their model graphs at a time are
+# compared with the graph of the job's model.
 _STRETCH = 32
 _BATCH = 2
 

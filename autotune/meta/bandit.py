@@ -260,10 +260,10 @@ class BanditArm:
 
 
 def _proposals(answer: Sequence[Proposal], n: int, name: str) -> list[Proposal]:
-    """Check the settings that a search method (arm) has proposed, and set the arm's name in the proposals.
+    """Check the settings that a search method (arm) has proposed, and write the arm's name into each proposal.
 
     Raises:
-        TuningError: an element of the answer is not a valid proposal of knobs.
+        TuningError: one of the proposals is not valid.
     """
     proposals = list(islice(answer, n))
     for proposal in proposals:

@@ -132,8 +132,8 @@ class UnprovedConnection:
         Raises:
             OSError: the connection broke.
         """
-        # Fail if only a part was sent. The peer then reads nothing, because an empty send buffer has room for the whole
-        # message.
+        # The empty send buffer of a new connection has room for the whole message. If only a part was sent, the buffer
+        # is full, because the peer does not read.
         if self.sock.send(message) < len(message):
             raise ConnectionError("the remote end does not read")
 

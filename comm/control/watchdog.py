@@ -43,7 +43,7 @@ class Tag(IntEnum):
     ITERATION = 6
     """The sender is in an iteration of an optimizer. The receiver, which has called `join()`, must take part."""
     BLOCKED = 7
-    """Description of a wait of the sender, which the receiver may have to end."""
+    """Report of a long wait of the sender. The receiver stops its own wait if the ranks would wait for ever."""
 
 
 class MessageBoard:

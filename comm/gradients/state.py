@@ -22,7 +22,8 @@ class IterationState(Enum):
 class LaunchMode(Enum):
     """Rule for launching the units (buckets) of one iteration. It is fixed when the first gradient is ready.
 
-    IN_ORDER becomes COUNTED when gradients do not become ready in the expected order.
+    IN_ORDER (no count for each gradient) becomes COUNTED (gradients are counted one by one) when gradients do not
+    become ready in the expected order.
     """
 
     IN_ORDER = "launch after fixed numbers of gradients, which are ready in the expected order"

@@ -440,8 +440,9 @@ class _Substitute:
         return bool(messages)
 
     def _catch_up(self, participant: ActiveReducer, target: Reached) -> None:
-        """Contribute zeros to `participant`'s iterations up to `target`. Run every stage, although training ranks may
-        have announced only the last one.
+        """Contribute zeros to the iterations of the reducer `participant`, up to the iteration and stage `target`.
+
+        This rank runs every stage, although training ranks may have announced only the last one.
         """
         iteration, stage = self._begun.get(participant.key, (participant.progress.finished - 1, WaitStage.FINISH))
         while (iteration, stage) < target:

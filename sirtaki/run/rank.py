@@ -83,7 +83,7 @@ def _fail(err: BaseException) -> None:
                 return
             reason = "; it ".join(filter(None, [f"exit code {code}", doing()]))
             with contextlib.suppress(SystemExit):
-                sys.exit(code)  # calls `sys.exit`, because its hooks record the exit code
+                sys.exit(code)  # because hooks of libraries around `sys.exit` record the exit code
             _end(code, reason=reason)
         case KeyboardInterrupt():
             _end(130, reason="KeyboardInterrupt")

@@ -83,7 +83,7 @@ class _MarkedFile(io.FileIO):
     """Output file that appends `UNFINISHED` to text without a line end, such as a progress bar or a prompt."""
 
     def write(self, data: ReadableBuffer, /) -> int:
-        """Write all of `data` and the mark in one call, so that no other output is mixed in."""
+        """Write `data`, and `UNFINISHED` if it ends within a line, in one call, so that no other output is mixed in."""
         text = bytes(data)
         rest = memoryview(text if text.endswith(b"\n") or not text else text + UNFINISHED)
         while rest:

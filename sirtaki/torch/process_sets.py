@@ -207,7 +207,7 @@ def open_static(process_sets: Sequence[ProcessSet] | str | None) -> None:
     Raises:
         ValueError: a set is passed twice, or the argument has an invalid type.
     """
-    if process_sets is None or process_sets == "dynamic":  # "dynamic" has no effect
+    if process_sets is None or process_sets == "dynamic":  # Horovod's value "dynamic" changes nothing here
         return
     if isinstance(process_sets, str) or not all(isinstance(there, ProcessSet) for there in process_sets):
         raise ConfigError(f"process_sets= must be a list of ProcessSet or 'dynamic', not {process_sets!r}")

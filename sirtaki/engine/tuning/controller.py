@@ -64,7 +64,8 @@ class _Search(Generic[S]):
     def own_value(self) -> float:
         """Return this rank's measured time, as its contribution to the minimum over the ranks.
 
-        The time is negated if the longest time of any rank counts. Minus infinity discards the measurement.
+        If the longest time of any rank counts, the time is negated, because the minimum of negated times is the negated
+        maximum. Minus infinity discards the measurement on all ranks.
         """
         span_s = self.target.measured_s()
         if math.isnan(span_s):

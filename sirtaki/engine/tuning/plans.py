@@ -541,7 +541,7 @@ class ProbeBudget:
 def _sizes(unit_bytes: int) -> Iterable[ProbeSize]:
     """Yield sizes of probes (measurements of all-reduces), the largest first.
 
-    The first sizes have ever fewer all-reduces on each stream, the later ones ever smaller all-reduces.
+    At first the size of each all-reduce stays, and their number on each stream falls. Then their size falls.
     """
     least = min(unit_bytes, LEAST_LARGE_BYTES)
     stream_bytes = STREAM_BYTES

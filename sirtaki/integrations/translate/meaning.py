@@ -373,7 +373,7 @@ def combined(operator: cst.CSTNode, left: Value, right: Value) -> Value:
 def collected(value: Value) -> Value:
     """Return the `Value` (what is known) of the elements of a list to which a value was appended.
 
-    A number of samples is then known only as a number, and a shape is unknown.
+    Of a list of sample counts, each element is a plain number. Of a list of shapes, nothing is known of an element.
     """
     over = {Over.COUNT: Over.SUM, Over.SHAPE: Over.UNKNOWN}.get(value.over, value.over)
     return replace(value, over=over, items=tuple(collected(item) for item in value.items))
@@ -412,7 +412,7 @@ AXIS_AT = {
 """For functions along an axis, the position of the argument that names the axis. Position 0 is the tensor."""
 
 ALONG = {name: name in ("squeeze", "cat", "concat", "normalize", "cosine_similarity") for name in AXIS_AT}
-"""Names of functions along an axis. True if they keep the samples of a batch separate when the call names no axis."""
+"""Whether a function that works along an axis keeps the samples of a batch separate without an axis argument."""
 
 FEWER = {"logsumexp", "std", "var", "argmax", "argmin", "amax", "amin", "prod", "any", "all", "squeeze", "norm",
          "select", "cosine_similarity"}  # fmt: skip
