@@ -685,7 +685,7 @@ def _drawn(model: PlanningModel, space: KnobSpace, default: Knobs, rng: np.rando
     at_most_s = DRAWN_SLOWER * simulator.run_knobs(default).span_s
     near = [n for n in space.streams_on(default.route) if 1 / DRAWN_STREAMS <= n / default.streams <= DRAWN_STREAMS]
     allowances = [(streams, threads) for streams in near for threads in space.threads]
-    # The streams and threads of the default setting are tried last, because the default itself is measured anyway.
+    # The pair (streams, threads) of the default setting is the last one of the list.
     allowances.sort(key=lambda allowance: allowance == (default.streams, default.threads))
     if not allowances:
         return
