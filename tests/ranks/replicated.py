@@ -237,7 +237,7 @@ def what_does_not_fit_is_refused() -> None:
     with torch.device("meta"):
         empty = dense_model()
     replicated(empty, attach=False)
-    raises(ConfigError, "once the parameters are initialised", lambda: fsdp.attach(empty))
+    raises(ConfigError, "after the parameters are initialised", lambda: fsdp.attach(empty))
 
 
 def modules_may_be_sharded_beside_replicated_ones() -> None:
