@@ -51,11 +51,11 @@ def mine() -> dict:
 def iterations_trials_and_the_decision_are_told() -> None:
     seen = Seen()
     watch.add(seen)
-    train(60)
+    train(80)
     watch.remove(seen)
     assert seen.generations == [watch.GenerationBegun(number=0, rank=hvd.rank(), size=hvd.size())]
     numbers = [event.number for event in seen.iterations]
-    assert numbers == list(range(numbers[0], numbers[0] + 60))
+    assert numbers == list(range(numbers[0], numbers[0] + 80))
     assert math.isnan(seen.iterations[0].step_s)
     for event in seen.iterations[1:]:
         assert event.step_s >= event.communication_s >= event.exposed_s >= 0.0

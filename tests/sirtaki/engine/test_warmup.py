@@ -134,7 +134,7 @@ def test_knobs_fixed_by_the_user_are_not_tuned(run_ranks: RunRanks, tmp_path: Pa
         "SIRTAKI_WARMUP_ITERATIONS": "26",
         "HOROVOD_AUTOTUNE_LOG": str(log),
     }
-    run_ranks("tuning.py", 2, 30, env=env)
+    run_ranks("tuning.py", 2, 80, env=env)
     knobs = [record["knobs"] for record in read_records(log)]
     assert {(k["unit_bytes"], k["streams"], k["transport"]) for k in knobs} == {(131072, 2, "gloo")}
 
@@ -160,7 +160,7 @@ def test_a_registry_full_of_garbage_is_quarantined_with_a_warning(run_ranks: Run
     registry = tmp_path / "registry.db"
     registry.write_bytes(b"this is no database " * 1000)
     env = {"SIRTAKI_REGISTRY": str(registry), "SIRTAKI_WARMUP_ITERATIONS": "26"}
-    job = run_ranks("tuning.py", 2, 30, env=env)
+    job = run_ranks("tuning.py", 2, 80, env=env)
     assert "WARNING" in job.stderr or "kept as" in job.stderr
     assert job.stdout.count("done") == 2
     assert any(b"this is no database" in path.read_bytes() for path in tmp_path.glob("registry.db.broken*"))
@@ -170,7 +170,7 @@ def test_a_cache_directory_that_cannot_be_made_does_not_stop_a_job(run_ranks: Ru
     blocked = tmp_path / "file"
     blocked.write_text("not a directory")
     blocked.chmod(stat.S_IRUSR)
-    job = run_ranks("tuning.py", 2, 30, env={"XDG_CACHE_HOME": str(blocked), "SIRTAKI_WARMUP_ITERATIONS": "26"})
+    job = run_ranks("tuning.py", 2, 80, env={"XDG_CACHE_HOME": str(blocked), "SIRTAKI_WARMUP_ITERATIONS": "26"})
     assert "without the registry" in job.stderr
     assert job.stdout.count("done") == 2
 
