@@ -345,6 +345,20 @@ MAX_ROUNDS = 8  # maximum number of rounds of the finals
 
 SHORT_SEARCH_ITERATIONS = 40  # budget of a search that starts from an earlier job's setting after the network changed
 
+
+def pair_iterations(n_pairs: int, discarded: int) -> int:
+    """Return the number of iterations that `n_pairs` pairs of measurements take, including discarded iterations.
+
+    `discarded` iterations follow each change of the setting: once before the pairs, and once in each pair.
+    """
+    return discarded + n_pairs * (2 + discarded)
+
+
+def proof_iterations(budget: int, discarded: int) -> int:
+    """Return the maximum number of iterations of the final comparison after a search of `budget` iterations."""
+    return max(pair_iterations(FEWEST_PAIRS, discarded), round(PROOF * budget))
+
+
 _Script = Generator[Assignment[S], Sequence[float], None]
 """Generator that yields assignments (settings to run next) and receives the communication times measured with them."""
 
@@ -508,7 +522,7 @@ class TuningSession(Generic[S]):
     @property
     def iterations_at_most(self) -> int:
         """Return the maximum number of training iterations of the session, including the finished ones."""
-        return self._iterations + self._proof_iterations
+        return self._iterations + proof_iterations(self._iterations, self._discarded)
 
     def begin_search(self, arm: Arm[S], *, space: Space[S], seeds: Sequence[S] = (), draws: Sequence[S] = ()) -> None:
         """Start the search for which the session waits. The search uses the measurements made before it.
@@ -565,6 +579,7 @@ class TuningSession(Generic[S]):
         search_end = yield from self._search()
         if self._reserved_for_refinement:
             yield from self._refine()
+        self._for_proof = proof_iterations(self._iterations, self._discarded)
         chosen, gain, verdict = yield from self._prove(self._default, self._default_name, lossy=False)
         if self._setting(self._default).failed:
             return self._end(chosen, f"{verdict}; {search_end}")
@@ -589,7 +604,6 @@ class TuningSession(Generic[S]):
             The chosen setting, which may be `base`; its proved gain over `base`, or None if no gain was proved; and the
             reason for the choice in words.
         """
-        self._for_proof = self._proof_iterations
         chosen, gain, verdict = base, None, f"no setting was nearly as fast as {base_name}"
         beaten: list[S] = []
         while (candidate := (yield from self._select(base, beaten, lossy=lossy))) is not None:
@@ -807,7 +821,9 @@ class TuningSession(Generic[S]):
         default, final = base or self._default, arm == FINALS_ARM
         most = MOST_PAIRS if final else MOST_PAIRS_OF_CHECK
         remaining = self._remaining - (0 if self._is_lossy(knobs) or not final else self._reserved_for_lossy)
-        at_most = max((n for n in range(FEWEST_PAIRS, most + 1) if self._pair_iterations(n) <= remaining), default=0)
+        at_most = max(
+            (n for n in range(FEWEST_PAIRS, most + 1) if pair_iterations(n, self._discarded) <= remaining), default=0
+        )
         if final and not at_most:
             return None
         if final:
@@ -865,11 +881,6 @@ class TuningSession(Generic[S]):
     def _remaining(self) -> int:
         return self._iterations + self._for_proof - self._spent
 
-    @property
-    def _proof_iterations(self) -> int:
-        """Return the maximum number of training iterations of the final comparison with the default."""
-        return max(self._pair_iterations(FEWEST_PAIRS), round(PROOF * self._iterations))
-
     def _pairs_wanted(self, knobs: S, base: S | None = None) -> int:
         """Return how many paired measurements will probably prove that a setting is faster than `base` or the default.
 
@@ -885,7 +896,7 @@ class TuningSession(Generic[S]):
     def _reserved_for_pairs(self) -> int:
         """Return the number of iterations reserved for the paired comparison of the fastest setting and the default."""
         ranked = self._ledger.ranked()
-        return self._pair_iterations(self._pairs_wanted(ranked[0].knobs)) if ranked else 0
+        return pair_iterations(self._pairs_wanted(ranked[0].knobs), self._discarded) if ranked else 0
 
     @property
     def _reserved_for_lossy(self) -> int:
@@ -895,14 +906,7 @@ class TuningSession(Generic[S]):
         """
         ranked = self._ledger.ranked() if self._iterations >= SHORT else []
         needed = ranked and self._is_lossy(ranked[0].knobs)
-        return self._pair_iterations(ENOUGH_PAIRS) + self._trial_iterations if needed else 0
-
-    def _pair_iterations(self, n_pairs: int) -> int:
-        """Return the number of iterations that `n_pairs` pairs of measurements take, including discarded iterations.
-
-        Iterations are discarded after each change of the setting: once before the pairs, and once in each pair.
-        """
-        return self._discarded + n_pairs * (2 + self._discarded)
+        return pair_iterations(ENOUGH_PAIRS, self._discarded) + self._trial_iterations if needed else 0
 
     @property
     def _reserved_for_refinement(self) -> int:

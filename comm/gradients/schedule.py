@@ -173,7 +173,7 @@ def _expand(number: int, group: FlatGroup, plan: CommPlan, position: Sequence[in
 
 
 class AgreedUnits:
-    """Units (buckets) of an iteration in which the ranks negotiate which gradients are ready on all of them.
+    """Units (buckets) of an iteration in which the ranks negotiate which gradients are ready on all ranks.
 
     Gradients that are agreed to be ready and adjacent in a flat buffer become one unit, up to `largest_bytes`. The
     units are sent in turn over the streams (connections) of the plan, because no others are open.
@@ -193,11 +193,16 @@ class AgreedUnits:
             flags_apart: True if the control flags are known only at the end of the backward pass, not with the last
                 gradient.
         """
-        self._order, self._groups = buffers.order, list(zip(buffers.groups, plans, strict=True))
+        self._order = buffers.order
+        groups = list(zip(buffers.groups, plans, strict=True))
+        self._groups = [
+            (group, plan, sorted({unit.stream for unit in plan.units if unit.algorithm is plan.units[0].algorithm}))
+            for group, plan in groups
+        ]
         sizes_bytes = [view.numel() * view.element_size() for view in buffers.views]
         self.sizes_bytes = np.array([*sizes_bytes, 0] if flags_apart else sizes_bytes, dtype=np.int64)
         self.largest_bytes = max(
-            1, *(unit.numel * group.layout.itemsize_bytes for group, plan in self._groups for unit in plan.units)
+            [1, *(unit.numel * group.layout.itemsize_bytes for group, plan in groups for unit in plan.units)]
         )
         self._pending, self._turn = len(self.sizes_bytes), 0
 
@@ -209,16 +214,18 @@ class AgreedUnits:
                 each position once.
         """
         agreed = {self._order[position] for position in positions if position < len(self._order)}
-        units = [unit for group, plan in self._groups for unit in self._of_group(group, plan, agreed)]
+        units = [unit for group, plan, streams in self._groups for unit in self._of_group(group, plan, streams, agreed)]
         self._pending -= len(positions)
         if not self._pending:
-            group, plan = self._groups[0]
+            group, plan, _ = self._groups[0]
             start, stop = group.layout.offsets[-2:]
             route = (plan.transport, plan.units[0].algorithm)
             units.append(ScheduledUnit(group, start, stop, plan.units[0].stream, route))
         return units
 
-    def _of_group(self, group: FlatGroup, plan: CommPlan, agreed: set[int]) -> list[ScheduledUnit]:
+    def _of_group(
+        self, group: FlatGroup, plan: CommPlan, streams: Sequence[int], agreed: set[int]
+    ) -> list[ScheduledUnit]:
         offsets, limit = group.layout.offsets, max(1, self.largest_bytes // group.layout.itemsize_bytes)
         runs = list[tuple[int, int]]()
         for place, index in enumerate(group.indices):
@@ -228,14 +235,10 @@ class AgreedUnits:
                     start = runs.pop()[0]
                 runs.append((start, stop))
         parts = [(low, min(low + limit, stop)) for start, stop in runs for low in range(start, stop, limit)]
-        if not parts:  # the plan of a flat buffer without elements has no units (buckets)
-            return []
-        algorithm = plan.units[0].algorithm
-        streams = sorted({unit.stream for unit in plan.units if unit.algorithm is algorithm})
         turns = range(self._turn, self._turn + len(parts))
         self._turn += len(parts)
         return [
-            ScheduledUnit(group, start, stop, streams[turn % len(streams)], (plan.transport, algorithm))
+            ScheduledUnit(group, start, stop, streams[turn % len(streams)], (plan.transport, plan.units[0].algorithm))
             for turn, (start, stop) in zip(turns, parts, strict=True)
         ]
 

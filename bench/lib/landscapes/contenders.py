@@ -176,15 +176,9 @@ def in_session(
                     planner.update_model(model)
         session.record(spans_s)
         course.would_keep(session.result.knobs)
-    kept = session.result.knobs
-    gained = landscape.span_s(landscape.default) / landscape.span_s(kept)
-    claims = session.result.gain is not None
-    return {
-        **course.outcome(kept),
-        "first_plan": first_plan,
-        "claims": claims,
-        "false_gain": claims and gained <= 1.0,
-    }
+    outcome, claims = course.outcome(session.result.knobs), session.result.gain is not None
+    false_gain = claims and outcome["over_default"] >= 1.0
+    return {**outcome, "first_plan": first_plan, "claims": claims, "false_gain": false_gain}
 
 
 def _ensemble(

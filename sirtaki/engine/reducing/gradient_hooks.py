@@ -868,10 +868,11 @@ def _current_wait(this: weakref.ref[GradientHooks]) -> PendingWait | None:
     """
     if (hooks := this()) is None:
         return None
-    waiting, iteration, pipeline = hooks.progress.waiting, 0, hooks.pipeline
+    # Read each attribute once, because the training thread may replace it meanwhile.
+    waiting, iteration, pipeline, tuning = hooks.progress.waiting, 0, hooks.pipeline, hooks.tuning
     since_s = None if waiting is None else waiting[1]
-    if pipeline is not None and hooks.tuning is not None:
-        hooks.tuning.router.check()
+    if pipeline is not None and tuning is not None:
+        tuning.router.check()
         iteration = pipeline.iteration
         if since_s is None and (stalled := pipeline.in_flight.stalled()):
             iteration, since_s = stalled

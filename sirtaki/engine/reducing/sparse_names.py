@@ -66,7 +66,7 @@ class KnownSparse:
     def to_wire_format(self, name: str) -> torch.Tensor:
         """Return a sparse gradient as it is sent: sparse if the parameter is in `names`, otherwise dense.
 
-        Where the gradient is sent dense, `.grad` becomes the dense gradient.
+        If the gradient is sent dense, `.grad` is replaced by the dense gradient.
         """
         param = self._params[name]
         assert param.grad is not None

@@ -25,6 +25,7 @@ from sirtaki.autotune.meta.session import (
     SHORT,
     Purpose,
     TuningSession,
+    proof_iterations,
 )
 from sirtaki.autotune.model.planning import ContentionLearner, Observation, PlanningModel
 from sirtaki.autotune.trial import Arm
@@ -47,11 +48,9 @@ _T = TypeVar("_T")
 SEED = 0
 """Seed of the tuner's random numbers. With a constant seed, jobs with equal measurements try the same settings."""
 
-RETUNE_SEARCH_ITERATIONS, RETUNE_ITERATIONS = 12, 31
-"""Maximum iterations of a search after a change of communication time: to try settings, and in all.
-
-The iterations in all include the final comparison with the setting that ran before.
-"""
+RETUNE_SEARCH_ITERATIONS = 12
+"""Maximum iterations of a search after a change of communication time, without the final comparison with the setting
+that ran before."""
 
 MEASURED, MEASURED_IN_RETUNE = 2, 1
 """Measured iterations of each setting tried: in the first search, and in a search after communication time changed.
@@ -173,7 +172,8 @@ class KnobSearch:
             ratio: communication time now, divided by the time when the setting was chosen; NaN = unknown.
             iteration: number of training iterations so far.
         """
-        logger.info("%s", describe_change(ratio, RETUNE_ITERATIONS))
+        proof = proof_iterations(RETUNE_SEARCH_ITERATIONS, self._discarded_iterations)
+        logger.info("%s", describe_change(ratio, RETUNE_SEARCH_ITERATIONS + proof))
         self.retuning, self.stays, self._layouts, self._hit = True, running, layouts, CacheHit()
         self._bandit, self.model, self._planners, self._learner = None, None, (), None
         self._cache.look_again()

@@ -470,8 +470,8 @@ class RayCrew:
                 there.rules.driver_message(message, time.monotonic())
 
     def broadcast_agents(self) -> None:
-        """Do nothing. Other elastic jobs tell all agents of each other, so that one can replace a lost driver. Here Ray
-        ends the actors together with this process.
+        """Do nothing. Without Ray, this call informs each agent of all agents, so that one of them can replace a lost
+        driver. Ray ends the actors together with this process.
         """
 
     def wake(self) -> None:

@@ -474,7 +474,7 @@ class RankValues:
         self._edits, self._ranks = edits, ranks
         self.batches: set[cst.CSTNode] = set()
         self.losses: dict[Over, int] = {}
-        # What is known about each variable at the place that the interpreter has reached.
+        # Facts about each variable at the place that the interpreter has reached.
         self._env: dict[Symbol, Value] = {}
         self._wrapped: dict[cst.CSTNode, Over] = {}
         self._meant: set[cst.Call] = set()

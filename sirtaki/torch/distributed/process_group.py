@@ -348,12 +348,8 @@ logger = logging.getLogger(__name__)
 
 LANE_OPS = {theirs: ours for ours, theirs in TORCH_OPS.items()}
 
-LANE_DTYPES = frozenset(
-    (
-        *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
-        *(torch.int8, torch.uint8, torch.int32, torch.int64),
-    )
-)
+_LANE_FLOATS = torch.float32, torch.float64, torch.float16, torch.bfloat16
+LANE_DTYPES = frozenset((*_LANE_FLOATS, torch.int8, torch.uint8, torch.int32, torch.int64))
 """Dtypes that lanes (Sirtaki's connections) can reduce. Gloo reduces the same dtypes, and bool as a byte."""
 
 
