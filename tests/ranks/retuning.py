@@ -1,7 +1,7 @@
 """Train while ranks re-tune as often as possible, or once after a simulated link became slower.
 
     retuning.py restless SEED ITERATIONS    ranks observe drift at random
-    retuning.py slower ITERATIONS           the link is slower from iteration 45 on; ends after the re-tuning
+    retuning.py slower ITERATIONS           the link is slower from iteration 80 on; ends after the re-tuning
 
 With SIRTAKI_TEST_STREAMS, tensors are on a fake device with streams.
 
@@ -30,6 +30,7 @@ from sirtaki.engine.tuning import pipeline_target
 from sirtaki.engine.tuning import plans as contention_probe
 
 WIDTH, ROWS = 64, 4
+SLOWER_FROM = 80  # after the search, its proof, and the iterations that are the reference of the drift
 STREAMS = os.environ.pop("SIRTAKI_TEST_STREAMS", "")
 
 began: list[int] = []  # iterations after which a re-tuning began
@@ -148,7 +149,7 @@ def get_slower() -> None:
     Router.wait_for = slow  # type: ignore[method-assign]
     training = Training([(0, 6)])
     for number in range(int(sys.argv[2])):
-        if number == 45:
+        if number == SLOWER_FROM:
             state["pause_s"] *= 6
         training.step(list(range(hvd.size())))
         if began and training.number > began[0] + 25:

@@ -81,7 +81,7 @@ def test_hundreds_of_iterations_on_late_streams_stay_right(run_ranks: RunRanks, 
 
 @pytest.mark.integration
 def test_a_job_tunes_on_streams_and_frees_streams_that_its_winner_does_not_need(run_ranks: RunRanks) -> None:
-    job = run_ranks("streams_training.py", 2, 70, "nothing", 0, env={"SIRTAKI_WARMUP_ITERATIONS": "60"}, timeout_s=100)
+    job = run_ranks("streams_training.py", 2, 180, "nothing", 0, env={"SIRTAKI_WARMUP_ITERATIONS": "60"}, timeout_s=100)
     assert "tuned in" in job.stderr
     opened, left = map(int, re.findall(r"done 0; opened (\d+), left (\d+)", job.stdout)[0])
     assert 1 <= left < opened

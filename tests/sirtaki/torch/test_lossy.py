@@ -29,7 +29,7 @@ def test_a_codec_is_kept_on_a_slow_link_and_its_error_is_reported(
 ) -> None:
     log = tmp_path / "trials.jsonl"
     job = run_ranks(
-        "lossy.py", ranks, "slow", 140, env={**ALLOWED, **env, "SIRTAKI_TRIAL_LOG": str(log)}, timeout_s=250
+        "lossy.py", ranks, "slow", 300, env={**ALLOWED, **env, "SIRTAKI_TRIAL_LOG": str(log)}, timeout_s=250
     )
     assert job.stdout.count("owes True") == ranks
     assert result_of(log)["knobs"]["lossy"]["large"]
@@ -52,7 +52,7 @@ def test_nothing_is_kept_where_bytes_are_free_and_residuals_are_applied(
 ) -> None:
     log = tmp_path / "trials.jsonl"
     job = run_ranks(
-        "lossy.py", ranks, "latency", 120, env={**ALLOWED, **env, "SIRTAKI_TRIAL_LOG": str(log)}, timeout_s=250
+        "lossy.py", ranks, "latency", 300, env={**ALLOWED, **env, "SIRTAKI_TRIAL_LOG": str(log)}, timeout_s=250
     )
     assert job.stdout.count("owes False") == ranks
     assert "lossy" not in result_of(log)["knobs"]
