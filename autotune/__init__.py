@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 # Refuse `import autotune`: together with `import sirtaki.autotune`, it would load each module twice, with two copies of
 # each class.
 if __name__ != "sirtaki.autotune":
-    raise ImportError("import sirtaki.autotune, not autotune: the folder at the checkout's root is the same code")
+    raise ImportError(
+        "import sirtaki.autotune instead of autotune: the folder autotune in Sirtaki's checkout is the same code, "
+        "which must not be loaded twice"
+    )
 
 if TYPE_CHECKING:
     from sirtaki.comm.plan import Algorithm, TransportKind

@@ -74,7 +74,10 @@ class Lossy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
             except ConfigError as err:
                 raise PlanError(str(err)) from err
             if not known:
-                raise PlanError(f"knobs must name the compressor {compressor_name(name)!r}, found {name!r}")
+                raise PlanError(
+                    f"a setting (knobs) must give this compressor its canonical name {compressor_name(name)!r}, "
+                    f"found {name!r}"
+                )
 
     def __bool__(self) -> bool:
         return bool(self.names)
@@ -190,13 +193,19 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 structs.force_setattr(self, name, UNSET)
         for name in ("unit_bytes", "streams"):
             if getattr(self, name) < 1:
-                raise PlanError(f"{name} must be at least 1, not {getattr(self, name)}")
+                raise PlanError(f"the communication setting {name} must be at least 1, found {getattr(self, name)}")
         if self.threads is not None and self.threads < 1:
-            raise PlanError(f"threads must be at least 1, not {self.threads}")
+            raise PlanError(
+                "the communication setting threads (GPU threads per all-reduce) must be at least 1, found "
+                f"{self.threads}"
+            )
         if any(cut.stream >= self.streams for cut in self.cuts or ()):
-            raise PlanError(f"a cut's stream must be below {self.streams}, the number of streams")
+            raise PlanError(
+                f"the stream index of each cut (bucket) must be below {self.streams}, the number of streams, "
+                f"found {max(cut.stream for cut in self.cuts or ())}"
+            )
         if any(cut.stop >= following.stop for cut, following in pairwise(self.cuts or ())):
-            raise PlanError("cuts must ascend")
+            raise PlanError("the setting's cuts (buckets) must be in ascending order of their ends (stop)")
 
     def __reduce__(self) -> tuple[partial[Knobs], tuple[()]]:
         """Pickle the setting without its unset fields, because pickle takes a millisecond to find `msgspec.UNSET`."""
@@ -261,7 +270,7 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         try:
             return msgspec.convert(data, cls)
         except (msgspec.ValidationError, RecursionError) as err:
-            raise PlanError(f"not valid knobs: {err} in {data!r:.500}") from err
+            raise PlanError(f"the JSON data {data!r:.500} are not a valid setting (knobs): {err}") from err
 
     def describe(self) -> str:
         """Describe the setting in one line for logs, such as `shared_memory flat, 4 MiB units, 2 streams`."""
@@ -340,14 +349,22 @@ class KnobSpace:
     def __post_init__(self) -> None:
         low, high = self.unit_bytes
         if not 1 <= low <= high:
-            raise PlanError(f"unit_bytes must be an ascending pair of positive sizes, not {self.unit_bytes}")
+            raise PlanError(
+                "unit_bytes must be the smallest and the largest bucket size in bytes, with 1 ≤ smallest ≤ largest, "
+                f"found {self.unit_bytes}"
+            )
         if not (self.routes and self.streams and self.threads):
-            raise PlanError("a knob space must have at least one route, number of streams and number of threads")
+            raise PlanError(
+                "the settings that tuning may try must have at least one route (transport and algorithm), one number "
+                f"of streams and one number of GPU threads, found {len(self.routes)}, {len(self.streams)} and "
+                f"{len(self.threads)}"
+            )
         if list(self.streams) != sorted(set(self.streams)) or self.streams[0] < 1:
-            raise PlanError(f"numbers of streams must be positive and ascending, found {self.streams}")
+            raise PlanError(f"the permitted numbers of streams must be positive and ascending, found {self.streams}")
         if not all(self.streams_on(route) for route in self.routes):
             raise PlanError(
-                f"each route must support a number of streams in {self.streams}, found maxima {self.most_streams}"
+                "each route (transport and algorithm) must support at least one of the numbers of streams "
+                f"{self.streams}, found routes with the maximum numbers {self.most_streams}"
             )
 
     def streams_on(self, route: Route) -> tuple[int, ...]:

@@ -82,7 +82,9 @@ def scaling_table(
         TuningError: `ranks` is empty, or an entry is below two.
     """
     if not ranks or min(ranks) < 2:
-        raise TuningError(f"each number of ranks must be at least two, found {list(ranks)}")
+        raise TuningError(
+            f"ranks must be a list of one or more numbers of ranks, each of them at least two, found {list(ranks)}"
+        )
     rows: list[ScalingRow] = []
     for count in ranks:
         corrected = contention

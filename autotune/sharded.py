@@ -320,7 +320,11 @@ class ShardedStep:
     def __post_init__(self) -> None:
         of_modules = (self.forward_s, self.backward_s, self.gathered_bytes, self.scattered_bytes)
         if len(set(map(len, of_modules))) > 1 or min(0.0, self.rest_s, *self.forward_s, *self.backward_s) < 0.0:
-            raise TuningError(f"a step needs one time and size per module, none of them negative, found {of_modules}")
+            raise TuningError(
+                "the model of a sharded training step must have one forward time, backward time, gathered size and "
+                f"scattered size per module, and all times must be at least 0 s, found {of_modules} and "
+                f"rest_s = {self.rest_s}"
+            )
 
     def expected_s(self, space: ShardSpace, knobs: ShardKnobs) -> float:
         """Predict the time of a training step with a setting, in seconds."""

@@ -588,7 +588,10 @@ class SparseSummary:
         """
         found = msgspec.convert(data, cls)
         if found.plan not in {way.plan for way in found.ways}:
-            raise ValueError(f"the plan {found.plan} must be one of the compared plans")
+            raise ValueError(
+                "the chosen plan of a sparse gradient must be one of the compared plans "
+                f"{[way.plan for way in found.ways]}, found {found.plan!r}"
+            )
         return found
 
 

@@ -130,7 +130,9 @@ class Trial(Generic[S]):
             finite = {**data, "span_s": math.inf if data["span_s"] is None else data["span_s"]}
             return msgspec.convert(finite, Trial[Knobs])
         except (msgspec.ValidationError, KeyError, TypeError, PlanError) as err:
-            raise TuningError(f"not a valid trial: {err!r}") from err
+            raise TuningError(
+                f"the JSON data are not a valid tuning trial, because a field is missing or invalid: {err!r}"
+            ) from err
 
 
 class Arm(Protocol[S]):

@@ -4,4 +4,7 @@ Records contain tuner classes (`Knobs`, `ShardKnobs`, `SparsePath`), so this pac
 """
 
 if __name__ != "sirtaki.registry":  # otherwise every module would be loaded twice, with different classes
-    raise ImportError("import sirtaki.registry, not registry: the folder at the checkout's root is the same code")
+    raise ImportError(
+        "import sirtaki.registry instead of registry: the folder registry in Sirtaki's checkout is the same code, "
+        "which must not be loaded twice"
+    )

@@ -51,7 +51,7 @@ class LinkClass(Struct, frozen=True, array_like=True, forbid_unknown_fields=True
         """
         for value in (bandwidth_bytes_per_s, latency_s):
             if value is not None and not (0 < value < math.inf):
-                raise RegistryError(f"bandwidth and latency must be positive and finite, not {value}")
+                raise RegistryError(f"a link's bandwidth and latency must be positive and finite, found {value}")
         return cls(
             bandwidth_log2=None if bandwidth_bytes_per_s is None else round(math.log2(bandwidth_bytes_per_s)),
             latency_log2=None if latency_s is None else round(math.log2(latency_s * 1e9)),
@@ -132,9 +132,16 @@ class Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.places) <= MAX_RANKS:
-            raise RegistryError(f"a topology has 1 to {MAX_RANKS} ranks, not {len(self.places)}")
-        if {place.host for place in self.places} != set(range(len(self.host_kinds))):
-            raise RegistryError(f"hosts must be numbered from 0 to {len(self.host_kinds) - 1} and each have a rank")
+            raise RegistryError(
+                f"a job's topology (its ranks by host and device) must have 1 to {MAX_RANKS} ranks, "
+                f"found {len(self.places)}"
+            )
+        hosts = sorted({place.host for place in self.places})
+        if hosts != [*range(len(self.host_kinds))]:
+            raise RegistryError(
+                f"the hosts of a job's topology must be numbered from 0 to {len(self.host_kinds) - 1}, and each host "
+                f"must have a rank, found ranks on the hosts {hosts!s:.100}"
+            )
 
     @classmethod
     def from_ranks(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from typing import IO, Any
 
@@ -41,27 +42,46 @@ def read_document(file: IO[str]) -> list[StoredSetting]:
     try:
         text = file.read(MAX_FILE_CHARS + 1)
     except UnicodeDecodeError as err:
-        raise RegistryError(f"the document must be UTF-8 text: {err}") from err
+        raise RegistryError(f"the file of registry records must be UTF-8 text: {err}") from err
     if len(text) > MAX_FILE_CHARS:
-        raise RegistryError(f"the document has more than {MAX_FILE_CHARS} characters")
+        raise RegistryError(
+            f"the file of registry records must have at most {MAX_FILE_CHARS} characters, found more: export fewer "
+            "records into each file"
+        )
     try:
         data = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as err:
-        raise RegistryError(f"the document must be JSON as `sirtaki registry export` writes it: {err!s:.200}") from err
+        raise RegistryError(
+            f"the file of registry records must be JSON as `sirtaki registry export` writes it: {err!s:.200}"
+        ) from err
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise RegistryError("the document was not written by `sirtaki registry export`: its format must be " + FORMAT)
+        found = data.get("format") if isinstance(data, dict) else data
+        shown = repr(found)[:40] if isinstance(found, str) else f"a {type(found).__name__}"
+        raise RegistryError(
+            "the file of registry records must be written by `sirtaki registry export` and have the format "
+            f"{FORMAT!r}, found {shown}"
+        )
     version = data.get("version")
     if type(version) is not int or not 1 <= version <= VERSION:
-        raise RegistryError(f"the document's version must be 1 to {VERSION}, not {version!r:.20}: upgrade Sirtaki")
+        raise RegistryError(
+            f"the version of the file of registry records must be 1 to {VERSION}, found {version!r:.20}: upgrade "
+            "Sirtaki to read newer versions"
+        )
     kinds = [kind for kind in RECORDS if _SINCE[kind.table] <= version]
     if set(data) != {"format", "version", *(kind.table for kind in kinds)}:
         lists = " and ".join(kind.table for kind in kinds)
-        raise RegistryError(f"the document must have exactly the fields format, version and {lists}")
+        raise RegistryError(
+            f"the file of registry records must have exactly the fields format, version and {lists}, "
+            f"found {', '.join(data)!s:.200}"
+        )
     records: list[StoredSetting] = []
     for kind in kinds:
         items = data[kind.table]
         if not isinstance(items, list) or len(items) > MAX_RECORDS:
-            raise RegistryError(f"{kind.table} must be a list of at most {MAX_RECORDS}")
+            raise RegistryError(
+                f"the field {kind.table} of the file of registry records must be a list of at most {MAX_RECORDS} "
+                "records"
+            )
         for number, item in enumerate(items, start=1):
             try:
                 record = kind.from_json(item)
@@ -76,20 +96,30 @@ def read_document(file: IO[str]) -> list[StoredSetting]:
 def _check_graphs(record: JobRecord) -> None:
     """Check that a record's key contains the fingerprints of its graphs."""
     key, topology = record.key, record.topology
-    if fingerprint(record.model) != key.model:
-        raise RegistryError("key.model: must be the fingerprint of the model's graph")
-    if topology.fingerprint() != key.topology:
-        raise RegistryError("key.topology: must be the fingerprint of the topology")
+    if (model := fingerprint(record.model)) != key.model:
+        raise RegistryError(
+            f"key.model must be the fingerprint (hash) {model} of the record's model graph, found {key.model}: the "
+            "record was edited or damaged"
+        )
+    if (hosts := topology.fingerprint()) != key.topology:
+        raise RegistryError(
+            f"key.topology must be the fingerprint (hash) {hosts} of the record's topology, found {key.topology}: the "
+            "record was edited or damaged"
+        )
     if topology.world_size != key.world_size:
-        raise RegistryError(f"key.world_size: must be {topology.world_size} as in the topology, not {key.world_size}")
+        raise RegistryError(
+            f"key.world_size must be {topology.world_size}, the number of ranks in the record's topology, found "
+            f"{key.world_size}: the record was edited or damaged"
+        )
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not allowed")
+    raise ValueError(f"each number must be finite, found {name}")
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     data = dict(pairs)
     if len(data) != len(pairs):
-        raise ValueError("a field occurs twice")
+        repeated, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"each object must have a field only once, found the field {repeated!r:.100} twice")
     return data

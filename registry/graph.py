@@ -99,14 +99,17 @@ def model_graph(nodes: Iterable[OperationLabel], edges: Iterable[tuple[int, int]
     nodes, edges = list(nodes), list(edges)
     if len(nodes) > MAX_NODES or len(edges) > MAX_EDGES:
         raise RegistryError(
-            f"a graph of {len(nodes)} nodes and {len(edges)} edges is too large to store: "
-            f"the limits are {MAX_NODES} and {MAX_EDGES}"
+            f"a model's graph must have at most {MAX_NODES} nodes and {MAX_EDGES} edges, found {len(nodes)} nodes and "
+            f"{len(edges)} edges: the registry cannot store this graph"
         )
     graph = nx.DiGraph(labels=nodes, edges=sorted(edges))
     graph.add_nodes_from(range(len(nodes)))
     graph.add_edges_from(edges)
     if len(graph) > len(nodes) or len(set(edges)) < len(edges) or any(a == b for a, b in edges):
-        raise RegistryError(f"each edge must join two different nodes of {len(nodes)}, and no edge may occur twice")
+        raise RegistryError(
+            f"each edge of a model's graph of {len(nodes)} nodes must connect two different nodes, and each edge must "
+            "occur only once"
+        )
     return nx.freeze(graph)
 
 
@@ -152,7 +155,9 @@ def topological_order(graph: ModelGraph) -> list[int]:
     try:
         return list(nx.topological_sort(graph))
     except nx.NetworkXUnfeasible as err:
-        raise RegistryError("a model's graph must not have a cycle") from err
+        raise RegistryError(
+            "the graph of a model's operations must not have a cycle, but this graph has a cycle"
+        ) from err
 
 
 class GraphJson(Struct, forbid_unknown_fields=True):
@@ -169,7 +174,7 @@ class GraphJson(Struct, forbid_unknown_fields=True):
             RegistryError: the graph is undirected or invalid.
         """
         if not self.directed:
-            raise RegistryError("directed: must be true for a model's graph")
+            raise RegistryError("the field directed of a model's graph must be true, found false")
         return model_graph((OperationLabel(*node) for node in self.nodes), ((a, b) for a, b, _ in self.edges))
 
 
@@ -479,7 +484,9 @@ def draw_match(first: ModelGraph, second: ModelGraph, path: Path, *, titles: tup
     try:
         from matplotlib.figure import Figure
     except ImportError as err:
-        raise RegistryError("pictures need matplotlib: pip install 'sirtaki[plot]'") from err
+        raise RegistryError(
+            "drawing a picture of graphs needs matplotlib, which is not installed: run pip install 'sirtaki[plot]'"
+        ) from err
     partners = match_nodes(first, second)
     back = {partner: index for index, partner in enumerate(partners) if partner >= 0}
     figure = Figure(figsize=(12, 14), layout="constrained")
@@ -509,4 +516,4 @@ def draw_match(first: ModelGraph, second: ModelGraph, path: Path, *, titles: tup
     try:
         figure.savefig(path)
     except (OSError, ValueError) as err:
-        raise RegistryError(f"the picture {path} cannot be written: {err}") from err
+        raise RegistryError(f"the picture file {path} cannot be written: {err}") from err

@@ -254,7 +254,7 @@ logger = logging.getLogger(__name__)
 # model is called in pieces), the graph with most parameters is used.
 _MAX_CALLS = 8
 
-_NO_GRAPH = "cannot capture the graph of %s: the registry compares this model by the shapes of its parameters only"
+_NO_GRAPH = "Sirtaki cannot capture the graph of the model %s: the registry compares only the shapes of its parameters"
 
 
 class ModelGraphRecorder:

@@ -113,7 +113,10 @@ class StoredSetting(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """
         record = checked(cls, {**checked(dict[str, Any], data), **graphs} if graphs else data)
         if record.created_s > time.time() + MAX_AHEAD_S:
-            raise RegistryError(f"created_s: {record.created_s:.0f} is in the future")
+            raise RegistryError(
+                "created_s (time of creation in Unix seconds) must not be in the future, found "
+                f"{record.created_s:.0f}: check the clocks of the hosts"
+            )
         if why := record.implausible():
             raise RegistryError(why)
         return record
@@ -303,7 +306,10 @@ class JobRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields=
     def implausible(self) -> str:  # noqa: D102
         if 1 / MAX_SPEEDUP <= self.speedup <= MAX_SPEEDUP:
             return ""
-        return f"best_span_s: {self.speedup:.3g} times as fast as default_span_s is more than tuning can gain or lose"
+        return (
+            f"best_span_s must be at most {MAX_SPEEDUP:g} times as fast or as slow as default_span_s, found "
+            f"{self.speedup:.3g} times as fast"
+        )
 
     def to_json(self) -> dict[str, Any]:  # noqa: D102
         return {**self.body(), "model": graph_to_json(self.model), "topology": plain(self.topology)}
@@ -382,9 +388,14 @@ class Skew(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if not (self.touched > 0 and self.union > 0 and self.curve):
-            raise RegistryError("skew: must have at least one accessed row")
+            raise RegistryError(
+                "skew (how often rows are accessed) must have touched > 0, union > 0 and at least one point in curve, "
+                f"found {self.touched}, {self.union} and {len(self.curve)} points"
+            )
         if any(rows >= more or part > larger for (rows, part), (more, larger) in pairwise(self.curve)):
-            raise RegistryError("skew.curve: must ascend")
+            raise RegistryError(
+                "the points of skew.curve must ascend: in the number of rows and in the fraction of accesses"
+            )
 
     def covered(self, rows: int) -> float:
         """Return the fraction of accesses that go to the `rows` most frequent rows.
@@ -490,13 +501,16 @@ class RowsRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fields
     def implausible(self) -> str:  # noqa: D102
         hot, n_rows = self.path is SparsePath.HOT_COLD, self.key.n_rows
         if self.cold not in COLD_PATHS:
-            return f"cold: {self.cold.value} is not an algorithm for infrequent rows"
+            return f"cold must be an algorithm for infrequent rows, found {self.cold.value}"
         if self.aggregated and not (hot and self.key.aggregator):
-            return f"aggregated: must be false unless path is {SparsePath.HOT_COLD.value} and the key has an aggregator"
+            return f"aggregated must be false unless path is {SparsePath.HOT_COLD.value} and the key has an aggregator"
         if not int(hot) <= self.n_hot <= (n_rows if hot else 0):
-            return f"n_hot: {self.n_hot} of {n_rows} rows is not possible with the path {self.path.value}"
+            return (
+                f"n_hot must be {int(hot)} to {n_rows if hot else 0} for a parameter of {n_rows} rows with the path "
+                f"{self.path.value}, found {self.n_hot}"
+            )
         if max(self.skew.union, self.skew.curve[-1][0]) > n_rows:
-            return f"skew: must not have more accessed rows than the {n_rows} rows of the parameter"
+            return f"skew must not have more accessed rows than the {n_rows} rows of the parameter"
         return ""
 
 
@@ -561,15 +575,19 @@ class ShardsRecord(StoredSetting, frozen=True, kw_only=True, forbid_unknown_fiel
         knobs, most, allowed = self.setting, max(1, self.modules), self.key.fixed.get("lossy", "")
         if not {knobs.gathers, knobs.scatters} <= {"", *allowed.split(",")}:
             return (
-                f"packed by {knobs.gathers or 'none'} and {knobs.scatters or 'none'} of {allowed or 'no'} compressors"
+                f"gathers and scatters must use the permitted compressors ({allowed or 'none'}), found "
+                f"{knobs.gathers or 'none'} and {knobs.scatters or 'none'}"
             )
         kept = [*knobs.kept, *knobs.near]
         if len(set(kept)) < len(kept) or any(place >= self.modules for place in kept):
-            return f"kept: modules {knobs.kept} and {knobs.near} of {self.modules}"
+            return (
+                f"kept and near must be distinct indices of the {self.modules} modules, "
+                f"found {knobs.kept} and {knobs.near}"
+            )
         if list(knobs.joined) != sorted({*knobs.joined} & {*range(1, self.modules)}):
-            return f"joined: modules {knobs.joined} of {self.modules}"
+            return f"joined must be ascending indices from 1 of the {self.modules} modules, found {knobs.joined}"
         wrong = (name for name in ("ahead", "behind") if getattr(knobs, name) > most)
-        return next((f"{name}: {getattr(knobs, name)} of {self.modules} modules" for name in wrong), "")
+        return next((f"{name} must be at most {most}, found {getattr(knobs, name)}" for name in wrong), "")
 
     def to_json(self) -> dict[str, Any]:  # noqa: D102
         data = super().to_json()

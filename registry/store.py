@@ -283,14 +283,15 @@ class Store:
             row = next(_rows(connection, found, [name]), None)
         if row is None:
             raise RegistryError(
-                f"the model or the cluster of {found.called} {name} is missing: remove the {found.called} with "
-                f"`sirtaki registry forget {name}`"
+                f"the registry lacks the model graph or the topology of its record {name} (type: {found.called}): "
+                f"remove the record with `sirtaki registry forget {name}`"
             )
         try:
             return _record(found, *row)
         except RegistryError as err:
             raise RegistryError(
-                f"{found.called} {name} is damaged ({err}): remove it with `sirtaki registry forget {name}`"
+                f"the registry's record {name} (type: {found.called}) is damaged ({err}): remove the record with "
+                f"`sirtaki registry forget {name}`"
             ) from err
 
     def summaries(self) -> list[EntrySummary]:
@@ -344,7 +345,10 @@ class Store:
             except RegistryError as err:
                 if not isinstance(err.__cause__, IntegrityError):
                     raise
-        raise RegistryError(f"{self.name}: nothing was stored, because {_ATTEMPTS} attempts met concurrent writes")
+        raise RegistryError(
+            f"Sirtaki stored nothing in the registry {self.name}: each of {_ATTEMPTS} attempts conflicted with a "
+            "write of another process"
+        )
 
     def forget(self, id_prefix: str) -> str:
         """Delete the only record whose id has this prefix. Return its id."""
@@ -455,8 +459,15 @@ class Store:
         if len(found) == 1 and id_prefix:
             return found[0]
         called, lists = (" or ".join(getattr(one, name) for one in kinds) for name in ("called", "shown_by"))
-        what = "several ids begin" if found else f"no {called} has an id that begins"
-        raise RegistryError(f"{what} with {id_prefix!r}: see {lists}")
+        if found:
+            raise RegistryError(
+                f"several ids in the registry begin with {id_prefix!r}: give more characters of the id, which the "
+                f"command {lists} shows"
+            )
+        raise RegistryError(
+            f"the registry has no record (type: {called}) whose id begins with {id_prefix!r}: the command {lists} "
+            "shows all ids"
+        )
 
     # ── opening ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -473,7 +484,9 @@ class Store:
             except RegistryError as err:
                 if not (isinstance(err.__cause__, OperationalError) and path.is_file()) or "locked" in str(err):
                     raise
-                logger.info("%s; opening it read-only", err)
+                logger.info(
+                    "Sirtaki opens the registry %s read-only, because opening for writing failed: %s", path, err
+                )
                 self.read_only = True
         with self._translated():
             engine = sqlite_engine(path, read_only=True)
@@ -490,11 +503,13 @@ class Store:
             version = int(connection.execute(select(versions.c.version)).scalar_one()) if there else 0
             if version > len(SCHEMAS):
                 raise RegistryError(
-                    f"the registry has schema {version}, but this release supports up to {len(SCHEMAS)}: "
-                    "upgrade Sirtaki, or name another registry in SIRTAKI_REGISTRY"
+                    f"the registry {self.name} has schema version {version}, but this release of Sirtaki supports "
+                    f"versions up to {len(SCHEMAS)}: upgrade Sirtaki, or set SIRTAKI_REGISTRY to another registry"
                 )
             if self.read_only and version == 0:
-                raise RegistryError(f"there is no registry in {self.name}")
+                raise RegistryError(
+                    f"there is no registry in {self.name}: check the path or URL in --registry or SIRTAKI_REGISTRY"
+                )
             if self.read_only:
                 existing = [table for added in SCHEMAS[:version] for table in added]
                 self._kinds = [kind for kind in RECORDS if _TABLES[kind] in existing]
@@ -511,7 +526,10 @@ class Store:
     @contextmanager
     def _writing(self) -> Iterator[Connection]:
         if self.read_only:
-            raise RegistryError(f"{self.name} cannot be written: name another registry in SIRTAKI_REGISTRY")
+            raise RegistryError(
+                f"the registry {self.name} is open read-only and cannot be written: set SIRTAKI_REGISTRY to another "
+                "registry"
+            )
         with (
             self._translated(),
             self._engine.connect().execution_options(writes=True) as connection,
@@ -526,25 +544,33 @@ class Store:
             yield
         except ImportError as err:
             raise RegistryError(
-                f"the registry {self.name} needs a database driver that is not installed: {err}"
+                f"the registry {self.name} needs a database driver that is not installed: {err}; install the driver "
+                "with pip"
             ) from err
         except OperationalError as err:
-            if "locked" in str(err.orig):
-                advice = "another process holds it; if none is running, look for one that hangs"
-            else:
-                advice = "check that it exists and may be read and written, or name another one in SIRTAKI_REGISTRY"
             why = " ".join(str(err.orig).split())
-            raise RegistryError(f"the registry {self.name} cannot be used ({why}): {advice}") from err
+            if "locked" in str(err.orig):
+                raise RegistryError(
+                    f"another process has locked the registry {self.name} ({why}): wait until that process ends, or "
+                    "end that process if it hangs"
+                ) from err
+            raise RegistryError(
+                f"Sirtaki cannot open or use the registry {self.name} ({why}): check that the database exists and may "
+                "be read and written, or set SIRTAKI_REGISTRY to another registry"
+            ) from err
         except DatabaseError as err:
             # Compare the exact type, because subclasses report other errors than damage.
             if self._path is not None and type(err.orig) is sqlite3.DatabaseError:
-                message = f"{self.name} is not a registry or is damaged ({err.orig})"
+                message = f"the file {self.name} is not a registry or is damaged ({err.orig})"
                 raise CorruptStoreError(message, self._path) from err
             why = " ".join(str(err.orig).split())
-            raise RegistryError(f"the registry {self.name} refused a statement ({why})") from err
+            raise RegistryError(
+                f"the database of the registry {self.name} rejected an SQL statement of Sirtaki ({why}): set "
+                "SIRTAKI_REGISTRY to another registry, or report this as a bug of Sirtaki"
+            ) from err
         except (SQLAlchemyError, OSError) as err:
             raise RegistryError(
-                f"the registry {self.name} cannot be used ({err}): name another one in SIRTAKI_REGISTRY"
+                f"Sirtaki cannot open or use the registry {self.name} ({err}): set SIRTAKI_REGISTRY to another registry"
             ) from err
 
 
@@ -566,7 +592,7 @@ def _skipping(what: str, level: int = logging.INFO) -> Iterator[None]:
     try:
         yield
     except RegistryError as err:
-        logger.log(level, "%s in the registry is skipped: %s", what, err)
+        logger.log(level, "Sirtaki skips a damaged record of the registry (%s): %s", what, err)
 
 
 def _in_parts(names: Sequence[str]) -> Iterator[Sequence[str]]:
@@ -599,7 +625,10 @@ def _record(kind: type[R], name: str, body: str, *graphs: bytes) -> R:
     }
     record = kind.from_json(data)
     if record.id != name:
-        raise RegistryError("the id of the record does not match its key: the record was edited or damaged")
+        raise RegistryError(
+            f"the record's id must be {record.id}, the hash of the record's key, found {name}: the record was edited "
+            "or damaged"
+        )
     return record
 
 
@@ -624,7 +653,8 @@ def _put(connection: Connection, record: StoredSetting, disproved: StoredSetting
             if old != disproved and not record.supersedes(old):
                 return False
         except RegistryError as err:
-            logger.warning("%s %s cannot be read and is replaced: %s", kind.called, record.id, err)
+            words = "Sirtaki overwrites a damaged record of the registry (%s %s) with a new record: %s"
+            logger.warning(words, kind.called, record.id, err)
             damaged = True
     values = {"id": record.id, "created_s": record.created_s, "body": canonical_json(record.body())}
     if isinstance(record, JobRecord):
@@ -678,9 +708,12 @@ def _expanded(body: bytes) -> bytes:
         inflate = zlib.decompressobj()
         text = inflate.decompress(body, _MAX_GRAPH_BYTES)
     except (zlib.error, TypeError) as err:
-        raise RegistryError(f"a graph cannot be expanded: {err}") from err
+        raise RegistryError(f"a graph in the registry is damaged and cannot be decompressed: {err}") from err
     if inflate.unconsumed_tail:
-        raise RegistryError(f"a graph has more than {_MAX_GRAPH_BYTES} bytes")
+        raise RegistryError(
+            f"a decompressed graph of the registry must have at most {_MAX_GRAPH_BYTES} bytes, found more: the record "
+            "is damaged"
+        )
     return text
 
 
@@ -696,7 +729,10 @@ def file_of(url_or_path: str) -> Path | None:
     if url.get_backend_name() != "sqlite":
         return None
     if url.database in (None, "", ":memory:"):
-        raise RegistryError("a registry in memory would be lost at the end: name a file")
+        raise RegistryError(
+            "the registry must be a file or on a database server, because a database in memory is lost when the "
+            "process ends: set SIRTAKI_REGISTRY to a file"
+        )
     return Path(url.database)
 
 
@@ -704,7 +740,10 @@ def _url(url_or_path: str) -> URL | None:
     try:
         return make_url(url_or_path) if "://" in url_or_path else None
     except SQLAlchemyError as err:
-        raise RegistryError(f"{url_or_path!r} is not a URL that SQLAlchemy understands: {err}") from err
+        raise RegistryError(
+            f"the registry's URL {url_or_path!r} must be a file or a URL of SQLAlchemy, such as "
+            f"postgresql+psycopg://user@host/db: {err}"
+        ) from err
 
 
 # Seconds to wait for SQLite's write lock. A write takes milliseconds, but if dozens of jobs start together, the last
@@ -812,4 +851,6 @@ def set_aside(path: Path) -> Path:
                         os.rename(f"{path}{suffix}", f"{aside}{suffix}")
             return aside
     except OSError as err:
-        raise RegistryError(f"the damaged registry {path} cannot be renamed: {err}; move it away by hand") from err
+        raise RegistryError(
+            f"Sirtaki cannot rename the damaged registry {path}: {err}; move the file to another folder by hand"
+        ) from err

@@ -141,7 +141,9 @@ class Planner(ABC):
             try:
                 knobs = self._knobs(model.layout, route, self.cuts(model, route))
             except TuningError as err:
-                words = "planner %s cannot propose a setting for %s (%s): the other planners go on"
+                words = (
+                    "the search method %s proposes no setting for the transport %s: %s; other search methods continue"
+                )
                 logger.info(words, self.name, route[0].value, err)
                 continue
             span_s = model.simulator(route).run_knobs(knobs).span_s
@@ -164,7 +166,10 @@ class Planner(ABC):
         permitted = self.space.streams_on(route)
         streams = next((n for n in permitted if n >= used), None)
         if streams is None:
-            raise TuningError(f"the plan needs {used} streams, but at most {permitted[-1]} are permitted")
+            raise TuningError(
+                f"the communication plan needs {used} streams (concurrent all-reduces), but the transport and "
+                f"SIRTAKI_STREAMS permit at most {permitted[-1]}, so Sirtaki does not try this plan"
+            )
         starts = [0, *(cut.stop for cut in cuts)]
         typical = median(cut.stop - start for start, cut in zip(starts, cuts, strict=False)) * layout.itemsize_bytes
         low, high = self.space.unit_bytes
@@ -391,7 +396,10 @@ class AscWfbp(Planner):
     def cuts(self, model: PlanningModel, route: Route) -> tuple[Cut, ...]:
         """Return the messages of ASC-WFBP's listing 1 as units (buckets) on two streams."""
         if self.space.streams_on(route)[-1] < 2:
-            raise TuningError("simultaneous communication needs 2 streams, but only 1 is permitted")
+            raise TuningError(
+                "the search method ASC-WFBP needs 2 streams (concurrent all-reduces), but the transport and "
+                "SIRTAKI_STREAMS permit only 1, so Sirtaki does not use this search method"
+            )
         return two_way_cuts(model.layout, model.profile.issuable_s, model.links[route])
 
 
@@ -522,7 +530,10 @@ def fuse_and_allocate(
     """
     n_layers = len(sizes_bytes)
     if not n_layers or len(compute_s) != n_layers:
-        raise TuningError(f"LIBRA needs a time and a size of each layer: {len(compute_s)} times, {n_layers} sizes")
+        raise TuningError(
+            "the search method LIBRA needs at least one layer, with one computation time and one size per layer, found "
+            f"{len(compute_s)} times and {n_layers} sizes"
+        )
     if sum(compute_s) <= 0:  # without computation, nothing overlaps: one message with the fastest allocation is best
         alone_J = model.alone_s(np.array(float(sum(sizes_bytes))))
         return LibraPlan(ends=(n_layers,), choices=(int(alone_J.argmin()),), discrete_s=float(alone_J.min()))

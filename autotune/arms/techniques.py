@@ -42,7 +42,8 @@ def require(arm: str, package: str, distribution: str) -> None:
     """
     if find_spec(package) is None:
         raise TuningError(
-            f"the search technique {arm} needs {distribution}: pip install {distribution}, or do not select {arm}"
+            f"the search technique {arm} needs the package {distribution}, which is not installed: run "
+            f"pip install {distribution}, or do not select {arm}"
         )
 
 
@@ -624,14 +625,22 @@ def make_arm(name: str, *, space: KnobSpace, rng: np.random.Generator) -> Arm:
         return ours[name](space, rng)
     loaders = third_party_arms()
     if name not in loaders:
-        raise TuningError(f"there is no search technique {name!r}; available: {', '.join([*ours, *loaders])}")
+        raise TuningError(
+            f"Sirtaki's tuner has no search technique named {name!r}: choose one of {', '.join([*ours, *loaders])}"
+        )
     try:
         arm: object = loaders[name]()(space, rng)
     except Exception as err:  # third-party code may raise any exception
-        raise TuningError(f"the search technique {name!r} could not be created: {err!r}") from err
+        raise TuningError(
+            f"the plugin for the search technique {name!r} raised {err!r} when Sirtaki created the technique: fix or "
+            "uninstall the plugin"
+        ) from err
     missing = [part for part in ("name", "ask", "tell") if not hasattr(arm, part)]
     if not missing and not isinstance(arm.name, str):  # type: ignore[attr-defined]
         missing = ["name of type str"]
     if missing:
-        raise TuningError(f"the search technique {name!r} is not an arm: it has no {', '.join(missing)}")
+        raise TuningError(
+            f"the plugin for the search technique {name!r} must return an object with the attributes name (a str), ask "
+            f"and tell, but the object lacks {', '.join(missing)}"
+        )
     return cast(Arm, arm)

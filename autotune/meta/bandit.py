@@ -55,9 +55,15 @@ class AUCBandit:
 
     def __init__(self, arms: Sequence[str], *, window: int) -> None:
         if not arms or len(set(arms)) != len(arms):
-            raise TuningError(f"a bandit must have arms with distinct names, found {list(arms)}")
+            raise TuningError(
+                "the bandit, which chooses between search methods (arms), must have at least one arm, and all arms "
+                f"must have distinct names, found the names {list(arms)}"
+            )
         if window < 1:
-            raise TuningError(f"the window must hold at least one use, found {window}")
+            raise TuningError(
+                "the bandit's window (number of recent trials by which search methods are scored) must be at least 1, "
+                f"found {window}"
+            )
         self.arms = tuple(arms)
         self._uses: deque[tuple[str, bool]] = deque(maxlen=window)
 
@@ -254,7 +260,7 @@ class BanditArm:
         except Exception as err:
             words = "the search technique %r failed after %d trials and is not used any more: %s"
             logger.warning(words, name, len(self._trials), in_a_line(err, self._where()))
-            logger.debug("traceback of the search technique's error", exc_info=True)
+            logger.debug("the search technique %r raised an error; the traceback follows", name, exc_info=True)
             del self._arms[name]
             return otherwise
 
@@ -268,9 +274,15 @@ def _proposals(answer: Sequence[Proposal], n: int, name: str) -> list[Proposal]:
     proposals = list(islice(answer, n))
     for proposal in proposals:
         if not (isinstance(proposal, Proposal) and isinstance(proposal.knobs, Knobs)):
-            raise TuningError(f"an arm must propose knobs, found {proposal!r:.200}")
+            raise TuningError(
+                f"the search technique {name!r} must propose objects of class Proposal with knobs of class Knobs, "
+                f"found {proposal!r:.200}"
+            )
         if proposal.iterations is not None and not (type(proposal.iterations) is int and proposal.iterations >= 1):
-            raise TuningError(f"a proposal's iterations must be a positive int, found {proposal.iterations!r:.80}")
+            raise TuningError(
+                f"the iterations of a proposal by the search technique {name!r} must be a positive int or None, found "
+                f"{proposal.iterations!r:.80}"
+            )
     return [proposal if proposal.arm == name else replace(proposal, arm=name) for proposal in proposals]
 
 
@@ -292,7 +304,9 @@ def _number(answer: float | None) -> float | None:
         TuningError: the estimate is not a number or None.
     """
     if answer is not None and not (isinstance(answer, int | float) and not math.isnan(answer)):
-        raise TuningError(f"an arm's estimate must be a number or None, found {answer!r:.80}")
+        raise TuningError(
+            f"a search technique must return an estimate that is None or a number other than NaN, found {answer!r:.80}"
+        )
     return answer
 
 
@@ -342,11 +356,14 @@ def default_arms(
             try:
                 arm = make_arm(name, space=space, rng=generator)
                 if any(arm.name == other.name for other in (*planners, *arms)):
-                    raise TuningError(f"another search technique has the name {arm.name!r}")
+                    raise TuningError(
+                        f"two search techniques of Sirtaki's tuner have the name {arm.name!r}: rename or remove one "
+                        "of them"
+                    )
             except Exception as err:
                 if names is not None:
                     raise
-                logger.warning("the search technique %r is not used: %s", name, err)
+                logger.warning("Sirtaki does not use the search technique %r for tuning: %s", name, err)
             else:
                 arms.append(arm)
         return arms

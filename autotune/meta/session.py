@@ -428,7 +428,7 @@ class TuningSession(Generic[S]):
     ) -> None:
         if discarded_iterations < 0 or measured_iterations < 1:
             raise TuningError(
-                f"a trial must have at least 1 measured and 0 discarded iterations, "
+                "a tuning trial must have measured_iterations of at least 1 and discarded_iterations of at least 0, "
                 f"found {measured_iterations} and {discarded_iterations}"
             )
         self._default, self._arm, self._rng, self._identity = default, arm, rng, identity
@@ -481,9 +481,14 @@ class TuningSession(Generic[S]):
             TuningError: the session has ended, or `spans_s` is empty.
         """
         if self.done:
-            raise TuningError("the session has ended: there is no assignment to record spans for")
+            raise TuningError(
+                "the tuning session has ended and accepts no more measured times: call record() only while the "
+                "session's attribute done is False"
+            )
         if not spans_s:
-            raise TuningError("an assignment's measured spans must not be empty; record [math.inf] for a failed one")
+            raise TuningError(
+                "record() must get at least one measured communication time: pass [math.inf] if the setting failed"
+            )
         self._advance(spans_s)
 
     def _advance(self, spans_s: Sequence[float]) -> None:
@@ -494,7 +499,7 @@ class TuningSession(Generic[S]):
             self._assignment = Assignment(
                 knobs=result.knobs, discarded_iterations=0, measured_iterations=0, arm=result.arm, purpose=Purpose.KEPT
             )
-            logger.debug("tuning session ended after %d iterations: %s", self._spent, result.reason)
+            logger.debug("the tuning session ended after %d iterations with the result: %s", self._spent, result.reason)
 
     @property
     def result(self) -> SessionResult[S]:
@@ -538,7 +543,10 @@ class TuningSession(Generic[S]):
             TuningError: the session does not wait: `assignment` has another purpose than SEARCH.
         """
         if self._assignment.purpose is not Purpose.SEARCH:
-            raise TuningError(f"a search must begin at {Purpose.SEARCH}, found {self._assignment.purpose}")
+            raise TuningError(
+                "begin_search() must be called while the tuning session's assignment has the purpose "
+                f"{Purpose.SEARCH}, found the purpose {self._assignment.purpose}"
+            )
         self._arm, self._space, self._seeds = arm, space, _seeds(seeds, draws)
         self._advance(())
 
@@ -553,12 +561,16 @@ class TuningSession(Generic[S]):
             confirmed = yield from self._check(self._exact)
             if confirmed and not self._link_has_changed(self._exact):
                 return
-            logger.info(
-                "the registry's setting for this job %s",
-                "holds, but the link has changed: starting a short search from this setting"
-                if confirmed
-                else "did not hold: starting a search",
-            )
+            if confirmed:
+                logger.info(
+                    "the registry's setting for this job is still faster than the default, but network latency or "
+                    "bandwidth has changed: Sirtaki starts a short search from this setting"
+                )
+            else:
+                logger.info(
+                    "the registry's setting for this job is not proved faster than the default any more: Sirtaki "
+                    "starts a search"
+                )
             in_use = self._outcome[0] if self._outcome else self._default
             self._outcome = None
             if confirmed:
@@ -750,10 +762,11 @@ class TuningSession(Generic[S]):
             if knobs in self._space:
                 self._identity(knobs)
                 return True
-            reason = f"outside the permitted space: {knobs.describe()}"
+            reason = f"the setting {knobs.describe()} is outside the permitted space"
         except Exception as err:
-            reason = f"that do not fit this job: {err}"
-        logger.log(logging.DEBUG if self._has_rejected else logging.WARNING, "rejected knobs %s", reason)
+            reason = f"the setting does not fit this job: {err}"
+        level = logging.DEBUG if self._has_rejected else logging.WARNING
+        logger.log(level, "Sirtaki ignores a setting that was proposed for tuning: %s", reason)
         self._has_rejected = True
         return False
 
@@ -948,9 +961,9 @@ class TuningSession(Generic[S]):
         self._since_best = 0 if was_best else self._since_best + 1
         self._trials.append(trial)
         self._tell(trial)
-        logger.debug(
-            "%s: %s: %.4g ms%s", trial.arm, trial.knobs.describe(), 1e3 * trial.span_s, ", new best" if was_best else ""
-        )
+        words = "Sirtaki tried the setting %s of the search method %s: communication takes %.4g ms per iteration%s"
+        fastest = ", the fastest so far" if was_best else ""
+        logger.debug(words, trial.knobs.describe(), trial.arm, 1e3 * trial.span_s, fastest)
 
     def _tell(self, trial: Trial[S]) -> None:
         if self._arm is not None:

@@ -39,7 +39,10 @@ class RateCurve:
 
     def __post_init__(self) -> None:
         if self.gamma_1 <= 0 or not 0 <= self.gamma_2 <= self.gamma_1 or self.gamma_3 < 0:
-            raise TuningError(f"a rate curve needs γ1 > 0, 0 ≤ γ2 ≤ γ1 and γ3 ≥ 0, found {self}")
+            raise TuningError(
+                "LIBRA's curve of the transmission rate over the number of GPU threads must have γ1 > 0, 0 ≤ γ2 ≤ γ1 "
+                f"and γ3 ≥ 0, found {self}"
+            )
 
     def bytes_per_s(self, threads: int) -> float:
         """Return the transmission rate with this number of GPU threads, in gradient bytes per second (LIBRA eq. 6)."""
@@ -75,7 +78,10 @@ class ContentionModel:
 
     def __post_init__(self) -> None:
         if not 0 < self.alpha_1 <= 1.2 or self.alpha_2 < 0:
-            raise TuningError(f"contention needs 0 < α1 ≤ 1.2 and α2 ≥ 0, found {self.alpha_1} and {self.alpha_2}")
+            raise TuningError(
+                "LIBRA's model of how communication slows computation down must have 0 < α1 ≤ 1.2 and α2 ≥ 0, "
+                f"found α1 = {self.alpha_1} and α2 = {self.alpha_2}"
+            )
 
     def compute_speed(self, threads: float) -> float:
         """Return the compute speed during communication, as a fraction of the undisturbed speed (LIBRA eq. 5).
@@ -129,7 +135,10 @@ class LinkProbe:
     def __post_init__(self) -> None:
         positive = min(self.unit_bytes, self.streams, self.rounds) >= 1
         if not (positive and math.isfinite(self.seconds) and self.seconds > 0):
-            raise TuningError(f"a probe needs positive bytes, streams, rounds and seconds, found {self}")
+            raise TuningError(
+                "a network measurement (probe) must have positive, finite numbers of bytes, streams, rounds and "
+                f"seconds, found {self}"
+            )
 
     @property
     def round_s(self) -> float:
@@ -163,20 +172,25 @@ def fit_link(probes: Sequence[LinkProbe]) -> LinkModel:
     for probe in probes:
         groups[probe.streams, probe.unit_bytes].append(probe.round_s)
     rounds = [_Round(*shape, seconds=median(seconds)) for shape, seconds in sorted(groups.items())]
-    if len([1 for one in rounds if one.streams == 1]) < 2:
-        raise TuningError("α and β need probes of at least two sizes on one stream")
+    if (n_sizes := sum(one.streams == 1 for one in rounds)) < 2:
+        raise TuningError(
+            "fitting network latency (α) and bandwidth (1 / β) needs measurements of at least two message sizes on one "
+            f"stream, found {n_sizes}"
+        )
     fits = [_fit_rounds(rounds, on_host) for on_host in _possibly_on_host(rounds)]
     fit = min(fits, key=lambda fit: round(fit.residual, 6))  # of equal fits, `min` takes the first
     if not min(fit.s_per_byte.values()) > 0:
         worst_count = min(fit.s_per_byte, key=lambda streams: fit.s_per_byte[streams])
         raise TuningError(
-            f"probes on {worst_count} stream(s) do not take longer for more bytes: cannot fit a throughput"
+            f"Sirtaki cannot fit a network bandwidth to the measurements on {worst_count} stream(s): larger messages "
+            "did not take longer than smaller ones"
         )
     if fit.residual > MAX_RESIDUAL:
         worst = max(rounds, key=lambda one: abs(fit.error(one)))
         raise TuningError(
-            f"the α-β model misses the probes by {fit.residual:.0%} (limit {MAX_RESIDUAL:.0%}), with the largest error "
-            f"at {worst.unit_bytes} bytes on {worst.streams} stream(s): {worst.seconds:.3g} s measured"
+            f"Sirtaki rejects the fitted network latency and bandwidth: their error is {fit.residual:.0%} (limit "
+            f"{MAX_RESIDUAL:.0%}), the largest for a message of {worst.unit_bytes} bytes on {worst.streams} stream(s), "
+            f"which took {worst.seconds:.3g} s"
         )
     rates = {count: 1 / slope for count, slope in fit.s_per_byte.items()}
     return LinkModel(
@@ -361,13 +375,18 @@ def fit_contention(
     overlapped = [sample for sample in transmissions if sample.overlapped]
     alone = [sample for sample in transmissions if not sample.overlapped]
     alpha_1, alpha_2, compute_residual = _fit_compute_speed(compute)
-    overlapped_curve, overlapped_residual = _fit_rate_curve("overlapped transmission", overlapped, alpha_s)
+    overlapped_curve, overlapped_residual = _fit_rate_curve("transmission during computation", overlapped, alpha_s)
     alone_curve, alone_residual = _fit_rate_curve("transmission alone", alone, alpha_s)
-    residuals = {"g": compute_residual, "p": overlapped_residual, "q": alone_residual}
+    residuals = {
+        "computation during communication (g)": compute_residual,
+        "transmission during computation (p)": overlapped_residual,
+        "transmission alone (q)": alone_residual,
+    }
     worst = max(residuals, key=lambda name: residuals[name])
     if residuals[worst] > MAX_RESIDUAL:
         raise TuningError(
-            f"LIBRA's {worst} misses the samples by {residuals[worst]:.0%}, the limit is {MAX_RESIDUAL:.0%}"
+            f"Sirtaki rejects the fitted LIBRA model: its speed of {worst} differs from the measurements by "
+            f"{residuals[worst]:.0%}, more than the limit of {MAX_RESIDUAL:.0%}"
         )
     return ContentionModel(
         alpha_1=alpha_1,
@@ -380,10 +399,14 @@ def fit_contention(
 
 
 def _check_samples(kind: str, samples: Sequence[ComputeSample] | Sequence[TransmissionSample]) -> None:
-    if len({sample.threads for sample in samples}) < 2:
-        raise TuningError(f"contention needs samples of {kind} with at least two numbers of threads")
-    if not all(math.isfinite(sample.seconds) and sample.seconds > 0 for sample in samples):
-        raise TuningError(f"samples of {kind} must have positive times")
+    if (n_counts := len({sample.threads for sample in samples})) < 2:
+        raise TuningError(
+            f"fitting the LIBRA model needs measurements of {kind} with at least two numbers of GPU threads, "
+            f"found {n_counts}"
+        )
+    invalid = [sample.seconds for sample in samples if not (math.isfinite(sample.seconds) and sample.seconds > 0)]
+    if invalid:
+        raise TuningError(f"each measured time of {kind} must be positive and finite, found {invalid[0]} s")
 
 
 def _fit_compute_speed(samples: Sequence[ComputeSample]) -> tuple[float, float, float]:

@@ -53,7 +53,10 @@ class PlanningModel:
     def __post_init__(self) -> None:
         self.profile.check_fits(self.layout)
         if not self.links:
-            raise TuningError("a cost model needs a link (latency and bandwidth) for at least one route, found none")
+            raise TuningError(
+                "a model of communication costs must have network latency and bandwidth for at least one route "
+                "(transport and algorithm), found none"
+            )
 
     def simulator(self, route: Route) -> Simulator:
         """Create a simulator of the job's training iteration on a route (transport and algorithm)."""
@@ -163,7 +166,10 @@ class PlanningModel:
                 host=msgspec.convert(data.get("host"), SharedHost | None),
             )
         except (KeyError, TypeError, ValueError) as err:
-            raise TuningError(f"not a valid planning model: {err!r}") from err
+            raise TuningError(
+                "the JSON data are not a valid model of communication costs, because a field is missing or invalid: "
+                f"{err!r}"
+            ) from err
 
 
 BENEFIT_OF_THE_DOUBT = 0.05
@@ -321,14 +327,18 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.ranks < 2:
-            raise TuningError(f"a cluster must have at least two ranks, found {self.ranks}")
+            raise TuningError(f"the cluster {self.name!r} must have at least two ranks, found {self.ranks}")
         if self.hop_s < 0 or not 0 < self.flow_bytes_per_s <= self.link_bytes_per_s:
             raise TuningError(
-                f"a cluster needs hop_s ≥ 0 and 0 < flow ≤ link rate, found {self.hop_s} s, "
-                f"{self.flow_bytes_per_s} and {self.link_bytes_per_s} bytes/s"
+                f"the cluster {self.name!r} must have hop_s ≥ 0 and 0 < flow_bytes_per_s ≤ link_bytes_per_s, found "
+                f"hop_s = {self.hop_s}, flow_bytes_per_s = {self.flow_bytes_per_s} and "
+                f"link_bytes_per_s = {self.link_bytes_per_s}"
             )
         if not 0 <= self.crowding < 1:
-            raise TuningError(f"a cluster needs 0 ≤ crowding < 1, found {self.crowding}")
+            raise TuningError(
+                f"the cluster {self.name!r} must have 0 ≤ crowding < 1 (fraction of throughput that each stream beyond "
+                f"saturation costs), found {self.crowding}"
+            )
 
     def link(self, *, max_streams: int = 24) -> LinkModel:
         """Return the latency and bandwidth model of a ring all-reduce on the cluster (LIBRA eq. 4).
@@ -416,7 +426,10 @@ def calibrate_link(
     )
     residual = root_mean_square(fit.fun[: len(plans)])
     if residual > MAX_RESIDUAL:
-        raise TuningError(f"the simulator misses the trials by {residual:.0%}, the limit is {MAX_RESIDUAL:.0%}")
+        raise TuningError(
+            "Sirtaki rejects the corrected network model: simulated communication times differ from the measured ones "
+            f"by {residual:.0%}, more than the limit of {MAX_RESIDUAL:.0%}"
+        )
     best = corrected(fit.x)
     return replace(best, residual=residual)
 
@@ -439,7 +452,8 @@ def fitted_to_trials(model: PlanningModel, trials: Sequence[Trial]) -> PlanningM
             try:
                 fitted = fit(model, route, usable)
             except TuningError as err:
-                logger.debug("model of %s not fitted to trials: %s", route[0].value, err)
+                words = "Sirtaki discards a correction of its cost model of the transport %s by measured trials: %s"
+                logger.debug(words, route[0].value, err)
                 continue
             if _median_error(fitted, route, usable) < error:
                 model = fitted
@@ -448,7 +462,10 @@ def fitted_to_trials(model: PlanningModel, trials: Sequence[Trial]) -> PlanningM
 
 def _with_contention_fitted(model: PlanningModel, route: Route, trials: Sequence[Trial]) -> PlanningModel:
     if model.contention_on(route) is None:
-        raise TuningError("contention was not measured, and spans alone do not distinguish it from a slow link")
+        raise TuningError(
+            "Sirtaki has not measured how computation and communication slow each other down; communication times "
+            "alone do not distinguish this slow-down from a slow network"
+        )
     return with_contention_learnt(model, route, [Observation(knobs=each.knobs, span_s=each.span_s) for each in trials])
 
 
@@ -535,8 +552,8 @@ def with_contention_learnt(model: PlanningModel, route: Route, seen: Sequence[Ob
             times_s.setdefault(one.knobs, []).append((one.span_s, one.backward_s))
     if len(times_s) < 3:
         raise TuningError(
-            "fitting contention (how computation and communication slow each other down) needs measurements of at "
-            f"least 3 settings, found {len(times_s)}"
+            "fitting how computation and communication slow each other down needs measurements of at least 3 settings, "
+            f"found {len(times_s)}"
         )
     times_s = {knobs: times_s[knobs] for knobs in sorted(times_s, key=lambda knobs: knobs.unit_bytes)[-MAX_PLANS:]}
     plans = [knobs.to_plan(model.layout) for knobs in times_s]
@@ -590,13 +607,19 @@ def with_contention_learnt(model: PlanningModel, route: Route, seen: Sequence[Ob
     unchanged, learnt = fitted(np.zeros(3), [2] if has_backward else []), fitted(np.zeros(3), [0, 1, 2])
     before, after = errors_of(unchanged), errors_of(learnt)
     if (residual := root_mean_square(after)) > MAX_RESIDUAL:
-        raise TuningError(f"contention misses the iterations by {residual:.0%}, the limit is {MAX_RESIDUAL:.0%}")
+        raise TuningError(
+            "Sirtaki rejects the fitted model of how computation and communication slow each other down: its times "
+            f"differ from the measured iterations by {residual:.0%}, more than the limit of {MAX_RESIDUAL:.0%}"
+        )
     # Reject the fit by an F-test with 2 and `freedom` degrees of freedom if its improvement over the unchanged model
     # may be noise. The simulator's minimum error counts as noise.
     freedom = len(after) - 3
     explained = float((before**2).sum() - (after**2).sum()) / (float((after**2).sum()) + len(after) * LEAST_ERROR**2)
     if freedom < 1 or explained <= (1.0 - CONFIDENCE) ** (-2.0 / freedom) - 1.0:
-        raise TuningError(f"{len(plans)} settings do not show contention beyond noise")
+        raise TuningError(
+            f"the measurements of {len(plans)} settings do not show, beyond noise, how computation and communication "
+            "slow each other down: Sirtaki keeps its previous model"
+        )
     found = corrected(learnt)
     return replace(found, learnt={**found.learnt, route: replace(found.learnt[route], residual=residual)})
 
@@ -664,7 +687,8 @@ class ContentionLearner:
         try:
             return with_contention_learnt(model, self._default.route, self._seen)
         except TuningError as err:
-            logger.debug("contention model unchanged: %s", err)
+            words = "Sirtaki does not correct its model of how computation and communication slow each other down: %s"
+            logger.debug(words, err)
             return model
 
     def _predicts_default(self, model: PlanningModel) -> bool:
@@ -714,6 +738,8 @@ def _measured(layout: GradientLayout, trials: Sequence[Trial]) -> tuple[list[Com
     usable = [t for t in trials if t.status is not TrialStatus.FAILED and math.isfinite(t.span_s) and t.span_s > 0]
     pairs = sorted(((t.knobs.to_plan(layout), t.span_s) for t in usable), key=lambda pair: len(pair[0].units))
     if len(pairs) < 4:
-        raise TuningError(f"a calibration needs at least 4 successful trials, found {len(pairs)}")
+        raise TuningError(
+            f"correcting the network model needs at least 4 successful trials of settings, found {len(pairs)}"
+        )
     pairs = pairs[:MAX_PLANS]
     return [plan for plan, _ in pairs], np.array([span_s for _, span_s in pairs])

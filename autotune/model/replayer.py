@@ -64,7 +64,10 @@ class SharedResource:
 
     def __post_init__(self) -> None:
         if not self.totals or not all(math.isfinite(total) and total > 0 for total in self.totals):
-            raise ReplayError(f"{self.name} needs a positive throughput for each number of jobs, found {self.totals}")
+            raise ReplayError(
+                f"the simulated resource {self.name!r} must have a positive, finite throughput for each number of "
+                f"concurrent uses, found {self.totals}"
+            )
 
     def share(self, jobs: float) -> float:
         """Return the speed of each of `jobs` concurrent uses (jobs) of the resource, relative to a single one.
@@ -179,14 +182,26 @@ class ReplayGraph:
         for node in self.nodes:
             works = node.works
             if not 0 <= node.lane < len(self.lanes):
-                raise ReplayError(f"{node.name} is in lane {node.lane}, but the graph has only {len(self.lanes)} lanes")
+                raise ReplayError(
+                    f"the simulated operation {node.name!r} must be in one of the graph's {len(self.lanes)} queues "
+                    f"(lanes, numbered from 0), found lane {node.lane}"
+                )
             if not 0 <= node.fixed_s < math.inf or not all(0 <= work.seconds < math.inf for work in works):
-                raise ReplayError(f"{node.name} must take a finite time that is not negative: {node}")
+                raise ReplayError(
+                    f"the times of the simulated operation {node.name!r} must be finite and at least 0 s, found {node}"
+                )
             if works and not all(0 <= work.server < len(self.servers) and work.jobs > 0 for work in works):
-                raise ReplayError(f"{node.name} needs a server that does not exist: {node}")
+                raise ReplayError(
+                    f"the simulated operation {node.name!r} must use existing resources (servers 0 to "
+                    f"{len(self.servers) - 1}) with a positive number of jobs, found {node}"
+                )
         for before, after, gap_s in self.edges:
             if not (0 <= before < count and 0 <= after < count and before != after and 0 <= gap_s < math.inf):
-                raise ReplayError(f"invalid edge from node {before} to {after} of {count} with a gap of {gap_s} s")
+                raise ReplayError(
+                    f"each edge (dependency) must connect two different nodes of the {count} simulated operations, "
+                    f"with a finite delay of at least 0 s, found an edge from node {before} to node {after}, delay "
+                    f"{gap_s} s"
+                )
 
 
 _ROUNDING = 1e-12
@@ -280,7 +295,9 @@ class SharedHost:
 
     def __post_init__(self) -> None:
         if not (self.ranks >= 1 and self.processors > 0 and self.threads >= 1):
-            raise TuningError(f"a host needs positive numbers of ranks, processors and threads, found {self}")
+            raise TuningError(
+                f"a simulated host must have positive numbers of ranks, processors and threads, found {self}"
+            )
 
     @property
     def server(self) -> SharedResource:
@@ -351,7 +368,8 @@ def replay(graph: ReplayGraph) -> Replay:
     if run.n_pending:
         waiting = next(index for index, end_s in enumerate(run.end_s) if end_s < 0)
         raise ReplayError(
-            f"the dependencies of {run.n_pending} of {len(graph.nodes)} nodes have a cycle: {graph.nodes[waiting]}"
+            f"the simulation cannot run {run.n_pending} of {len(graph.nodes)} operations, because their dependencies "
+            f"have a cycle; the first of these operations is {graph.nodes[waiting]}"
         )
     return Replay(
         graph=graph,

@@ -50,15 +50,17 @@ class Profile:
 
     def __post_init__(self) -> None:
         if not self.ready_s:
-            raise TuningError("a profile must have at least one gradient")
+            raise TuningError("the profile of a training iteration must have at least one gradient, found none")
         if not all(math.isfinite(time_s) and time_s >= 0 for time_s in (*self.ready_s, self.compute_s, self.forward_s)):
             raise TuningError(
-                f"profiled times must be finite and not negative, found: gradients ready from {min(self.ready_s)} s to "
-                f"{max(self.ready_s)} s, backward {self.compute_s} s, forward {self.forward_s} s"
+                "the times in the profile of a training iteration must be finite and at least 0 s, found gradients "
+                f"ready from {min(self.ready_s)} s to {max(self.ready_s)} s, a backward pass of {self.compute_s} s "
+                f"and a forward pass of {self.forward_s} s"
             )
         if max(self.ready_s) > self.compute_s:
             raise TuningError(
-                f"a gradient is ready at {max(self.ready_s)} s, after the backward pass ended at {self.compute_s} s"
+                f"all gradients in the profile must be ready before the backward pass ends at {self.compute_s} s, "
+                f"found a gradient that is ready at {max(self.ready_s)} s"
             )
 
     @classmethod
@@ -73,7 +75,10 @@ class Profile:
             TuningError: a duration is negative or not finite, or there is no gradient.
         """
         if not all(math.isfinite(duration_s) and duration_s >= 0 for duration_s in durations_s):
-            raise TuningError(f"durations must be finite and not negative, found a minimum of {min(durations_s)} s")
+            raise TuningError(
+                "the computation times of gradients (durations_s) must be finite and at least 0 s, found a minimum of "
+                f"{min(durations_s)} s and a maximum of {max(durations_s)} s"
+            )
         ready_s = tuple(accumulate(durations_s))
         return cls(ready_s=ready_s, compute_s=ready_s[-1] if ready_s else 0.0, forward_s=forward_s)
 
@@ -110,8 +115,8 @@ class Profile:
         """
         if len(self.ready_s) != len(layout.sizes):
             raise TuningError(
-                f"profile and layout must have equal numbers of gradients, found {len(self.ready_s)} and "
-                f"{len(layout.sizes)}"
+                "the profile of a training iteration and the gradient layout must have equal numbers of gradients, "
+                f"found {len(self.ready_s)} and {len(layout.sizes)}"
             )
 
 
@@ -239,7 +244,8 @@ class Simulator:
         """
         if plan.numel != self.layout.numel:
             raise TuningError(
-                f"plan and layout must have equal numbers of elements, found {plan.numel} and {self.layout.numel}"
+                "the communication plan and the gradient layout must have equal numbers of elements, found "
+                f"{plan.numel} and {self.layout.numel}"
             )
         simulated = replay(self._graph(plan))
         n_pieces = len(simulated.graph.nodes) - len(plan.units)

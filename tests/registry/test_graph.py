@@ -162,7 +162,7 @@ def test_a_long_path_takes_linear_time_and_a_cycle_has_no_fingerprint() -> None:
 
 @pytest.mark.parametrize("edges", [[(0, 0)], [(0, 2)], [(-1, 0)], [(0, 1), (0, 1)]], ids=str)
 def test_edges_that_do_not_fit_are_refused(edges: list[tuple[int, int]]) -> None:
-    with pytest.raises(RegistryError, match="each edge must join two"):
+    with pytest.raises(RegistryError, match="must connect two different nodes"):
         model_graph((A, B), edges)
 
 
@@ -189,7 +189,7 @@ GOOD: dict[str, Any] = {"directed": True, "nodes": [["A", "", 0], ["B", "3x3", 9
         ({"edges": [[0, 1]]}, r"model.edges\[0\]"),
         ({"edges": [[0, 1.5, ""]]}, r"model.edges\[0\]\[1\]"),
         ({"edges": [[0, 1, "fast"]]}, r"model.edges\[0\]\[2\]"),
-        ({"edges": [[0, 7, ""]]}, "each edge must join two different nodes of 2"),
+        ({"edges": [[0, 7, ""]]}, "of 2 nodes must connect two different nodes"),
         ({"more": 1}, "unknown field more"),
     ],
 )

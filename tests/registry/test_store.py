@@ -74,9 +74,9 @@ def test_two_deployments_share_a_server(postgresql_url: str) -> None:
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("nonsense://", "not a URL|cannot be used"),
+        ("nonsense://", "a URL of SQLAlchemy|cannot open or use"),
         ("sqlite://", "in memory"),
-        ("oracle+nothere://host/db", "cannot be used|driver"),
+        ("oracle+nothere://host/db", "cannot open or use|driver"),
         ("postgresql+psycopg://user:secret@127.0.0.1:1/db", "SIRTAKI_REGISTRY"),
         ("/dev/null/registry.db", "SIRTAKI_REGISTRY"),
     ],
@@ -93,20 +93,23 @@ def test_a_file_that_cannot_be_opened_is_rejected_with_a_remedy(url: str, messag
         (ImportError("No module named 'psycopg'"), "needs a database driver that is not installed: No module"),
         (
             OperationalError("INSERT", {}, sqlite3.OperationalError("database is locked")),
-            "cannot be used (database is locked): another process holds it",
+            "another process has locked the registry",
         ),
         (
             OperationalError("SELECT", {}, sqlite3.OperationalError("unable to open\n  database file")),
-            "cannot be used (unable to open database file): check that it exists and may be read and written, or name "
-            "another one in SIRTAKI_REGISTRY",
+            "(unable to open database file): check that the database exists and may be read and written, or set "
+            "SIRTAKI_REGISTRY to another registry",
         ),
         (
             IntegrityError("INSERT", {}, sqlite3.IntegrityError("UNIQUE constraint failed:\nentries.id")),
-            "refused a statement (UNIQUE constraint failed: entries.id)",
+            "rejected an SQL statement of Sirtaki (UNIQUE constraint failed: entries.id)",
         ),
-        (DatabaseError("SELECT", {}, sqlite3.DataError("too large")), "refused a statement (too large)"),
-        (ArgumentError("no such dialect"), "cannot be used (no such dialect): name another one in SIRTAKI_REGISTRY"),
-        (PermissionError(13, "Permission denied"), "cannot be used ([Errno 13] Permission denied): name another one"),
+        (
+            DatabaseError("SELECT", {}, sqlite3.DataError("too large")),
+            "rejected an SQL statement of Sirtaki (too large)",
+        ),
+        (ArgumentError("no such dialect"), "(no such dialect): set SIRTAKI_REGISTRY to another registry"),
+        (PermissionError(13, "Permission denied"), "([Errno 13] Permission denied): set SIRTAKI_REGISTRY"),
     ],
 )
 def test_an_error_is_reported_in_one_line_with_a_remedy(
@@ -233,7 +236,7 @@ def test_a_newer_schema_is_refused_with_the_remedy(path: Path, monkeypatch: pyte
     monkeypatch.setattr(store_module, "SCHEMAS", SCHEMAS[:1])
     for read_only in (False, True):
         with pytest.raises(
-            RegistryError, match=r"has schema 4, but this release supports up to 1: upgrade .* SIRTAKI_REG"
+            RegistryError, match=r"has schema version 4, .* supports versions up to 1: upgrade .* SIRTAKI_REG"
         ):
             open_store(str(path), read_only=read_only)
     assert run_sql(path, "SELECT version FROM sirtaki_schema") == [(len(SCHEMAS),)]
@@ -326,13 +329,13 @@ def test_a_damaged_entry_hides_no_other_and_is_replaced(
     store.put(sound)
     assert store.get(JobRecord, damaged.key) is None
     assert list(store.all(JobRecord)) == [sound]
-    assert warnings_of(caplog)[0].startswith(f"entry {damaged.id} in the registry is skipped: ")
+    assert warnings_of(caplog)[0].startswith(f"Sirtaki skips a damaged record of the registry (entry {damaged.id}): ")
     assert {summary.id for summary in store.summaries()} == {damaged.id, sound.id}
     with pytest.raises(RegistryError, match="is damaged"):
         store.find(JobRecord, damaged.id)
     worse = make_entry(best_span_s=0.9)
     assert store.put(worse)
-    assert f"entry {damaged.id} cannot be read and is replaced" in caplog.text
+    assert f"overwrites a damaged record of the registry (entry {damaged.id})" in caplog.text
     assert store.get(JobRecord, damaged.key) == worse
 
 
@@ -347,16 +350,16 @@ def test_lists_show_the_readable_part_of_damaged_entries(store: Store, path: Pat
     assert (summary.hosts, summary.fixed, summary.condition, summary.model_name) == ("?", (), "", "Réseau")
     assert store.shapes() == {}
     run_sql(path, "PRAGMA foreign_keys = OFF", "DELETE FROM topologies")
-    with pytest.raises(RegistryError, match="the model or the cluster of"):
+    with pytest.raises(RegistryError, match="lacks the model graph or the topology of its record"):
         store.find(JobRecord, entry.id)
 
 
 def test_an_entry_under_the_id_of_another_job_is_not_believed_and_ids_are_no_patterns(store: Store, path: Path) -> None:
     store.put(make_entry())
     run_sql(path, "UPDATE entries SET id = 'a%x'")
-    with pytest.raises(RegistryError, match="the id of the record does not match its key"):
+    with pytest.raises(RegistryError, match=r"the record's id must be .*: the record was edited or damaged"):
         store.find(JobRecord, "a%")
-    with pytest.raises(RegistryError, match="no entry has an id"):
+    with pytest.raises(RegistryError, match=r"no record \(type: entry.*\) whose id begins"):
         store.find(JobRecord, "b%")
 
 
@@ -377,7 +380,7 @@ def test_a_graph_that_would_fill_the_memory_is_refused(
     store.put(make_entry())
     run_sql(path, f"UPDATE models SET body = x'{zlib.compress(b'0' * 100_000).hex()}'")
     monkeypatch.setattr(store_module, "_MAX_GRAPH_BYTES", 1000)
-    with pytest.raises(RegistryError, match="more than 1000 bytes"):
+    with pytest.raises(RegistryError, match="at most 1000 bytes, found more"):
         store.find(JobRecord, make_entry().id)
     assert store.models([make_entry().key.model]) == {}
 
@@ -390,8 +393,8 @@ def test_a_damaged_record_hides_no_others_and_is_replaced(
     store.put_all([way, other])
     run_sql(path, f"UPDATE row_ways SET body = '{body}' WHERE id = '{other.id}'")
     assert list(store.all(RowsRecord)) == [way]
-    assert f"way of rows {other.id} in the registry is skipped" in caplog.text
-    with pytest.raises(RegistryError, match=rf"is damaged \(.*\): remove it with `sirtaki registry forget {other.id}`"):
+    assert f"skips a damaged record of the registry (way of rows {other.id})" in caplog.text
+    with pytest.raises(RegistryError, match=rf"is damaged \(.*\): remove .* with `sirtaki registry forget {other.id}`"):
         store.find(StoredSetting, other.id)
     assert store.put(other)
     assert list(store.all(RowsRecord)) == [other, way]
@@ -452,7 +455,9 @@ def test_a_damaged_file_is_moved_with_the_files_beside_it(path: Path) -> None:
 
 
 def test_where_it_cannot_be_renamed_the_user_is_asked_to(tmp_path: Path) -> None:
-    with pytest.raises(RegistryError, match=r"nowhere/registry.db cannot be renamed: .*; move it away by hand"):
+    with pytest.raises(
+        RegistryError, match=r"cannot rename the damaged registry .*nowhere/registry.db: .*; move the file"
+    ):
         set_aside(tmp_path / "nowhere" / "registry.db")
 
 

@@ -70,7 +70,7 @@ def test_the_window_slides_within_the_budget_and_has_room_for_every_arm() -> Non
 
 @pytest.mark.parametrize(
     ("arms", "window", "words"),
-    [((), 3, "distinct names"), (("grid",) * 2, 3, "distinct names"), (ARMS, 0, "one use")],
+    [((), 3, "distinct names"), (("grid",) * 2, 3, "distinct names"), (ARMS, 0, "must be at least 1")],
 )
 def test_arms_without_a_name_of_their_own_and_an_empty_window_are_refused(
     arms: tuple[str, ...], window: int, words: str
@@ -348,8 +348,9 @@ def test_of_two_of_one_name_the_second_is_left_out(
     monkeypatch.setattr(ensemble, "OUR_ARMS", ("twin", "a"))
     with caplog.at_level(logging.WARNING):
         assert names(arms(planners=planners)) == ["a", "theirs"]
-    assert "the search technique 'a' is not used: another search technique has the name 'a'" in caplog.messages
-    with pytest.raises(TuningError, match="another search technique has the name 'a'"):
+    why = "two search techniques of Sirtaki's tuner have the name 'a': rename or remove one of them"
+    assert f"Sirtaki does not use the search technique 'a' for tuning: {why}" in caplog.messages
+    with pytest.raises(TuningError, match=why):
         arms(names=["a", "twin"], planners=[])
 
 

@@ -174,7 +174,7 @@ def test_a_proposal_outside_the_space_is_rejected_and_counts_as_failed(caplog: p
     assert OUTSIDE not in [now.knobs for now in job.assignments]
     assert arm.told[1].knobs == OUTSIDE
     assert arm.told[1].status is TrialStatus.FAILED
-    assert "rejected knobs outside" in caplog.text
+    assert "is outside the permitted space" in caplog.text
     assert job.result.knobs == BEST
 
 
@@ -206,7 +206,7 @@ def test_the_search_stops_early_when_nothing_beats_the_best_and_the_model_expect
 
 # Small things.
 def test_an_empty_measurement_is_refused() -> None:
-    with pytest.raises(TuningError, match="must not be empty"):
+    with pytest.raises(TuningError, match="at least one measured communication time"):
         session().record([])
 
 
@@ -249,7 +249,7 @@ def test_after_a_registrys_setting_loses_similar_jobs_settings_are_first_within_
     job = Job(warm_up).run()
     assert set(job.run_for(Purpose.TRIAL)) == {BEST, streams(4)}
     assert job.assignments[0].knobs == BEST
-    with pytest.raises(TuningError, match="must begin at"):
+    with pytest.raises(TuningError, match="must be called while"):
         warm_up.begin_search(ListArm(), space=SPACE)
 
 

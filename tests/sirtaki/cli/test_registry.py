@@ -265,7 +265,7 @@ def test_prune_requires_a_selection(run: Run, entries: list[JobRecord], store: S
 def test_forget_removes_one(run: Run, entries: list[JobRecord], store: Store) -> None:
     assert run("forget", entries[1].id[:9]) == f"forgotten: {entries[1].id}\n"
     assert len(store.summaries()) == 2
-    with pytest.raises(RegistryError, match="no entry"):
+    with pytest.raises(RegistryError, match=r"no record \(type: entry"):
         run("show", entries[1].id)
 
 
