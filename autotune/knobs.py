@@ -75,7 +75,7 @@ class Lossy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
                 raise PlanError(str(err)) from err
             if not known:
                 raise PlanError(
-                    f"a setting (knobs) must give this compressor its canonical name {compressor_name(name)!r}, "
+                    f"the gradient compressor in a setting must have its canonical name {compressor_name(name)!r}, "
                     f"found {name!r}"
                 )
 

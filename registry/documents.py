@@ -114,12 +114,12 @@ def _check_graphs(record: JobRecord) -> None:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"each number must be finite, found {name}")
+    raise ValueError(f"each number in the file must be finite, found {name}")
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     data = dict(pairs)
     if len(data) != len(pairs):
         repeated, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"each object must have a field only once, found the field {repeated!r:.100} twice")
+        raise ValueError(f"each JSON object must have a field only once, found the field {repeated!r:.100} twice")
     return data

@@ -347,7 +347,7 @@ class Store:
                     raise
         raise RegistryError(
             f"Sirtaki stored nothing in the registry {self.name}: each of {_ATTEMPTS} attempts conflicted with a "
-            "write of another process"
+            "write of another process: try again later"
         )
 
     def forget(self, id_prefix: str) -> str:
@@ -508,7 +508,8 @@ class Store:
                 )
             if self.read_only and version == 0:
                 raise RegistryError(
-                    f"there is no registry in {self.name}: check the path or URL in --registry or SIRTAKI_REGISTRY"
+                    f"there is no registry of tuned settings in {self.name}: check the path or URL in --registry or "
+                    "SIRTAKI_REGISTRY"
                 )
             if self.read_only:
                 existing = [table for added in SCHEMAS[:version] for table in added]
@@ -551,8 +552,8 @@ class Store:
             why = " ".join(str(err.orig).split())
             if "locked" in str(err.orig):
                 raise RegistryError(
-                    f"another process has locked the registry {self.name} ({why}): wait until that process ends, or "
-                    "end that process if it hangs"
+                    f"another process has locked the registry of tuned settings {self.name} ({why}): wait until that "
+                    "process ends, or end that process if it hangs"
                 ) from err
             raise RegistryError(
                 f"Sirtaki cannot open or use the registry {self.name} ({why}): check that the database exists and may "
@@ -653,8 +654,12 @@ def _put(connection: Connection, record: StoredSetting, disproved: StoredSetting
             if old != disproved and not record.supersedes(old):
                 return False
         except RegistryError as err:
-            words = "Sirtaki overwrites a damaged record of the registry (%s %s) with a new record: %s"
-            logger.warning(words, kind.called, record.id, err)
+            logger.warning(
+                "Sirtaki overwrites a damaged record of the registry (%s %s) with a new record: %s",
+                kind.called,
+                record.id,
+                err,
+            )
             damaged = True
     values = {"id": record.id, "created_s": record.created_s, "body": canonical_json(record.body())}
     if isinstance(record, JobRecord):
@@ -741,8 +746,8 @@ def _url(url_or_path: str) -> URL | None:
         return make_url(url_or_path) if "://" in url_or_path else None
     except SQLAlchemyError as err:
         raise RegistryError(
-            f"the registry's URL {url_or_path!r} must be a file or a URL of SQLAlchemy, such as "
-            f"postgresql+psycopg://user@host/db: {err}"
+            f"SQLAlchemy rejects the registry's URL {url_or_path!r} ({err}): set SIRTAKI_REGISTRY to a file or to a "
+            "URL such as postgresql+psycopg://user@host/db"
         ) from err
 
 

@@ -141,10 +141,12 @@ class Planner(ABC):
             try:
                 knobs = self._knobs(model.layout, route, self.cuts(model, route))
             except TuningError as err:
-                words = (
-                    "the search method %s proposes no setting for the transport %s: %s; other search methods continue"
+                logger.info(
+                    "the search method %s proposes no setting for the transport %s: %s; other search methods continue",
+                    self.name,
+                    route[0].value,
+                    err,
                 )
-                logger.info(words, self.name, route[0].value, err)
                 continue
             span_s = model.simulator(route).run_knobs(knobs).span_s
             reason = f"{len(knobs.cuts or ())} units, {span_s * 1e3:.3g} ms predicted"

@@ -961,9 +961,13 @@ class TuningSession(Generic[S]):
         self._since_best = 0 if was_best else self._since_best + 1
         self._trials.append(trial)
         self._tell(trial)
-        words = "Sirtaki tried the setting %s of the search method %s: communication takes %.4g ms per iteration%s"
-        fastest = ", the fastest so far" if was_best else ""
-        logger.debug(words, trial.knobs.describe(), trial.arm, 1e3 * trial.span_s, fastest)
+        logger.debug(
+            "Sirtaki tried the setting %s of the search method %s: communication takes %.4g ms per iteration%s",
+            trial.knobs.describe(),
+            trial.arm,
+            1e3 * trial.span_s,
+            ", the fastest so far" if was_best else "",
+        )
 
     def _tell(self, trial: Trial[S]) -> None:
         if self._arm is not None:

@@ -385,8 +385,8 @@ def fit_contention(
     worst = max(residuals, key=lambda name: residuals[name])
     if residuals[worst] > MAX_RESIDUAL:
         raise TuningError(
-            f"Sirtaki rejects the fitted LIBRA model: its speed of {worst} differs from the measurements by "
-            f"{residuals[worst]:.0%}, more than the limit of {MAX_RESIDUAL:.0%}"
+            f"Sirtaki rejects the fitted LIBRA model of computation and communication: its speed of {worst} differs "
+            f"from the measurements by {residuals[worst]:.0%}, more than the limit of {MAX_RESIDUAL:.0%}"
         )
     return ContentionModel(
         alpha_1=alpha_1,
@@ -401,8 +401,8 @@ def fit_contention(
 def _check_samples(kind: str, samples: Sequence[ComputeSample] | Sequence[TransmissionSample]) -> None:
     if (n_counts := len({sample.threads for sample in samples})) < 2:
         raise TuningError(
-            f"fitting the LIBRA model needs measurements of {kind} with at least two numbers of GPU threads, "
-            f"found {n_counts}"
+            f"fitting the LIBRA model of computation and communication needs measurements of {kind} with at least two "
+            f"numbers of GPU threads, found {n_counts}"
         )
     invalid = [sample.seconds for sample in samples if not (math.isfinite(sample.seconds) and sample.seconds > 0)]
     if invalid:

@@ -336,8 +336,8 @@ class Cluster:
             )
         if not 0 <= self.crowding < 1:
             raise TuningError(
-                f"the cluster {self.name!r} must have 0 ≤ crowding < 1 (fraction of throughput that each stream beyond "
-                f"saturation costs), found {self.crowding}"
+                f"the cluster {self.name!r} must have 0 ≤ crowding < 1 (fraction of throughput that is lost with each "
+                f"stream beyond saturation), found {self.crowding}"
             )
 
     def link(self, *, max_streams: int = 24) -> LinkModel:
@@ -452,8 +452,11 @@ def fitted_to_trials(model: PlanningModel, trials: Sequence[Trial]) -> PlanningM
             try:
                 fitted = fit(model, route, usable)
             except TuningError as err:
-                words = "Sirtaki discards a correction of its cost model of the transport %s by measured trials: %s"
-                logger.debug(words, route[0].value, err)
+                logger.debug(
+                    "Sirtaki discards a correction of its cost model of the transport %s by measured trials: %s",
+                    route[0].value,
+                    err,
+                )
                 continue
             if _median_error(fitted, route, usable) < error:
                 model = fitted
@@ -687,8 +690,9 @@ class ContentionLearner:
         try:
             return with_contention_learnt(model, self._default.route, self._seen)
         except TuningError as err:
-            words = "Sirtaki does not correct its model of how computation and communication slow each other down: %s"
-            logger.debug(words, err)
+            logger.debug(
+                "Sirtaki does not correct its model of how computation and communication slow each other down: %s", err
+            )
             return model
 
     def _predicts_default(self, model: PlanningModel) -> bool:

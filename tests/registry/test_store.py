@@ -74,7 +74,7 @@ def test_two_deployments_share_a_server(postgresql_url: str) -> None:
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("nonsense://", "a URL of SQLAlchemy|cannot open or use"),
+        ("nonsense://", "SQLAlchemy rejects|cannot open or use"),
         ("sqlite://", "in memory"),
         ("oracle+nothere://host/db", "cannot open or use|driver"),
         ("postgresql+psycopg://user:secret@127.0.0.1:1/db", "SIRTAKI_REGISTRY"),
@@ -93,7 +93,7 @@ def test_a_file_that_cannot_be_opened_is_rejected_with_a_remedy(url: str, messag
         (ImportError("No module named 'psycopg'"), "needs a database driver that is not installed: No module"),
         (
             OperationalError("INSERT", {}, sqlite3.OperationalError("database is locked")),
-            "another process has locked the registry",
+            "another process has locked the registry of tuned settings",
         ),
         (
             OperationalError("SELECT", {}, sqlite3.OperationalError("unable to open\n  database file")),

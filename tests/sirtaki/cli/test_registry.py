@@ -288,6 +288,6 @@ def test_a_disabled_registry_is_reported(run: Run, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("prefix", ["", "sqlite:///"])
 def test_reading_a_missing_registry_does_not_create_it(run: Run, tmp_path: Path, prefix: str) -> None:
     for action in (["list"], ["show", "0"], ["similar", "0"], ["export"]):
-        with pytest.raises(RegistryError, match="there is no registry in"):
+        with pytest.raises(RegistryError, match="there is no registry of tuned settings in"):
             run("--registry", f"{prefix}{tmp_path}/typo.db", *action)
     assert not (tmp_path / "typo.db").exists()
