@@ -261,7 +261,8 @@ def test_a_missing_package_is_reported_at_once_and_nothing_is_loaded(folder: Pat
     require("test", "slow_one", "slow-one")
     assert "slow_one" not in sys.modules
     with pytest.raises(
-        TuningError, match="the search technique test needs fast-one: pip install fast-one, or do not select test"
+        TuningError,
+        match="needs the package fast-one, which is not installed: run pip install fast-one, or do not select",
     ):
         require("test", "fast_one", "fast-one")
 
