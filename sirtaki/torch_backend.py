@@ -34,7 +34,11 @@ def register() -> None:
             warnings.simplefilter("ignore")
             _register()
     except Exception:
-        logger.debug("the backend %r could not be registered", NAME, exc_info=True)
+        logger.debug(
+            "`import torch` could not register Sirtaki's backend %r, so init_process_group() cannot use it",
+            NAME,
+            exc_info=True,
+        )
 
 
 def _register() -> None:

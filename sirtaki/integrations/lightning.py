@@ -76,7 +76,10 @@ class SirtakiStrategy(_DDPStrategy):  # type: ignore[misc]
             ConfigError: `tuned` is True, and there is a communication hook.
         """
         if tuned and options.get("ddp_comm_hook") is not None:
-            raise ConfigError("SirtakiStrategy(tuned=True) uses its own communication hook; remove ddp_comm_hook")
+            raise ConfigError(
+                "SirtakiStrategy(tuned=True) cannot be used with ddp_comm_hook, because Sirtaki reduces the gradients "
+                "itself; remove ddp_comm_hook, or pass tuned=False"
+            )
         if options.get("cluster_environment") is None and all(os.environ.get(name) for name in _PLACE):
             # Treat sirtakirun like torchrun. It sets torchrun's variables, except for the one by which Lightning
             # detects torchrun.

@@ -54,7 +54,8 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     current = job.current()
     if current.clock_offset_s is None:
         raise ConfigError(
-            "start_timeline() requires HOROVOD_TIMELINE to be set when init() is called, for example to DYNAMIC"
+            "start_timeline() requires HOROVOD_TIMELINE, which was not set when init() was called; set "
+            "HOROVOD_TIMELINE=DYNAMIC before the job starts"
         )
     control = current.control
     number = sorted(set(control.hosts)).index(control.hosts[control.rank])
@@ -68,7 +69,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     try:
         timeline.start(timeline.Timeline(path, writer, mark_cycles=mark_cycles))
     except OSError as err:
-        raise ConfigError(f"the timeline {path} cannot be written: {err}") from err
+        raise ConfigError(f"the timeline file {path} cannot be written: {err}; check its folder") from err
 
 
 def stop_timeline() -> None:
@@ -134,7 +135,7 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, process_sets: Sequence[Pr
         try:
             start_timeline(settings.timeline, settings.timeline_mark_cycles)
         except ConfigError as err:
-            logger.warning("%s; the job continues without it", err)
+            logger.warning("the job continues without recording a timeline (HOROVOD_TIMELINE): %s", err)
 
 
 _process_sets: Sequence[ProcessSet] | str | None = None  # argument of the last `init`, which `init_again` reuses

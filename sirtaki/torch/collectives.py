@@ -307,7 +307,9 @@ def reduction(op: int | None, average: bool | None) -> int:
         raise ValueError("The op parameter supersedes average. Please provide only one of them.")
     if average is not None:
         warnings.warn(
-            "Parameter `average` has been replaced with `op` and will be removed", DeprecationWarning, stacklevel=3
+            "Parameter `average` has been replaced with `op` and will be removed; pass op=Average or op=Sum instead",
+            DeprecationWarning,
+            stacklevel=3,
         )
         return Average if average else Sum
     return Average if op is None else op
@@ -909,7 +911,10 @@ def sparse_allreduce_async(
         ValueError: the tensor is not sparse, the op is invalid, or this rank is not in the process set.
     """
     if not tensor.is_sparse:
-        raise ValueError(f"sparse_allreduce_async() requires a sparse COO tensor, not {tensor.layout}; use allreduce()")
+        raise ValueError(
+            f"sparse_allreduce_async() requires a sparse COO tensor, not {tensor.layout}; use allreduce() for a dense "
+            "tensor, or call to_sparse_coo()"
+        )
     if op not in (Average, Sum):
         raise ValueError(f"sparse_allreduce_async() requires op=Average or op=Sum, not {op!r}")
     engine = engine_of(process_set)

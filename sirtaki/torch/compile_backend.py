@@ -75,10 +75,15 @@ class EarlyGradients:
         try:
             compiled: Compiled = splitter.compile_fn(graph, list(inputs))
         except NotImplementedError as err:  # older PyTorch cannot split a graph that calls another graph
-            logger.warning("a graph with %d bytes of gradients is compiled as a whole: %s", n_bytes, err)
+            logger.warning(
+                "PyTorch cannot split a graph with %d bytes of gradients, so the graph is compiled as a whole: %s",
+                n_bytes,
+                err,
+            )
             return compiler(graph, inputs)
         logger.info(
-            "a graph with %.1f MB of gradients is compiled in %d parts, so that their reduction can begin early",
+            "a graph with %.1f MB of gradients is compiled in %d parts, so that the gradients of one part can be "
+            "reduced during the backward passes of the others",
             n_bytes / 1e6,
             len(splitter.buckets),
         )
@@ -104,11 +109,13 @@ def early_gradients(backend: str | Compiler = "inductor", *, part_bytes: int | N
         ConfigError: this Python or PyTorch cannot compile models.
     """
     if part_bytes is not None and part_bytes <= 0:
-        raise ValueError(f"part_bytes must be positive, not {part_bytes}")
+        raise ValueError(f"part_bytes= of early_gradients() must be positive, not {part_bytes}")
     try:
         import_module("torch._dynamo.backends.distributed")
     except (ImportError, RuntimeError) as err:
-        raise ConfigError(f"torch.compile is not available here ({err}): train the model uncompiled") from err
+        raise ConfigError(
+            f"torch.compile is not available in this environment ({err}); train the model without torch.compile"
+        ) from err
     return EarlyGradients(backend, part_bytes)
 
 

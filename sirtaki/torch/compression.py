@@ -94,8 +94,8 @@ class LossyCompressor(Compressor):
             ConfigError: always.
         """
         raise ConfigError(
-            "this compression uses error feedback from the last step, so it requires DistributedOptimizer or "
-            "ddp.attach; single operations support Compression.none, .fp16 and .bf16"
+            "this compression adds each step's error to the next step (error feedback), so it requires "
+            "DistributedOptimizer or ddp.attach; for a single allreduce, use Compression.none, .fp16 or .bf16"
         )
 
     decompress = compress  # type: ignore[assignment]  # raises the same exception

@@ -76,7 +76,9 @@ def attach(model: nn.Module, *, arms: Sequence[Arm] | None = None, compression: 
     """
     model = _behind_composable(model)
     if not isinstance(model, DistributedDataParallel):
-        raise ConfigError(f"attach() takes a DistributedDataParallel model, not a {type(model).__name__}")
+        raise ConfigError(
+            f"ddp.attach() requires a DistributedDataParallel model, not a {type(model).__name__}; wrap the model first"
+        )
     _require_reducer_alone(model)
     if (current := job_over(model.process_group)) is None:
         return
@@ -114,8 +116,8 @@ def job_over(group: dist.ProcessGroup) -> job.Job | None:
     """
     if dist.get_world_size(group) != dist.get_world_size():
         raise ConfigError(
-            f"attach() requires a model whose process group contains all {dist.get_world_size()} ranks; the group of "
-            f"this model contains {dist.get_world_size(group)}"
+            f"attach() requires a model whose process group contains all {dist.get_world_size()} ranks, but the "
+            f"process group of this model contains {dist.get_world_size(group)}"
         )
     if not job.is_initialized():
         job.init(beside=group)
@@ -123,13 +125,13 @@ def job_over(group: dist.ProcessGroup) -> job.Job | None:
     current = job.current()
     if current.elastic is not None:
         raise ConfigError(
-            "attach() requires a fixed set of ranks, like DDP: use hvd.DistributedOptimizer in an elastic job"
+            "attach() requires a fixed set of ranks, like DDP, but this job is elastic; use hvd.DistributedOptimizer"
         )
     here, there = (current.rank, current.size), (dist.get_rank(group), dist.get_world_size(group))
     if here != there:
         raise ConfigError(
             f"this process is rank {here[0]} of {here[1]} in hvd.init(), but rank {there[0]} of {there[1]} in its "
-            "process group: remove hvd.init(), because attach() initialises Sirtaki"
+            "model's process group; remove the call of hvd.init(), because attach() initialises Sirtaki"
         )
     if current.size == 1:
         logger.info("%s", without_others(current.settings))
@@ -169,16 +171,24 @@ class _Watched:
 def _require_reducer_alone(model: DistributedDataParallel) -> None:
     """Reject a DDP model whose gradients are reduced by anything else than DDP's default reducer."""
     if isinstance(model.reducer, IdleReducer):
-        raise ConfigError("this model has been attached already")
+        raise ConfigError(
+            'this model has been attached already, by ddp.attach() or by the process group "sirtaki"; remove this call'
+        )
     known = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     if getattr(model, "_comm_hooks", ()) or "comm_hook" in known:  # `_comm_hooks` does not list hooks written in C++
-        raise ConfigError("the model has a communication hook, which attach() replaces: remove register_comm_hook")
+        raise ConfigError(
+            "the DDP model has a communication hook, but Sirtaki reduces gradients itself; remove register_comm_hook"
+        )
     if getattr(model, "_use_python_reducer", False):
-        raise ConfigError('attach() cannot be used with torch._dynamo.config.optimize_ddp = "python_reducer"')
+        raise ConfigError(
+            'ddp.attach() cannot be used with torch._dynamo.config.optimize_ddp = "python_reducer"; remove this setting'
+        )
     if getattr(model, "_delay_all_reduce_params", ()):
-        raise ConfigError("attach() cannot be used with DDP(delay_all_reduce_named_params=...): remove this argument")
+        raise ConfigError(
+            "ddp.attach() cannot be used with DDP(delay_all_reduce_named_params=...); remove this argument"
+        )
     if model.mixed_precision is not None:
-        raise ConfigError("attach() cannot be used with DDP(mixed_precision=...): use torch.autocast instead")
+        raise ConfigError("ddp.attach() cannot be used with DDP(mixed_precision=...); use torch.autocast instead")
 
 
 TOO_OFTEN = (

@@ -31,12 +31,14 @@ def broadcast_parameters(params: NamedTensors, root_rank: int) -> None:
     """
     if isinstance(params, Mapping):
         named = sorted(params.items())
-    elif isinstance(params, Iterable) and not isinstance(params, str | torch.Tensor):
-        named = list(params)
-        if not all(isinstance(item, tuple) and len(item) == 2 for item in named):
-            raise ValueError(f"invalid params of type: {type(params)}; pass a state_dict() or named_parameters()")
     else:
-        raise ValueError(f"invalid params of type: {type(params)}; pass a state_dict() or named_parameters()")
+        is_list = isinstance(params, Iterable) and not isinstance(params, str | torch.Tensor)
+        named = list(params) if is_list else []
+        if not is_list or not all(isinstance(item, tuple) and len(item) == 2 for item in named):
+            raise ValueError(
+                f"broadcast_parameters() got invalid params of type: {type(params)}; pass model.state_dict() or "
+                "model.named_parameters()"
+            )
     handles = [
         broadcast_async_(tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor, root_rank, str(name))
         for name, tensor in named
@@ -116,7 +118,7 @@ def broadcast_optimizer_state(
         ValueError: the optimizer is LBFGS, whose state contains the history of one rank's data.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("cannot broadcast torch.optim.LBFGS state")
+        raise ValueError("cannot broadcast torch.optim.LBFGS state; do not call broadcast_optimizer_state() for LBFGS")
     state = optimizer.state_dict()
     state.pop("sirtaki_compression", None)  # remove the error-feedback residual: each rank has its own
     state = broadcast_state(state, root_rank, "optimizer_state")

@@ -106,8 +106,8 @@ def require_plain(optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, Distributed):
         name = type(optimizer._wrapped).__name__
         raise ConfigError(
-            f"this {name} is a DistributedOptimizer already, and cannot be wrapped again: create a new "
-            f"torch.optim.{name} of the model's parameters and wrap it"
+            f"the optimizer {name} is a DistributedOptimizer already and cannot be wrapped again; create a new "
+            f"torch.optim.{name} of the model's parameters, and wrap this new optimizer"
         )
 
 
@@ -142,8 +142,8 @@ def _warn_of_copy(optimizer: torch.optim.Optimizer, *_: object) -> None:
 @functools.cache
 def _warn_once(name: str) -> None:
     logger.warning(
-        "step() of a copy of a DistributedOptimizer, which is a plain %s, does not reduce gradients over ranks: wrap "
-        "the copy, hvd.DistributedOptimizer(copy, …), to reduce them",
+        "step() was called on a copy of a DistributedOptimizer, but the copy is a plain %s, which does not reduce "
+        "gradients over ranks; to reduce them, wrap the copy in hvd.DistributedOptimizer",
         name,
     )
 

@@ -191,12 +191,14 @@ class LocalSGD:
         name = type(self).__name__
         if isinstance(model, DistributedDataParallel):
             raise ConfigError(
-                f"{name} requires a plain model: DistributedDataParallel averages its gradients every step"
+                f"hvd.{name} requires a plain model, not DistributedDataParallel, which averages gradients every step; "
+                "pass the module inside"
             )
         recipe = getattr(optimizer, "_recipe", None)
         if isinstance(optimizer, Distributed) and (recipe is None or recipe.process_set is global_process_set):
             raise ConfigError(
-                f"{name} requires a plain optimizer: a DistributedOptimizer averages gradients every step"
+                f"hvd.{name} requires a plain optimizer, not a DistributedOptimizer, which averages gradients every "
+                "step; pass the optimizer inside"
             )
         self._model, self._optimizer, self._process_set = model, optimizer, process_set
         self._optimized = [id(param) for param in _params_of(optimizer)]
@@ -206,18 +208,22 @@ class LocalSGD:
         n = len(self._fragments)
         if sync_every is None:
             if delay is not None:
-                raise ConfigError("delay= requires sync_every=: if sync_every is None, both are tuned")
+                raise ConfigError(
+                    "delay= requires sync_every=, because Sirtaki tunes both if sync_every is None; pass sync_every= "
+                    "too, or remove delay="
+                )
             self._interval = self.delay = FIRST_INTERVAL
         else:
             if sync_every <= 0 or sync_every % n:
                 raise ConfigError(
-                    f"sync_every= must be a positive multiple of {n} (number of fragments), not {sync_every}"
+                    f"sync_every= must be a positive multiple of {n} (number of fragments, i.e. parts of the model), "
+                    f"not {sync_every}"
                 )
             self._interval, self.delay = sync_every // n, delay or 0
             if not 0 <= self.delay <= self._interval:
                 raise ConfigError(
-                    f"delay= must be at most sync_every / fragments = {self._interval} steps, not {self.delay}: "
-                    "a fragment must be merged before the next one is sent"
+                    f"delay= must be at least 0 and at most sync_every / fragments = {self._interval} steps, not "
+                    f"{self.delay}, because each fragment (part of the model) must be merged before the next is sent"
                 )
         # Index of the fragment (part of the model) to send next, and optimizer steps since the last one was sent.
         self._turn = self._steps = 0
@@ -248,7 +254,10 @@ class LocalSGD:
             MismatchError: the models differ in their parameters' names, shapes or dtypes. Raised on all ranks.
         """
         if self._hook is not None:
-            raise ConfigError(f"this {type(self).__name__} is in use: its block has not ended")
+            raise ConfigError(
+                f"this hvd.{type(self).__name__} object is in use; its `with` block must end before the object is "
+                "used again"
+            )
         self._drop()
         engine_of(self._process_set)  # raises an error if this rank is not in the process set
         current, number = job.current(), require_opened(self._process_set).number
@@ -259,8 +268,8 @@ class LocalSGD:
             shared = sorted(set(reducer.ranks) & set(members.ranks))
             if len(shared) > 1 and any(id(param) in ids for _, param in reducer.named):
                 raise ConfigError(
-                    f"a DistributedOptimizer averages these gradients over ranks {shared} at every step, so "
-                    f"{type(self).__name__} has no effect: remove it, or close() it first"
+                    f"a DistributedOptimizer averages the model's gradients over ranks {shared} at every step, so "
+                    f"hvd.{type(self).__name__} has no effect; close() or remove the DistributedOptimizer"
                 )
         assert members.control is not None
         require_same_model(members.control, named)
@@ -268,8 +277,8 @@ class LocalSGD:
         received: list[list[float] | None] = members.control.all_gather(checksums(equal).tolist() if equal else None)
         if differing := [rank for rank, there in enumerate(received) if there is not None and there != received[0]]:
             raise ConfigError(
-                f"{type(self).__name__}: ranks 0 and {differing[0]} begin with different parameters; call "
-                "hvd.broadcast_parameters(model.state_dict(), root_rank=0) first"
+                f"hvd.{type(self).__name__} cannot begin, because ranks 0 and {differing[0]} begin with different "
+                "parameters; call hvd.broadcast_parameters(model.state_dict(), root_rank=0) first"
             )
         self._name = f"local_sgd.{next(current.serials[number])}"
         self._left_s = None
@@ -313,7 +322,11 @@ class LocalSGD:
 
     def _require_inside(self) -> None:
         if self._hook is None:
-            raise ConfigError(f"use it as `with {type(self).__name__}(model, optimizer):` around the training loop")
+            name = type(self).__name__
+            raise ConfigError(
+                f"synchronize() of hvd.{name} must be called inside its `with` block; put "
+                f"`with hvd.{name}(model, optimizer):` around the training loop"
+            )
 
     @outside_changes
     @torch.no_grad()
@@ -360,8 +373,9 @@ class LocalSGD:
             <= {id(param) for param in self._model.parameters()}
         ):
             raise ConfigError(
-                f"the parameters of the model or the optimizer have changed since {type(self).__name__} was created: "
-                "end its block before they change, and create a new one"
+                "the parameters of the model or the optimizer have changed since "
+                f"hvd.{type(self).__name__} was created; end its `with` block before the change, and create a new "
+                "object after the change"
             )
         fragment = self._fragments[self._turn]
         weight = float(fragment.steps > 0)
@@ -456,14 +470,15 @@ class LocalSGD:
         interval = max(delay, math.ceil(SHORTEST / count))
         self._next = _Tail(interval=interval, delay=delay)
         logger.info(
-            "%s: averaging every %d steps, one of %d fragments every %d; one takes at most %.1f steps of %.3g ms%s",
+            "hvd.%s now averages the whole model every %d steps: one of its %d fragments (parts) every %d steps. "
+            "Averaging a fragment takes at most %.1f steps of %.3g ms%s",
             type(self).__name__,
             interval * count,
             count,
             interval,
             needed,
             1e3 * step_s,
-            "" if MARGIN * needed <= delay else ", too long to be hidden",
+            "" if MARGIN * needed <= delay else ", too long to overlap with training",
         )
 
     # ── state dict ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -513,8 +528,8 @@ class LocalSGD:
         """
         if len(state["steps_of"]) != len(self._fragments):
             raise ConfigError(
-                f"the state has {len(state['steps_of'])} fragments, but this {type(self).__name__} has "
-                f"{len(self._fragments)}"
+                f"the state to load has {len(state['steps_of'])} fragments (parts of the model), but this "
+                f"hvd.{type(self).__name__} has {len(self._fragments)}; pass the fragments= of the saved state"
             )
         self._drop()
         self._begun, self._turn, self._steps = state["begun"], state["turn"], state["steps"]
@@ -575,7 +590,9 @@ class DiLoCo(LocalSGD):
         """
         super().__init__(model, optimizer, sync_every, fragments=fragments, delay=delay, process_set=process_set)
         if not 0.0 <= blend < 1.0:
-            raise ConfigError(f"blend= must be at least 0 and less than 1, not {blend}")
+            raise ConfigError(
+                f"blend= (weight of the rank's own parameters) must be at least 0 and less than 1, not {blend}"
+            )
         self._blend = blend
         for fragment in self._fragments:
             fragment.origins = [_wire(param).clone() for param in fragment.params]
@@ -593,11 +610,13 @@ class DiLoCo(LocalSGD):
             outer: the user's outer optimizer, changed in place.
         """
         if not isinstance(outer, torch.optim.Optimizer):
-            raise ConfigError(f"outer= must be an optimizer of the model's parameters, not {outer!r:.200}")
+            raise ConfigError(
+                f"outer= of hvd.DiLoCo must be a torch.optim.Optimizer of the model's parameters, not {outer!r:.200}"
+            )
         params = [param for fragment in self._fragments for param in fragment.params]
         kept = {id(param): origin for param, origin in zip(params, self._origins, strict=True)}
         if {id(param) for param in _params_of(outer)} != kept.keys():
-            raise ConfigError("outer= must be an optimizer of the same parameters as the inner one")
+            raise ConfigError("the optimizers optimizer= and outer= of hvd.DiLoCo must have the same parameters")
         for group in outer.param_groups:
             group["params"] = [kept[id(param)] for param in group["params"]]
         for param in list(outer.state):
@@ -645,7 +664,9 @@ class DiLoCo(LocalSGD):
         """
         shapes = [origin.shape for origin in self._origins]
         if [origin.shape for origin in state["origins"]] != shapes:
-            raise ConfigError("the state does not fit this DiLoCo: the model or the fragments have changed")
+            raise ConfigError(
+                "the state to load does not fit this hvd.DiLoCo; pass the model and the fragments= of the saved state"
+            )
         super().load_state_dict(state)
         with torch.no_grad():
             for origin, loaded in zip(self._origins, state["origins"], strict=True):
@@ -678,13 +699,21 @@ def _divided(
             if tensor is not None and (tensor.is_floating_point() or tensor.is_complex()):
                 items.setdefault(id(tensor), (f"{prefix}.{name}".lstrip("."), tensor))
     if whole := [name for name, tensor in items.values() if is_dtensor(tensor)]:
-        raise ConfigError(f"{whole[0]} is a DTensor, which is sharded over ranks: use a DistributedOptimizer")
+        raise ConfigError(
+            "hvd.LocalSGD and hvd.DiLoCo do not support DTensors (sharded over ranks) such as the parameter "
+            f"{whole[0]}; use hvd.DistributedOptimizer"
+        )
     if left_out := len(trained - items.keys()):
-        raise ConfigError(f"the optimizer has {left_out} parameters that the model does not have")
+        raise ConfigError(
+            f"the optimizer has {left_out} parameters that the model does not have; pass the model that this optimizer "
+            "trains"
+        )
     place: dict[int, int] = {}
     if isinstance(fragments, int):
         if fragments <= 0:
-            raise ConfigError(f"fragments= must be a positive number or a list of modules, not {fragments}")
+            raise ConfigError(
+                f"fragments= must be a positive number of parts of the model, or a list of modules, not {fragments}"
+            )
         sizes = [tensor.numel() * tensor.itemsize for _, tensor in items.values()]
         for key, size, end in zip(items, sizes, accumulate(sizes), strict=True):
             place[key] = fragments * (2 * end - size) // (2 * sum(sizes) + 1)
@@ -696,7 +725,10 @@ def _divided(
                 id(there): number for there in (*module.parameters(), *module.buffers()) if id(there) not in place
             }
         if outside := [name for key, (name, _) in items.items() if key not in place]:
-            raise ConfigError(f"the modules in fragments= must cover the model, but {outside[0]} is in none of them")
+            raise ConfigError(
+                "the modules in fragments= must cover the model, but its parameter or buffer "
+                f"{outside[0]} is in none of them"
+            )
     for key, (name, tensor) in items.items():
         fragment = divided[place[key]]
         if key in trained:

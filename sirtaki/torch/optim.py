@@ -91,7 +91,9 @@ class AdamSGD(torch.optim.Optimizer):
                 if param.grad is None:
                     continue
                 if param.grad.is_sparse:
-                    raise RuntimeError("AdamSGD does not take sparse gradients")
+                    raise RuntimeError(
+                        "AdamSGD does not support sparse gradients; use another optimizer, or layers with sparse=False"
+                    )
                 state = self.state[param]
                 if not state:
                     state["step"] = 0

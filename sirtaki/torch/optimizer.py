@@ -183,7 +183,7 @@ class AveragingOptimizer(Distributed):
             ValueError: `passes` is not positive.
         """
         if passes <= 0:
-            raise ValueError("backward_passes_per_step must be > 0")
+            raise ValueError(f"backward_passes_per_step must be > 0, not {passes}")
         self._recipe.passes = passes
         if self._gradients is not None:
             self._gradients.set_passes(passes)
@@ -360,7 +360,10 @@ class _AdasumDistributed(Distributed):
     def _attach(self, current: job.Job) -> None:
         size = current.control.size
         if size & (size - 1):
-            raise NotImplementedError(f"Adasum needs a number of ranks that is a power of two, not {size}")
+            raise NotImplementedError(
+                f"Adasum needs a number of ranks that is a power of two, not {size}; change the number of ranks, or "
+                "use op=Average"
+            )
         self._serial, self._detached = next(current.serials[GLOBAL]), ""
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -370,7 +373,7 @@ class _AdasumDistributed(Distributed):
             ValueError: `passes` is not positive.
         """
         if passes <= 0:
-            raise ValueError("backward_passes_per_step must be > 0")
+            raise ValueError(f"backward_passes_per_step must be > 0, not {passes}")
 
     def synchronize(self) -> None:
         """Do nothing, because Adasum reduces no gradients: `step()` combines the parameter updates of the ranks."""
@@ -382,7 +385,9 @@ class _AdasumDistributed(Distributed):
         Raises:
             AssertionError: always.
         """
-        raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
+        raise AssertionError(
+            "Skipping synchronization is not supported when using Adasum optimizer. Remove skip_synchronize()."
+        )
         yield
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: untyped in PyTorch's Optimizer
@@ -497,7 +502,10 @@ class OverlappedOptimizer(AveragingOptimizer):
         self._refusal = why
         if self._refuses:
             raise ConfigError(REFUSED.format(why=why))
-        logger.info("%s; training without forward overlap", REFUSED.format(why=why))
+        logger.info(
+            "training continues without forward overlap (communication during the next forward pass): %s",
+            REFUSED.format(why=why),
+        )
 
     def _log_once(self, text: str) -> None:
         if text not in self._logged:
@@ -566,7 +574,9 @@ class OverlappedOptimizer(AveragingOptimizer):
                 return self.step(closure)
         self._stop_watching()
         if closure is not None and self._refuses:
-            raise ConfigError("overlap_forward cannot be used with step(closure): call the closure before step()")
+            raise ConfigError(
+                "overlap_forward cannot be used with optimizer.step(closure); call the closure before optimizer.step()"
+            )
         self._require_open()
         updates = self._updates
         if updates is None or self._refusal:
@@ -800,14 +810,18 @@ def DistributedOptimizer(
     """
     require_plain(optimizer)
     if backward_passes_per_step <= 0:
-        raise ValueError("backward_passes_per_step must be > 0")
+        raise ValueError(f"backward_passes_per_step must be > 0, not {backward_passes_per_step}")
     if gradient_predivide_factor != 1.0 and op != Average:
-        raise ValueError("gradient_predivide_factor not supported with op != Average")
+        raise ValueError(
+            "gradient_predivide_factor not supported with op != Average; pass op=Average, or remove the factor"
+        )
     if op not in (Average, Sum, Adasum):
-        raise ValueError(f"DistributedOptimizer takes op=Average, op=Sum or op=Adasum, not {op!r}")
+        raise ValueError(f"DistributedOptimizer requires op=Average, op=Sum or op=Adasum, not {op!r}")
     if num_groups != 0:
         warnings.warn(
-            "Parameter `num_groups` has been replaced by `groups` and will be removed", DeprecationWarning, stacklevel=2
+            "Parameter `num_groups` has been replaced by `groups` and will be removed; pass groups=",
+            DeprecationWarning,
+            stacklevel=2,
         )
         groups = num_groups if groups is None else groups
     named = _named_parameters(optimizer, named_parameters)
@@ -816,13 +830,20 @@ def DistributedOptimizer(
     current = job.current()
     overlaps = current.settings.overlap_forward is not Overlap.OFF if overlap_forward is None else overlap_forward
     if op == Adasum and overlap_forward:
-        raise ConfigError("overlap_forward cannot be used with op=Adasum, which combines updates, not gradients")
+        raise ConfigError(
+            "overlap_forward cannot be used with op=Adasum, which combines updates, not gradients; remove either"
+        )
     if op == Adasum and (current.control.size > 1 or current.elastic is not None):
         if process_set is not global_process_set:
-            raise NotImplementedError("Adasum does not support non-global process sets yet.")
+            raise NotImplementedError(
+                "Adasum does not support non-global process sets yet. Remove process_set=, or use op=Average."
+            )
         if not isinstance(compression, type) or not issubclass(compression, Compressor):
-            raise ConfigError("op=Adasum takes Compression.none, .fp16 or .bf16: it combines updates, not gradients")
-        logger.info("Adasum is not tuned%s", NO_LOG if current.settings.trial_log else "")
+            raise ConfigError(
+                "op=Adasum requires Compression.none, .fp16 or .bf16, because Adasum combines updates, not gradients"
+            )
+        no_log = NO_LOG if current.settings.trial_log else ""
+        logger.info("Sirtaki does not tune the communication of an optimizer with op=Adasum%s", no_log)
         combining = wrap_adasum(optimizer, named, compression=compression)
         keep(combining, current)
         return combining
@@ -894,7 +915,7 @@ def _named_parameters(
     if unnamed:
         raise ValueError(
             f"named_parameters was specified, but {len(unnamed)} model parameters were not named. "
-            "Python list of all parameters must be passed, including frozen ones."
+            "All parameters of the optimizer must be passed, including frozen ones."
         )
     return [(name_of[id(param)], param) for param in params]
 

@@ -599,8 +599,8 @@ class CheckedReads:
     def _raise(self, param: torch.Tensor, operation: Any) -> None:
         where = f"in {self._inside[-1]}" if self._inside else "outside of all modules"
         raise StaleReadError(
-            f"{operation} reads {self._names.get(id(param), 'a parameter')} {where} before its update is applied, "
-            "because the read does not pass through Python: call optimizer.finish() before this read"
+            f"the operation {operation} reads the parameter {self._names.get(id(param), 'unnamed')} ({where}) before "
+            "its deferred update (overlap_forward) is applied; call optimizer.finish() before this read"
         )
 
 

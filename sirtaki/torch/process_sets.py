@@ -116,7 +116,10 @@ def engine_of(process_set: ProcessSet) -> EagerEngine:
     rank = current.control.rank
     there = require_opened(process_set)
     if there.engine is None:
-        raise ConfigError(f"rank {rank} is not in the process set of ranks {list(there.ranks)}")
+        raise ConfigError(
+            f"rank {rank} is not in the process set of ranks {list(there.ranks)}; only ranks in the process set may "
+            "use it"
+        )
     return there.engine
 
 
@@ -131,8 +134,13 @@ def require_opened(process_set: ProcessSet) -> RankSet:
     if (there := process_set._opened()) is not None:
         return there
     if process_set in _lasting and process_set.ranks and process_set.ranks[-1] >= size:
-        raise ConfigError(f"the process set of ranks {process_set.ranks} does not fit the {size} ranks of the job")
-    raise ConfigError(f"{process_set} has not been initialized: pass it to init() or add_process_set() first")
+        raise ConfigError(
+            f"the process set of ranks {process_set.ranks} does not fit the {size} ranks of the job; wait until the "
+            "job has all ranks of the set"
+        )
+    raise ConfigError(
+        f"the process set {process_set} has not been initialized; pass it to init() or add_process_set() first"
+    )
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
@@ -173,7 +181,8 @@ def _wanted(process_set: ProcessSet) -> list[int]:
     named: list[list[int]] = [ranks for ranks in control.all_gather(own) if ranks]
     if len({tuple(ranks) for ranks in named}) != 1:
         raise ConfigError(
-            "all members of a process set must pass the same communicator, and all other ranks must pass COMM_NULL"
+            "the ranks passed different MPI communicators for one ProcessSet; all its members must pass the same "
+            "communicator, and all other ranks MPI.COMM_NULL"
         )
     return named[0]
 
@@ -210,7 +219,9 @@ def open_static(process_sets: Sequence[ProcessSet] | str | None) -> None:
     if process_sets is None or process_sets == "dynamic":  # Horovod's value "dynamic" changes nothing here
         return
     if isinstance(process_sets, str) or not all(isinstance(there, ProcessSet) for there in process_sets):
-        raise ConfigError(f"process_sets= must be a list of ProcessSet or 'dynamic', not {process_sets!r}")
+        raise ConfigError(
+            f"process_sets= of init() must be a list of ProcessSet objects or 'dynamic', not {process_sets!r}"
+        )
     for process_set in process_sets:
         if process_set is not global_process_set:
             _open_static(process_set)

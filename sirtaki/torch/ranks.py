@@ -163,12 +163,16 @@ def divided(loader: DataLoader[Any]) -> DataLoader[Any]:
     batch_size, ranks = loader.batch_size, size()
     if batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         raise ConfigError(
-            "cannot divide a DataLoader that has a custom batch sampler or no batches: divide its data with share()"
+            "ranks.divided() cannot divide a DataLoader with a custom batch sampler or batch_size=None; divide each "
+            "batch with ranks.share()"
         )
     if batch_size % ranks:
         less, more = batch_size - batch_size % ranks, batch_size + -batch_size % ranks
         fitting = f"{less} or {more}" if less else f"{more}"
-        raise ConfigError(f"batch_size={batch_size} is not a multiple of the {ranks} ranks: use {fitting}")
+        raise ConfigError(
+            f"the DataLoader's batch_size must be a multiple of the number of ranks ({ranks}), not {batch_size}; use "
+            f"batch_size={fitting}"
+        )
     part = copy.copy(loader)
     sampler: Any
     if isinstance(loader.dataset, IterableDataset):

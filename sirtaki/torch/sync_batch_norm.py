@@ -20,7 +20,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
-            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+            raise ValueError(f"SyncBatchNorm expected at least 2D input (got {input.dim()}D input)")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise the input with the statistics of all ranks. Collective during training with more than one rank.
@@ -74,7 +74,9 @@ class _SyncBatchNormFunction(torch.autograd.Function):
         means, squares, counts = ranks[:, :channels], ranks[:, channels:-1], ranks[:, -1:]
         count = counts.sum()
         if count <= 1:
-            raise ValueError(f"Expected more than 1 value per channel when training, got {int(count)} over all ranks")
+            raise ValueError(
+                f"SyncBatchNorm expected more than 1 value per channel when training, got {int(count)} over all ranks"
+            )
         mean = (means * counts).sum(0) / count
         deviations = squares.sum(0) + (counts * (means - mean).square()).sum(0)
         scale = torch.rsqrt(deviations / count + eps)

@@ -349,7 +349,7 @@ def mistakes_are_told() -> None:
         train(model, optimizer, hvd.rank(), 0)
         raises(ConfigError, "is in use", context.__enter__)
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-        raises(ConfigError, "create a new one", lambda: train(model, optimizer, hvd.rank(), 1))
+        raises(ConfigError, "create a new object", lambda: train(model, optimizer, hvd.rank(), 1))
         raise KeyError("the script's own")
     # A block that has raised may be entered again, with fragments in flight.
     optimizer = inner(model)

@@ -182,8 +182,9 @@ class FixedRanks:
     def _check(self) -> None:
         if self._lost or not self.actors:
             raise LaunchError(
-                f"the ranks have been ended{f' after a failure ({self._lost})' if self._lost else ''}; call shutdown() "
-                "and start()"
+                "Sirtaki has ended the ranks of this RayExecutor"
+                f"{f' after a failure ({self._lost})' if self._lost else ''}; call shutdown() and start() to start "
+                "new ranks"
             )
 
     def _wait(self, references: Sequence[Any], meanwhile: Callable[[], None] = lambda: None) -> list[Any]:
@@ -236,10 +237,10 @@ def _room(settings: RaySettings, shape: Shape) -> tuple[Any, bool]:
     if not group.wait(settings.placement_group_timeout_s):
         ray.util.remove_placement_group(group)
         raise LaunchError(
-            f"Ray lacks resources for {' + '.join(map(str, shape.bundles[:4]))}"
-            f"{' + …' if len(shape.bundles) > 4 else ''} ({strategy}) within "
-            f"{settings.placement_group_timeout_s:g} s; it has {ray.available_resources()} free of "
-            f"{ray.cluster_resources()}; request less, or increase placement_group_timeout_s"
+            f"Ray lacks resources for the ranks' placement group {' + '.join(map(str, shape.bundles[:4]))}"
+            f"{' + …' if len(shape.bundles) > 4 else ''} (strategy {strategy}): after "
+            f"{settings.placement_group_timeout_s:g} s, {ray.available_resources()} of {ray.cluster_resources()} are "
+            "free; request fewer ranks or resources, or increase placement_group_timeout_s"
         )
     return group, True
 
@@ -279,7 +280,10 @@ class WorkerSlots:
                     self._groups[group.id.hex()] = group
                 found = Counter(self._names[node] for node in self._found(self._alive()).values())
             except ray.exceptions.RayError as err:
-                raise LaunchError(f"Ray does not answer: {err}") from err
+                raise LaunchError(
+                    f"the Ray cluster did not list its nodes or reserve resources for ranks: {err}; check it with "
+                    "`ray status`"
+                ) from err
             return dict(found)
 
     def assign(self, worker: int, host: str) -> Any:
@@ -294,7 +298,7 @@ class WorkerSlots:
                 if self._names[node] == host and group not in self._taken.values():
                     self._taken[worker] = group
                     return self._groups[group]
-        raise OSError(f"Ray has no free slot on {host} any more")
+        raise OSError(f"Ray has no reserved resources left on host {host}, so no further rank is started there")
 
     def release(self, worker: int) -> None:
         """Free the placement group that is assigned to a worker (process of a rank)."""
@@ -756,7 +760,10 @@ class RayExecutor:
         self._ranks: FixedRanks | ElasticRanks | None = None
         if min_workers is not None:
             if num_hosts is not None:
-                raise ConfigError("num_hosts cannot be used with min_workers, because elastic jobs have no fixed hosts")
+                raise ConfigError(
+                    "RayExecutor's num_hosts= cannot be used with min_workers=, because an elastic job has no fixed "
+                    "set of hosts; pass num_workers= instead"
+                )
             self._policy = elastic_policy(
                 num_workers,
                 min_workers,
@@ -766,9 +773,14 @@ class RayExecutor:
                 timeout_s=elastic_timeout,
             )
         elif max_workers is not None or reset_limit is not None or cooldown_range is not None:
-            raise ConfigError("max_workers, reset_limit and cooldown_range require an elastic job: set min_workers=")
+            raise ConfigError(
+                "RayExecutor's max_workers=, reset_limit= and cooldown_range= require an elastic job: pass "
+                "min_workers= too, or remove them"
+            )
         elif (num_workers is None) == (num_hosts is None):
-            raise ConfigError("set either num_workers or num_hosts (with num_workers_per_host)")
+            raise ConfigError(
+                "RayExecutor requires either num_workers or num_hosts (with num_workers_per_host); pass one of the two"
+            )
         else:
             self._shape = Shape(
                 ranks=num_workers_per_host if num_workers is None else num_workers,
@@ -785,13 +797,15 @@ class RayExecutor:
     @property
     def _started(self) -> FixedRanks | ElasticRanks:
         if self._ranks is None:
-            raise LaunchError("this executor has no ranks; call start() first")
+            raise LaunchError("this RayExecutor has not started its ranks; call start() first")
         return self._ranks
 
     def _staying(self, what: str) -> FixedRanks:
         started = self._started
         if isinstance(started, ElasticRanks):
-            raise ConfigError(f"{what} requires a fixed number of ranks; use run() or execute() in elastic jobs")
+            raise ConfigError(
+                f"RayExecutor.{what} requires a fixed number of ranks, but this job is elastic; use run() or execute()"
+            )
         return started
 
     def start(
@@ -816,7 +830,7 @@ class RayExecutor:
             Exception: error of the class on a rank.
         """
         if self._ranks is not None:
-            raise LaunchError("the ranks are running already; call shutdown() first")
+            raise LaunchError("the ranks of this RayExecutor are running already; call shutdown() before start()")
         variables = extra_env_vars or {}
         self._executable = None
         if executable_cls is not None:

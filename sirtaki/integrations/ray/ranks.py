@@ -44,8 +44,8 @@ class RaySettings:
     def __post_init__(self) -> None:
         if min(self.timeout_s, self.placement_group_timeout_s) <= 0:
             raise ConfigError(
-                f"timeout_s={self.timeout_s:g}, placement_group_timeout_s={self.placement_group_timeout_s:g}: "
-                "both must be positive"
+                "timeout_s and placement_group_timeout_s of RaySettings must be positive, found "
+                f"{self.timeout_s:g} s and {self.placement_group_timeout_s:g} s"
             )
 
 
@@ -69,7 +69,10 @@ class Demand:
 
     def __post_init__(self) -> None:
         if self.cpus < 0 or self.gpus < 0 or not (self.cpus or self.gpus):
-            raise ConfigError(f"a rank cannot have {self.cpus:g} CPUs and {self.gpus:g} GPUs")
+            raise ConfigError(
+                "each rank must have a positive number of CPUs or GPUs, found "
+                f"{self.cpus:g} CPUs and {self.gpus:g} GPUs; change cpus_per_worker= or gpus_per_worker="
+            )
 
     def bundle(self, ranks: int = 1) -> dict[str, float]:
         """Return the resources that `ranks` ranks need together, in the format of a Ray bundle."""
@@ -99,7 +102,10 @@ class Shape:
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or (self.hosts is not None and self.hosts < 1):
-            raise ConfigError(f"the numbers must be positive: {self.ranks} ranks on {self.hosts or 'any'} hosts")
+            raise ConfigError(
+                f"the numbers of ranks and hosts must be positive, found {self.ranks} ranks on {self.hosts or 'any'} "
+                "hosts; change num_workers=, num_workers_per_host= or num_hosts="
+            )
 
     @property
     def size(self) -> int:
@@ -139,10 +145,14 @@ def elastic_policy(
     start = least if start is None else start
     if not 1 <= least <= start <= (most or start):
         raise ConfigError(
-            f"min_workers={least}, num_workers={start}, max_workers={most}: the numbers must not decrease"
+            "the numbers of ranks must satisfy 1 <= min_workers <= num_workers <= max_workers, found "
+            f"min_workers={least}, num_workers={start}, max_workers={most}"
         )
     if cooldown_s is not None and not 0 <= cooldown_s[0] <= cooldown_s[1]:
-        raise ConfigError(f"cooldown_range={cooldown_s}: the first must not exceed the second")
+        raise ConfigError(
+            "cooldown_range must be a pair of seconds (shortest, longest) with 0 <= shortest <= longest, found "
+            f"{cooldown_s}"
+        )
     return Policy(
         start_ranks=start,
         min_ranks=least,
@@ -362,7 +372,9 @@ class ElasticRank:
         except SystemExit as err:
             if err.code:
                 leave_job(f"a rank ended with exit code {err.code}")
-                raise RuntimeError(f"the function ended with exit code {err.code}") from err
+                raise RuntimeError(
+                    f"the training function exited on this rank with code {err.code}, which counts as a failure"
+                ) from err
             return RankDismissed()
         except BaseException as err:
             leave_job(f"a rank raised {type(err).__name__}: {err}")

@@ -95,7 +95,10 @@ class Source:
                 self.parent(there), cst.If
             ):  # skips an `elif`, which libcst represents as an If inside an If
                 return there
-        raise AssertionError("a node outside of all statements")
+        raise AssertionError(
+            f"the translator found a {type(node).__name__} node outside of all statements of the script; please report "
+            "this as a bug of Sirtaki"
+        )
 
     def contains(self, outer: cst.CSTNode, inner: cst.CSTNode) -> bool:
         """Return whether `inner` is a descendant of `outer`."""

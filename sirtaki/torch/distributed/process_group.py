@@ -453,7 +453,10 @@ class LaneWork(FillingWork):
         """
         limit_s = timeout.total_seconds()
         if not self._lanes.finish(self._operation, limit_s if limit_s > 0 else None):
-            raise RuntimeError(f"an operation of this process group did not end within {limit_s:g} s")
+            raise RuntimeError(
+                f"this collective did not end within {limit_s:g} s, the timeout of wait(); check that all ranks of the "
+                "process group call the collective"
+            )
         if self._future is not None and not self._is_in_callback():
             # Wait for the callbacks too: the thread that ends the operation first wakes waiting threads, then runs the
             # callbacks.
@@ -581,7 +584,10 @@ class LastingWork(FillingWork):
             RuntimeError: the wrapped work has been freed.
         """
         if self._work is None:
-            raise RuntimeError("get_future() must be called before later collectives end: this work has been freed")
+            raise RuntimeError(
+                "get_future() was called too late, because this Work object was freed when a later collective ended; "
+                "call get_future() directly after launching the collective"
+            )
         future = self._work.get_future()
         self._drop()
         return future
@@ -731,8 +737,8 @@ def meet(timeout: timedelta) -> tuple[Store, int, int]:
     """
     if AGENT in os.environ:  # because each process would be a group of its own, and train alone without a warning
         raise ConfigError(
-            'init_process_group("sirtaki") requires a fixed set of ranks: start the job without --min-np and --max-np, '
-            "or use hvd.init() and hvd.elastic"
+            'init_process_group("sirtaki") requires a fixed set of ranks, but this job is elastic; start the job '
+            "without --min-np and --max-np, or use hvd.init() and hvd.elastic"
         )
     settings = replace(Settings.from_environ(), start_timeout_s=timeout.total_seconds())
     ranks = open_ranks(settings)
@@ -911,7 +917,7 @@ def _attach_reduced() -> None:
         try:
             known.attach(model)
         except ConfigError as err:  # raised on all ranks, so DDP continues to reduce the gradients on all
-            logger.info("a model under DDP is not attached: %s", err)
+            logger.info("DDP continues to reduce the gradients of a model, because Sirtaki cannot reduce them: %s", err)
 
 
 _ended: list[Any] = []  # Any: Gloo groups
@@ -937,15 +943,15 @@ def _log_once(settings: Settings, rank: int, size: int) -> None:
     exclude_from_compilation()
     register_module_module_registration_hook(partial(_see_ddp, attach=settings.attach and size > 1))
     if size == 1:
-        logger.info("process group of one rank: nothing is sent")
+        logger.info('the process group "sirtaki" has one rank, so it sends nothing')
         return
-    then = "gradients of DDP are reduced in its buckets, untuned (SIRTAKI_ATTACH=0): ddp.attach(model) tunes them"
+    then = "DDP reduces gradients in its buckets, without tuning (SIRTAKI_ATTACH=0); call ddp.attach(model) to tune"
     if settings.attach:
-        tuned = "averaged, untuned," if not settings.tunes else "tuned"
-        then = f"gradients of models under DDP are {tuned} from their second step on (SIRTAKI_ATTACH=0: left to DDP)"
+        reduces = "tunes the reduction of" if settings.tunes else "reduces, without tuning,"
+        then = f"Sirtaki {reduces} DDP gradients from each model's second step on (SIRTAKI_ATTACH=0 disables this)"
     logger.info(
-        "process group of %d ranks: sums and gathers of large CPU tensors go through shared memory within a host, over "
-        "several connections between hosts, the rest through Gloo; %s",
+        'the process group "sirtaki" has %d ranks; it sends large CPU tensors through shared memory within a host and '
+        "several connections between hosts, and the rest through Gloo; %s",
         size,
         then,
     )
@@ -1094,8 +1100,8 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
         parts, (output,) = inputs[0], outputs
         if len(parts) != self.size() or parts[self.rank()].numel() != output.numel():
             raise ValueError(
-                f"reduce_scatter requires one input for each of {self.size()} ranks, and the input of this rank must "
-                "have the size of its output"
+                f"reduce_scatter requires {self.size()} input tensors (one per rank), and the output must have as many "
+                f"elements as this rank's input; found {len(parts)} inputs and an output of {output.numel()} elements"
             )
         start = sum(part.numel() for part in parts[: self.rank()])
         return self._scatter(torch.cat([part.reshape(-1) for part in parts]), output, start, opts)
@@ -1110,8 +1116,8 @@ class SirtakiProcessGroup(_ProcessGroup):  # type: ignore[misc]
             return self._ask("_reduce_scatter_base", output, tensor, opts)
         if tensor.numel() != self.size() * output.numel() or tensor.dtype != output.dtype:
             raise ValueError(
-                f"the output of reduce_scatter has {output.numel()} elements of {output.dtype}, but must have the "
-                f"dtype {tensor.dtype} and 1/{self.size()} of the input's {tensor.numel()} elements"
+                f"the output of reduce_scatter_tensor must have the dtype {tensor.dtype} and 1/{self.size()} of the "
+                f"input's {tensor.numel()} elements, found the dtype {output.dtype} and {output.numel()} elements"
             )
         return self._scatter(tensor.reshape(-1), output, self.rank() * output.numel(), opts)
 

@@ -65,7 +65,11 @@ class Checkpoint:
         try:
             tree = torch.load(self.path / STATE, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as err:
-            logger.info("%s contains more than tensors and plain values: %s", self.path, str(err).splitlines()[0])
+            logger.info(
+                "the checkpoint %s contains objects of user classes, whose code runs while they are unpickled: %s",
+                self.path,
+                str(err).splitlines()[0],
+            )
             tree = torch.load(self.path / STATE, map_location="cpu", weights_only=False)
         return tree
 
@@ -186,7 +190,9 @@ class CheckpointFolder:
         there = self._there()
         for path in there[there.index(final) + 1 :]:
             logger.warning(
-                "%s is renamed to %s: this job did not continue from it", path, self._put_aside(path, _SUPERSEDED)
+                "the checkpoint %s has been renamed to %s, because this job did not continue from it",
+                path,
+                self._put_aside(path, _SUPERSEDED),
             )
         for path in self._there()[:-KEPT]:
             shutil.rmtree(path, ignore_errors=True)
@@ -200,12 +206,22 @@ class CheckpointFolder:
             try:
                 problem = _problem(path)
             except PermissionError as err:  # not renamed, because the checkpoint may be complete
-                logger.warning("skipping the checkpoint %s, which cannot be read: %s", path, err)
+                logger.warning(
+                    "Sirtaki is skipping the checkpoint %s, because this process may not read it (%s), and tries the "
+                    "checkpoint before it",
+                    path,
+                    err,
+                )
                 continue
             if not problem:
                 return Checkpoint(_number(path), path)
             aside = self._put_aside(path, _DAMAGED)
-            logger.warning("the checkpoint %s is damaged and is renamed to %s: %s", path, aside, problem)
+            logger.warning(
+                "the checkpoint %s is damaged (%s) and has been renamed to %s; Sirtaki tries the checkpoint before it",
+                path,
+                problem,
+                aside,
+            )
         return None
 
     def _put_aside(self, path: Path, why: str) -> str:
@@ -360,9 +376,18 @@ class Checkpoints:
         try:
             self.folder.write(number, tree, throttle)
         except Exception as err:  # any error, e.g. of pickling: training must continue
-            logger.warning("cannot write commit %d to %s, keeping the one before: %s", number, self.folder.path, err)
+            logger.warning(
+                "Sirtaki cannot write commit %d to the checkpoint folder %s, so the checkpoint before it stays the "
+                "newest: %s",
+                number,
+                self.folder.path,
+                err,
+            )
         else:
-            logger.info("commit %d written to %s in %.1f s", number, self.folder.path, self._clock() - begin_s)
+            elapsed_s = self._clock() - begin_s
+            logger.info(
+                "commit %d was written to the checkpoint folder %s in %.1f s", number, self.folder.path, elapsed_s
+            )
 
     def wait(self) -> None:
         """Wait until the checkpoint that is being written is on disk. The writing thread no longer pauses."""

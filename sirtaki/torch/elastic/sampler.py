@@ -192,8 +192,8 @@ class ElasticSampler(Sampler[int]):
         """
         if "epoch" not in state_dict or not {"processed_indices", "processed_num"} & state_dict.keys():
             raise ConfigError(
-                f"a sampler's state must have `epoch` and `processed_indices` (or Horovod's `processed_num`), but "
-                f"it has {sorted(map(str, state_dict))}"
+                "the state of an ElasticSampler must have `epoch` and `processed_indices` (or Horovod's "
+                f"`processed_num`), but the given state has the keys {sorted(map(str, state_dict))}"
             )
         epoch, n_samples = int(state_dict["epoch"]), len(self.dataset)
         if "processed_indices" in state_dict:
@@ -204,7 +204,10 @@ class ElasticSampler(Sampler[int]):
                 random.Random(self.seed + epoch).shuffle(order)  # shuffle in the same way as Horovod's sampler
             processed = order[: state_dict["processed_num"]]
         if processed and not 0 <= min(processed) <= max(processed) < n_samples:
-            raise ConfigError(f"the state has index {max(processed)}, but the data set has {n_samples} samples")
+            raise ConfigError(
+                f"the state of the ElasticSampler has index {max(processed)}, but the data set has {n_samples} "
+                "samples; load a state of this data set"
+            )
         self._begin(epoch, processed)
         self.reset()
 

@@ -441,7 +441,10 @@ class ObjectState(State):
             tree: content of the checkpoint (Any: any picklable values).
         """
         if tree["values"].keys() != set(self._names):
-            raise ValueError(f"it has the values {sorted(tree['values'])}, but the state has {sorted(self._names)}")
+            raise ValueError(
+                f"the checkpoint has the values {sorted(tree['values'])}, but the state of the script has "
+                f"{sorted(self._names)}"
+            )
         for name, value in tree["values"].items():
             setattr(self, name, value)
 
@@ -508,7 +511,10 @@ class TorchState(ObjectState):
     def _load(self, tree: Mapping[str, Any]) -> None:
         states = {**tree["states"], **tree["samplers"]}
         if states.keys() != self._stateful.keys():
-            raise ValueError(f"it has {sorted(states)}, but the state has {sorted(self._stateful)}")
+            raise ValueError(
+                f"the checkpoint has states of the objects {sorted(states)}, but the TorchState of the script has the "
+                f"objects {sorted(self._stateful)}"
+            )
         super()._load(tree)
         for name, value in self._stateful.items():
             _load_state(value, states[name])
@@ -732,15 +738,15 @@ def resume(state: ObjectState, *, has_state: bool) -> None:
         state._load(tree)
     except Exception as err:
         raise ConfigError(
-            f"the checkpoint in {kept.folder.path} does not match this script ({err}). Set a "
-            "separate SIRTAKI_CHECKPOINT_DIR for each job, or remove the checkpoints to start from the beginning"
+            f"the checkpoint in {kept.folder.path} does not match this script: {err}. Set a separate "
+            "SIRTAKI_CHECKPOINT_DIR for each job, or remove the checkpoints to start from the beginning"
         ) from err
     generators = tree.get(checkpoints.GENERATORS, [])
     if len(generators) == job.current().size and generators[job.current().rank] is not None:
         RandomState(**generators[job.current().rank]).put_back()
     state._count_from(newest + 1)
     if job.current().rank == 0:
-        logger.info("continuing from the checkpoint of commit %d in %s", newest, kept.folder.path)
+        logger.info("the job is continuing from the checkpoint of commit %d in %s", newest, kept.folder.path)
 
 
 def _loaded(checkpoint: Checkpoint) -> tuple[Tree | None, str]:
@@ -811,7 +817,9 @@ def _run_fixed(train: Callable[[], Any], state: State, reset: Callable[[], None]
         try:
             return train()
         except MismatchError as err:
-            logger.warning("%s; restoring the last commit", err)
+            logger.warning(
+                "the ranks disagree about an operation; Sirtaki restores the state of the last commit: %s", err
+            )
             state.restore()
             skip_sync = False
         except HostsUpdatedInterrupt as interrupt:
@@ -838,11 +846,11 @@ def _run_elastic(train: Callable[[], Any], state: State, reset: Callable[[], Non
             restored = False
             return _call(train)
         except HostsUpdatedInterrupt as interrupt:
-            logger.info("hosts were added or removed")
+            logger.info("hosts were added or removed, so the elastic job connects its new set of ranks")
             wants_sync = not interrupt.skip_sync
             _leave_generation(together=True)
         except CommError as err:
-            logger.info("%s; restoring the last commit", err)
+            logger.info("communication between ranks failed; Sirtaki restores the state of the last commit: %s", err)
             if job.is_initialized():
                 job.current().give_up(f"rank {job.current().rank} leaves the generation: {err}")
             state.restore()

@@ -77,7 +77,7 @@ def attach(
     packing = _codec(gathers), _codec(scatters)
     modules = sharded_modules(model)
     if not modules:
-        raise ConfigError("attach() requires a model after fully_shard() or replicate(), but this model is not sharded")
+        raise ConfigError("this model is not sharded: call fully_shard() or replicate() on it before fsdp.attach()")
     groups = find_groups(modules)
     # Choose the groups whose gradients Sirtaki's reducer for DDP all-reduces: those under `replicate()`, and those that
     # are sharded over one rank. With `carries=False`, PyTorch reduces the gradients of the latter.
@@ -87,16 +87,20 @@ def attach(
     sharded = [group for group in groups if group not in replicas]
     if replicas and (carries is False or (packing[0] and not sharded)):
         raise ConfigError(
-            "carries=False and gathers= cannot be used with replicate(), because its parameters are not gathered and "
-            "Sirtaki reduces their gradients: remove these arguments"
+            "carries=False and gathers= of fsdp.attach() cannot be used for a model under replicate(), because "
+            "its parameters are not gathered and Sirtaki reduces their gradients; remove these arguments"
         )
     devices = {str(group.device) for group in sharded if group.device.type != "cpu"}
     if devices and (carries or any(packing)):
         raise ConfigError(
-            f"carries=True, gathers= and scatters= need parameters on the CPU, not on {', '.join(devices)}"
+            "carries=True, gathers= and scatters= of fsdp.attach() require parameters on the CPU, but this model has "
+            f"parameters on {', '.join(devices)}; remove these arguments"
         )
     if carries is False and any(packing):
-        raise ConfigError("gathers= and scatters= cannot be used with carries=False, because PyTorch sends the shards")
+        raise ConfigError(
+            "gathers= and scatters= of fsdp.attach() cannot be used with carries=False, because PyTorch sends the "
+            "shards uncompressed; remove carries=False, or gathers= and scatters="
+        )
     settings = Settings.from_environ()
     if not is_initialized():  # if it is, `hvd.init()` has started logging
         start_logging(settings, dist.get_rank())
@@ -127,7 +131,8 @@ def _codec(choice: Choice) -> Codec | None:
         return None
     if not isinstance(scheme, Quantised):
         raise ConfigError(
-            "gathers= and scatters= must be Compression.int8, .fp8, .fp16, .bf16 or an object with pack() and unpack()"
+            "gathers= and scatters= of fsdp.attach() must be Compression.int8, .fp8, .fp16, .bf16 or an object with "
+            f"pack() and unpack(), not {choice!r}"
         )
     return scheme.codec
 

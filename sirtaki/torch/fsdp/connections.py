@@ -80,10 +80,13 @@ class ShardConnections:
         if not all(set(other) <= set(ranks) for other in self._controls):
             self.control = None
             if dist.get_rank() == 0:
-                logger.info("modules are sharded over different groups of ranks, none with all ranks: nothing is tuned")
+                logger.info(
+                    "Sirtaki does not tune this sharded model, because none of its modules' process groups contains "
+                    "the ranks of all others"
+                )
         if not self._controls and dist.get_rank() == 0:
             no_log = NO_LOG if settings.trial_log else ""
-            logger.info("shards of groups of one rank: nothing is gathered or scattered, and nothing tuned%s", no_log)
+            logger.info("the modules are sharded over one rank each, so nothing is sent and nothing tuned%s", no_log)
         at_exit(self.close)
 
     def _open(self, process_group: dist.ProcessGroup, groups: Sequence[FsdpGroup], packing: Packing) -> None:
@@ -113,7 +116,13 @@ class ShardConnections:
             how = describe_pytorch(groups)
         if control.rank == 0 and not only_resharded:
             then = (tuning_ahead if settings.tunes else tuning_off)(settings) + (NO_LOG if settings.trial_log else "")
-            logger.info("shards of %d modules between %d ranks: %s; %s", len(groups), len(ranks), how, then)
+            logger.info(
+                "the shards of %d modules are exchanged between %d ranks through %s; %s",
+                len(groups),
+                len(ranks),
+                how,
+                then,
+            )
 
     def leave(self) -> None:
         """Start a thread that closes the connections once all ranks have called this.
@@ -131,7 +140,10 @@ class ShardConnections:
         lanes, self.lanes, controls, self._controls = self.lanes, {}, self._controls, {}
         if self.searching:
             self.searching = False
-            logger.info("the job ends while settings are tried: none is kept, the next job begins anew")
+            logger.info(
+                "tuning of the sharded model was cut short, because the job ended or the model was deleted; no result "
+                "is stored, and the next job tunes from the beginning"
+            )
         for (mesh, farewell), ranks in zip(self._meshes, controls, strict=False):
             with suppress(CommError):  # the connections have failed before, and all ranks know the error
                 if not leave_together(farewell, LEAVE_S):
@@ -185,7 +197,11 @@ class PytorchCollectives:
                     if ranks not in self._made:
                         self._made[ranks] = group_beside(group.shard_process_group, group.device, token)
             except (AttributeError, TypeError) as err:  # all ranks raise this: they use the same PyTorch
-                logger.debug("scatters cannot have a communicator of their own: %s", err)
+                logger.debug(
+                    "Sirtaki cannot create a separate process group for reduce-scatters, so they share the process "
+                    "group of the all-gathers: %s",
+                    err,
+                )
                 return
         for group, ranks in sharded.items():
             group.set_own_scatter_process_group(self._made[ranks], use=knobs.streams > 1)

@@ -182,7 +182,11 @@ class ShardedModel:
             try:
                 lanes.use(knobs.streams)
             except TransportError as err:  # all ranks raise this; the connections in use stay open
-                logger.debug("%d streams cannot be used: %s", knobs.streams, err)
+                logger.debug(
+                    "Sirtaki cannot open %d streams (parallel connections), so the open ones stay in use: %s",
+                    knobs.streams,
+                    err,
+                )
         if lanes is not None and knobs.joined:  # buckets must be equal on all ranks
             hooked = lanes.control.maximum(np.array([float(group.has_gradient_hooks) for group in self.groups]))
             self.transfers.hooked = {group for group, one in zip(self.groups, hooked, strict=True) if one}

@@ -71,11 +71,14 @@ def find_groups(modules: Iterable[Any]) -> list[FsdpGroup]:
     for module in modules:
         groups = _groups_of(module)
         if len(groups) > 1:
-            raise ConfigError("attach() requires modules whose parameters are all on one mesh; this module has several")
+            raise ConfigError(
+                "fsdp.attach() requires that all parameters of a module are on one DeviceMesh, but the parameters of a "
+                f"{type(module).__name__} are on several meshes"
+            )
         for group in groups:
             if id(group) not in found:
                 if hasattr(group, _OWNER):
-                    raise ConfigError("this model has been attached already")
+                    raise ConfigError("this model has been attached already; call fsdp.attach() once per model")
                 found[id(group)] = FsdpGroup(module, group, len(found))
     return list(found.values())
 
@@ -336,7 +339,10 @@ class FsdpGroup:
             self._group.wait_for_unshard()
             self._group.reshard()
         except RuntimeError as err:
-            raise ConfigError(f"attach() must be called after the parameters are initialised: {err}") from err
+            raise ConfigError(
+                "fsdp.attach() must be called after the parameters are initialised (not on the meta device), but FSDP "
+                f"cannot gather them yet: {err}"
+            ) from err
         return [ReplicatedParam(self, self._group, each) for each in self._group.fsdp_params]
 
 
@@ -471,9 +477,9 @@ def _require(kind: str, found: Any) -> None:
     for name in USED[kind].split():
         if name not in later and inspect.getattr_static(found, name, _OWNER) is _OWNER:
             raise ConfigError(
-                f"sirtaki.torch.fsdp needs {kind}.{name} of PyTorch's FSDP2, which PyTorch {torch.__version__} lacks: "
-                f'use PyTorch {", ".join(CHECKED_WITH)}, or init_process_group("sirtaki"), which supports '
-                "all versions"
+                f"sirtaki.torch.fsdp needs the attribute {kind}.{name} of PyTorch's FSDP2, which PyTorch "
+                f"{torch.__version__} lacks; use PyTorch {', '.join(CHECKED_WITH)}, or replace fsdp.attach() by "
+                'init_process_group("sirtaki"), which supports all versions'
             )
 
 
@@ -482,4 +488,8 @@ def log_unchecked_version() -> None:
     """Log, once and on rank 0, that Sirtaki was not tested with this version of PyTorch."""
     version = ".".join(torch.__version__.split(".")[:2])
     if version not in CHECKED_WITH and dist.get_rank() == 0:
-        logger.info("sirtaki.torch.fsdp was not tested with PyTorch %s, only with %s", version, ", ".join(CHECKED_WITH))
+        logger.info(
+            "sirtaki.torch.fsdp was not tested with PyTorch %s, only with %s; training continues",
+            version,
+            ", ".join(CHECKED_WITH),
+        )

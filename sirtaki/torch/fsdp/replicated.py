@@ -59,9 +59,15 @@ def attach(model: nn.Module, groups: Sequence[FsdpGroup], compression: Choice) -
     """
     process_group = groups[0].replicate_process_group
     if any(group.replicate_process_group is not process_group for group in groups):
-        raise ConfigError("attach() requires that all modules after replicate() are on one mesh")
+        raise ConfigError(
+            "fsdp.attach() requires that all modules under replicate() are on one DeviceMesh, but this model uses "
+            "several meshes"
+        )
     if any(group.has_all_reduce_hook for group in groups):
-        raise ConfigError("attach() cannot be used with set_all_reduce_hook(): remove the hook")
+        raise ConfigError(
+            "fsdp.attach() cannot be used with set_all_reduce_hook() under replicate(), because Sirtaki reduces the "
+            "gradients itself; remove the hook"
+        )
     if (current := job_over(process_group)) is None:
         return None
     names = {id(param): name for name, param in model.named_parameters()}

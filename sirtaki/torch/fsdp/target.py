@@ -229,7 +229,7 @@ class ShardTarget(TunableTarget[ShardKnobs]):
             self._model.run(self.default)
             self._model.pytorch.release_unused(self.default)
             if self._control.rank == 0:
-                logger.info("tuning stopped, keeping the default: %s", why)
+                logger.info("tuning of the sharded model stopped early, and Sirtaki keeps the default setting: %s", why)
 
     def _synchronize(self) -> None:
         """Wait until the model's devices have executed all kernels that were launched."""
@@ -254,7 +254,11 @@ class ShardTarget(TunableTarget[ShardKnobs]):
             if name:
                 found.append(f"{what} by {name}, {total.describe()}")
         if lanes.control.rank == 0:
-            logger.info("packed as SIRTAKI_LOSSY allows: %s (all ranks, %d steps)", "; ".join(found), MEASURED_STEPS)
+            logger.info(
+                "Sirtaki compresses shards, as SIRTAKI_LOSSY allows: %s (measured on all ranks in %d steps)",
+                "; ".join(found),
+                MEASURED_STEPS,
+            )
 
     def _choices(self) -> tuple[tuple[int, ...], int, int]:
         """Return what the search may try: numbers of connections, the most reduce-scatters in flight, and the memory in
@@ -314,13 +318,13 @@ class ShardTarget(TunableTarget[ShardKnobs]):
         """Return the names of the compressors that SIRTAKI_LOSSY allows and that support this model's shards."""
         names, why = self._settings.lossy, ""
         if any(self._model.given):
-            why = "attach() has the argument gathers= or scatters="
+            why = "fsdp.attach() was called with gathers= or scatters="
         elif self._lanes is None:
-            why = "PyTorch sends the shards"
+            why = "PyTorch sends the shards, uncompressed"
         elif self._shares_memory:
-            why = "all ranks share memory and send nothing"
+            why = "all ranks share memory, so nothing is sent"
         if why and names:
-            logger.info("SIRTAKI_LOSSY is ignored: %s", why)
+            logger.info("Sirtaki ignores SIRTAKI_LOSSY for the shards of this model, because %s", why)
         return () if why else tuple(name for name in names if codec_of(name) is not None)
 
     def _recall(self, key: ShardsKey, space: ShardSpace, default: ShardKnobs) -> ShardKnobs | None:
@@ -335,8 +339,12 @@ class ShardTarget(TunableTarget[ShardKnobs]):
 
         knobs = self._memory.recall(ShardsRecord, key, space.memory_bytes, accept)
         if knobs is not None:
-            what = "the default, as nothing was proved to be faster" if knobs == default else knobs.describe()
-            logger.info("found these shards in the registry: %s", what)
+            what = (
+                "the default, because no other setting was proved to be faster"
+                if knobs == default
+                else knobs.describe()
+            )
+            logger.info("Sirtaki found a setting for this sharded model in the registry: %s", what)
         return knobs
 
 
@@ -479,4 +487,6 @@ def _write_step(recorded: RecordedStep, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / SHARDED_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(recorded), indent=1))
     except OSError as err:
-        logger.warning("the trace of a step for `sirtaki optimize` cannot be written: %s", err)
+        logger.warning(
+            "the trace of one training step, for `sirtaki optimize`, cannot be written to %s: %s", folder, err
+        )

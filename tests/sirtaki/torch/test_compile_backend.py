@@ -288,7 +288,7 @@ def test_an_impossible_backend_is_reported(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ValueError, match="must be positive, not 0"):
         hvd.early_gradients(part_bytes=0)
     monkeypatch.setitem(sys.modules, "torch._dynamo.backends.distributed", None)
-    with pytest.raises(ConfigError, match=r"torch\.compile is not available here"):
+    with pytest.raises(ConfigError, match=r"torch\.compile is not available in this environment"):
         hvd.early_gradients()
 
 

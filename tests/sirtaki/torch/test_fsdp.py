@@ -172,7 +172,7 @@ def test_a_search_ends_with_the_default_where_modules_are_used_in_another_order(
     found = job.stdout.splitlines()
     assert any("kept" in setting for setting in found)
     assert found[-1] == found[0]
-    assert "keeping the default: modules are used in another order than before" in job.stderr
+    assert "and Sirtaki keeps the default setting: modules are used in another order than before" in job.stderr
 
 
 @pytest.mark.integration

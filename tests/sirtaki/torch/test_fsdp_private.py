@@ -69,7 +69,7 @@ def test_an_attribute_is_there_and_the_error_names_it_where_it_is_not(
         }[kind],
         name,
     )
-    with pytest.raises(ConfigError, match=rf"needs {kind}\.{name} of PyTorch's FSDP2"):
+    with pytest.raises(ConfigError, match=rf"needs the attribute {kind}\.{name} of PyTorch's FSDP2"):
         attach(model)
 
 
@@ -82,7 +82,8 @@ def test_a_version_that_was_not_checked_runs_and_is_logged_once(
         private.log_unchecked_version()
         private.log_unchecked_version()
     assert [record.getMessage() for record in caplog.records] == [
-        f"sirtaki.torch.fsdp was not tested with PyTorch {'.'.join(torch.__version__.split('.')[:2])}, only with 0.1"
+        f"sirtaki.torch.fsdp was not tested with PyTorch {'.'.join(torch.__version__.split('.')[:2])}, only with 0.1; "
+        "training continues"
     ]
     private.log_unchecked_version.cache_clear()
 

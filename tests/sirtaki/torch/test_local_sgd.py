@@ -23,11 +23,11 @@ test_ranks_that_synchronise_less_often_train_as_simulated = played_on_ranks(
         ({"sync_every": 0}, "positive multiple"),
         ({"sync_every": 5, "fragments": 2}, "must be a positive multiple of 2"),
         ({"sync_every": 4, "fragments": 2, "delay": 3}, "at most sync_every / fragments = 2"),
-        ({"sync_every": None, "delay": 1}, "both are tuned"),
+        ({"sync_every": None, "delay": 1}, "Sirtaki tunes both"),
         ({"fragments": 0}, "positive number"),
         ({"fragments": [nn.Linear(2, 2)]}, "weight is in none of them"),
         ({"blend": 1.0}, "at least 0 and less than 1"),
-        ({"outer": torch.optim.SGD}, "must be an optimizer"),
+        ({"outer": torch.optim.SGD}, "must be a torch.optim.Optimizer"),
         ({"outer": torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)}, "same parameters"),
     ],
 )
@@ -46,5 +46,5 @@ def test_states_of_other_fragments_are_refused() -> None:
     model = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = hvd.LocalSGD(model, optimizer, 4, fragments=2).state_dict()
-    with pytest.raises(ConfigError, match="2 fragments, but this LocalSGD has 1"):
+    with pytest.raises(ConfigError, match=r"2 fragments \(parts of the model\), but this hvd.LocalSGD has 1"):
         hvd.LocalSGD(model, optimizer, 4).load_state_dict(state)

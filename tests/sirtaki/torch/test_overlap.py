@@ -158,7 +158,9 @@ def test_a_stale_read_is_an_error_that_names_parameter_and_module() -> None:
     checking = CheckedReads(params, {id(params[0]): "inner.weight"})
     awaited.hold(params, Notes())
     checking.begin()
-    with pytest.raises(StaleReadError, match=r"reads inner\.weight in Net before its update"):
+    with pytest.raises(
+        StaleReadError, match=r"reads the parameter inner\.weight \(in Net\) before its deferred update"
+    ):
         net(torch.ones(1, 3))
     assert net.inner(torch.ones(1, 3)).shape == (1, 3)  # by Python, which has waited
     net(torch.ones(1, 3))

@@ -24,16 +24,21 @@ def test_ranks_meet(run_ranks: RunRanks, env: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("SIRTAKI_REGISTRY=off", "are tuned from their second step on (SIRTAKI_ATTACH=0: left to DDP)"),
-        ("SIRTAKI_TUNE=0", "are averaged, untuned, from their second step on"),
-        pytest.param("SIRTAKI_ATTACH=0", "untuned (SIRTAKI_ATTACH=0): ddp.attach", marks=pytest.mark.integration),
+        (
+            "SIRTAKI_REGISTRY=off",
+            "tunes the reduction of DDP gradients from each model's second step on (SIRTAKI_ATTACH=0 disables this)",
+        ),
+        ("SIRTAKI_TUNE=0", "reduces, without tuning, DDP gradients from each model's second step on"),
+        pytest.param(
+            "SIRTAKI_ATTACH=0", "without tuning (SIRTAKI_ATTACH=0); call ddp.attach", marks=pytest.mark.integration
+        ),
         pytest.param("SIRTAKI_LOG=warning", "", marks=pytest.mark.integration),
     ],
 )
 def test_the_group_logs_once_that_it_attaches_and_how_to_disable_it(run_ranks: RunRanks, name: str, says: str) -> None:
     variable, _, value = name.partition("=")
     told = run_ranks("torch_backend_meeting.py", 2, env={**OVER_MESH, variable: value}).stderr
-    assert told.count("process group of 2 ranks") == (1 if says else 0)
+    assert told.count('the process group "sirtaki" has 2 ranks') == (1 if says else 0)
     assert says in told
 
 
