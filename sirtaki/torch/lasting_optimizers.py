@@ -151,13 +151,13 @@ def _warn_once(name: str) -> None:
 _kept: list[weakref.ref[Distributed]] = []
 
 WAITING = (
-    "this DistributedOptimizer was created before hvd.elastic.run, and not all ranks have a corresponding one: a rank "
-    "that has joined a running job can reduce gradients inside hvd.elastic.run only"
+    "this DistributedOptimizer was created before hvd.elastic.run, and not all ranks have created it yet: a rank that "
+    "has joined a running job can reduce gradients only inside hvd.elastic.run"
 )
 
 LEFT = (
-    "this DistributedOptimizer belongs to a generation of ranks that has ended, and not all ranks of the current one "
-    "have it: create it outside of the function that hvd.elastic.run repeats, or in each call of this function"
+    "this DistributedOptimizer belongs to an earlier set of ranks of the elastic job, and not all current ranks have "
+    "it: create it outside of the function that hvd.elastic.run repeats, or in each call of this function"
 )
 
 

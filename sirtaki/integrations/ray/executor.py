@@ -775,7 +775,7 @@ class RayExecutor:
         elif max_workers is not None or reset_limit is not None or cooldown_range is not None:
             raise ConfigError(
                 "RayExecutor's max_workers=, reset_limit= and cooldown_range= require an elastic job: pass "
-                "min_workers= too, or remove them"
+                "min_workers= too, or remove these arguments"
             )
         elif (num_workers is None) == (num_hosts is None):
             raise ConfigError(

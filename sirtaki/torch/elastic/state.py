@@ -852,7 +852,7 @@ def _run_elastic(train: Callable[[], Any], state: State, reset: Callable[[], Non
         except CommError as err:
             logger.info("communication between ranks failed; Sirtaki restores the state of the last commit: %s", err)
             if job.is_initialized():
-                job.current().give_up(f"rank {job.current().rank} leaves the generation: {err}")
+                job.current().give_up(f"rank {job.current().rank} leaves the current set of ranks: {err}")
             state.restore()
             restored = wants_sync = True
             _leave_generation(reason=str(err))

@@ -339,11 +339,7 @@ class ShardTarget(TunableTarget[ShardKnobs]):
 
         knobs = self._memory.recall(ShardsRecord, key, space.memory_bytes, accept)
         if knobs is not None:
-            what = (
-                "the default, because no other setting was proved to be faster"
-                if knobs == default
-                else knobs.describe()
-            )
+            what = "the default, because no setting was proved to be faster" if knobs == default else knobs.describe()
             logger.info("Sirtaki found a setting for this sharded model in the registry: %s", what)
         return knobs
 
