@@ -192,13 +192,13 @@ class LocalSGD:
         if isinstance(model, DistributedDataParallel):
             raise ConfigError(
                 f"hvd.{name} requires a plain model, not DistributedDataParallel, which averages gradients every step; "
-                "pass the module inside"
+                "pass its .module"
             )
         recipe = getattr(optimizer, "_recipe", None)
         if isinstance(optimizer, Distributed) and (recipe is None or recipe.process_set is global_process_set):
             raise ConfigError(
                 f"hvd.{name} requires a plain optimizer, not a DistributedOptimizer, which averages gradients every "
-                "step; pass the optimizer inside"
+                "step; pass the optimizer that was wrapped"
             )
         self._model, self._optimizer, self._process_set = model, optimizer, process_set
         self._optimized = [id(param) for param in _params_of(optimizer)]

@@ -819,7 +819,7 @@ def DistributedOptimizer(
         raise ValueError(f"DistributedOptimizer requires op=Average, op=Sum or op=Adasum, not {op!r}")
     if num_groups != 0:
         warnings.warn(
-            "Parameter `num_groups` has been replaced by `groups` and will be removed; pass groups=",
+            "Parameter `num_groups` has been replaced by `groups` and will be removed; pass groups= instead",
             DeprecationWarning,
             stacklevel=2,
         )
@@ -831,7 +831,8 @@ def DistributedOptimizer(
     overlaps = current.settings.overlap_forward is not Overlap.OFF if overlap_forward is None else overlap_forward
     if op == Adasum and overlap_forward:
         raise ConfigError(
-            "overlap_forward cannot be used with op=Adasum, which combines updates, not gradients; remove either"
+            "overlap_forward cannot be used with op=Adasum, which combines updates, not gradients; remove one of "
+            "the two arguments"
         )
     if op == Adasum and (current.control.size > 1 or current.elastic is not None):
         if process_set is not global_process_set:

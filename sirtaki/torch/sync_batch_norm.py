@@ -75,7 +75,8 @@ class _SyncBatchNormFunction(torch.autograd.Function):
         count = counts.sum()
         if count <= 1:
             raise ValueError(
-                f"SyncBatchNorm expected more than 1 value per channel when training, got {int(count)} over all ranks"
+                f"SyncBatchNorm expected more than 1 value per channel when training, got {int(count)} over all ranks; "
+                "increase the batch size"
             )
         mean = (means * counts).sum(0) / count
         deviations = squares.sum(0) + (counts * (means - mean).square()).sum(0)
