@@ -82,8 +82,8 @@ class EarlyGradients:
             )
             return compiler(graph, inputs)
         logger.info(
-            "torch.compile compiles a graph with %.1f MB of gradients in %d parts, so that the gradients of one part can "
-            "be reduced during the backward passes of the others",
+            "torch.compile compiles a graph with %.1f MB of gradients in %d parts, so that the gradients of one part "
+            "can be reduced during the backward passes of the others",
             n_bytes / 1e6,
             len(splitter.buckets),
         )
