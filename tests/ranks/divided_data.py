@@ -87,7 +87,7 @@ def a_batch_that_cannot_be_divided_is_refused() -> None:
     try:
         ranks.divided(loader)
     except ConfigError as err:
-        assert f"use {hvd.size()} or {2 * hvd.size()}" in str(err)
+        assert f"use batch_size={hvd.size()} or {2 * hvd.size()}" in str(err)
     else:
         raise AssertionError("it was divided")
     own = DataLoader(torch.arange(10), batch_sampler=BatchSampler(SequentialSampler(range(10)), 2, False))
