@@ -210,7 +210,9 @@ def test_a_bad_way_of_rows_is_named_and_nothing_is_imported(run: Run, store: Sto
     data["row_ways"][1]["n_hot"] = 0
     file.write_text(json.dumps(data))
     store.prune(keep=0)
-    with pytest.raises(RegistryError, match=r"nothing of .* was imported: way of rows 2: n_hot must be 1 to 1000 .* found 0"):
+    with pytest.raises(
+        RegistryError, match=r"nothing of .* was imported: way of rows 2: n_hot must be 1 to 1000 .* found 0"
+    ):
         run("import", file)
     assert store.summaries() == []
     assert list(store.all(RowsRecord)) == []
