@@ -4,4 +4,4 @@ Nothing here chooses or tunes a plan.
 """
 
 if __name__ != "sirtaki.comm":  # else each module would exist twice, with different classes
-    raise ImportError("import sirtaki.comm, not comm: the folder at the checkout's root is the same code")
+    raise ImportError("cannot import the module comm: import sirtaki.comm instead, which is the same code")

@@ -262,7 +262,8 @@ class TopK:
     def __post_init__(self) -> None:
         if not 0.0 < self.ratio <= 1.0:
             raise ConfigError(
-                f"the ratio of topk, the share of values that is sent, must be above 0 and at most 1, not {self.ratio}"
+                "the ratio of compressor topk (fraction of gradient values to send) must be above 0 and at most 1, "
+                f"found {self.ratio}"
             )
 
     def reduce(self, unit: CompressionInput, result: torch.Tensor, scale: float) -> None:
@@ -300,7 +301,10 @@ class PowerSgd:
 
     def __post_init__(self) -> None:
         if self.rank < 1:
-            raise ConfigError(f"the rank of powersgd must be at least 1, not {self.rank}")
+            raise ConfigError(
+                "the rank of compressor powersgd (columns of its low-rank matrices) must be at least 1, found "
+                f"{self.rank}"
+            )
 
     def reduce(self, unit: CompressionInput, result: torch.Tensor, scale: float) -> None:
         """Sum the unit (bucket) into `result`, times `scale`, its matrices by one power iteration. Collective.

@@ -159,7 +159,10 @@ def cuda_runtime() -> Any:  # Any: ctypes has no types for C functions
             return ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
         except OSError:
             continue
-    logger.debug("libcudart is not loaded as a shared library: a CUDA graph capture may collide with helper threads")
+    logger.debug(
+        "PyTorch has not loaded libcudart as a shared library; a CUDA graph capture may fail if a thread of Sirtaki "
+        "uses the GPU at the same time"
+    )
     return None
 
 
@@ -261,7 +264,11 @@ class CudaDevice(Device):
         if int(status) != 0:
             if (library := cuda_runtime()) is not None:
                 library.cudaGetLastError()  # else PyTorch's next kernel launch would raise this error
-            logger.warning("copies to and from the GPU are slow: CUDA cannot page-lock their memory (%s)", status)
+            logger.warning(
+                "CUDA cannot page-lock host memory (error %s), so gradients are copied more slowly between GPU and "
+                "host",
+                status,
+            )
             return
         finalize(tensor, runtime.cudaHostUnregister, tensor.data_ptr())
 
@@ -273,7 +280,9 @@ class CudaDevice(Device):
         try:
             return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=True)
         except RuntimeError as err:
-            logger.warning("copies to and from the GPU are slow: CUDA cannot page-lock their memory (%s)", err)
+            logger.warning(
+                "CUDA cannot page-lock host memory (%s), so gradients are copied more slowly between GPU and host", err
+            )
             return torch.zeros(numel, dtype=dtype, device="cpu")
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:

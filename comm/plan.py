@@ -50,7 +50,7 @@ def compressor_name(text: str) -> str:
             return f"powersgd:{rank}"
     except ValueError:
         pass
-    raise ConfigError(f"{text.strip()!r} is not a compressor; compressors are {COMPRESSORS}")
+    raise ConfigError(f"the compressor must be one of {COMPRESSORS}, found {text.strip()!r}")
 
 
 FLAGS = "sirtaki.control_flags"
@@ -91,11 +91,16 @@ class GradientLayout:
 
     def __post_init__(self) -> None:
         if any(size < 0 for size in self.sizes):
-            raise PlanError(f"gradient sizes must not be negative: {min(self.sizes)}")
+            raise PlanError(f"the number of elements of a gradient must not be negative, found {min(self.sizes)}")
         if self.itemsize_bytes <= 0:
-            raise PlanError(f"itemsize_bytes must be positive, not {self.itemsize_bytes}")
+            raise PlanError(
+                f"itemsize_bytes (size of one gradient element) must be at least 1, found {self.itemsize_bytes}"
+            )
         if self.names and len(self.names) != len(self.sizes):
-            raise PlanError(f"{len(self.names)} names for {len(self.sizes)} gradients")
+            raise PlanError(
+                f"a gradient layout must have one name per gradient, found {len(self.names)} names for "
+                f"{len(self.sizes)} gradients"
+            )
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -136,7 +141,9 @@ class GradientLayout:
     def reordered(self, order: Sequence[int]) -> GradientLayout:
         """Return the layout of the gradients in another order: its gradient i is gradient `order[i]` of this layout."""
         if sorted(order) != list(range(len(self.sizes))):
-            raise PlanError(f"an order of {len(self.sizes)} gradients must contain each index once")
+            raise PlanError(
+                f"the new order of {len(self.sizes)} gradients must contain the index of each gradient once"
+            )
         return GradientLayout(
             sizes=tuple(self.sizes[i] for i in order),
             itemsize_bytes=self.itemsize_bytes,
@@ -247,21 +254,32 @@ class CommPlan:
 
     def __post_init__(self) -> None:
         if self.streams < 1:
-            raise PlanError(f"a plan needs at least one stream, not {self.streams}")
+            raise PlanError(
+                f"a communication plan must have at least one stream (parallel connection), found {self.streams}"
+            )
         position = 0
         for index, unit in enumerate(self.units):
             if unit.start != position or unit.stop <= unit.start:
                 raise PlanError(
-                    f"unit {index} covers [{unit.start}, {unit.stop}) but element {position} is next: "
-                    "units must cover each element once, in order, and not be empty"
+                    f"unit (bucket) {index} of a communication plan covers elements [{unit.start}, {unit.stop}), but "
+                    f"must begin at element {position}; units must be adjacent and not empty"
                 )
             if not 0 <= unit.stream < self.streams:
-                raise PlanError(f"unit {index} is on stream {unit.stream} of a plan with {self.streams} streams")
+                raise PlanError(
+                    f"unit (bucket) {index} of a communication plan uses stream {unit.stream}, but the plan has "
+                    f"{self.streams} streams, numbered from 0"
+                )
             if unit.threads is not None and unit.threads < 1:
-                raise PlanError(f"unit {index} has {unit.threads} threads")
+                raise PlanError(
+                    f"unit (bucket) {index} of a communication plan must use at least 1 GPU thread, found "
+                    f"{unit.threads}"
+                )
             position = unit.stop
         if position != self.numel:
-            raise PlanError(f"the units end at element {position} of {self.numel}")
+            raise PlanError(
+                f"the units (buckets) of a communication plan cover {position} elements, but must cover all "
+                f"{self.numel} elements of the gradients"
+            )
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as a dict that can be stored as JSON. `from_json` is the inverse."""

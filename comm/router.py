@@ -136,9 +136,14 @@ class Router:
         except TransportError as err:
             self._refused[route] = 1
             if self._control.rank == 0:
-                others = " or ".join(f"{kind.value} {algorithm.value}" for kind, algorithm in self.routes)
-                instead = f"using {others} instead" if others else "there is no other transport"
-                logger.warning("%s %s cannot be used: %s; %s", route[0].value, route[1].value, err, instead)
+                logger.warning(
+                    "the transport %s with the %s algorithm cannot be used: %s; Sirtaki chooses among the remaining "
+                    "transports: %s",
+                    route[0].value,
+                    route[1].value,
+                    err,
+                    ", ".join(f"{kind.value} {algorithm.value}" for kind, algorithm in self.routes) or "none",
+                )
 
     def _create(self, route: Route) -> Transport:
         """Create the transport of a route (transport kind and algorithm) without opening its connections. Collective.
@@ -193,7 +198,10 @@ class Router:
 
     def _disable_shared_memory(self, error: TransportError) -> None:
         if self._control.rank == 0:
-            logger.warning("%s; gradients within nodes are sent over MPI or Gloo, too", error)
+            logger.warning(
+                "Sirtaki sends gradients between ranks of one node over MPI or Gloo, because shared memory failed: %s",
+                error,
+            )
         self._shares_memory = False
         for route in [
             route for route in self.transports if route[0] is TransportKind.STAGED
@@ -299,12 +307,16 @@ class Router:
     def _open(self, route: Route, streams: Sequence[StreamSpec], *, planned: int) -> None:
         if route not in self.routes:
             raise PlanError(
-                f"{route[0].value} with the {route[1].value} algorithm is not possible here; "
-                f"possible: {', '.join(f'{kind.value} {how.value}' for kind, how in self.routes)}"
+                f"the transport {route[0].value} with the {route[1].value} algorithm is not possible in this job; "
+                "possible transports and algorithms: "
+                f"{', '.join(f'{kind.value} {how.value}' for kind, how in self.routes)}"
             )
         limit, reason = self._limit(route)
         if planned > limit:
-            raise PlanError(f"at most {limit} streams are possible, not {planned}: {reason}")
+            raise PlanError(
+                f"the number of streams (parallel connections) must be at most {limit}, found {planned}; reason: "
+                f"{reason}"
+            )
         transport = self.transports[route]
         have, want = self._opened.get(route, 0), 1 + max(stream.number for stream in streams)
         try:
@@ -316,7 +328,10 @@ class Router:
             transport.open_streams(streams)
         except TransportError as err:
             self._refused[route] = have + (planned - have) // 2 + 1
-            raise TransportError(f"{planned} streams of {route[0].value} cannot be opened: {err}") from err
+            raise TransportError(
+                f"Sirtaki cannot open {planned} streams (parallel connections) of transport {route[0].value}: {err}; "
+                "fewer may be possible"
+            ) from err
         self._opened[route] = max(have, want)
 
     def keep_only(self, plans: Sequence[CommPlan]) -> None:

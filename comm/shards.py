@@ -99,8 +99,8 @@ class ShardWork:
                 [self._work], failures=failures, interrupted=late, late_s=LATE_S, blame_s=UNIT_BLAME_S
             ):
                 raise StallError(
-                    f"{self._what} did not end within {self._timeout():g} s: another rank has not submitted it, "
-                    "hangs, or has submitted another operation"
+                    f"a collective operation ({self._what}) did not end within {self._timeout():g} s; another "
+                    "rank hangs, or did not submit the same operation"
                 )
             for problem in self._problems:
                 raise fresh(problem)
@@ -246,7 +246,7 @@ class ShardLanes(ABC):
         self._router.release()
 
     def _shard_work(self, work: Work, kind: str, elements: int, problems: Sequence[CommError] = ()) -> ShardWork:
-        return ShardWork(work, self.control, f"a {kind} of {elements} elements", self._timeout, problems)
+        return ShardWork(work, self.control, f"{kind} of {elements} elements", self._timeout, problems)
 
 
 class JointGather:

@@ -104,7 +104,10 @@ class Timeline:
                 try:
                     self._append([entry for event in events for entry in self._entries(event)])
                 except OSError as err:
-                    logger.warning("the timeline ends here, because its file can no longer be written: %s", err)
+                    logger.warning(
+                        "Sirtaki stops recording the timeline, because it can no longer write to the file: %s",
+                        err,
+                    )
                     self._close_file()
 
     def _entries(self, event: Event) -> list[dict[str, object]]:

@@ -333,7 +333,7 @@ class UnitPipeline:
                 if time.monotonic() > reduction.deadline_s:
                     raise StallError(
                         f"a tensor of {reduction.source.numel()} elements was not reduced within "
-                        f"{reduction.timeout_s:g} s: another rank has not submitted it, or hangs"
+                        f"{reduction.timeout_s:g} s; another rank hangs, or did not submit the same operation"
                     )
                 return
             self._copy_result(unit)

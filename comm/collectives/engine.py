@@ -212,11 +212,15 @@ class Pending:
         name = work.signature.name
         with self._lock:
             if self._closing:
-                raise CommError("operation submitted during shutdown")
+                raise CommError(
+                    f"Sirtaki rejects operation {name!r}, because its process set is being closed; submit operations "
+                    "before shutdown() or remove_process_set()"
+                )
             if name in self._works:
                 raise ValueError(
                     f"Requested to {work.signature.kind.value.lower()} a tensor with the same name as another tensor "
-                    f"that is currently being processed: {name!r}; give it another name= or synchronize() first"
+                    f"that is currently being processed: {name!r}; pass another name=, or call synchronize() on the "
+                    "first operation"
                 )
             if (problems := self._rejected.get(name)) is not None:
                 work.finish(MismatchError(problems.popleft()))
@@ -887,8 +891,8 @@ class RankSets:
             raise ConfigError(problems[0])
         if different := [rank for rank, (others, _) in enumerate(gathered) if others != gathered[0][0]]:
             raise MismatchError(
-                f"the ranks disagree about a process set: rank 0 names {list(gathered[0][0])}, "
-                f"rank {different[0]} names {list(gathered[different[0]][0])}"
+                f"the ranks disagree about a process set: rank 0 passed ranks {list(gathered[0][0])}, rank "
+                f"{different[0]} passed ranks {list(gathered[different[0]][0])}; all ranks must pass the same list"
             )
         self._last += 1
         comm = None
@@ -921,12 +925,18 @@ class RankSets:
         pending = len(rank_set.engine.pending) if rank_set is not None and rank_set.engine is not None else 0
         gathered = self._control.all_gather((number, pending))
         if any(other != number for other, _ in gathered):
-            raise MismatchError(f"the ranks remove different process sets: {[other for other, _ in gathered]}")
+            raise MismatchError(
+                "all ranks must remove the same process set, but ranks 0, 1, … passed the ids "
+                f"{[other for other, _ in gathered]}"
+            )
         if rank_set is None:
             return False
         assert number is not None
         if busy := [rank for rank, (_, count) in enumerate(gathered) if count]:
-            raise CommError(f"process set {number} has operations in flight on rank {busy[0]}; synchronize() them")
+            raise CommError(
+                f"cannot remove process set {number}, because operations on rank {busy[0]} have not ended; call "
+                "synchronize() on them first"
+            )
         before(number)
         self._close(number)
         return True

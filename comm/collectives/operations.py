@@ -107,7 +107,9 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             ConfigError: a tensor is a DTensor.
         """
         if any(map(is_dtensor, tensors)):
-            raise ConfigError(f"{name} is a DTensor, which is sharded over ranks: pass .to_local() or .full_tensor()")
+            raise ConfigError(
+                f"operation {name} got a DTensor, which is sharded over ranks; pass its .to_local() or .full_tensor()"
+            )
         return cls(
             name=name,
             kind=kind,
@@ -353,7 +355,11 @@ class Ranks:
                 self.lanes = open_lanes(self.comm)
             except (ConfigError, PlanError, TransportError) as err:
                 if self.rank == 0:
-                    logger.info("large eager operations use the control plane, because no lanes can be opened: %s", err)
+                    logger.info(
+                        "Sirtaki sends large eager operations, such as allreduce(), over one slow TCP or MPI "
+                        "connection, because it cannot open parallel connections: %s",
+                        err,
+                    )
         return self.lanes is not None
 
     def wait(self, test: Test) -> None:

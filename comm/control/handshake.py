@@ -65,10 +65,16 @@ def connect(address: tuple[str, int], *, key: bytes, own: int, other: int) -> so
         reply = _read(sock, _REPLY_BYTES, address)
         challenge, proof = reply[:_CHALLENGE_BYTES], reply[_CHALLENGE_BYTES:]
         if not hmac.compare_digest(proof, _proof(key, b"acceptor", hello, challenge)):
-            raise NoProof(f"the process at {address[0]}:{address[1]} does not know this job's secret")
+            raise NoProof(
+                f"the process at {address[0]}:{address[1]} does not know this job's secret; it belongs to another job "
+                "or has another SIRTAKI_SECRET"
+            )
         sock.sendall(_proof(key, b"connector", hello, challenge))
         if _read(sock, len(_WELCOME), address) != _WELCOME:
-            raise OSError("the listening process refused the connection")
+            raise OSError(
+                f"the process at {address[0]}:{address[1]} did not confirm the connection; it may run another version "
+                "of Sirtaki"
+            )
     except BaseException:
         sock.close()
         raise
@@ -110,7 +116,7 @@ class UnprovedConnection:
         wanted = _PROOF_BYTES if self.hello else _HELLO.size
         more = self.sock.recv(wanted - len(self.read))
         if not more:
-            raise ConnectionError("closed")
+            raise ConnectionError("the remote process closed the connection during the handshake")
         self.read += more
         if len(self.read) < wanted:
             return None
@@ -118,12 +124,12 @@ class UnprovedConnection:
         if not self.hello:
             magic, _, to, _ = _HELLO.unpack(read)
             if magic != MAGIC or to != own:
-                raise ConnectionError("the hello is not for this process")
+                raise ConnectionError("this process rejects a connection whose first message is for another process")
             self.hello = read
             self.send(self.challenge + _proof(key, b"acceptor", read, self.challenge))
             return None
         if not hmac.compare_digest(read, _proof(key, b"connector", self.hello, self.challenge)):
-            raise ConnectionError("wrong proof")
+            raise ConnectionError("the remote process does not know this job's secret")
         return int(_HELLO.unpack(self.hello)[1])
 
     def send(self, message: bytes) -> None:
@@ -135,7 +141,7 @@ class UnprovedConnection:
         # The empty send buffer of a new connection has room for the whole message. If only a part was sent, the buffer
         # is full, because the peer does not read.
         if self.sock.send(message) < len(message):
-            raise ConnectionError("the remote end does not read")
+            raise ConnectionError("the remote process does not read this process's messages during the handshake")
 
 
 def listen(addresses: Sequence[str]) -> list[socket.socket]:
@@ -212,7 +218,9 @@ class HandshakeListener:
                 if number is None:
                     return None
                 if not self._is_wanted(number):
-                    raise ConnectionError("this process is connected already")
+                    raise ConnectionError(
+                        f"process number {number} tries to connect, but is already connected or not expected"
+                    )
                 candidate.send(_WELCOME)
             except BlockingIOError:
                 # Ignore the event, because it belongs to a closed connection whose descriptor is in use again.

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _AGAIN_S, _ASK_S = 0.05, 0.1
-_NAME_INTERFACE = "set SIRTAKI_GLOO_IFACE to the network interface between the hosts"
 _NOTICE_S = 10.0
 """Seconds after which a rank logs which other ranks have not connected yet."""
 
@@ -121,7 +120,9 @@ def open_listeners(interface: str | None, *, loopback_only: bool = False) -> Lis
     try:
         return tuple(listen(addresses))
     except OSError as err:
-        raise CommError(f"cannot listen at {', '.join(addresses)}: {err}") from err
+        raise CommError(
+            f"this process cannot listen for other ranks at the addresses {', '.join(addresses)}: {err}"
+        ) from err
 
 
 def listening(member: Member, listeners: Sequence[socket.socket]) -> Member:
@@ -244,7 +245,10 @@ def connect_members(
                 "on all ranks"
             )
         tried = ", ".join(f"{host}:{port}" for host, port in addresses)
-        raise CommError(f"rank {other} cannot be reached at {tried} ({problem}); {_NAME_INTERFACE}")
+        raise CommError(
+            f"rank {rank} cannot connect: rank {other} cannot be reached at {tried} ({problem}); set "
+            "SIRTAKI_GLOO_IFACE to the network interface between the hosts"
+        )
 
     def all_have_connected() -> bool:
         if not acceptor.missing:
@@ -257,10 +261,10 @@ def connect_members(
             sockets[other] = connect_to(other)
         if not wait_for(all_have_connected, deadline, Poll.SLICES):
             refused = acceptor.handshakes.refused
-            strangers = f"; {refused} connections failed to authenticate" if refused else ""
             at = ", ".join(host for host, _ in acceptor.handshakes.addresses)
             raise CommError(
-                f"rank {acceptor.missing[0]} did not connect to rank {rank} at {at}{strangers}; {_NAME_INTERFACE}"
+                f"rank {acceptor.missing[0]} did not connect to rank {rank} at {at} in time ({refused} connections "
+                "failed to authenticate); set SIRTAKI_GLOO_IFACE to the network interface between the hosts"
             )
     except BaseException:
         _close([*sockets.values(), *acceptor.close().values()])
@@ -397,7 +401,7 @@ def _store(meeting: Meeting, deadline: Deadline) -> Store:
             except (OSError, RuntimeError) as err:
                 raise ConfigError(
                     f"rank {meeting.rank} cannot listen at MASTER_PORT={meeting.port}: {_first_line(err)}; if another "
-                    "job uses it, give each job a port of its own"
+                    "job uses this port, set MASTER_PORT to another port"
                 ) from err
         return _stores[place]
     _wait_for_master(meeting, deadline)
@@ -405,8 +409,8 @@ def _store(meeting: Meeting, deadline: Deadline) -> Store:
         return TCPStore(*place, is_master=False, timeout=timeout)
     except (OSError, RuntimeError) as err:
         raise CommError(
-            f"cannot reach the rendezvous store at {meeting.host}:{meeting.port} ({_first_line(err)}): check "
-            "MASTER_ADDR and MASTER_PORT, and that rank 0 runs"
+            f"rank {meeting.rank} cannot reach the job's key-value store (TCPStore) at {meeting.host}:{meeting.port} "
+            f"({_first_line(err)}); check MASTER_ADDR and MASTER_PORT, and that rank 0 runs"
         ) from err
 
 
@@ -418,7 +422,10 @@ def _wait_for_master(meeting: Meeting, deadline: Deadline) -> None:
         try:
             socket.create_connection((meeting.host, meeting.port), timeout=2.0).close()
         except socket.gaierror as err:
-            raise ConfigError(f"MASTER_ADDR={meeting.host} is not the name of a host ({err.strerror})") from err
+            raise ConfigError(
+                f"MASTER_ADDR={meeting.host} is not the name of a host ({err.strerror}); set MASTER_ADDR to the host "
+                "name or IP address of rank 0"
+            ) from err
         except OSError as err:
             problem = str(err)
             return False
@@ -428,8 +435,8 @@ def _wait_for_master(meeting: Meeting, deadline: Deadline) -> None:
     if not _wait_with_notice(can_be_reached, deadline, Poll.SLOW, rank=meeting.rank, what=lambda: place):
         raise CommError(
             f"rank {meeting.rank} cannot connect to rank 0 at {meeting.host}:{meeting.port} ({problem}); check that "
-            "rank 0 runs, that MASTER_ADDR and MASTER_PORT are right, and that no firewall blocks the port; "
-            "SIRTAKI_START_TIMEOUT_S=… waits longer"
+            "rank 0 runs, MASTER_ADDR and MASTER_PORT are right, and no firewall blocks the port, or set "
+            "SIRTAKI_START_TIMEOUT_S to wait longer"
         )
 
 
@@ -445,7 +452,12 @@ def _wait_with_notice(
         return True
     if deadline.passed:
         return False
-    logger.warning("rank %d has waited %.0f s for %s", rank, _NOTICE_S, what())
+    logger.warning(
+        "rank %d has waited %.0f s for %s to start, and continues to wait; check that all processes of the job run",
+        rank,
+        _NOTICE_S,
+        what(),
+    )
     return wait_for(condition, deadline, poll)
 
 
@@ -509,8 +521,9 @@ class StoreExchange:
 
         if not _wait_with_notice(all_are_there, self._deadline, Poll.SLICES, rank=self._own, what=missing):
             raise CommError(
-                f"{missing()} of {self._size} did not register at {self._place} in time; check that all processes "
-                "run, with equal WORLD_SIZE and different RANK; SIRTAKI_START_TIMEOUT_S=… waits longer"
+                f"not all {self._size} ranks have registered at {self._place} in time (missing: {missing()}); check "
+                "that all processes run, with equal WORLD_SIZE and different RANK, or set SIRTAKI_START_TIMEOUT_S to "
+                "wait longer"
             )
         received = [msgspec.json.decode(self._call("get", key), type=tuple[int, Membership]) for key in keys]
         for rank, (size, _) in zip(self._ranks, received, strict=True):
@@ -548,4 +561,7 @@ class StoreExchange:
         try:
             return getattr(self._store, method)(*arguments)
         except RuntimeError as err:
-            raise PeerLostError(f"the store has ended, with rank 0 or the launcher: {_first_line(err)}") from err
+            raise PeerLostError(
+                f"the job's key-value store (TCPStore) does not answer ({_first_line(err)}): the process that runs it, "
+                "rank 0 or the launcher, has ended; see its output for the cause"
+            ) from err

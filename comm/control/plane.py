@@ -243,7 +243,10 @@ class ControlPlane:
         self.comm = comm.duplicate()
         self.backend, self.rank, self.size = comm.backend, comm.rank, comm.size
         if local_size is not None and self.size % local_size:
-            raise ConfigError(f"SIRTAKI_LOCAL_SIZE={local_size} does not divide the {self.size} ranks")
+            raise ConfigError(
+                f"SIRTAKI_LOCAL_SIZE={local_size} (ranks per simulated node) must divide the number of ranks, "
+                f"{self.size}"
+            )
         self.host_names: list[str] = self.all_gather(socket.gethostname())
         identities = self.all_gather((self.comm.same_host(), *host_identity()))
         self.hosts = [identities.index(identity) for identity in identities]
@@ -424,7 +427,10 @@ class ControlPlane:
         values = self.all_gather(value)
         different = [f"rank {rank} has {other}" for rank, other in enumerate(values) if other != values[0]]
         if different:
-            raise MismatchError(f"the ranks disagree about {what}: rank 0 has {values[0]}, {', '.join(different)}")
+            raise MismatchError(
+                f"the ranks disagree about {what}, which must be equal on all ranks: rank 0 has {values[0]}; ranks "
+                f"that differ: {', '.join(different)}"
+            )
 
     def agree_on_success(self, problem: str) -> None:
         """Raise on all ranks if any rank reports a `problem`, an error text. "" = no problem. Collective.

@@ -202,9 +202,18 @@ class Watchdog:
                 # Continue to watch after an error, because without the watchdog a hanging rank stays unnoticed.
                 failed_in_a_row += 1
                 if failed_in_a_row == MAX_FAILURES:
-                    logger.exception("rank %d stopped checking for stalls: too many errors", self._courier.rank)
+                    logger.exception(
+                        "rank %d no longer checks whether ranks hang, because the check failed %d times in a row; "
+                        "training continues",
+                        self._courier.rank,
+                        MAX_FAILURES,
+                    )
                     return
-                logger.warning("rank %d failed to check for stalls; trying again", self._courier.rank, exc_info=True)
+                logger.warning(
+                    "rank %d could not check whether ranks hang; it will check again",
+                    self._courier.rank,
+                    exc_info=True,
+                )
             else:
                 failed_in_a_row = 0
 

@@ -344,9 +344,9 @@ class FlatBuffers:
         place = self.places[position]
         if gradient.device != place.device or gradient.shape != place.shape:
             raise ConfigError(
-                f"the gradient of {self.names[position]} is {tuple(gradient.shape)} on {gradient.device}, and was "
-                f"{tuple(place.shape)} on {place.device} when its DistributedOptimizer was made: move or resize the "
-                "model first, then make the optimizer"
+                f"the gradient of parameter {self.names[position]} has shape {tuple(gradient.shape)} on "
+                f"{gradient.device}, but had {tuple(place.shape)} on {place.device} when DistributedOptimizer() was "
+                "called; move or resize the model before that call"
             )
 
     def copy_out(self, pairs: Sequence[tuple[int, torch.Tensor]]) -> None:

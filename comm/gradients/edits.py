@@ -47,7 +47,8 @@ class EditCheck:
             elif not self._warned:
                 self._warned = True
                 logger.warning(
-                    "the gradient of %s was replaced before it was reduced, and the reduced one is used; %s",
+                    "the gradient of %s was replaced before it was reduced; Sirtaki uses the reduced gradient and "
+                    "ignores the replacement; to keep the replacement, %s",
                     name,
                     REMEDY,
                 )

@@ -173,10 +173,16 @@ class GradientPipeline:
             TransportError: streams could not be opened. Raised on all ranks.
         """
         if len(plans) != len(buffers.groups):
-            raise PlanError(f"{len(plans)} plans for {len(buffers.groups)} layouts")
+            raise PlanError(
+                f"each flat buffer of gradients must have one communication plan, found {len(plans)} plans for "
+                f"{len(buffers.groups)} buffers"
+            )
         for group, plan in zip(buffers.groups, plans, strict=True):
             if plan.numel != group.layout.numel:
-                raise PlanError(f"a plan of {plan.numel} elements for a layout of {group.layout.numel}")
+                raise PlanError(
+                    f"a communication plan covers {plan.numel} elements, but must cover all {group.layout.numel} "
+                    "elements of its flat buffer of gradients"
+                )
             self._router.open_plan(plan)
         # Hold units (buckets) with usage flags until the backward pass ends. Other flags are known with the last
         # gradient.
@@ -207,7 +213,10 @@ class GradientPipeline:
             MismatchError: the ranks' plans differ. Raised on all ranks.
         """
         if self.pending:
-            raise PlanError("plans can change between iterations only, and gradients of this iteration are ready")
+            raise PlanError(
+                "the communication plan can change only between iterations, but gradients of this iteration are "
+                "already computed; change the plan after step()"
+            )
         self._control.require_equal(" ".join(plan.fingerprint() for plan in plans), "the plan")
         self._install(plans, self._buffers)
         self._begin_iteration()
@@ -604,7 +613,10 @@ class GradientPipeline:
             self._order.watch(self.iteration, self._ready.positions[: self._ready.own], self._buffers)
             self.drift = all_flags.drift
             if all_flags.reprofile:
-                logger.info("gradients changed in order, dtype, strides or sparsity: profiling them again")
+                logger.info(
+                    "gradients changed in order, dtype, strides or sparsity; Sirtaki records the new order and "
+                    "rebuilds its buffers"
+                )
                 self._order.begin(self.iteration + 1)
                 self._flags.forget()
                 self.drift = Drift.USUAL  # ignore the trend, which was measured with the old order

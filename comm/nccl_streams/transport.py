@@ -202,7 +202,9 @@ class CommunicatorPool:
         """
         wanted = list(dict.fromkeys(keys))
         if len(wanted) > self.limit:
-            raise PlanError(f"the plan needs {len(wanted)} communicators; at most {self.limit} are kept open")
+            raise PlanError(
+                f"a communication plan needs {len(wanted)} NCCL communicators, but Sirtaki opens at most {self.limit}"
+            )
         for key in wanted:
             if key in self.open:
                 self.open.move_to_end(key)
@@ -216,7 +218,12 @@ class CommunicatorPool:
         group = self.opener.open(key)
         taken = (free_before - self.opener.memory_bytes()[0]) / total
         self._taken_share += max(0.0, self._worst(taken))
-        logger.debug("NCCL %s is open; %d in all, %.1f %% of memory", key, len(self.open) + 1, 100 * self._taken_share)
+        logger.debug(
+            "opened the NCCL communicator of %s; %d communicators are open and use %.1f %% of the GPU's memory",
+            key,
+            len(self.open) + 1,
+            100 * self._taken_share,
+        )
         return group
 
     def _make_room(self, wanted: Sequence[CommunicatorKey], key: CommunicatorKey) -> None:
@@ -224,8 +231,8 @@ class CommunicatorPool:
             unused = next((each for each in self.open if each not in wanted), None)
             if unused is None:
                 raise PlanError(
-                    f"the communicators of this plan would take {self._expected_share():.0%} of the GPU's memory "
-                    f"with {key}; at most {MEMORY_SHARE:.0%} is used for them"
+                    f"with the NCCL communicator of {key}, a communication plan would use {self._expected_share():.0%} "
+                    f"of the GPU's memory for communicators; the limit is {MEMORY_SHARE:.0%}"
                 )
             self._close(unused)
 
@@ -236,7 +243,7 @@ class CommunicatorPool:
     def _close(self, key: CommunicatorKey) -> None:
         self._taken_share -= self._taken_share / len(self.open)
         self.open.pop(key).close()
-        logger.debug("closed the NCCL communicator of %s; %d stay open", key, len(self.open))
+        logger.debug("closed the NCCL communicator of %s; %d communicators stay open", key, len(self.open))
 
     def keep_only(self, keys: Iterable[CommunicatorKey]) -> None:
         """Close all NCCL communicators except those of `keys`. Collective. No operation may be in flight."""
@@ -252,7 +259,9 @@ class CommunicatorPool:
         """
         for key, group in list(self.open.items()):
             if error := group.error():
-                raise CommError(f"NCCL failed in an operation on {key}: {error}; run with NCCL_DEBUG=INFO for details")
+                raise CommError(
+                    f"the NCCL communicator of {key} failed: {error}; set NCCL_DEBUG=INFO and run again for details"
+                )
 
     def close(self) -> None:
         """Close all NCCL communicators of the pool. Collective. No operation may be in flight."""
@@ -338,8 +347,10 @@ class NcclTransport(Transport):
             try:
                 self._launch(unit, stream, op, scale)
             except RuntimeError as err:
-                where = f"the all-reduce of elements [{start}, {stop}) on stream {stream.number}"
-                raise CommError(f"NCCL failed in {where}: {err}; run with NCCL_DEBUG=INFO for details") from err
+                raise CommError(
+                    f"NCCL could not launch the all-reduce of elements [{start}, {stop}) on stream {stream.number}: "
+                    f"{err}; set NCCL_DEBUG=INFO and run again for details"
+                ) from err
             return NcclWork(device, begin, device.record_event(timed=timed))
 
     def _cuda_stream(self, number: int) -> Any:  # Any: the class of streams depends on the device
@@ -710,7 +721,10 @@ class NcclOpener:
             opening.run()
         except RuntimeError as err:
             if key.way is None:
-                raise CommError(f"rank {self._control.rank} could not open NCCL {key}: {err}") from err
+                raise CommError(
+                    f"rank {self._control.rank} could not open the NCCL communicator of {key}: {err}; set "
+                    "NCCL_DEBUG=INFO and run again for details"
+                ) from err
             opening.problem = str(err)
         if key.way is not None:
             try:
@@ -719,7 +733,7 @@ class NcclOpener:
                 self._control.agree_on_success(opening.problem)
             except TransportError as err:
                 opening.abort()
-                raise PlanError(f"NCCL cannot open {key} here: {err}") from err
+                raise PlanError(f"NCCL cannot open the communicator of {key} between these ranks: {err}") from err
         assert opening.group is not None
         return opening.group
 
@@ -747,7 +761,7 @@ class NcclOpener:
         while thread.is_alive():
             thread.join(START_POLL_S)
             if time.monotonic() > deadline_s:
-                opening.problem = f"it has not answered within {within_s:.0f} s"
+                opening.problem = f"NCCL has not answered within {within_s:.0f} s"
             elif watched is not None and watched.check([failed]):
                 opening.problem = "another rank failed"
             if opening.problem:
@@ -755,9 +769,9 @@ class NcclOpener:
                 thread.join(ABORT_S)
                 if thread.is_alive():
                     raise CommError(
-                        f"rank {control.rank}: NCCL did not start ({opening.problem}), and cannot be aborted: "
-                        "this process may hang, and must then be killed; run with NCCL_DEBUG=INFO for details, "
-                        "or with SIRTAKI_TRANSPORT=staged to avoid NCCL"
+                        f"rank {control.rank} could neither start NCCL ({opening.problem}) nor abort the attempt; kill "
+                        "this process if it hangs, and run with NCCL_DEBUG=INFO for details, or with "
+                        "SIRTAKI_TRANSPORT=staged to avoid NCCL"
                     )
         if opening.problem:
             (watched or opening.store).set(failed, opening.problem)
@@ -812,7 +826,9 @@ def tunable_ways(control: ControlPlane, environ: Mapping[str, str] = os.environ)
     decided: list[str] = control.all_gather(next((name for name in USER_VARIABLES if environ.get(name)), ""))
     chosen = next(filter(None, decided), "")
     if chosen and control.rank == 0:
-        logger.info("NCCL's algorithm and protocol are not tuned: %s is set", chosen)
+        logger.info(
+            "Sirtaki does not tune NCCL's algorithm and protocol, because the environment variable %s is set", chosen
+        )
     return () if chosen else tuple(NcclWay)
 
 
@@ -845,13 +861,13 @@ def find_nccl(control: ControlPlane, device: CudaDevice, *, forced: bool, timeou
         _log_reason(control, f"NCCL could not be started ({problem})")
         return None
     if reasons:
-        logger.info("one NCCL stream only: %s", reasons[0])
+        logger.info("Sirtaki uses only one NCCL communicator (stream) at a time, because %s", reasons[0])
     return opener
 
 
 def _log_reason(control: ControlPlane, reason: str) -> None:
     if control.rank == 0:
-        logger.warning("gradients are copied through host memory instead of NCCL: %s", reason)
+        logger.warning("Sirtaki sends gradients through host memory instead of over NCCL, because %s", reason)
 
 
 def _identity(device: CudaDevice, host: int) -> str:

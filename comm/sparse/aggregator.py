@@ -174,7 +174,10 @@ class Wire:
         try:
             return cls(_opened((host, port), socket.socket.bind), batches=batches)
         except (OSError, UnicodeError) as err:  # UnicodeError: the host name is malformed
-            raise ConfigError(f"an aggregator cannot listen at {host}:{port}: {_reason(err)}") from err
+            raise ConfigError(
+                f"the aggregator (server that sums sparse gradients) cannot listen at {host}:{port}: {_reason(err)}; "
+                "choose another host or port"
+            ) from err
 
     @classmethod
     def connected(cls, address: Address, *, batches: bool = True) -> Wire:
@@ -186,7 +189,10 @@ class Wire:
         try:
             return cls(_opened(address, socket.socket.connect), batches=batches)
         except (OSError, UnicodeError) as err:
-            raise ConfigError(f"no aggregator can be reached at {address[0]}:{address[1]}: {_reason(err)}") from err
+            raise ConfigError(
+                f"no aggregator can be reached at {address[0]}:{address[1]} ({_reason(err)}); check the host name and "
+                "the network"
+            ) from err
 
     @property
     def address(self) -> Address:
@@ -310,7 +316,7 @@ class HeatLayout:
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.width < 1 or (self.registers is not None and self.registers < 1):
-            raise ConfigError(f"{self} cannot be laid out; rows, width and registers must be at least 1")
+            raise ConfigError(f"rows, width and registers of a HeatLayout must be at least 1, found {self}")
 
     @property
     def floats(self) -> int:
@@ -466,7 +472,8 @@ class AggregatorClient:
     ) -> None:
         if not addresses or not 0 <= rank < ranks <= MAX_RANKS:
             raise ConfigError(
-                f"rank {rank} of {ranks}, {len(addresses)} aggregators: need rank < ranks <= {MAX_RANKS}, 1 aggregator"
+                f"AggregatorClient needs at least 1 address and 0 <= rank < ranks <= {MAX_RANKS}, found "
+                f"{len(addresses)} addresses, rank={rank} and ranks={ranks}"
             )
         self._addresses = [parse_address(text) for text in addresses]
         self._names, self._connect, self._index = list(addresses), connect, 0
@@ -499,7 +506,9 @@ class AggregatorClient:
         """
         if values.ndim != 2 or values.shape[1] != self._layout.width or not 0 < len(values) <= self._layout.rows:
             expected = f"(1 … {self._layout.rows}, {self._layout.width})"
-            raise ConfigError(f"values of shape {values.shape} cannot be summed; the layout expects {expected}")
+            raise ConfigError(
+                f"AggregatorClient.sum() needs values of shape {expected}, as its HeatLayout says, found {values.shape}"
+            )
         self._previous, self._current = self._current, self._previous
         self._current.begin(self._previous.number + 1, np.ascontiguousarray(values, np.float32).reshape(-1))
         self._run(lambda: self._current.is_complete)
@@ -546,8 +555,8 @@ class AggregatorClient:
                 self._move("does not answer")
             elif self._now_s - self._progress_s > self._stall_s:
                 raise AggregatorError(
-                    f"no sum from the aggregator at {self._names[self._index]} for {self._stall_s:g} s: "
-                    "a rank is slow or has exited"
+                    f"the aggregator at {self._names[self._index]} has sent no sums for {self._stall_s:g} s, because "
+                    "it waits for the values of another rank, which is slow or has exited"
                 )
 
     def _receive(self, wire: Wire) -> bool:
@@ -576,7 +585,10 @@ class AggregatorClient:
         self._last_received_s = self._now_s
         if kind == PacketKind.REFUSED:
             reason = rows[0, HEADER_BYTES:].tobytes().decode(errors="replace")
-            raise AggregatorError(f"the aggregator at {self._names[self._index]} rejects this job: {reason}")
+            raise AggregatorError(
+                f"the aggregator at {self._names[self._index]} rejects this job: {reason}; use an all-reduce or "
+                "another aggregator"
+            )
         if kind == PacketKind.GONE and epoch == self._epoch:
             self._move("ends")
         elif kind in (PacketKind.SUM, PacketKind.ACK):
@@ -604,10 +616,18 @@ class AggregatorClient:
         self._failures += 1
         if self._failures >= len(self._addresses):
             names = ", ".join(self._names)
-            raise AggregatorError(f"no aggregator answers ({names}); reduce the rows without one")
+            raise AggregatorError(
+                f"no aggregator answers at the addresses {names}; sum the values by an all-reduce instead"
+            )
         before, self._index = self._names[self._index], (self._index + 1) % len(self._addresses)
         after = self._names[self._index]
-        logger.warning("the aggregator at %s %s; rank %d changes to %s", before, why, self._fields["rank"], after)
+        logger.warning(
+            "rank %d changes from the aggregator at %s to the aggregator at %s, because the first %s",
+            self._fields["rank"],
+            before,
+            after,
+            why,
+        )
         assert self._wire is not None
         self._wire.close()
         self._wire, self._epoch, self._window, self.moves = None, 0, MIN_WINDOW, self.moves + 1
@@ -911,7 +931,9 @@ class Aggregator:
             )
             job.steps = {**steps, step: registers}
             if self._jobs.setdefault(key, job) is job and len(job.steps) == 1:
-                logger.info("new job: %d ranks, %d values in the first step", ranks, size)
+                logger.info(
+                    "this aggregator serves a new job of %d ranks, which sums %d values in its first step", ranks, size
+                )
         if registers.values != size:
             return f"ranks sent {size} and {registers.values} values in one step; the numbers must be equal"
         return job, registers

@@ -48,13 +48,20 @@ class SparsePlan:
 
     def __post_init__(self) -> None:
         if bool(self.hot_rows) is not (self.path is SparsePath.HOT_COLD):
-            raise PlanError(f"path {self.path.value} has {len(self.hot_rows)} hot rows; only hot_cold must have any")
+            raise PlanError(
+                f"the sparse algorithm {self.path.value} has {len(self.hot_rows)} hot (frequent) rows; hot_cold must "
+                "have at least one, other algorithms must have none"
+            )
         if any(low >= high for low, high in pairwise(self.hot_rows)):
-            raise PlanError("hot rows must be in ascending order, each once")
+            raise PlanError("the indices of hot (frequent) rows must ascend, without duplicates")
         if self.cold not in COLD_PATHS:
-            raise PlanError(f"the path of cold rows must be gather or owner, not {self.cold.value}")
+            raise PlanError(
+                f"the sparse algorithm for cold (infrequent) rows must be gather or owner, found {self.cold.value}"
+            )
         if self.block_rows < 1:
-            raise PlanError(f"block_rows must be at least 1, not {self.block_rows}")
+            raise PlanError(
+                f"block_rows (rows per block of a sparse gradient) must be at least 1, found {self.block_rows}"
+            )
 
     @cached_property
     def hot_indices(self) -> npt.NDArray[np.int64]:

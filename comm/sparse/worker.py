@@ -87,7 +87,10 @@ class SparseLanes:
     def _open_best(self, kind: TransportKind | None, streams: int) -> tuple[Route, int]:
         routes = [route for route in self._router.routes if route[1] is Algorithm.FLAT and kind in (None, route[0])]
         if not routes:
-            raise ConfigError(f"{kind.value if kind else 'nothing'} cannot carry sparse gradients between these ranks")
+            raise ConfigError(
+                "Sirtaki has no transport for sparse gradients between these ranks (requested transport: "
+                f"{kind.value if kind else 'any'}); unset SIRTAKI_TRANSPORT or choose another value"
+            )
         problem: TransportError | None = None
         for route in routes:
             try:

@@ -101,7 +101,10 @@ class WatchfulStore(Store):
         if not wait_for(
             lambda: self._store.check(wanted), Deadline.after(limit_s), Poll.SLICES, failures=self._failures
         ):
-            raise CommError(f"no rank has set {', '.join(keys)} within {limit_s:.0f} s")
+            raise CommError(
+                f"another rank did not publish the keys {', '.join(keys)} in the key-value store within {limit_s:.0f} "
+                "s; that rank hangs or has exited"
+            )
 
 
 MAX_STREAMS = 24
@@ -170,7 +173,7 @@ class _GlooUnitWork(Work):
             self._work.wait()  # raises if the reduction has failed
         except RuntimeError as err:
             raise CommError(
-                f"Gloo failed in {self._what}, most likely because a rank has ended or its network is down: {err}"
+                f"Gloo failed in {self._what}; most likely a rank has ended or its network is down: {err}"
             ) from err
         scale_(self._result, self._scale)
         self._done = True
@@ -320,7 +323,9 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
     def _start(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
         unit = buffer.tensor[start:stop]
         work = self.streams[stream.number].allreduce([unit], TORCH_OPS[op])  # type: ignore[attr-defined]  # not in stub
-        unit_work = _GlooUnitWork(work, unit, scale, f"elements [{start}, {stop}) on stream {stream.number}")
+        unit_work = _GlooUnitWork(
+            work, unit, scale, f"the all-reduce of elements [{start}, {stop}) on stream {stream.number}"
+        )
         if recorder.times_wanted():
             unit_work.record_end()
         return unit_work
@@ -334,7 +339,7 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
         work = self.streams[stream.number].alltoall_base(  # type: ignore[attr-defined]  # torch's stub lacks it
             incoming, given, received, [stop - start for start, stop in sent]
         )
-        return _GlooUnitWork(work, incoming, 1.0, f"an exchange on stream {stream.number}")
+        return _GlooUnitWork(work, incoming, 1.0, f"an all-to-all on stream {stream.number}")
 
     def send_receive(
         self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], *, stream: int, tag: int
@@ -360,7 +365,10 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
                 for work in works:
                     work.wait(self._timeout)
             except RuntimeError as err:
-                raise CommError(f"Gloo failed on stream {stream}, most likely because a rank has ended: {err}") from err
+                raise CommError(
+                    f"Gloo failed to send or receive a message on stream (connection) {stream}; most likely a rank has "
+                    f"ended: {err}"
+                ) from err
             finally:
                 self._messages.discard(in_flight)
 
@@ -520,7 +528,7 @@ class DirectTransport(GlooTransport):
 
     def _start(self, buffer: FlatBuffer, start: int, stop: int, stream: StreamSpec, op: ReduceOp, scale: float) -> Work:
         unit = buffer.tensor[start:stop]
-        what = f"elements [{start}, {stop}) on stream {stream.number}"
+        what = f"the all-reduce of elements [{start}, {stop}) on stream {stream.number}"
         return self._paths[stream.number].all_reduce(unit, op, scale, what)
 
     def _close_streams(self, streams: list[ProcessGroupGloo]) -> bool:

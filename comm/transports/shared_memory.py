@@ -83,7 +83,9 @@ def open_peers(control: ControlPlane, descriptor: int, flags: int, problem: str 
                 pid, number, expected, _ = offers[rank]
                 opened.append(os.open(f"/proc/{pid}/fd/{number}", flags))
                 if os.fstat(opened[-1]).st_ino != expected:
-                    raise OSError(f"process {pid} is not rank {rank}: the ranks are in different containers")
+                    raise OSError(
+                        f"process {pid} on this host is not rank {rank}, because the ranks run in different containers"
+                    )
         except OSError as err:
             problem = f"rank {control.rank}: {err}"
         # Gather the errors. After this gather, all ranks have opened the files, so that each rank may close its own.
@@ -91,7 +93,7 @@ def open_peers(control: ControlPlane, descriptor: int, flags: int, problem: str 
     if problems:
         for number in opened:
             os.close(number)
-        raise TransportError(f"ranks of one node cannot share memory: {problems[0]}")
+        raise TransportError(f"ranks of one node cannot open each other's shared memory: {problems[0]}")
     return opened
 
 

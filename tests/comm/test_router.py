@@ -150,9 +150,10 @@ def test_routes_that_cannot_be_created_are_left_out_and_logged_by_rank_0(
         router = make(impossible={(GLOO, FLAT)})
     assert router.routes == ((GLOO, TREE), (MPI, FLAT))
     assert [record.getMessage() for record in caplog.records] == [
-        "gloo flat cannot be used: no such network; using gloo hierarchical or mpi flat instead"
+        "the transport gloo with the flat algorithm cannot be used: no such network; Sirtaki chooses among the "
+        "remaining transports: gloo hierarchical, mpi flat"
     ]
-    with pytest.raises(PlanError, match="gloo with the flat algorithm is not possible here; possible: gloo hier"):
+    with pytest.raises(PlanError, match=r"gloo with the flat algorithm is not possible in this job; .*: gloo hier"):
         router.open_plan(plan(1, FLAT))
 
 
@@ -190,7 +191,7 @@ def test_a_plan_opens_the_streams_of_each_of_its_algorithms_in_one_order(make: M
 
 def test_more_streams_than_are_possible_are_refused_with_the_reason(make: Make) -> None:
     router = make(limits={(GLOO, FLAT): 2})
-    with pytest.raises(PlanError, match="at most 2 streams are possible, not 3: gloo has at most 2"):
+    with pytest.raises(PlanError, match="must be at most 2, found 3; reason: gloo has at most 2"):
         router.open_plan(plan(3, FLAT))
     assert transport(router, (GLOO, FLAT)).opened == []
     router.open_plan(plan(2, FLAT, FLAT))
@@ -216,7 +217,7 @@ def test_streams_that_could_not_be_opened_are_an_error_and_half_of_them_are_not_
     gloo = transport(router, (GLOO, FLAT))
     gloo.possible = 4
     router.open_plan(plan(4, *[FLAT] * 4))
-    with pytest.raises(TransportError, match="12 streams of gloo cannot be opened: no more threads"):
+    with pytest.raises(TransportError, match=r"cannot open 12 streams .* of transport gloo: no more threads"):
         router.open_plan(plan(12, *[FLAT] * 12))
     assert router.max_streams([(GLOO, FLAT)]) == 8
     with pytest.raises(PlanError, match="more streams of gloo could not be opened"):
@@ -238,7 +239,9 @@ def test_resources_that_some_rank_lacks_are_not_opened(make: Make) -> None:
     for streams in (2, 1, 2):  # after the first there is nothing more to have
         router.open_plan(plan(streams, *[FLAT] * streams))
     assert len(asked) == 1
-    with pytest.raises(TransportError, match="3 streams of gloo cannot be opened: rank 1: 10 more descriptors"):
+    with pytest.raises(
+        TransportError, match=r"cannot open 3 streams .* of transport gloo: rank 1: 10 more descriptors"
+    ):
         router.open_plan(plan(3, FLAT, FLAT, FLAT))
     assert len(transport(router, (GLOO, FLAT)).opened) == 3
 
@@ -343,7 +346,7 @@ def test_where_memory_cannot_be_shared_other_transports_are_used(
         buffer = router.allocate(4, torch.float32)
     assert buffer.mirror is not None
     assert buffer.mirror.peers == ()
-    assert "no memory files here; gradients within nodes are sent over MPI or Gloo, too" in caplog.text
+    assert "over MPI or Gloo, because shared memory failed: no memory files here" in caplog.text
     assert tried == [1, 16][: fails_at + 1]
     # What was made to go over shared memory is made anew.
     assert staged.closed == fails_at

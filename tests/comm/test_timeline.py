@@ -88,7 +88,7 @@ def test_a_file_that_can_be_written_no_longer_stays_whole(
         trace.instant("units", "after", 2.0)
         trace.flush()
     assert json.loads(path.read_text()) == written
-    assert caplog.text.count("the timeline ends here") == 1
+    assert caplog.text.count("Sirtaki stops recording the timeline") == 1
     trace.close()
 
 

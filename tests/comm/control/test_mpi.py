@@ -143,7 +143,7 @@ def test_the_remaining_ranks_are_the_survivors(world: Communicator) -> None:
 def test_a_library_that_never_returns_is_left_in_time(world: Communicator) -> None:
     survivors = Survivors()
     world.gate.clear()
-    with pytest.raises(CommError, match="did not agree on their members within 0 s"):
+    with pytest.raises(CommError, match="MPI did not agree within 0 s"):
         survivors.shrink(0.05)
     world.gate.set()
 
@@ -151,5 +151,5 @@ def test_a_library_that_never_returns_is_left_in_time(world: Communicator) -> No
 def test_a_library_without_shrink_names_the_reason(world: Communicator) -> None:
     survivors = Survivors()
     world.error = Gone("not supported")
-    with pytest.raises(CommError, match="without the lost ranks: not supported"):
+    with pytest.raises(CommError, match=r"without the lost ranks .*not supported"):
         survivors.shrink(5.0)

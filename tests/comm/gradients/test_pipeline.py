@@ -451,9 +451,9 @@ def test_a_reprofile_is_begun_in_the_next_iteration_but_one_and_gradients_move_t
 @pytest.mark.parametrize(
     ("plans", "what"),
     [
-        ([], "0 plans for 1 layouts"),
-        ([plan_of(6 + FLAG_COUNT)] * 2, "2 plans for 1 layouts"),
-        ([plan_of(6)], f"a plan of 6 elements for a layout of {6 + FLAG_COUNT}"),
+        ([], "found 0 plans for 1 buffers"),
+        ([plan_of(6 + FLAG_COUNT)] * 2, "found 2 plans for 1 buffers"),
+        ([plan_of(6)], f"covers 6 elements, but must cover all {6 + FLAG_COUNT} elements"),
         ([plan_of(6 + FLAG_COUNT, 1)], "no descriptors"),
     ],
 )

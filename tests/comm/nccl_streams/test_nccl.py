@@ -155,7 +155,7 @@ def test_a_way_that_nccl_refuses_makes_a_plan_impossible_and_ends_no_job(
     with pytest.raises(PlanError, match="stream 1 by ring/ll128 here: no algorithm/protocol available"):
         opener_of_one.open(CommunicatorKey(1, way=NcclWay.RING_LL128))
     assert "NCCL_ALGO" not in os.environ
-    with pytest.raises(CommError, match="could not open NCCL stream 1"):
+    with pytest.raises(CommError, match="could not open the NCCL communicator of stream 1"):
         opener_of_one.open(CommunicatorKey(1))
 
 
@@ -183,7 +183,7 @@ def test_a_plan_that_needs_too_many_is_refused_before_anything_is_closed() -> No
     opener = LoneOpener()
     pool = pool_of(opener, limit=2)
     pool.require(keys(7))
-    with pytest.raises(PlanError, match="needs 3 communicators; at most 2"):
+    with pytest.raises(PlanError, match="needs 3 NCCL communicators, but Sirtaki opens at most 2"):
         pool.require(keys(0, 1, 2))
     assert opener.opened == keys(7)
     assert not opener.made[CommunicatorKey(7)].closed
@@ -216,7 +216,7 @@ def test_an_error_names_the_communicator() -> None:
     pool.require(keys(0, 1))
     pool.check()
     opener.made[CommunicatorKey(1)].problem = "remote error"
-    with pytest.raises(CommError, match=r"NCCL failed in an operation on stream 1: remote error; .*NCCL_DEBUG=INFO"):
+    with pytest.raises(CommError, match=r"the NCCL communicator of stream 1 failed: remote error; .*NCCL_DEBUG=INFO"):
         pool.check()
 
 

@@ -226,7 +226,7 @@ def test_memory_that_cannot_be_page_locked_is_logged_and_leaves_no_error_behind(
     with training(cuda) as job:
         job.device.pin(torch.zeros(100, device="cpu"))
         job.run(*all_default(cuda))
-    assert "CUDA cannot page-lock their memory (712)" in caplog.text
+    assert "CUDA cannot page-lock host memory (error 712)" in caplog.text
     cuda.check()
 
 
@@ -238,7 +238,7 @@ def test_an_nccl_that_cannot_start_is_logged_once_and_gradients_are_staged(caplo
         assert find_nccl(control, cuda_device(0), forced=False, timeout_s=5.0) is None
         control.close()
     assert caplog.messages == [
-        "gradients are copied through host memory instead of NCCL: NCCL could not be started "
+        "Sirtaki sends gradients through host memory instead of over NCCL, because NCCL could not be started "
         "(rank 0: unhandled system error)"
     ]
 

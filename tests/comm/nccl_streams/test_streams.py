@@ -103,4 +103,4 @@ def test_a_rank_that_stays_away_from_a_gpu_that_waits_ends_the_job_by_name(run_r
 def test_an_error_of_nccl_ends_the_job_by_name(run_ranks: RunRanks) -> None:
     job = run_ranks("streams_training.py", 2, 100, "error", 8, env={"SIRTAKI_TUNE": "0"}, check=False, timeout_s=60)
     assert job.returncode != 0
-    assert "NCCL failed in an operation on stream 0: remote error" in job.stderr
+    assert "the NCCL communicator of stream 0 failed: remote error" in job.stderr

@@ -35,8 +35,8 @@ from sirtaki.errors import CommError, ConfigError, PlanError
         ({"path": SparsePath.HOT_COLD}, "has 0 hot rows"),
         ({"path": SparsePath.GATHER, "hot_rows": (1,)}, "has 1 hot rows"),
         ({"path": SparsePath.HOT_COLD, "hot_rows": (3, 3)}, "ascend"),
-        ({"path": SparsePath.HOT_COLD, "hot_rows": (3,), "cold": SparsePath.DENSE}, "not dense"),
-        ({"path": SparsePath.BLOCKS, "block_rows": 0}, "block_rows must be at least 1"),
+        ({"path": SparsePath.HOT_COLD, "hot_rows": (3,), "cold": SparsePath.DENSE}, "found dense"),
+        ({"path": SparsePath.BLOCKS, "block_rows": 0}, "block_rows .* must be at least 1"),
     ],
 )
 def test_invalid_rows_are_rejected(given: dict[str, Any], found: str) -> None:
@@ -176,7 +176,7 @@ def test_shared_memory_needs_one_stream_and_grows_on_demand(monkeypatch: pytest.
 
 
 def test_a_transport_that_there_is_not_is_refused_by_all() -> None:
-    with pytest.raises(ConfigError, match="nccl cannot carry sparse gradients"):
+    with pytest.raises(ConfigError, match=r"no transport for sparse gradients .*requested transport: nccl"):
         on_lanes(2, lambda _: None, kind=TransportKind.NCCL)
 
 

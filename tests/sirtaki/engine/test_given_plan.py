@@ -141,7 +141,9 @@ def test_gradients_may_be_ready_in_another_order(caplog: pytest.LogCaptureFixtur
     assert GIVEN.accepted(other, ranks(), SPACE, must_run=True) == KNOBS
     assert "the plan plan.json will run: gloo flat, 2 planned units, 2 streams" in caplog.text
     torn = replace(GIVEN, knobs=KNOBS.but(cuts=(Cut(stop=7),)))
-    assert "does not fit: the units end at element 7" in torn.misfit(LAYOUTS, 4, SPACE)
+    assert "does not fit: the units (buckets) of a communication plan cover 7 elements" in torn.misfit(
+        LAYOUTS, 4, SPACE
+    )
 
 
 test_a_job_takes_it = played_on_ranks(

@@ -259,4 +259,4 @@ def test_a_trial_that_cannot_be_opened_on_one_rank_fails_alone(run_ranks: RunRan
     job = run_ranks("opening_training.py", ranks, env={"SIRTAKI_TRANSPORT": "gloo", "SIRTAKI_REGISTRY": "off"})
     assert "told ['failed', 'failed', " in job.stdout
     assert "told ['failed', 'failed', 'failed']" not in job.stdout
-    assert "24 streams of gloo cannot be opened" in job.stderr
+    assert "Sirtaki cannot open 24 streams (parallel connections) of transport gloo" in job.stderr
