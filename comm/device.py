@@ -265,8 +265,7 @@ class CudaDevice(Device):
             if (library := cuda_runtime()) is not None:
                 library.cudaGetLastError()  # else PyTorch's next kernel launch would raise this error
             logger.warning(
-                "CUDA cannot page-lock host memory (error %s), so gradients are copied more slowly between GPU and "
-                "host",
+                "CUDA cannot page-lock host memory (error %s), so copies between GPU and host will be slower",
                 status,
             )
             return
@@ -280,9 +279,7 @@ class CudaDevice(Device):
         try:
             return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=True)
         except RuntimeError as err:
-            logger.warning(
-                "CUDA cannot page-lock host memory (%s), so gradients are copied more slowly between GPU and host", err
-            )
+            logger.warning("CUDA cannot page-lock host memory (%s), so copies between GPU and host will be slower", err)
             return torch.zeros(numel, dtype=dtype, device="cpu")
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:

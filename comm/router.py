@@ -248,10 +248,10 @@ class Router:
             return max(1, refused - 1), f"more streams of {name} could not be opened"
         if fit < transport.max_streams:
             return fit, (
-                f"each stream of {name} takes {transport.stream_cost.descriptors} descriptors on "
+                f"each stream of {name} takes {transport.stream_cost.descriptors} file descriptors on "
                 f"{self._control.size} ranks, and {self._descriptors} can be used (see ulimit -n)"
             )
-        return fit, f"{name} has at most {fit}"
+        return fit, f"{name} supports at most {fit} streams"
 
     def threads(self) -> tuple[int, ...]:
         """Return the numbers of GPU threads per unit (bucket) that every route offers. Empty = there is no choice."""
@@ -330,7 +330,7 @@ class Router:
             self._refused[route] = have + (planned - have) // 2 + 1
             raise TransportError(
                 f"Sirtaki cannot open {planned} streams (parallel connections) of transport {route[0].value}: {err}; "
-                "fewer may be possible"
+                "fewer streams may be possible"
             ) from err
         self._opened[route] = max(have, want)
 

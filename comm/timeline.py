@@ -105,7 +105,7 @@ class Timeline:
                     self._append([entry for event in events for entry in self._entries(event)])
                 except OSError as err:
                     logger.warning(
-                        "Sirtaki stops recording the timeline, because it can no longer write to the file: %s",
+                        "Sirtaki stops recording the timeline, because writing the timeline's file failed: %s",
                         err,
                     )
                     self._close_file()

@@ -213,8 +213,8 @@ class Pending:
         with self._lock:
             if self._closing:
                 raise CommError(
-                    f"Sirtaki rejects operation {name!r}, because its process set is being closed; submit operations "
-                    "before shutdown() or remove_process_set()"
+                    f"Sirtaki rejects operation {name!r}, because its process set (group of ranks) is being closed; "
+                    "submit operations before shutdown() or remove_process_set()"
                 )
             if name in self._works:
                 raise ValueError(
@@ -891,8 +891,8 @@ class RankSets:
             raise ConfigError(problems[0])
         if different := [rank for rank, (others, _) in enumerate(gathered) if others != gathered[0][0]]:
             raise MismatchError(
-                f"the ranks disagree about a process set: rank 0 passed ranks {list(gathered[0][0])}, rank "
-                f"{different[0]} passed ranks {list(gathered[different[0]][0])}; all ranks must pass the same list"
+                f"the ranks disagree about a process set (group of ranks): rank 0 passed ranks {list(gathered[0][0])}, "
+                f"rank {different[0]} passed ranks {list(gathered[different[0]][0])}; all ranks must pass the same list"
             )
         self._last += 1
         comm = None
@@ -926,7 +926,7 @@ class RankSets:
         gathered = self._control.all_gather((number, pending))
         if any(other != number for other, _ in gathered):
             raise MismatchError(
-                "all ranks must remove the same process set, but ranks 0, 1, … passed the ids "
+                "all ranks must remove the same process set (group of ranks), but ranks 0, 1, … passed the ids "
                 f"{[other for other, _ in gathered]}"
             )
         if rank_set is None:
@@ -934,8 +934,8 @@ class RankSets:
         assert number is not None
         if busy := [rank for rank, (_, count) in enumerate(gathered) if count]:
             raise CommError(
-                f"cannot remove process set {number}, because operations on rank {busy[0]} have not ended; call "
-                "synchronize() on them first"
+                f"cannot remove process set (group of ranks) {number}, because operations on rank {busy[0]} have not "
+                "ended; call synchronize() on them first"
             )
         before(number)
         self._close(number)

@@ -336,7 +336,7 @@ class Survivors:
         if not results:
             raise CommError(
                 "this rank cannot continue after the loss of a rank: MPI did not agree within "
-                f"{time.monotonic() - begin_s:.0f} s on the ranks that remain (MPI_Comm_shrink)"
+                f"{time.monotonic() - begin_s:.0f} s on the ranks that remain (MPI_Comm_shrink); restart the job"
             )
         if isinstance(results[0], BaseException):
             raise CommError(

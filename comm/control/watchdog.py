@@ -210,7 +210,7 @@ class Watchdog:
                     )
                     return
                 logger.warning(
-                    "rank %d could not check whether ranks hang; it will check again",
+                    "rank %d could not check whether ranks hang; Sirtaki will check again",
                     self._courier.rank,
                     exc_info=True,
                 )

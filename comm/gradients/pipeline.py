@@ -174,14 +174,14 @@ class GradientPipeline:
         """
         if len(plans) != len(buffers.groups):
             raise PlanError(
-                f"each flat buffer of gradients must have one communication plan, found {len(plans)} plans for "
-                f"{len(buffers.groups)} buffers"
+                f"each flat buffer of gradients must have one plan (division into buckets), found {len(plans)} plans "
+                f"for {len(buffers.groups)} buffers"
             )
         for group, plan in zip(buffers.groups, plans, strict=True):
             if plan.numel != group.layout.numel:
                 raise PlanError(
-                    f"a communication plan covers {plan.numel} elements, but must cover all {group.layout.numel} "
-                    "elements of its flat buffer of gradients"
+                    f"a plan (division of gradients into buckets) covers {plan.numel} elements, but must cover all "
+                    f"{group.layout.numel} elements of its flat buffer"
                 )
             self._router.open_plan(plan)
         # Hold units (buckets) with usage flags until the backward pass ends. Other flags are known with the last
@@ -214,8 +214,8 @@ class GradientPipeline:
         """
         if self.pending:
             raise PlanError(
-                "the communication plan can change only between iterations, but gradients of this iteration are "
-                "already computed; change the plan after step()"
+                "the plan (division of gradients into buckets) can change only between iterations, but gradients of "
+                "this iteration are already computed; change the plan after step()"
             )
         self._control.require_equal(" ".join(plan.fingerprint() for plan in plans), "the plan")
         self._install(plans, self._buffers)

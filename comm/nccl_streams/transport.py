@@ -203,7 +203,8 @@ class CommunicatorPool:
         wanted = list(dict.fromkeys(keys))
         if len(wanted) > self.limit:
             raise PlanError(
-                f"a communication plan needs {len(wanted)} NCCL communicators, but Sirtaki opens at most {self.limit}"
+                f"Sirtaki rejects a setting that needs {len(wanted)} NCCL communicators; at most {self.limit} may be "
+                "open"
             )
         for key in wanted:
             if key in self.open:
@@ -231,8 +232,8 @@ class CommunicatorPool:
             unused = next((each for each in self.open if each not in wanted), None)
             if unused is None:
                 raise PlanError(
-                    f"with the NCCL communicator of {key}, a communication plan would use {self._expected_share():.0%} "
-                    f"of the GPU's memory for communicators; the limit is {MEMORY_SHARE:.0%}"
+                    f"Sirtaki cannot open the NCCL communicator of {key}: all communicators of this setting would use "
+                    f"{self._expected_share():.0%} of the GPU's memory, and the limit is {MEMORY_SHARE:.0%}"
                 )
             self._close(unused)
 
@@ -733,7 +734,10 @@ class NcclOpener:
                 self._control.agree_on_success(opening.problem)
             except TransportError as err:
                 opening.abort()
-                raise PlanError(f"NCCL cannot open the communicator of {key} between these ranks: {err}") from err
+                raise PlanError(
+                    f"NCCL cannot open the communicator of {key} between these ranks: {err}; Sirtaki rejects the "
+                    "setting that needs this communicator"
+                ) from err
         assert opening.group is not None
         return opening.group
 

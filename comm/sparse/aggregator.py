@@ -190,8 +190,8 @@ class Wire:
             return cls(_opened(address, socket.socket.connect), batches=batches)
         except (OSError, UnicodeError) as err:
             raise ConfigError(
-                f"no aggregator can be reached at {address[0]}:{address[1]} ({_reason(err)}); check the host name and "
-                "the network"
+                f"the aggregator (server that sums sparse gradients) at {address[0]}:{address[1]} cannot be reached: "
+                f"{_reason(err)}; check the host name and the network"
             ) from err
 
     @property
@@ -507,7 +507,7 @@ class AggregatorClient:
         if values.ndim != 2 or values.shape[1] != self._layout.width or not 0 < len(values) <= self._layout.rows:
             expected = f"(1 … {self._layout.rows}, {self._layout.width})"
             raise ConfigError(
-                f"AggregatorClient.sum() needs values of shape {expected}, as its HeatLayout says, found {values.shape}"
+                f"the values for AggregatorClient.sum() must have the shape {expected}, found {values.shape}"
             )
         self._previous, self._current = self._current, self._previous
         self._current.begin(self._previous.number + 1, np.ascontiguousarray(values, np.float32).reshape(-1))
@@ -555,8 +555,8 @@ class AggregatorClient:
                 self._move("does not answer")
             elif self._now_s - self._progress_s > self._stall_s:
                 raise AggregatorError(
-                    f"the aggregator at {self._names[self._index]} has sent no sums for {self._stall_s:g} s, because "
-                    "it waits for the values of another rank, which is slow or has exited"
+                    f"the aggregator of sparse gradients at {self._names[self._index]} has sent no sums for "
+                    f"{self._stall_s:g} s, because it waits for the values of another rank, which is slow or has exited"
                 )
 
     def _receive(self, wire: Wire) -> bool:
@@ -586,11 +586,11 @@ class AggregatorClient:
         if kind == PacketKind.REFUSED:
             reason = rows[0, HEADER_BYTES:].tobytes().decode(errors="replace")
             raise AggregatorError(
-                f"the aggregator at {self._names[self._index]} rejects this job: {reason}; use an all-reduce or "
-                "another aggregator"
+                f"the aggregator of sparse gradients at {self._names[self._index]} rejects this job: {reason}; use an "
+                "all-reduce or another aggregator"
             )
         if kind == PacketKind.GONE and epoch == self._epoch:
-            self._move("ends")
+            self._move("has ended")
         elif kind in (PacketKind.SUM, PacketKind.ACK):
             self._failures, self._window = 0, max(int(first["window"]), 1)
             if epoch != self._epoch:  # the first answer of this aggregator, or of a restarted one
@@ -617,15 +617,15 @@ class AggregatorClient:
         if self._failures >= len(self._addresses):
             names = ", ".join(self._names)
             raise AggregatorError(
-                f"no aggregator answers at the addresses {names}; sum the values by an all-reduce instead"
+                f"no aggregator of sparse gradients answers at {names}; sum the values by an all-reduce instead"
             )
         before, self._index = self._names[self._index], (self._index + 1) % len(self._addresses)
         after = self._names[self._index]
         logger.warning(
-            "rank %d changes from the aggregator at %s to the aggregator at %s, because the first %s",
+            "rank %d sends its sparse gradients to the aggregator at %s instead of %s, which %s",
             self._fields["rank"],
-            before,
             after,
+            before,
             why,
         )
         assert self._wire is not None
@@ -932,7 +932,9 @@ class Aggregator:
             job.steps = {**steps, step: registers}
             if self._jobs.setdefault(key, job) is job and len(job.steps) == 1:
                 logger.info(
-                    "this aggregator serves a new job of %d ranks, which sums %d values in its first step", ranks, size
+                    "this aggregator accepted a new job of %d ranks, which sums %d values in its first step",
+                    ranks,
+                    size,
                 )
         if registers.values != size:
             return f"ranks sent {size} and {registers.values} values in one step; the numbers must be equal"

@@ -161,17 +161,17 @@ def test_the_streams_that_all_routes_offer_are_as_many_as_the_poorest_has(make: 
     router = make(limits={(GLOO, TREE): 7, (MPI, FLAT): 3})
     assert router.max_streams() == 3
     assert router.max_streams([(GLOO, TREE), (GLOO, FLAT)]) == 7
-    assert router.why_not_more([(MPI, FLAT)]) == "mpi has at most 3"
+    assert router.why_not_more([(MPI, FLAT)]) == "mpi supports at most 3 streams"
     assert router.why_not_more([(MPI, FLAT), (GLOO, FLAT), (GLOO, TREE)]) == (
-        "mpi has at most 3; with SIRTAKI_TRANSPORT set there can be 24 on gloo and 7 on gloo"
+        "mpi supports at most 3 streams; with SIRTAKI_TRANSPORT set there can be 24 on gloo and 7 on gloo"
     )
-    assert router.why_not_more([(GLOO, FLAT), (MPI, FLAT)]) == "gloo has at most 24"
+    assert router.why_not_more([(GLOO, FLAT), (MPI, FLAT)]) == "gloo supports at most 24 streams"
 
 
 def test_the_scarcest_ranks_descriptors_may_allow_fewer(make: Make) -> None:
     router = make(descriptors=45, stream_descriptors=9)
     assert router.max_streams() == 5
-    assert "each stream of gloo takes 9 descriptors on 2 ranks, and 45 can be used" in router.why_not_more(ROUTES)
+    assert "each stream of gloo takes 9 file descriptors on 2 ranks, and 45 can be used" in router.why_not_more(ROUTES)
 
 
 def test_thread_allowances_are_those_that_every_route_has(make: Make) -> None:
@@ -191,7 +191,7 @@ def test_a_plan_opens_the_streams_of_each_of_its_algorithms_in_one_order(make: M
 
 def test_more_streams_than_are_possible_are_refused_with_the_reason(make: Make) -> None:
     router = make(limits={(GLOO, FLAT): 2})
-    with pytest.raises(PlanError, match="must be at most 2, found 3; reason: gloo has at most 2"):
+    with pytest.raises(PlanError, match="must be at most 2, found 3; reason: gloo supports at most 2 streams"):
         router.open_plan(plan(3, FLAT))
     assert transport(router, (GLOO, FLAT)).opened == []
     router.open_plan(plan(2, FLAT, FLAT))

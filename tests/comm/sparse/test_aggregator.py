@@ -141,7 +141,7 @@ def test_values_that_cannot_be_summed_are_rejected_and_nothing_is_lost() -> None
     with serving() as (address, _):
         client = client_of([address], 0, 1, SMALL)
         for shape in ((2001, 16), (10, 15), (0, 16), (16,)):
-            with pytest.raises(ConfigError, match="needs values of shape"):
+            with pytest.raises(ConfigError, match="must have the shape"):
                 client.sum(np.zeros(shape, np.float32))
         values = values_of(0, 0, 2000, 16)
         np.testing.assert_array_equal(client.sum(values), values)
@@ -296,10 +296,10 @@ def test_a_rank_that_is_a_step_ahead_sends_its_peers_the_dead_aggregators_sums()
 def test_a_silent_aggregator_or_a_missing_rank_is_an_error_in_time() -> None:
     began_s = time.monotonic()
     nobody = client_of(["127.0.0.1:9", "127.0.0.1:10"], 0, 2, SMALL)
-    with pytest.raises(AggregatorError, match="no aggregator answers"):
+    with pytest.raises(AggregatorError, match="no aggregator of sparse gradients answers"):
         nobody.sum(np.zeros((1, 16), np.float32))
     unknown = client_of(["256.0.0.1:9"], 0, 2, SMALL)
-    with pytest.raises(AggregatorError, match="no aggregator can be reached"):
+    with pytest.raises(AggregatorError, match="cannot be reached"):
         unknown.sum(np.zeros((1, 16), np.float32))
     with serving() as (address, _):
         alone = client_of([address], 0, 2, SMALL, lost_s=0.8, stall_s=2.0)
@@ -524,5 +524,5 @@ def test_addresses_that_cannot_be_used_are_errors() -> None:
         with pytest.raises(ConfigError, match=f"cannot listen at 127.0.0.1:{port}: "):
             Wire.bound("127.0.0.1", port)
     for host in ("256.1.1.1", "é" * 70):
-        with pytest.raises(ConfigError, match="no aggregator can be reached at"):
+        with pytest.raises(ConfigError, match=r"the aggregator .* cannot be reached"):
             Wire.connected((host, 5))
