@@ -341,7 +341,7 @@ class Pending:
             self._closing = True
             for name, work in list(self._works.items()):
                 if not work.signature.problem:
-                    work.finish(CommError("shut down while the operation was pending"))
+                    work.finish(CommError(f"Sirtaki was shut down while operation {name!r} was pending"))
                     del self._works[name]
             self._changed.notify_all()
 
