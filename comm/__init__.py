@@ -4,4 +4,4 @@ Nothing here chooses or tunes a plan.
 """
 
 if __name__ != "sirtaki.comm":  # else each module would exist twice, with different classes
-    raise ImportError("cannot import the module comm: import sirtaki.comm instead, which is the same code")
+    raise ImportError("import sirtaki.comm, not comm: both are the same code, in the folder comm of Sirtaki's checkout")

@@ -90,7 +90,9 @@ def no_descriptors_left() -> None:
     router.open_plan(small)
     before = descriptors()
     with limit(resource.RLIMIT_NOFILE, before + 10):
-        with pytest.raises(TransportError, match=rf"24 streams of gloo.*rank {control.size - 1}: .*descriptors"):
+        with pytest.raises(
+            TransportError, match=rf"24 streams .* of transport gloo.*rank {control.size - 1}: .*descriptors"
+        ):
             router.open_plan(plan_of(GLOO, 24))
         assert descriptors() == before, (before, descriptors())
         reduces_right(router, small)
