@@ -4,4 +4,7 @@ Nothing here chooses or tunes a plan.
 """
 
 if __name__ != "sirtaki.comm":  # else each module would exist twice, with different classes
-    raise ImportError("import sirtaki.comm, not comm: both are the same code, in the folder comm of Sirtaki's checkout")
+    raise ImportError(
+        "import sirtaki.comm instead of comm: the folder comm in Sirtaki's checkout is the same code, which must not be "
+        "loaded twice"
+    )
