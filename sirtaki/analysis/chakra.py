@@ -210,7 +210,10 @@ class _RankTrace:
 
     def _collective_node(self, step: TimedStep, one: TimedBarrier, kind: str) -> Any:
         if kind not in COLLECTIVES:
-            raise RecordingError(f"Chakra has no type for the collective {one.name} ({kind})")
+            raise RecordingError(
+                f"the Chakra trace cannot contain the collective operation {one.name}, because Chakra has no node type "
+                f"for the kind {kind}"
+            )
         before, number = self._last_on.get(one.lane, []), self.numbers[step.number, one.key]
         self._last_on[one.lane] = [number]
         node = self._node(number, one.name, COMM_COLL_NODE, before, self._last, one.begin_s, one.done_s[self.rank])

@@ -100,7 +100,9 @@ def _plotly() -> Any:
         import plotly.io
         import plotly.offline
     except ImportError as err:
-        raise ConfigError("pages need plotly: pip install 'sirtaki[plot]'") from err
+        raise ConfigError(
+            "the HTML page needs the package plotly, which is not installed; run: pip install 'sirtaki[plot]'"
+        ) from err
     return plotly
 
 

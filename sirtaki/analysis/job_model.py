@@ -525,7 +525,10 @@ def histories(recording: Recording) -> Histories:
     ranks, buffers = tuple(sorted(recording.ranks)), recording.job.buffers
     known = {rank: {one.number: one for one in recording.ranks[rank].iterations} for rank in ranks}
     if not (numbers := recording.usual_iterations):
-        raise ReplayError("no iteration was recorded on all ranks, so there is nothing to replay")
+        raise ReplayError(
+            "the recording contains no iteration that was recorded on all ranks, so no step can be simulated; record "
+            "more iterations, with `sirtaki profile --iterations N`"
+        )
     iterations = [{rank: known[rank][number] for rank in ranks} for number in numbers]
     clocks = _clocks(recording, iterations[0])
     reducers = {buffer.number: buffer.reducer for buffer in buffers}

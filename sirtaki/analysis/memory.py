@@ -595,8 +595,8 @@ def highest_rank(recording: Recording) -> tuple[RankRecording, MemoryReplay]:
     known = [(rank, MemoryReplay(rank.memory)) for rank in recording.ranks.values() if rank.memory is not None]
     if not known:
         raise RecordingError(
-            "memory is not in this recording, because it was made by an older version of Sirtaki or without operators: "
-            "record the job anew"
+            "the recording contains no memory use, because an older version of Sirtaki made it, or because operators "
+            "were not recorded; record the job again"
         )
     return max(known, key=lambda one: one[1].peak().n_bytes)
 

@@ -147,7 +147,11 @@ class TensorWatch:
             with open(self._path, encoding="utf-8") as file:
                 return readers(json.load(file)["nodes"])
         except (OSError, ValueError, KeyError, TypeError, IndexError) as err:
-            logger.warning("the data dependencies of operators could not be read from the execution trace: %r", err)
+            logger.warning(
+                "data dependencies between operators are missing in the recording, because PyTorch's execution trace "
+                "could not be read: %r",
+                err,
+            )
             return ()
         finally:
             os.unlink(self._path)
@@ -549,7 +553,10 @@ class StepWatch:
             RecordingError: torch.profiler is already running in this process.
         """
         if torch._C._autograd._profiler_enabled():
-            raise RecordingError("torch.profiler is in use by the script, so no operators are recorded")
+            raise RecordingError(
+                "the training script itself runs torch.profiler, so Sirtaki records gradients and their communication, "
+                "but no operators"
+            )
         # Silence Kineto, the library of torch.profiler, because it prints its start and stop to standard error.
 
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -615,7 +622,10 @@ class StepWatch:
         found = [] if results is None else results.events()
         made = sorted((event for event in found if event.name() == MARK), key=lambda event: event.start_ns())
         if len(made) != len(self._brackets):
-            raise RecordingError(f"torch.profiler recorded {len(made)} of Sirtaki's {len(self._brackets)} clock marks")
+            raise RecordingError(
+                f"torch.profiler recorded only {len(made)} of the {len(self._brackets)} events with which Sirtaki "
+                "relates its clock to torch.profiler's clock"
+            )
         pairs = zip(self._brackets, made, strict=True)
         clock = map_clock([Mark(*bracket, event.start_ns(), event.duration_ns()) for bracket, event in pairs])
         return ProfilerTrace(

@@ -165,7 +165,8 @@ def _comparable(recording: Recording) -> tuple[Recording, list[str]]:
     count = Counter(number for numbers in usual.values() for number in numbers)
     if not count:
         raise RecordingError(
-            "no iteration was recorded, because the job ended too soon after its warm-up: train for more steps"
+            "the recording contains no iteration, because the job ended too soon after the warm-up (tuning phase); "
+            "record the job again with more training steps"
         )
     best = min(count, key=lambda number: (-count[number], number))
     others = [number for number in usual if best not in usual[number]]

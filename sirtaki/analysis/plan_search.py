@@ -154,7 +154,10 @@ class PlanSearch:
                 unknown.
         """
         if not job.buffers:
-            raise ReplayError("no gradients were exchanged, so there is no plan to improve")
+            raise ReplayError(
+                "the ranks exchanged no gradients while the job was recorded, so there is no communication plan to "
+                "improve"
+            )
         total = Counter[tuple[int, int]]()
         for buffer in job.buffers:
             total[buffer.reducer] += buffer.layout.total_bytes
@@ -429,7 +432,10 @@ def planned(
         ConfigError: `allowed` contains an unknown name.
     """
     if unknown := sorted({*allowed} - {*CHANGES_NUMBERS}):
-        raise ConfigError(f"there is no pass {unknown[0]!r}: use one of {', '.join(CHANGES_NUMBERS)}")
+        raise ConfigError(
+            f"the name {unknown[0]!r} given with --allow is not a change that Sirtaki can make to the job; use one of "
+            f"{', '.join(CHANGES_NUMBERS)}"
+        )
     job, early, begin_s = before.job, tuple[Extra, ...](), time.monotonic()
     if part_bytes is not None:
         apply = partial(in_parts, part_bytes=part_bytes)

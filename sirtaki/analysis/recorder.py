@@ -467,7 +467,9 @@ class JobRecorder:
         self.stage = Stage.STARTING
         self.handle_termination()
         if self._rank == 0:
-            logger.info("recording %d iterations in %s", self._wanted.iterations, self._folder)
+            logger.info(
+                "this job now records %d training iterations to the folder %s", self._wanted.iterations, self._folder
+            )
 
     def end(self) -> None:
         """Stop recording and write this rank's file. The method is thread-safe. Calls after the first do nothing."""
@@ -538,7 +540,7 @@ class JobRecorder:
         try:
             write_rank(self._folder, recording)
         except OSError as err:
-            logger.warning("the recording cannot be written: %s", err)
+            logger.warning("the recording lacks rank %d, because its file cannot be written: %s", self._rank, err)
             return
         if self._rank == 0:
             words = "recorded %d iterations in %s: show them with sirtaki profile --show %s"
@@ -551,7 +553,7 @@ class JobRecorder:
             try:
                 self._seen = watch.stop()
             except RecordingError as err:
-                logger.warning("%s: no operators are recorded", err)
+                logger.warning("the recording lacks the operators of rank %d: %s", self._rank, err)
 
 
 # ── entry points ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -595,9 +597,12 @@ def profile(
     """
     current()
     if iterations < 1:
-        raise ConfigError(f"profile() records at least one iteration, not {iterations}")
+        raise ConfigError(f"the argument `iterations` of profile() must be at least 1, found {iterations}")
     if _from_environment is not None and _from_environment.stage is not Stage.ENDED:
-        raise ConfigError("SIRTAKI_PROFILE is set, so this job is being recorded already: leave one of the two out")
+        raise ConfigError(
+            "profile() cannot record, because the environment variable SIRTAKI_PROFILE already records this job; unset "
+            "it, or do not call profile()"
+        )
     asked = ProfileRequest(folder=str(Path(folder).absolute()), iterations=iterations, operators=operators, edges=edges)
     recorder = JobRecorder(asked)
     try:

@@ -652,12 +652,14 @@ def read_folder(folder: str | Path) -> Recording:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise RecordingError(f"{folder} is no folder: give the one that `sirtaki profile` has written")
+        raise RecordingError(
+            f"there is no folder {folder}; give the name of a folder into which `sirtaki profile` has recorded a job"
+        )
     names = sorted(os.listdir(folder))
     files = {int(found[1]): folder / name for name in names if (found := _RANK_FILE.fullmatch(name))}
     if JOB_FILE not in names:
-        what = f"it has recordings of {len(files)} ranks, but no {JOB_FILE}" if files else "it holds no recording"
-        raise RecordingError(f"{folder} cannot be read: {what}")
+        what = f"it contains files of {len(files)} ranks, but no file {JOB_FILE}" if files else "it is not a recording"
+        raise RecordingError(f"the folder {folder} cannot be read as a recording: {what}")
     job = _parsed(folder / JOB_FILE, bytes, job_from_json)
     ranks, problems = dict[int, RankRecording](), list[str]()
     for number, path in files.items():
@@ -671,7 +673,7 @@ def read_folder(folder: str | Path) -> Recording:
         else:
             ranks[number] = rank
     if not ranks:
-        raise RecordingError("; ".join([f"{folder} has nothing of any rank", *problems]))
+        raise RecordingError("; ".join([f"the recording in {folder} has no readable file of any rank", *problems]))
     if missing := [rank for rank in range(job.n_ranks) if rank not in ranks]:
         problems.append(f"{of_ranks(missing)} of {job.n_ranks} {'is' if len(missing) == 1 else 'are'} missing")
     usual, _ = Counter(rank.model for rank in ranks.values()).most_common(1)[0]
@@ -694,16 +696,19 @@ def _parsed(path: Path, unpack: Callable[[bytes], bytes], build: Callable[[Json]
     try:
         data = json.loads(unpack(path.read_bytes()))
     except (OSError, EOFError, ValueError, zlib.error) as err:
-        raise RecordingError(f"{path} cannot be read: {err}") from err
+        raise RecordingError(f"the file {path} of the recording cannot be read: {err}") from err
     version = data.get("format") if isinstance(data, dict) else None
     if version not in READABLE_VERSIONS:
-        found = f"format {version}" if isinstance(version, int) else "no recording"
+        found = f"version {version}" if isinstance(version, int) else "no version"
         known = " and ".join(map(str, READABLE_VERSIONS))
-        raise RecordingError(f"{path} has {found}; this version of Sirtaki reads formats {known}: record the job anew")
+        raise RecordingError(
+            f"the format of the file {path} has {found}, but this release of Sirtaki reads only the versions {known}; "
+            "record the job again"
+        )
     try:
         return build(data)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as err:
-        raise RecordingError(f"{path} is damaged: {err!r}") from err
+        raise RecordingError(f"the file {path} of the recording is damaged ({err!r}); record the job again") from err
 
 
 def counted(number: int, what: str) -> str:

@@ -44,7 +44,7 @@ def read(path: str | Path) -> dict[str, list[Record]]:
     try:
         is_timeline = path.read_bytes().startswith(b"[")
     except OSError as err:
-        raise ConfigError(f"{path} cannot be read: {err}") from err
+        raise ConfigError(f"the trial log or timeline {path} cannot be read: {err}") from err
     return {"events": list(_events(path))} if is_timeline else {"trials": list(_trials(path))}
 
 
@@ -140,4 +140,4 @@ def _events(path: Path) -> Iterator[Record]:
                 times = {"begin_s": begin_s, "end_s": begin_s + one.get("dur", 0) / 1e6}
                 yield {**one.get("args", {}), **known, **times}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as err:
-        raise ConfigError(f"{path} is not a timeline: {err!r}") from err
+        raise ConfigError(f"the file {path} is not a timeline (a trace that HOROVOD_TIMELINE writes): {err!r}") from err

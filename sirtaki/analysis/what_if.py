@@ -74,8 +74,8 @@ def unit_cost(job: JobModel, route: Route, ranks: tuple[int, ...]) -> UnitCost:
         known = {*job.links, *(one.route for one in job.units if one.route is not None)}
         words = sorted(f"{transport.value} {algorithm.value}" for transport, algorithm in known)
         raise ReplayError(
-            f"the cost of {route[0].value} {route[1].value} is unknown: no unit used it and it was not probed "
-            f"(known: {', '.join(words) or 'none'})"
+            f"the cost of the transport and algorithm {route[0].value} {route[1].value} is unknown, because the "
+            f"recorded job neither used nor measured them; it used or measured: {', '.join(words) or 'none'}"
         )
     lag_s = statistics.fmean(one.lag_s for one in units) if units else 0.0
     busy = statistics.fmean(one.busy for one in units) if units else 1.0 if probed is None else probed.busy
@@ -146,7 +146,8 @@ def with_plans(
     for buffer in buffers:
         if buffer.plan.numel != buffer.layout.numel:
             raise ReplayError(
-                f"the plan is of {buffer.plan.numel} elements, buffer {buffer.number} has {buffer.layout.numel}"
+                f"the communication plan is for {buffer.plan.numel} gradient elements, but flat buffer {buffer.number} "
+                f"of the job contains {buffer.layout.numel}; pass a plan made for this job"
             )
     changed = [buffer for buffer in buffers if buffer.number in plans]
     routes = {(buffer.plan.transport, unit.algorithm) for buffer in changed for unit in buffer.plan.units}
@@ -197,7 +198,10 @@ class _Reissue:
         for buffer in buffers:
             present = {index for number, index in ready if number == buffer.number}
             if not present:
-                raise ReplayError(f"some ranks did not record when gradients of buffer {buffer.number} became ready")
+                raise ReplayError(
+                    "the job cannot be simulated, because some ranks did not record when the gradients of flat buffer "
+                    f"{buffer.number} became ready"
+                )
             offsets, queue = buffer.layout.offsets, list[OperationKey]()
             for unit in buffer.plan.units:
                 queue.append((buffer.number, unit.start, unit.stop))
@@ -294,9 +298,14 @@ def with_link(job: JobModel, link_bytes_per_s: float) -> JobModel:
     """
     alone = _rate_of_one_unit(job)
     if job.link is None or alone is None:
-        raise ReplayError("all ranks are on one host, so no link between hosts can be faster or slower")
+        raise ReplayError(
+            "another network bandwidth cannot be simulated, because all recorded ranks ran on one host; record a job "
+            "on several hosts"
+        )
     if not (math.isfinite(link_bytes_per_s) and link_bytes_per_s > 0):
-        raise ReplayError(f"a link's rate must be positive, not {link_bytes_per_s}")
+        raise ReplayError(
+            f"the bandwidth of the network between hosts must be positive and finite, found {link_bytes_per_s} bytes/s"
+        )
     wanted = PAYLOAD * link_bytes_per_s / ring_bytes(1.0, len(job.ranks))
     totals = job.link.totals
     rate = max(totals) * alone
@@ -332,9 +341,15 @@ def with_ranks(job: JobModel, ranks: int) -> JobModel:
             gradients.
     """
     if ranks < 2 or len(job.ranks) < 2:
-        raise ReplayError(f"cannot predict {ranks} ranks from {len(job.ranks)}: both numbers must be at least 2")
+        raise ReplayError(
+            f"the step time on {ranks} ranks cannot be predicted from a recording of {len(job.ranks)}; both numbers of "
+            "ranks must be at least 2"
+        )
     if any(len(buffer.ranks) != len(job.ranks) for buffer in job.buffers):
-        raise ReplayError("gradients are averaged in process sets, so another number of ranks cannot be predicted")
+        raise ReplayError(
+            "the step time on another number of ranks cannot be predicted, because the job averages some gradients "
+            "only in a process set (a subset of the ranks)"
+        )
     like = {rank: job.ranks[rank % len(job.ranks)] for rank in range(ranks)}
     everyone = tuple(like)
     hops = (ranks - 1) / (len(job.ranks) - 1)
@@ -409,7 +424,7 @@ def with_faster_loader(job: JobModel, factor: float) -> JobModel:
         ReplayError: `factor` is not positive.
     """
     if not factor > 0:
-        raise ReplayError(f"the factor on the data loader's speed must be positive, not {factor}")
+        raise ReplayError(f"the factor that multiplies the data loader's speed must be positive, found {factor}")
     return _with_durations(job, lambda _, piece: 1 / factor if piece.activity is Activity.DATA else 1.0)
 
 
@@ -424,7 +439,7 @@ def with_batches(job: JobModel, factor: float) -> JobModel:
         ReplayError: `factor` is not positive.
     """
     if not factor > 0:
-        raise ReplayError(f"the factor on the batch size must be positive, not {factor}")
+        raise ReplayError(f"the factor that multiplies the batch size must be positive, found {factor}")
     activities, phases = (Activity.COMPUTE, Activity.DATA), (Phase.DATA, Phase.FORWARD, Phase.BACKWARD)
 
     def grown(_: int, piece: ThreadInterval) -> float:
@@ -441,7 +456,7 @@ def with_less_traffic(job: JobModel, factor: float) -> JobModel:
         ReplayError: `factor` is not positive.
     """
     if not factor > 0:
-        raise ReplayError(f"the factor on the bytes of gradients must be positive, not {factor}")
+        raise ReplayError(f"the factor that multiplies the size of gradients must be positive, found {factor}")
 
     def smaller(one: JobOperation) -> JobOperation:
         return replace(
@@ -650,7 +665,10 @@ def in_parts(job: JobModel, part_bytes: int) -> JobModel:
     """
     found = compiled_backwards(job)
     if not found:
-        raise ReplayError("no compiled backward pass was recorded, so there is nothing to compile in parts")
+        raise ReplayError(
+            "compiling the model in parts cannot be simulated, because the recording contains no backward pass that "
+            "torch.compile compiled"
+        )
     moved: dict[GradientKey, int] = {}
     layouts = {}
     for buffer in job.buffers:
@@ -796,7 +814,7 @@ def bandwidth(job: JobModel) -> float:
         return rate
     rates = [one.n_bytes / one.processor_s for one in job.units if one.processor_s > 0]
     if not rates:
-        raise ReplayError("no units were recorded, so the bandwidth is unknown")
+        raise ReplayError("the network bandwidth is unknown, because no unit (bucket of gradients) was recorded")
     return max(rates)
 
 
@@ -1174,7 +1192,9 @@ def knobs_of(
         PlanError: a number is not positive.
     """
     if not job.buffers:
-        raise ReplayError("no gradients were exchanged, so there is no plan to change")
+        raise ReplayError(
+            "the ranks exchanged no gradients while the job was recorded, so there is no communication plan to change"
+        )
     now = job.buffers[0].knobs
     return now.but(
         unit_bytes=unit_bytes or now.unit_bytes,

@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = next((word for word in arguments if not word.startswith("-")), None)
     parser = build_parser(lambda name: name == wanted)
     if wanted is not None and wanted not in COMMANDS and (meant := difflib.get_close_matches(wanted, COMMANDS, 1)):
-        parser.error(f"{wanted!r} is not a command; did you mean {meant[0]!r}?")
+        parser.error(f"sirtaki has no command {wanted!r}; did you mean {meant[0]!r}?")
     options = parser.parse_args(arguments)
     try:
         return int(importlib.import_module(COMMANDS[options.command][0]).main(options))

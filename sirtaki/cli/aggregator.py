@@ -36,7 +36,10 @@ def main(options: Namespace) -> int:
         print(json.dumps(_status(options.status), indent=1))
         return 0
     if options.jobs < 1 or not 0 <= options.port < 65536:
-        raise ConfigError(f"--jobs {options.jobs} --port {options.port}: expected a number from 1, and a port")
+        raise ConfigError(
+            f"--jobs must be at least 1, and --port must be from 0 to 65535, found --jobs {options.jobs} and --port "
+            f"{options.port}"
+        )
     logging.basicConfig(level=logging.INFO, format="sirtaki aggregator: %(message)s")
     wire = Wire.bound(options.host, options.port)
     aggregator = Aggregator(wire, memory_bytes=options.memory, jobs=options.jobs, by_tables=options.tables)
@@ -55,5 +58,8 @@ def _status(address: str) -> object:
     finally:
         wire.close()
     if status is None:
-        raise AggregatorError(f"no aggregator answers at {address}; is it started, with --host for other hosts?")
+        raise AggregatorError(
+            f"no aggregator (server that sums gradients) answers at {address}; start one with `sirtaki aggregator`, "
+            "and with --host if other hosts use it"
+        )
     return status

@@ -26,7 +26,9 @@ def main(options: argparse.Namespace) -> int:
     try:
         import shtab
     except ModuleNotFoundError as err:
-        raise ConfigError("shtab is missing: pip install 'sirtaki[completion]'") from err
+        raise ConfigError(
+            "shell completion needs the package shtab, which is not installed; run: pip install 'sirtaki[completion]'"
+        ) from err
     from .__main__ import build_parser
 
     for parser in (build_parser(), build_launcher_parser()):

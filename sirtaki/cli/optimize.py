@@ -138,7 +138,9 @@ def _sharded(options: Namespace) -> int:
         before_s = recorded.step.expected_s(recorded.space, recorded.setting)
         found = [(space, one, recorded.step.expected_s(space, one)) for space, one in recorded.by_memory()]
     except (OSError, msgspec.MsgspecError, SirtakiError, LookupError, ValueError, ZeroDivisionError) as err:
-        raise RecordingError(f"{path} is no step that `fsdp.attach` has traced: {err}") from err
+        raise RecordingError(
+            f"the file {path} does not contain a training step that `fsdp.attach` has traced: {err}"
+        ) from err
     rows = [
         {
             "memory_bytes": space.memory_bytes,
@@ -150,7 +152,7 @@ def _sharded(options: Namespace) -> int:
     ]
     if printed(options, {"setting": recorded.setting.describe(), "step_s": before_s, "by_memory": rows}, rows):
         return 0
-    print(f"With the untuned setting a step is expected to take {ms(before_s)}: {recorded.setting.describe()}.\n")
+    print(f"With the untuned setting ({recorded.setting.describe()}), a step is predicted to take {ms(before_s)}.\n")
     titles = ["SIRTAKI_FSDP_MEMORY", "a step", "of untuned", "with"]
     print_table(
         titles,
@@ -159,7 +161,10 @@ def _sharded(options: Namespace) -> int:
             for space, one, span_s in found
         ),
     )
-    print("\nThese times are predicted. The warm-up tries the fastest plan first, and keeps it if it is proved faster.")
+    print(
+        "\nThese times are predicted, not measured. The next job tries the fastest setting first during its warm-up, "
+        "and keeps it only if measurements prove that it is faster."
+    )
     return 0
 
 
@@ -281,24 +286,26 @@ def _print_memory(fitting: Fitting) -> None:
     """Print whether the job fits into the memory budget, otherwise which change of the training script makes it fit,
     and the lines of code for this change.
     """
-    holds = f"At its peak rank {fitting.rank} holds {format_bytes(fitting.peak_bytes)} ({fitting.device})"
+    peak = f"rank {fitting.rank} uses {format_bytes(fitting.peak_bytes)} of memory at its peak ({fitting.device})"
     budget, chosen = format_bytes(fitting.budget_bytes), fitting.chosen
     if chosen is None:
-        print(f"{holds}, within {budget}: no change is needed for memory.\n")
+        print(f"The job fits into the memory budget of {budget} without a change: {peak}.\n")
         return
-    print(f"{holds}, more than {budget}. Changes that would reduce it, by replay, cheapest in time first:\n")
+    print(f"The job exceeds the memory budget of {budget}: {peak}.")
+    print("These changes would reduce the peak, as predicted by simulation; the cheapest in time is first:\n")
     rows = [(format_bytes(fitting.peak_bytes), "as it is")]
     for one in fitting.remedies:
         not_enough = "" if one.remedy.peak_bytes <= fitting.budget_bytes else ", which is not enough"
         rows.append((format_bytes(one.remedy.peak_bytes), f"{one.remedy.words}{not_enough}"))
     print_table(("peak", ""), rows)
-    print(f"\nThe step time with a change is unknown until it is tried. The first change that fits is {chosen.by}:\n")
+    print("\nThe step time with a change is unknown until a job measures it.")
+    print(f"The first change that fits into the budget is {chosen.by}; add these lines to the training script:\n")
     for line in chosen.remedy.lines:
         print(f"    {line}")
     print()
     for note in chosen.remedy.notes:
         print(f"But: {note}.")
-    print("The plan below is for the job with this change.\n")
+    print("The communication plan below is for the training script with this change.\n")
 
 
 def _memory_json(fitting: Fitting) -> dict[str, Any]:

@@ -45,9 +45,11 @@ def _counts(text: str) -> tuple[int, ...]:
     try:
         counts = tuple(sorted({int(part) for part in text.split(",")}))
     except ValueError as err:
-        raise ArgumentTypeError(f"{text!r} is no list of numbers such as 2,8,64") from err
+        raise ArgumentTypeError(
+            f"the value must be a list of numbers of ranks, such as 2,8,64, found {text!r}"
+        ) from err
     if counts[0] < 2:
-        raise ArgumentTypeError("there must be at least two ranks")
+        raise ArgumentTypeError(f"each number of ranks must be at least 2, found {counts[0]}")
     return counts
 
 
@@ -61,7 +63,10 @@ def main(options: Namespace) -> int:
     """
     log = read_log(options.log)
     if log.model is None:
-        raise ConfigError(f"{options.log} holds no profile, because no planner took part in the tuning of that job")
+        raise ConfigError(
+            f"the trial log {options.log} contains no profile (times of ready gradients and costs of all-reduces), "
+            "because its job modelled no network; record it again with SIRTAKI_REGISTRY=off"
+        )
     model = fitted_to_trials(log.model, list(_trials(log)))
     route = next(iter(model.links))
     untuned = Knobs(unit_bytes=4 * MIB, streams=4, transport=route[0]) if log.default is None else log.default.knobs
@@ -117,7 +122,8 @@ def _link(options: Namespace, model: PlanningModel) -> Callable[[int], LinkModel
         return lambda ranks: replace(cluster, ranks=ranks).link(max_streams=MAX_STREAMS)
     if options.measured_ranks is None:
         raise ConfigError(
-            "describe the cluster with --link-gbit, or set --measured-ranks to the number of ranks of LOG's job"
+            "the network of the cluster is unknown; pass its bandwidth with --link-gbit, or pass with --measured-ranks "
+            "the number of ranks of the job that wrote LOG"
         )
     measured = next(iter(model.links.values()))
     return lambda ranks: measured.rescaled(from_ranks=options.measured_ranks, to_ranks=ranks)

@@ -65,16 +65,22 @@ def main(options: argparse.Namespace) -> int:
     """
     if options.show is not None:
         if options.job:
-            raise ConfigError(f"--show shows a recording and runs nothing: leave out {' '.join(options.job)}")
+            raise ConfigError(
+                f"--show only prints a recording and runs no job; remove the command {' '.join(options.job)!r} or "
+                "--show"
+            )
         _show(Path(options.show), options)
         return 0
     if not options.job:
         raise ConfigError(
-            "what is to be recorded? For example: sirtaki profile sirtakirun -np 4 python train.py; "
-            "or --show DIR for a recording that is there"
+            "the command that starts the job is missing; write it last, as in: sirtaki profile sirtakirun -np 4 python "
+            "train.py; or print an existing recording with --show DIR"
         )
     if options.edges and options.units_only:
-        raise ConfigError("--edges is about operators, which --units-only leaves out: give one of the two")
+        raise ConfigError(
+            "--edges records data dependencies between operators, but --units-only records no operators; remove one of "
+            "the two options"
+        )
     folder = Path(options.output).absolute()
     _prepare(folder, overwrite=options.overwrite)
     exit_code = _run(options.job, folder, options)
@@ -102,7 +108,7 @@ def _show(folder: Path, options: argparse.Namespace) -> None:
     try:
         path = write_trace(folder, recording, alignment)
     except OSError as err:
-        raise RecordingError(f"the trace cannot be written: {err}") from err
+        raise RecordingError(f"the file with the recording's trace cannot be written: {err}") from err
     what, clocks = headlines(recording, alignment)
     if printed(options, {"recording": what, "clocks": clocks, "problems": recording.problems, "ranks": rows}, rows):
         return
@@ -112,12 +118,12 @@ def _show(folder: Path, options: argparse.Namespace) -> None:
     print_table([title.removesuffix("_s") for title in rows[0]], cells)
     if len(rows) > MOST_RANKS:
         print(f"and {len(rows) - MOST_RANKS} more")
-    print("means, in ms; exposed is the communication that no computation hides")
+    print("Times are means in ms. exposed is the communication time that does not overlap with computation.")
     if any(rank.memory is not None for rank in recording.ranks.values()):
         rank, replay = highest_rank(recording)
         print(peak_words(rank, replay, replay.peak()))
-    print(f"all ranks on one clock: {path} (drop it on https://ui.perfetto.dev)")
-    print(f"where the time goes and what would help, as a page: sirtaki report {shlex.quote(str(folder))}")
+    print(f"A trace of all ranks on one clock was written to {path}; open this file at https://ui.perfetto.dev")
+    print(f"To see where the time goes and what would help, run: sirtaki report {shlex.quote(str(folder))}")
 
 
 def _prepare(folder: Path, *, overwrite: bool) -> None:
@@ -126,13 +132,16 @@ def _prepare(folder: Path, *, overwrite: bool) -> None:
         if folders.holds_recording(folder):
             if not overwrite:
                 raise ConfigError(
-                    f"{folder} holds a recording: give another folder with -o, or --overwrite to have it go"
+                    f"the folder {folder} already contains a recording; choose another folder with -o, or replace the "
+                    "recording with --overwrite"
                 )
             folders.clear(folder)
         folders.write_whole(folder / ".writable", b"")
         (folder / ".writable").unlink()
     except OSError as err:
-        raise ConfigError(f"{folder} cannot be recorded into: {err.strerror or err}") from err
+        raise ConfigError(
+            f"no recording can be written to the folder {folder}: {err.strerror or err}; choose another folder with -o"
+        ) from err
 
 
 def _run(command: list[str], folder: Path, options: argparse.Namespace) -> int:
@@ -152,6 +161,6 @@ def _run(command: list[str], folder: Path, options: argparse.Namespace) -> int:
         with subprocess.Popen(command, env=environ, preexec_fn=lambda: signal.signal(signal.SIGINT, before)) as job:
             return job.wait()
     except OSError as err:
-        raise ConfigError(f"{command[0]} cannot be started: {err.strerror}") from err
+        raise ConfigError(f"the command {command[0]} of the job cannot be started: {err.strerror}") from err
     finally:
         signal.signal(signal.SIGINT, before)

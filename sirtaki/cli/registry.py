@@ -81,9 +81,13 @@ def _open(url: str | None, *, reads: bool) -> Store:
 
     named = url or Settings.from_environ().registry
     if named == REGISTRY_OFF:
-        raise RegistryError("the registry is off (SIRTAKI_REGISTRY): name one with --registry")
+        raise RegistryError(
+            "the registry (database of tuned settings) is switched off; name its file or URL with --registry"
+        )
     if reads and named is not None and (file := file_of(named)) is not None and not file.exists():
-        raise RegistryError(f"there is no registry in {file}")
+        raise RegistryError(
+            f"there is no registry (database of tuned settings) in the file {file}; name another one with --registry"
+        )
     return open_store(named)
 
 
@@ -257,7 +261,10 @@ def _similar(store: Store, options: Namespace) -> None:
     _show_rows(options, rows, data, "no other entry is that near; try a larger --max-distance")
     if options.plot is not None:
         if not matches:
-            raise RegistryError("there is nothing similar to draw: try a larger --max-distance")
+            raise RegistryError(
+                "--plot has nothing to draw, because the registry contains no entry of a similar model; try a larger "
+                "--max-distance"
+            )
         from sirtaki.registry.graph import draw_match
 
         match, other = matches[0]
@@ -292,7 +299,7 @@ def _export(store: Store, options: Namespace) -> None:
     try:
         opened = nullcontext(sys.stdout) if options.output is None else options.output.open("w")
     except OSError as err:
-        raise RegistryError(f"{options.output} cannot be written: {err.strerror}") from err
+        raise RegistryError(f"the export file {options.output} cannot be written: {err.strerror}") from err
     with opened as file:
         count = write_document(records, file)
     print(f"exported: {count}", file=sys.stderr)
@@ -306,18 +313,18 @@ def _import(store: Store, options: Namespace) -> None:
         try:
             file = sys.stdin if options.file == "-" else stack.enter_context(open(options.file, encoding="utf-8"))
         except OSError as err:
-            raise RegistryError(f"{source} cannot be read: {err.strerror}") from err
+            raise RegistryError(f"nothing was imported, because {source} cannot be read: {err.strerror}") from err
         try:
             records = read_document(file)
         except RegistryError as err:
-            raise RegistryError(f"nothing of {source} was imported: {err}") from err
+            raise RegistryError(f"nothing was imported, because {source} contains an invalid record: {err}") from err
     kept = store.put_all(records)
     _report(options, {"imported": kept, "kept as they were": len(records) - kept})
 
 
 def _prune(store: Store, options: Namespace) -> None:
     if options.older_than is None and options.keep is None:
-        raise RegistryError("prune wants --older-than DAYS, --keep N or both")
+        raise RegistryError("`sirtaki registry prune` needs --older-than DAYS, --keep N or both")
     age_s = None if options.older_than is None else options.older_than * DAY_S
     _report(options, {"removed": store.prune(older_than_s=age_s, keep=options.keep)})
 

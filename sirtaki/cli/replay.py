@@ -104,9 +104,10 @@ def main(options: Namespace) -> int:
     knobs = job.buffers[0].knobs.describe() if job.buffers else "none, because no gradients were exchanged"
     hosts = counted(len(set(job.hosts.values())), "host")
     iterations = counted(was.iterations, "iteration")
-    print(f"Recorded: {counted(len(job.ranks), 'rank')} on {hosts}, {iterations}; communication plan: {knobs}\n")
+    print(f"The recording contains {iterations} of {counted(len(job.ranks), 'rank')} on {hosts}.")
+    print(f"The job's communication plan was: {knobs}.\n")
     print_table(("", "recorded", "replayed", "error", "bytes ÷ bandwidth", "its error"), _table(was, base.times, rule))
-    print("\nThe critical path, over all ranks:")
+    print("\nThe critical path of the recorded iterations, over all ranks, is:")
     for part in path:
         print(f"  {part.describe()}")
     alone = [ms(part_s / was.iterations) for part_s in (computation_s(played.graph), communication_s(played.graph))]
@@ -132,8 +133,8 @@ def _changed(options: Namespace, base: Baseline) -> tuple[str, JobModel, bool]:
     if options.plan is not None:
         if len(job.buffers) != 1:
             raise ReplayError(
-                f"--plan needs a job with one flat buffer, but this job has {len(job.buffers)}: "
-                "use --unit-mib and --streams"
+                "--plan requires a job with exactly one flat buffer of gradients, but this job has "
+                f"{len(job.buffers)}; use --unit-mib and --streams instead"
             )
         words, replanned = [f"the plan were {options.plan}"], True
         job = with_plans(job, {job.buffers[0].number: _plan(options.plan)})
@@ -147,7 +148,10 @@ def _changed(options: Namespace, base: Baseline) -> tuple[str, JobModel, bool]:
         words, replanned = [f"the plan were {', '.join(filter(None, said))}"], True
         job = with_knobs(job, knobs_of(job, unit_bytes=unit_bytes, streams=options.streams, transport=transport))
     if (why := plan_refusal(base.job, job.plans)) is not None:
-        raise ReplayError(f"a replay cannot predict the step if {words[0]}: {why}; try it in a job")
+        raise ReplayError(
+            f"the step time cannot be predicted by simulation if {words[0]}, because {why}; measure this change in a "
+            "job"
+        )
     if options.no_straggler:
         words.append("no rank were slower than most")
         job = without_stragglers(job)
@@ -203,8 +207,9 @@ def _show_batches(options: Namespace, base: Baseline, changed: JobModel, words: 
     )
     print_table(titles, cells)
     print(
-        "\nThe prediction assumes that passes scale with the batch. If a part of them does not, larger batches are "
-        "faster than predicted, and smaller ones slower."
+        "\nThe prediction assumes that forward and backward passes take time in proportion to the batch size. If a "
+        "part of this time is constant, larger batches have a higher throughput than predicted, and smaller batches a "
+        "lower one."
     )
     return 0
 
@@ -213,9 +218,9 @@ def _plan(path: Path) -> CommPlan:
     try:
         return CommPlan.from_json(json.loads(path.read_text(encoding="utf-8")))
     except OSError as err:
-        raise ConfigError(f"the plan cannot be read: {err}") from err
+        raise ConfigError(f"the plan given with --plan cannot be read: {err}") from err
     except (KeyError, TypeError, ValueError) as err:
-        raise ConfigError(f"{path} is no plan: {err!r}") from err
+        raise ConfigError(f"the file {path} given with --plan is not a communication plan: {err!r}") from err
 
 
 def _table(was: MeanStepTimes, now: MeanStepTimes, rule: MeanStepTimes | None) -> Iterator[list[str]]:

@@ -34,7 +34,7 @@ def _critical_path(recording: Recording) -> tuple[PathSpan, ...]:
         found = histories(recording)
         return tuple(path_spans(found, play(job_model(found))))
     except (PlanError, ReplayError) as err:
-        print(f"without the critical path, since the recording cannot be replayed: {err}", file=sys.stderr)
+        print(f"The trace lacks the critical path, because the job could not be simulated: {err}", file=sys.stderr)
         return ()
 
 
@@ -49,24 +49,30 @@ def main(options: argparse.Namespace) -> int:
     try:
         if options.chakra is None:
             path = write_trace(options.folder, recording, align(recording), _critical_path(recording))
-            print(f"all ranks on one clock: {path} (drop it on https://ui.perfetto.dev)")
+            print(f"A trace of all ranks on one clock was written to {path}; open this file at https://ui.perfetto.dev")
             return 0
         try:
             from sirtaki.analysis.chakra import (
                 write_traces,
             )  # Import it late, because only Chakra traces need protobuf.
         except ImportError as err:
-            raise ConfigError("protobuf is missing, or older than 5.28: pip install 'sirtaki[chakra]'") from err
+            raise ConfigError(
+                "--chakra needs the package protobuf 5.28 or newer, which is not installed; run: pip install "
+                "'sirtaki[chakra]'"
+            ) from err
         written = write_traces(options.chakra, histories(recording))
     except OSError as err:
-        raise RecordingError(f"the trace cannot be written: {err}") from err
+        raise RecordingError(f"the file with the trace cannot be written: {err}") from err
     files = written.files
     print(
-        f"{written.iterations} iterations of {len(files)} ranks, {written.nodes} nodes: "
+        f"wrote Chakra traces of {written.iterations} iterations of {len(files)} ranks, with {written.nodes} nodes, to "
         f"{files[0]}{f' … {files[-1].name}' if len(files) > 1 else ''}"
     )
     if written.groups is not None:
-        print(f"which ranks act together, for ASTRA-sim's --comm-group-configuration: {written.groups}")
+        print(f"wrote the groups of ranks, for ASTRA-sim's option --comm-group-configuration, to {written.groups}")
     if list(recording.ranks) != list(range(len(files))):
-        print(f"files are numbered from 0; they are {of_ranks(tuple(recording.ranks))} of the job")
+        print(
+            f"the trace files are numbered from 0; they belong, in this order, to {of_ranks(tuple(recording.ranks))} "
+            "of the job"
+        )
     return 0

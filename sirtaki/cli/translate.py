@@ -33,17 +33,20 @@ def main(options: Namespace) -> int:
         # Import it late, because only `sirtaki translate` needs the package libcst.
         from sirtaki.integrations.translate import translate
     except ModuleNotFoundError as err:
-        raise ConfigError("libcst is missing: pip install 'sirtaki[translate]'") from err
+        raise ConfigError(
+            "`sirtaki translate` needs the package libcst, which is not installed; run: pip install "
+            "'sirtaki[translate]'"
+        ) from err
     try:
         text = options.script.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as err:
-        raise ConfigError(f"the script cannot be read: {err}") from err
+        raise ConfigError(f"the training script cannot be read: {err}") from err
     try:
         translation = translate(text)
     except TranslationError as err:
         for line, reason in err.obstacles:
             print(f"{options.script}:{line}: {reason}", file=sys.stderr)
-        print("the script is not changed; the tutorials show how to convert it by hand", file=sys.stderr)
+        print("The script was not changed; Sirtaki's tutorials show how to convert it by hand.", file=sys.stderr)
         return REFUSED
     print(translation.diff(str(options.script)) or "nothing to change", end="\n")
     for line, note in translation.notes:
@@ -54,6 +57,6 @@ def main(options: Namespace) -> int:
     try:
         target.write_text(translation.after, encoding="utf-8")
     except OSError as err:
-        raise ConfigError(f"the script cannot be written: {err}") from err
+        raise ConfigError(f"the translated script cannot be written: {err}") from err
     print(f"wrote {target}", file=sys.stderr)
     return 0

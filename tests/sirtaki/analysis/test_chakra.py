@@ -111,5 +111,7 @@ def test_a_collective_without_a_name_is_an_error(tmp_path: Path) -> None:
     def strange(one: RecordedIteration) -> RecordedIteration:
         return replace(one, collectives=tuple(call._replace(kind="gossip") for call in one.collectives))
 
-    with pytest.raises(RecordingError, match=r"no type for the collective loss \(gossip\)"):
+    with pytest.raises(
+        RecordingError, match="collective operation loss, because Chakra has no node type for the kind gossip"
+    ):
         written(tmp_path, recordings.with_iterations(recordings.recording(), strange))

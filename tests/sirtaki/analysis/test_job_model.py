@@ -253,7 +253,7 @@ def test_a_simulated_job_is_reproduced_from_its_recording(
 
 def test_a_recording_without_a_common_iteration_is_refused() -> None:
     later = with_iterations(record(on_one_host()), lambda one: replace(one, number=one.number + 7), 1)
-    with pytest.raises(ReplayError, match="no iteration was recorded on all ranks"):
+    with pytest.raises(ReplayError, match="no iteration that was recorded on all ranks"):
         histories(later)
 
 

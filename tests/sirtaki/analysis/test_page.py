@@ -93,7 +93,7 @@ def test_ranks_without_iterations_in_common_are_left_out_while_some_have_any(tmp
     found = findings(written(tmp_path / "one", with_ranks(made(3), short, 1)))
     assert found.histories.ranks == (0, 2)
     assert "rank 1 has no iteration in common with most ranks, and is omitted" in found.problems
-    with pytest.raises(RecordingError, match="no iteration was recorded"):
+    with pytest.raises(RecordingError, match="the recording contains no iteration"):
         findings(written(tmp_path / "all", with_ranks(made(2), short)))
 
 
@@ -362,7 +362,7 @@ def test_an_unreadable_input_or_unwritable_output_gets_one_sentence(
 ) -> None:
     folder = written(tmp_path / "job", record(on_one_host()))
     assert main(["report", str(folder), "-o", str(tmp_path / "nowhere" / "page.html")]) == 1
-    assert "the report cannot be written" in capsys.readouterr().err
+    assert "the file with the report cannot be written" in capsys.readouterr().err
     (folder / JOB_FILE).unlink()
     assert main(["report", str(folder)]) == 1
     err = capsys.readouterr().err

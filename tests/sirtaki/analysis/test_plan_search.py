@@ -72,7 +72,7 @@ def test_the_optimizer_with_the_most_gradients_is_planned_and_others_stay_unchan
     (buffer,) = job.buffers
     small = replace(buffer, number=1, reducer=(0, 1), layout=replace(buffer.layout, sizes=(10,), names=("b",)))
     assert PlanSearch(replace(job, buffers=(small, buffer)), {}).buffers == (buffer,)
-    with pytest.raises(ReplayError, match="no gradients were exchanged"):
+    with pytest.raises(ReplayError, match="exchanged no gradients"):
         PlanSearch(replace(job, buffers=()), {})
 
 

@@ -163,7 +163,9 @@ def test_a_damaged_file_is_named_and_left_out(written: Path, content: bytes | No
 def test_a_folder_of_another_version_is_not_read(written: Path) -> None:
     data = json.loads((written / "job.json").read_text())
     (written / "job.json").write_text(json.dumps({**data, "format": 7}))
-    with pytest.raises(RecordingError, match=r"has format 7; this version of Sirtaki reads formats 2 and 3"):
+    with pytest.raises(
+        RecordingError, match=r"has version 7, but this release of Sirtaki reads only the versions 2 and 3"
+    ):
         folder.read_folder(written)
 
 
@@ -200,7 +202,7 @@ def test_a_recording_without_units_is_shown_with_a_word_about_clocks(tmp_path: P
 
 
 def test_a_folder_with_nothing_to_show_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(RecordingError, match="is no folder"):
+    with pytest.raises(RecordingError, match="there is no folder"):
         folder.read_folder(tmp_path / "nowhere")
     with pytest.raises(RecordingError, match="holds no recording"):
         folder.read_folder(tmp_path)
@@ -209,7 +211,7 @@ def test_a_folder_with_nothing_to_show_is_an_error(tmp_path: Path) -> None:
         folder.read_folder(tmp_path)
     folder.rank_path(tmp_path, 0).unlink()
     folder.write_job(tmp_path, recordings.job())
-    with pytest.raises(RecordingError, match="nothing of any rank"):
+    with pytest.raises(RecordingError, match="no readable file of any rank"):
         folder.read_folder(tmp_path)
 
 

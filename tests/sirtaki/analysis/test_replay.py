@@ -348,10 +348,12 @@ def test_an_unknown_route_another_layout_and_missing_gradients_are_refused() -> 
     job = over_a_link()
     with pytest.raises(ReplayError, match=r"cost of mpi flat is unknown.*known: gloo flat"):
         with_knobs(job, Knobs(unit_bytes=4000, streams=1, transport=TransportKind.MPI))
-    with pytest.raises(ReplayError, match="plan is of 10 elements, buffer 0 has 6500"):
+    with pytest.raises(
+        ReplayError, match="plan is for 10 gradient elements, but flat buffer 0 of the job contains 6500"
+    ):
         with_plans(job, {0: plan_of((10,), (1,))})
     bare = job.changed(program=lambda _, mine: tuple(replace(piece, ready=()) for piece in mine))
-    with pytest.raises(ReplayError, match="some ranks did not record when gradients of buffer 0"):
+    with pytest.raises(ReplayError, match="some ranks did not record when the gradients of flat buffer 0"):
         with_plans(bare, {0: plan_of(SIZES, (4,))})
 
 
@@ -387,13 +389,13 @@ def test_a_faster_link_helps_flows_only_side_by_side() -> None:
 @pytest.mark.parametrize(
     ("ask", "reason"),
     [
-        (lambda: with_link(on_one_host(), 1e9), "all ranks are on one host"),
+        (lambda: with_link(on_one_host(), 1e9), "all recorded ranks ran on one host"),
         (lambda: with_link(over_a_link(), 0.0), "must be positive"),
         (lambda: with_ranks(over_a_link(), 1), "must be at least 2"),
-        (lambda: with_faster_loader(over_a_link(), 0), "loader's speed must be positive, not 0"),
-        (lambda: with_less_traffic(on_one_host(), 0), "bytes of gradients must be positive, not 0"),
-        (lambda: with_batches(on_one_host(), -1), "batch size must be positive, not -1"),
-        (lambda: knobs_of(replace(over_a_link(), buffers=()), streams=2), "no gradients were exchanged"),
+        (lambda: with_faster_loader(over_a_link(), 0), "loader's speed must be positive, found 0"),
+        (lambda: with_less_traffic(on_one_host(), 0), "size of gradients must be positive, found 0"),
+        (lambda: with_batches(on_one_host(), -1), "batch size must be positive, found -1"),
+        (lambda: knobs_of(replace(over_a_link(), buffers=()), streams=2), "exchanged no gradients"),
         (lambda: unit_cost(on_one_host(), (TransportKind.NCCL, Algorithm.FLAT), (0, 1)),
          r"cost of nccl flat is unknown: .*\(known: gloo flat\)"),
     ],
@@ -755,5 +757,5 @@ def test_without_units_there_is_no_bandwidth() -> None:
     found = histories(record(over_a_link()))
     job = replace(job_model(found), link=None)
     bare = replace(job, iterations=tuple(replace(each, operations=()) for each in job.iterations))
-    with pytest.raises(ReplayError, match="no units were recorded"):
+    with pytest.raises(ReplayError, match=r"no unit \(bucket of gradients\) was recorded"):
         daydream(found, bare)

@@ -26,14 +26,14 @@ def test_it_serves_tells_its_counters_and_ends_on_sigterm(capsys: pytest.Capture
 @pytest.mark.lengthy
 def test_an_aggregator_that_does_not_answer_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["aggregator", "--status", "127.0.0.1:9"]) == 1
-    assert "no aggregator answers at 127.0.0.1:9" in capsys.readouterr().err
+    assert "no aggregator (server that sums gradients) answers at 127.0.0.1:9" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["--port", "70000"], "expected a number from 1, and a port"),
-        (["--jobs", "0"], "expected a number from 1, and a port"),
+        (["--port", "70000"], "--port must be from 0 to 65535, found --jobs 16 and --port 70000"),
+        (["--jobs", "0"], "--jobs must be at least 1"),
         (["--host", "256.0.0.1"], "cannot listen at 256.0.0.1:9500"),
         (["--status", "nowhere"], "expected HOST:PORT"),
     ],

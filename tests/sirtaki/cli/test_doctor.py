@@ -179,4 +179,4 @@ def test_nccl_streams_are_tried_with_a_rank_on_each_gpu(monkeypatch):
 def test_for_a_misspelt_command_the_right_one_is_suggested(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["dctor"])
-    assert "'dctor' is not a command; did you mean 'doctor'?" in capsys.readouterr().err
+    assert "sirtaki has no command 'dctor'; did you mean 'doctor'?" in capsys.readouterr().err

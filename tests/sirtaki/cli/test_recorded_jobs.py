@@ -94,7 +94,7 @@ def test_a_job_is_recorded_and_shown(
     assert folders.read_folder(tmp_path / "here").problems == ()
     again = record_script("-o", "here")
     assert again.returncode == 1
-    assert "holds a recording" in again.stderr
+    assert "already contains a recording" in again.stderr
     assert record_script("-o", "here", "--overwrite", "--units-only").returncode == 0
     assert folders.read_folder(tmp_path / "here").ranks[0].iterations[0].operators == ()
 
@@ -138,15 +138,15 @@ def test_a_script_may_be_named_alone(tmp_path: Path, capfd: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("sentence", "words"),
     [
-        ("what is to be recorded?", []),
-        ("holds a recording: give another folder", ["-o", "{recorded}", "true"]),
-        ("--edges is about operators", ["--edges", "--units-only", "true"]),
-        ("cannot be recorded into: File exists", ["-o", "{file}", "true"]),
-        ("no-such-command cannot be started", ["-o", "{empty}", "no-such-command"]),
+        ("the command that starts the job is missing", []),
+        ("already contains a recording; choose another folder", ["-o", "{recorded}", "true"]),
+        ("--edges records data dependencies between operators", ["--edges", "--units-only", "true"]),
+        (": File exists; choose another folder with -o", ["-o", "{file}", "true"]),
+        ("no-such-command of the job cannot be started", ["-o", "{empty}", "no-such-command"]),
         ("the job has failed (exit code 3)", ["-o", "{empty}", "sh", "-c", "exit 3"]),
-        ("is no folder", ["--show", "{file}/nowhere"]),
-        ("holds no recording", ["--show", "{empty}"]),
-        ("runs nothing: leave out true", ["--show", "{recorded}", "true"]),
+        ("there is no folder", ["--show", "{file}/nowhere"]),
+        ("cannot be read as a recording: it is not a recording", ["--show", "{empty}"]),
+        ("runs no job; remove the command 'true' or --show", ["--show", "{recorded}", "true"]),
     ],
 )
 def test_an_error_is_reported_in_one_sentence(
@@ -164,7 +164,7 @@ def test_an_error_is_reported_in_one_sentence(
 def test_a_folder_that_may_not_be_written_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     tmp_path.chmod(0o500)
     assert main(["profile", "-o", str(tmp_path / "new"), "true"]) == 1
-    assert "cannot be recorded into: Permission denied" in capfd.readouterr().err
+    assert ": Permission denied; choose another folder with -o" in capfd.readouterr().err
 
 
 # ── replay ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -189,7 +189,10 @@ def test_recorded_and_replayed_times_the_path_and_remedies_are_shown(
 ) -> None:
     status, out, err = asked(folder, capsys)
     assert (status, err) == (0, "")
-    assert "Recorded: 3 ranks on 3 hosts, 2 iterations; communication plan: gloo flat, 1 B units, 2 streams" in out
+    assert out.startswith(
+        "The recording contains 2 iterations of 3 ranks on 3 hosts.\n"
+        "The job's communication plan was: gloo flat, 1 B units, 2 streams.\n"
+    )
     lines = {line.split()[0]: line for line in out.splitlines() if line and line.split()[0] in ("iteration", "forward")}
     assert "0.0 %" in lines["iteration"]
     assert "of the step is the link between hosts" in out
@@ -244,7 +247,7 @@ def test_a_plan_can_be_asked_for(folder: Path, tmp_path: Path, capsys: pytest.Ca
     assert (status, "the plan were" in out) == (0, True)
     path.write_text("{}")
     status, _, err = asked(folder, capsys, "--plan", str(path))
-    assert (status, "is no plan" in err) == (1, True)
+    assert (status, "is not a communication plan" in err) == (1, True)
 
 
 def test_a_plan_that_cannot_be_replayed_is_rejected_with_the_reason(
@@ -253,7 +256,7 @@ def test_a_plan_that_cannot_be_replayed_is_rejected_with_the_reason(
     one = written(tmp_path / "one", record(on_one_host(cuts=(4,))))
     status, out, err = asked(one, capsys, "--unit-mib", "0.002")
     assert (status, out, err.count("\n")) == (1, "", 1)
-    assert "a replay cannot predict the step if the plan were units of 0.002 MiB: " in err
+    assert "the step time cannot be predicted by simulation if the plan were units of 0.002 MiB, " in err
     assert "smaller units" in err
     status, out, err = optimized(one, capsys)
     assert (status, err) == (0, "")
@@ -283,19 +286,19 @@ def test_a_recording_without_units_is_shown_without_them(tmp_path: Path, capsys:
     assert "of the step is the backward pass" in out
     assert "bytes ÷ bandwidth" in out
     status, _, err = asked(folder, capsys, "--streams", "2")
-    assert (status, "there is no plan to change" in err) == (1, True)
+    assert (status, "there is no communication plan to change" in err) == (1, True)
 
 
 def test_nonsense_gets_one_sentence(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert asked(tmp_path, capsys)[0] == 1
     status, _, err = asked(folder, capsys, "--transport", "mpi")
     assert (status, err.count("\n")) == (1, 1)
-    assert "cost of mpi flat is unknown" in err
+    assert "cost of the transport and algorithm mpi flat is unknown" in err
     with pytest.raises(SystemExit):
         asked(folder, capsys, "--ranks", "none")
     one = written(tmp_path / "one", record(on_one_host()))
     status, _, err = asked(one, capsys, "--link-gbit", "1")
-    assert (status, "all ranks are on one host" in err) == (1, True)
+    assert (status, "all recorded ranks ran on one host" in err) == (1, True)
 
 
 # ── optimize ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -349,7 +352,7 @@ def test_a_change_that_affects_results_is_printed_with_a_line_of_code(
     _, out, _ = optimized(drawn, capsys, "--allow", "bf16")
     assert "hvd.DistributedOptimizer(..., compression=hvd.Compression.bf16)" in out
     status, _, err = optimized(drawn, capsys, "--allow", "fp4")
-    assert (status, "there is no pass 'fp4'" in err) == (1, True)
+    assert (status, "the name 'fp4' given with --allow is not a change" in err) == (1, True)
 
 
 @pytest.mark.lengthy
@@ -401,16 +404,16 @@ def test_a_traced_step_of_sharded_training_is_asked_for_the_worth_of_memory(
         path.write_bytes(damaged)
         status, _, err = optimized(tmp_path, capsys)
         assert status == 1
-        assert f"{path} is no step that" in err
+        assert f"{path} does not contain a training step that" in err
 
 
 def test_bad_input_gets_one_sentence(drawn: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert optimized(tmp_path, capsys)[0] == 1
     status, _, err = optimized(drawn, capsys, "-o", str(tmp_path / "no" / "where.json"))
-    assert (status, err.count("\n"), "the plan cannot be written" in err) == (1, 1, True)
+    assert (status, err.count("\n"), "the file with the plan cannot be written" in err) == (1, 1, True)
     bare = recordings.with_iterations(record(on_one_host()), lambda one: replace(one, units=(), ready=()))
     status, _, err = optimized(written(tmp_path / "bare", bare), capsys)
-    assert (status, "no gradients were exchanged, so there is no plan to improve" in err) == (1, True)
+    assert (status, "so there is no communication plan to improve" in err) == (1, True)
     rank_path(drawn, 1).unlink()
     _, _, err = optimized(drawn, capsys)
     assert "rank 1" in err
@@ -459,7 +462,9 @@ def with_memory(tmp_path: Path) -> Path:
 def test_a_remedy_that_meets_a_budget_is_reported(with_memory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = optimized(with_memory, capsys, "--memory-budget", "2.5K")
     assert (status, err) == (0, "")
-    assert out.startswith("At its peak rank 0 holds 2.89 KiB (cpu), more than 2.5 KiB.")
+    assert out.startswith(
+        "The job exceeds the memory budget of 2.5 KiB: rank 0 uses 2.89 KiB of memory at its peak (cpu).\n"
+    )
     assert "backward_passes_per_step=2" in out
     memory = json.loads(optimized(with_memory, capsys, "--memory-budget", "2.5K", "--json")[1])["memory"]
     assert memory["remedies"][memory["chosen"]]["peak_bytes"] <= memory["budget_bytes"] == 2560
@@ -467,7 +472,7 @@ def test_a_remedy_that_meets_a_budget_is_reported(with_memory: Path, capsys: pyt
 
 def test_with_a_remedy_no_unproved_time_is_reported(with_memory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = optimized(with_memory, capsys, "--memory-budget", "2.5K")
-    assert "The step time with a change is unknown until it is tried." in out
+    assert "The step time with a change is unknown until a job measures it." in out
     assert " ms" not in out.split("\nNote: ")[0]
     assert "% of the step" not in out
     found = json.loads(optimized(with_memory, capsys, "--memory-budget", "2.5K", "--json")[1])
@@ -491,7 +496,7 @@ def test_a_budget_that_cannot_be_met_is_one_sentence_and_no_plan(
     assert not (with_memory / "plan.json").exists()
     status, out, err = optimized(drawn, capsys, "--memory-budget", "1K")
     assert (status, out) == (1, "")
-    assert "memory is not in this recording" in err
+    assert "the recording contains no memory use" in err
 
 
 # ── quantities ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -504,7 +509,7 @@ def test_amounts_of_memory_are_read_in_powers_of_1024() -> None:
 
 @pytest.mark.parametrize("text", ["", "much", "-1G", "0", "0.1", "6X", "1e9", "nan"])
 def test_an_invalid_amount_of_memory_is_reported(text: str) -> None:
-    with pytest.raises(ArgumentTypeError, match=f"{text!r} is not an amount of memory, such as 6G or 512M"):
+    with pytest.raises(ArgumentTypeError, match=f"must be an amount of memory, such as 6G or 512M, found {text!r}"):
         memory_bytes(text)
 
 
@@ -526,7 +531,7 @@ def test_chakra_traces_are_numbered_from_0_and_their_ranks_are_reported(
     told = capsys.readouterr()
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["job.0.et", "job.1.et"]
     assert "2 iterations of 2 ranks" in told.out
-    assert "files are numbered from 0; they are ranks 0 and 2 of the job" in told.out
+    assert "files are numbered from 0; they belong, in this order, to ranks 0 and 2 of the job" in told.out
     assert "rank 1 of 3 is missing" in told.err
     assert not (folder / TRACE_FILE).exists()
 
@@ -535,7 +540,7 @@ def test_an_impossible_request_is_reported_in_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["trace", str(tmp_path / "nothing")]) == 1
-    assert "is no folder" in capsys.readouterr().err
+    assert "there is no folder" in capsys.readouterr().err
     folder = written(tmp_path / "recorded", record(over_a_link()))
     (tmp_path / "file").write_text("")
     assert main(["trace", str(folder), "--chakra", str(tmp_path / "file" / "job")]) == 1

@@ -55,4 +55,4 @@ def test_a_refusal_names_line_and_reason_and_writes_nothing(
 
 def test_a_missing_script_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["translate", str(tmp_path / "none.py")]) == 1
-    assert "the script cannot be read" in capsys.readouterr().err
+    assert "the training script cannot be read" in capsys.readouterr().err
