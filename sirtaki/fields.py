@@ -74,7 +74,7 @@ def _base(value: object) -> Any:
     for kind in (str, int, float):
         if isinstance(value, kind):
             return kind(value)
-    raise TypeError(f"{type(value).__name__} cannot be stored")
+    raise TypeError(f"a value of type {type(value).__name__} cannot be stored as JSON; use str, int or float")
 
 
 def _message(err: Exception, at: str) -> str:

@@ -325,7 +325,10 @@ def own_addresses(interface: str | None) -> list[str]:
         chosen = [known[name] for name in names if name in known]
         if not chosen:
             there = ", ".join(f"{name} ({address})" for name, address in known.items())
-            raise ConfigError(f"no interface {interface} with an IPv4 address on this host; available: {there}")
+            raise ConfigError(
+                f"this host has no network interface {interface} with an IPv4 address; choose one of its interfaces: "
+                f"{there}"
+            )
         return chosen
     # Bridges of container engines are last, because every host has bridges with these addresses.
     outside = [(name.startswith(("docker", "br-", "virbr")), address) for name, address in known.items()]
@@ -446,5 +449,5 @@ def parse_address(text: str) -> Address:
     """
     host, colon, port = text.strip().rpartition(":")
     if not colon or not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
-        raise ConfigError(f"{text!r} is not the address of an aggregator; expected HOST:PORT, such as 10.0.0.5:9500")
+        raise ConfigError(f"the address of an aggregator must be HOST:PORT, such as 10.0.0.5:9500, found {text!r}")
     return host.strip("[]"), int(port)

@@ -41,9 +41,15 @@ class LinkModel:
     def __post_init__(self) -> None:
         for name, seconds in (("alpha_s", self.alpha_s), ("host_s", self.host_s)):
             if not (math.isfinite(seconds) and seconds >= 0):
-                raise TuningError(f"{name} must be finite and not negative, not {seconds}")
+                raise TuningError(
+                    f"the parameter {name} (seconds) of a network link's cost model must be finite and at least 0, "
+                    f"found {seconds}"
+                )
         if not self.throughput or not all(math.isfinite(rate) and rate > 0 for rate in self.throughput):
-            raise TuningError(f"throughput must be positive for each number of streams: {self.throughput}")
+            raise TuningError(
+                "the throughput in a network link's cost model must be positive and finite for each number of parallel "
+                f"streams, found {self.throughput}"
+            )
 
     @property
     def beta_s_per_byte(self) -> float:
@@ -119,7 +125,10 @@ def ring_ratios(from_ranks: int, to_ranks: int) -> tuple[float, float]:
         TuningError: one of the rings has fewer than two ranks.
     """
     if min(from_ranks, to_ranks) < 2:
-        raise TuningError(f"a ring must have at least two ranks: cannot rescale from {from_ranks} to {to_ranks}")
+        raise TuningError(
+            f"the cost of a ring all-reduce cannot be converted from {from_ranks} to {to_ranks} ranks; a ring must "
+            "have at least two ranks"
+        )
     hops = (to_ranks - 1) / (from_ranks - 1)
     return hops, hops * from_ranks / to_ranks
 
@@ -167,7 +176,10 @@ class Gain:
 
     def __post_init__(self) -> None:
         if not 0.0 < self.low <= self.times <= self.high < math.inf:
-            raise TuningError(f"a gain must lie in its interval: {self.times} is not in {self.low} to {self.high}")
+            raise TuningError(
+                f"a speed-up must be positive and lie in its confidence interval ({self.low} to {self.high}), found "
+                f"{self.times}"
+            )
 
     @property
     def proved(self) -> bool:

@@ -65,7 +65,7 @@ def main(options: Namespace) -> int:
     if log.model is None:
         raise ConfigError(
             f"the trial log {options.log} contains no profile (times of ready gradients and costs of all-reduces), "
-            "because its job modelled no network; record it again with SIRTAKI_REGISTRY=off"
+            "because its job did not model the network while it was tuned; run that job again with SIRTAKI_REGISTRY=off"
         )
     model = fitted_to_trials(log.model, list(_trials(log)))
     route = next(iter(model.links))

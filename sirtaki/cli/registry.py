@@ -317,7 +317,7 @@ def _import(store: Store, options: Namespace) -> None:
         try:
             records = read_document(file)
         except RegistryError as err:
-            raise RegistryError(f"nothing was imported, because {source} contains an invalid record: {err}") from err
+            raise RegistryError(f"nothing was imported, because the content of {source} is invalid: {err}") from err
     kept = store.put_all(records)
     _report(options, {"imported": kept, "kept as they were": len(records) - kept})
 

@@ -65,7 +65,8 @@ class HorovodFinder(MetaPathFinder):
             counterpart = fullname.replace("horovod", "sirtaki", 1)
         if counterpart is None or not _exists(counterpart):
             raise ModuleNotFoundError(
-                f"{fullname} has no counterpart in Sirtaki, which stands in for horovod.torch and horovod.ray",
+                f"Sirtaki, which replaces Horovod in this process, has no module for {fullname}; it replaces "
+                "horovod.torch and horovod.ray only",
                 name=fullname,
             )
         return ModuleSpec(fullname, _Alias(counterpart), is_package=True)

@@ -68,7 +68,10 @@ def run(
     del disable_cache, use_gloo, use_mpi
     elastic = (min_num_proc, max_num_proc, slots, reset_limit, cooldown_range, host_discovery_script, min_np, max_np)
     if any(value is not None for value in elastic):
-        raise ConfigError("run() has a fixed number of ranks; start elastic jobs with sirtakirun --min-np")
+        raise ConfigError(
+            "run() starts a fixed number of ranks and accepts no elastic arguments; start elastic jobs with "
+            "`sirtakirun --min-np`"
+        )
     ranks = np or num_proc
     options = {
         "-np": ranks,
@@ -95,8 +98,8 @@ def run(
                 results.append(pickle.loads((Path(folder) / f"result.{rank}").read_bytes()))
             except OSError as err:
                 raise LaunchError(
-                    f"rank {rank} has written no result to {folder}; if ranks run on several hosts, set TMPDIR to a "
-                    "folder that all hosts share"
+                    f"rank {rank} has written no result to the folder {folder}; if ranks run on several hosts, set "
+                    "TMPDIR to a folder that all hosts share"
                 ) from err
         return results
 

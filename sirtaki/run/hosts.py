@@ -74,14 +74,14 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as err:
-        raise ConfigError(f"hostfile {path} cannot be read: {err}") from err
+        raise ConfigError(f"the hostfile {path} cannot be read: {err}") from err
     found = []
     for number, line in enumerate(lines, start=1):
         entry = line.partition("#")[0].strip()
         if entry:
             found.append(_host(re.sub(r"\s+slots\s*=\s*", ":", entry), place=f"{path}, line {number}"))
     if not found:
-        raise ConfigError(f"hostfile {path} names no host; write one host per line, such as: node1 slots=4")
+        raise ConfigError(f"the hostfile {path} names no host; write one host per line, such as: node1 slots=4")
     return _merged(found)
 
 
@@ -112,11 +112,15 @@ def slurm_hosts(environ: Mapping[str, str]) -> tuple[Host, ...]:
 def _host(text: str, *, place: str) -> Host:
     name, colon, slots = text.partition(":")
     if not _NAME.fullmatch(name):
-        raise ConfigError(f"{place}: {text!r} is not a host; write name:slots, or in a hostfile: name slots=4")
+        raise ConfigError(f"the host {text!r} in {place} is invalid; write name:slots, or name slots=4 in a hostfile")
     if colon and not (slots.isdecimal() and int(slots) > 0):
-        raise ConfigError(f"{place}: {slots!r} is not a number of slots (1 or more) for {name}")
+        raise ConfigError(
+            f"the number of slots of host {name} in {place} must be an integer of at least 1, found {slots!r}"
+        )
     if colon and (len(slots) > len(str(MOST_SLOTS)) or int(slots) > MOST_SLOTS):
-        raise ConfigError(f"{place}: {slots[:40]} slots are too many for {name}, {MOST_SLOTS} at most")
+        raise ConfigError(
+            f"the number of slots of host {name} in {place} must be at most {MOST_SLOTS}, found {slots[:40]}"
+        )
     return Host(name=name, slots=int(slots) if colon else 1)
 
 
@@ -178,7 +182,7 @@ def ssh_arguments(port: int | None, identity_file: str | None) -> tuple[str, ...
     words = ["-p", str(port)] if port else []
     if identity_file:
         if not Path(identity_file).is_file():
-            raise ConfigError(f"--ssh-identity-file {identity_file}: there is no such file")
+            raise ConfigError(f"the file {identity_file} given with --ssh-identity-file does not exist")
         words += ["-i", identity_file]
     return tuple(words)
 

@@ -82,7 +82,10 @@ def begin_environ(options: argparse.Namespace) -> tuple[dict[str, str], dict[str
     for word in options.exported:
         name, given, value = word.partition("=")
         if not name or (not given and name not in os.environ):
-            raise ConfigError(f"-x {word}: {name or 'the variable'} is not set; write -x NAME=value or set it first")
+            raise ConfigError(
+                f"the option -x {word} exports an environment variable that is not set; set the variable first, or "
+                "write -x NAME=value"
+            )
         exported[name] = value if given else os.environ[name]
     environ = rank_environ(os.environ, {**options.rank_variables, **exported})
     settings = Settings.from_environ(environ)
@@ -164,12 +167,12 @@ def rank_command(command: Sequence[str], *, as_horovod: bool, check_files: bool)
         ConfigError: the command is empty, or its program or script does not exist.
     """
     if not command:
-        raise ConfigError("no command to run; write it last: sirtakirun -np 4 python train.py")
+        raise ConfigError("the command to run is missing; write it last, as in: sirtakirun -np 4 python train.py")
     command = _with_interpreter(list(command))
     program = shutil.which(command[0])
     if program is None and check_files:
-        hint = f"; is it a script? Then: python {command[0]}" if Path(command[0]).is_file() else ""
-        raise ConfigError(f"there is no program {command[0]!r} on PATH{hint}")
+        hint = f"; if it is a Python script, write: python {command[0]}" if Path(command[0]).is_file() else ""
+        raise ConfigError(f"the program {command[0]!r} was not found on PATH{hint}")
     program = program or command[0]
     flags = ("--as-horovod",) if as_horovod else ()
     split = _script_position(command)
@@ -180,7 +183,7 @@ def rank_command(command: Sequence[str], *, as_horovod: bool, check_files: bool)
     if script[0].startswith(("-m", "-c")) and len(script[0]) > 2:  # splits `-mtrain`, which means `-m train`
         script = [script[0][:2], script[0][2:], *script[1:]]
     if check_files and not script[0].startswith("-") and not Path(script[0]).exists():
-        raise ConfigError(f"there is no script {script[0]!r} in {Path.cwd()}")
+        raise ConfigError(f"the script {script[0]!r} was not found in the folder {Path.cwd()}")
     words = (program, *command[1:split], "-c", RUN_RANK, *flags, "--", *map(_escape, script))
     return RankCommand(python=program, words=words, script="" if script[0].startswith("-") else script[0])
 
@@ -378,7 +381,8 @@ def _launch(options: argparse.Namespace, *, port: int) -> int:
         )
     if options.ranks is not None and hosts and options.ranks > slots:
         raise ConfigError(
-            f"-np {options.ranks}, but the hosts have {slots} slots; name more hosts or slots, or fewer ranks"
+            f"the option -np {options.ranks} requires more ranks than the hosts have slots ({slots}); name more hosts "
+            "or slots, or start fewer ranks"
         )
     ranks = slots if options.ranks is None else options.ranks
     here = all(host.is_local for host in hosts)
@@ -431,7 +435,7 @@ def _checked(
         LaunchError: ranks cannot start on another host.
     """
     if problem := interface_problem(job.interfaces):
-        raise ConfigError(f"--network-interfaces {options.interfaces}: on this host {problem}")
+        raise ConfigError(f"the option --network-interfaces {options.interfaces} is invalid: on this host, {problem}")
     others = [host for host in job.hosts if not host.is_local]
     listed = options.hosts or options.hostfile
     if not (others and listed and is_by_ssh(environ, options.mpi_args)):

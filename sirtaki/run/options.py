@@ -45,11 +45,17 @@ def _load(path: Path) -> Mapping[str, Any]:
     try:
         content = decode(path.read_bytes())
     except ImportError as err:
-        raise ConfigError(f"--config-file {path}: YAML needs `pip install pyyaml`; .toml and .json do not") from err
+        raise ConfigError(
+            f"the file {path} given with --config-file is in YAML, which needs the package pyyaml; run `pip install "
+            "pyyaml`, or use a .toml or .json file"
+        ) from err
     except (OSError, ValueError) as err:
-        raise ConfigError(f"--config-file {path} cannot be read: {err}") from err
+        raise ConfigError(f"the file {path} given with --config-file cannot be read: {err}") from err
     if not isinstance(content, Mapping):
-        raise ConfigError(f"--config-file {path} must contain options and values, not {type(content).__name__}")
+        raise ConfigError(
+            f"the file {path} given with --config-file must contain a mapping of options to values, found "
+            f"{type(content).__name__}"
+        )
     return content
 
 
@@ -76,7 +82,9 @@ def _words(place: tuple[str, str], value: Any, options: Mapping[str, bool], path
         return []
     if name is None:
         near = difflib.get_close_matches(key, options, n=1, cutoff=0)[0]
-        raise ConfigError(f"--config-file {path}: {key!r} is not an option; did you mean {near!r}?")
+        raise ConfigError(
+            f"the file {path} given with --config-file contains {key!r}, which is not an option; did you mean {near!r}?"
+        )
     if options[name]:
         return [f"--{name}", str(value)]
     return [f"--{name}"] if value else []
@@ -183,7 +191,7 @@ class _SetForRanks(argparse.Action):
         try:
             text = self.setting.constant if self.setting.constant is not None else _value(self.setting, values)
         except ValueError:
-            parser.error(f"{option} {values}: the value is invalid")
+            parser.error(f"the value of the option {option} must be a number of at least 0, found {values!r}")
         namespace.rank_variables[variable] = text
 
 
@@ -338,11 +346,16 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if options.command[:1] == ["--"]:
         del options.command[0]
     if options.jsrun:
-        parser.error("--jsrun: LSF's jsrun is not supported; give the hosts with -H or --hostfile")
+        parser.error(
+            "--jsrun is not supported, because Sirtaki cannot start ranks with LSF's jsrun; name the hosts with -H or "
+            "--hostfile"
+        )
     if options.hosts and options.hostfile:
-        parser.error("-H and --hostfile cannot be used together")
+        parser.error("-H and --hostfile cannot be used together; remove one of the two options")
     if options.host_discovery_script and (options.hosts or options.hostfile):
-        parser.error("--host-discovery-script excludes -H and --hostfile")
+        parser.error(
+            "--host-discovery-script cannot be used together with -H or --hostfile; remove one of these options"
+        )
     for flag in (
         "slots_per_host",
         "elastic_timeout",
@@ -353,7 +366,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     ):
         if getattr(options, flag) is not None and not is_elastic(options):
             name = f"--{flag.replace('_', '-')}"
-            parser.error(f"{name} requires an elastic job; add --min-np")
+            parser.error(f"the option {name} requires an elastic job; add --min-np")
     if options.disable_cache:
         options.notes.append("--disable-cache has no effect here: nothing is cached")
     return options
@@ -373,7 +386,7 @@ def option_names() -> Mapping[str, bool]:
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 1")
+        raise argparse.ArgumentTypeError(f"the value must be an integer of at least 1, found {text!r}")
     return int(text)
 
 
@@ -381,4 +394,4 @@ def _seconds(text: str) -> float:
     with contextlib.suppress(ValueError):
         if 0 < (value := float(text)) < math.inf:
             return value
-    raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds greater than 0")
+    raise argparse.ArgumentTypeError(f"the value must be a number of seconds greater than 0, found {text!r}")

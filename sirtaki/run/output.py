@@ -427,5 +427,7 @@ def output_folder(path: str) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as err:
-        raise ConfigError(f"--output-filename {path}: {err}; choose a writable folder") from err
+        raise ConfigError(
+            f"the folder {path} given with --output-filename cannot be created ({err}); choose another folder"
+        ) from err
     return folder

@@ -116,7 +116,9 @@ class Supervisor:
                     preexec_fn=_before_mpiexec(),
                 )
             except OSError as err:
-                raise LaunchError(f"{command[0]} could not be run: {err}") from err
+                raise LaunchError(
+                    f"the command {command[0]}, which starts the ranks, could not be started: {err}"
+                ) from err
             self._janitor = Janitor(mpiexec.pid)
             pumps = self._start_pumps(mpiexec)
             try:
@@ -239,8 +241,8 @@ class Supervisor:
             if missing and not failed and start.is_over(self.ranks - len(missing), now):
                 named = ", ".join(map(str, missing[:_NAMED])) + (", …" if len(missing) > _NAMED else "")
                 raise LaunchError(
-                    f"{len(missing)} of {self.ranks} ranks ({named}) did not start within {start.limit_s:g} s"
-                    f"{start.advice(now)}, or increase --start-timeout"
+                    f"{len(missing)} of {self.ranks} ranks did not start within {start.limit_s:g} s (missing ranks: "
+                    f"{named}); {start.advice(now)}, or wait longer with --start-timeout"
                 )
             self._name_stopped(now)
             if missing and not failed and now > report_at:
@@ -342,17 +344,17 @@ class _Start:
         return computed_s, number
 
     def advice(self, now: float) -> str:
-        """Return advice on what to do about a slow start, as the end of a sentence."""
+        """Return advice on what to do about a slow start, as a clause."""
         if self._hosts:
             return (
-                f"; check that {', '.join(self._hosts[:_NAMED])} can be reached by ssh without a password and have the "
+                f"check that {', '.join(self._hosts[:_NAMED])} can be reached by ssh without a password and have the "
                 "same Python environment"
             )
         if now - self._begun_s > START_MOST * self.limit_s:
-            return ", although they compute; start fewer if there are too many for this machine"
+            return "they still compute, so start fewer ranks if there are too many for this machine"
         return (
-            f" without progress: the {self._processes()[1]} processes that mpiexec has started on this host wait, for "
-            "example for the disk with Python"
+            f"the {self._processes()[1]} processes that mpiexec has started on this host make no progress, so check "
+            "what they wait for, such as a slow disk"
         )
 
 

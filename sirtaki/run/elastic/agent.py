@@ -413,7 +413,8 @@ def reach_driver(
     except OSError as err:
         tried = ", ".join(f"{host}:{port}" for host, port in places)
         raise CommError(
-            f"the driver cannot be reached at {tried} ({err}); name the interface with --network-interface"
+            f"this host cannot reach the driver (launcher process) at {tried}: {err}; choose the network interface "
+            "with --network-interface"
         ) from err
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock

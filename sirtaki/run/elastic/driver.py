@@ -287,8 +287,8 @@ def agent_words(job: ElasticJob, host: str, environ: Mapping[str, str] = os.envi
     if job.agent_command:
         if "{command}" not in job.agent_command:
             raise ConfigError(
-                f"--agent-command {job.agent_command!r} must contain {{command}}, for example "
-                "'kubectl exec -i {host} -- {command}'"
+                "the value of --agent-command must contain {command}, as in 'kubectl exec -i {host} -- {command}', "
+                f"found {job.agent_command!r}"
             )
         # Insert the command of the agent into the user's command. If `{command}` is a word by itself, replace it by the
         # words of the agent's command. Otherwise insert them as quoted text.
@@ -316,7 +316,9 @@ def new_endpoint(addresses: Sequence[str]) -> DriverEndpoint:
     try:
         listeners = tuple(listener.detach() for listener in listen(addresses))
     except OSError as err:
-        raise LaunchError(f"the launcher cannot listen at {', '.join(addresses)}: {err}") from err
+        raise LaunchError(
+            f"the launcher cannot accept connections at the addresses {', '.join(addresses)}: {err}"
+        ) from err
     return DriverEndpoint(proof=Proof(job=secrets.token_hex(8), secret=secrets.token_hex(32)), listeners=listeners)
 
 
@@ -621,8 +623,6 @@ LIMIT_S, MOST_BYTES = 20.0, 1 << 20
 
 MOST_HOSTS = 10_000
 
-_FORMAT = "it must print one host per line, as name or name:slots"
-
 Hosts = Mapping[str, int]
 
 
@@ -638,7 +638,7 @@ def ask_script(script: str, slots: int, limit_s: float = LIMIT_S) -> Hosts:
     Raises:
         LaunchError: the script cannot be run, fails, takes too long, or prints an invalid host.
     """
-    deadline, which = Deadline.after(limit_s), f"the host discovery script {script!r}"
+    deadline = Deadline.after(limit_s)
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
         try:
             process = subprocess.Popen(
@@ -650,19 +650,26 @@ def ask_script(script: str, slots: int, limit_s: float = LIMIT_S) -> Hosts:
             )
         except OSError as err:
             raise LaunchError(
-                f"{which} cannot be run ({err}): make it executable, with #!/bin/sh in its first line"
+                f"the host discovery script {script!r} cannot be started ({err}); make it executable, and write "
+                "#!/bin/sh into its first line"
             ) from err
 
         def has_ended() -> bool:
             if process.poll() is not None:
                 return True
             if sum(os.fstat(file.fileno()).st_size for file in (out, errors)) > MOST_BYTES:
-                raise LaunchError(f"{which} has printed more than {MOST_BYTES} bytes: {_FORMAT}, and then exit")
+                raise LaunchError(
+                    f"the host discovery script {script!r} printed more than {MOST_BYTES} bytes; it must print only "
+                    "one host per line, as name or name:slots, and then exit"
+                )
             return False
 
         try:
             if not wait_for(has_ended, deadline, Poll.SLICES):
-                raise LaunchError(f"{which} has not ended within {limit_s:g} s: {_FORMAT}, and then exit")
+                raise LaunchError(
+                    f"the host discovery script {script!r} did not exit within {limit_s:g} s; it must print one host "
+                    "per line, as name or name:slots, and then exit"
+                )
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -670,11 +677,14 @@ def ask_script(script: str, slots: int, limit_s: float = LIMIT_S) -> Hosts:
         printed, complaint = (os.pread(file.fileno(), MOST_BYTES, 0).decode(errors="replace") for file in (out, errors))
     if process.returncode != 0:
         last = (complaint.strip().splitlines() or [""])[-1]
-        raise LaunchError(f"{which} ended with exit code {process.returncode}{f': {last[:200]}' if last else ''}")
-    return _hosts(which, printed, slots)
+        raise LaunchError(
+            f"the host discovery script {script!r} failed with exit code {process.returncode}"
+            f"{f': {last[:200]}' if last else ''}"
+        )
+    return _hosts(script, printed, slots)
 
 
-def _hosts(which: str, text: str, slots: int) -> Hosts:
+def _hosts(script: str, text: str, slots: int) -> Hosts:
     found: dict[str, int] = {}
     for line in text.splitlines():
         entry = line.partition("#")[0].strip()
@@ -684,11 +694,14 @@ def _hosts(which: str, text: str, slots: int) -> Hosts:
             (host,) = parse_hosts(entry if ":" in entry else f"{entry}:{slots}")
         except (ConfigError, ValueError) as err:
             raise LaunchError(
-                f"{which} printed the line {entry[:80]!r}: {_FORMAT}, with at most {MOST_SLOTS} slots"
+                f"the host discovery script {script!r} printed the invalid line {entry[:80]!r}; each line must be a "
+                f"host, as name or name:slots, with at most {MOST_SLOTS} slots"
             ) from err
         found[host.name] = min(MOST_SLOTS, found.get(host.name, 0) + host.slots)
         if len(found) > MOST_HOSTS:
-            raise LaunchError(f"{which} printed more than {MOST_HOSTS} hosts")
+            raise LaunchError(
+                f"the host discovery script {script!r} printed more than {MOST_HOSTS} hosts; it must print fewer"
+            )
     return found
 
 
@@ -799,7 +812,7 @@ def run_job(
                 members.answer(list(crew.poll(_TICK_S)), time.monotonic())
                 for answer in () if discovery is None else discovery.take():
                     if isinstance(answer, LaunchError):
-                        say(f"{answer}; keeping the known hosts and trying again")
+                        say(f"{answer}; the job keeps its hosts, and the launcher will run the script again")
                     else:
                         members.found(answer, time.monotonic())
         finally:
@@ -837,10 +850,10 @@ def take_over(crew: AgentCrew, members: JobMembers, say: Callable[[str], None]) 
     workers = members.member_list.workers.values()
     there = f"{len(workers)} ranks on {', '.join(crew.hosts)}"
     if not goes_on:
-        say(f"the driver is lost, and only {there} can be reached: too few to continue")
+        say(f"the driver (launcher process) has died, and only {there} can be reached; these are too few to continue")
         crew.close()
         return None
-    say(f"the driver is lost; process {os.getpid()} on {socket.gethostname()} takes over {there}")
+    say(f"the driver (launcher process) has died; process {os.getpid()} on {socket.gethostname()} takes over {there}")
     crew.broadcast_agents()
     members.answer(later, time.monotonic())
     slots = dict.fromkeys(crew.hosts, 1)
@@ -985,7 +998,8 @@ def policy_of(options: argparse.Namespace, hosts: Hosts, *, timeout_s: float) ->
     start = start or least
     if not least <= start <= (most or start):
         raise ConfigError(
-            f"--min-np {least}, -np {start}{f', --max-np {most}' if most else ''}: must be --min-np <= -np <= --max-np"
+            f"the numbers of ranks must be --min-np <= -np <= --max-np, found --min-np {least}, -np {start}"
+            f"{f', --max-np {most}' if most else ''}"
         )
     on_failure = OnFailure(options.on_failure) if options.on_failure else None
     if on_failure is None:
@@ -993,13 +1007,17 @@ def policy_of(options: argparse.Namespace, hosts: Hosts, *, timeout_s: float) ->
     cooldown_s = tuple(options.blacklist_cooldown_range or ())
     if cooldown_s and cooldown_s[0] > cooldown_s[1]:
         raise ConfigError(
-            f"--blacklist-cooldown-range {cooldown_s[0]:g} {cooldown_s[1]:g}: the first must not exceed the second"
+            "the first value of --blacklist-cooldown-range must not exceed the second, found "
+            f"{cooldown_s[0]:g} and {cooldown_s[1]:g}"
         )
     if options.reset_limit is not None and options.reset_limit < 0:
-        raise ConfigError(f"--reset-limit {options.reset_limit} must not be negative")
+        raise ConfigError(f"the value of --reset-limit must be at least 0, found {options.reset_limit}")
     if not options.host_discovery_script and (slots := sum(hosts.values())) < start:
         what = f"--min-np {least}" if slots < least else f"-np {start}"
-        raise ConfigError(f"{what}, but the hosts have only {slots} slots, and discovery is off")
+        raise ConfigError(
+            f"the option {what} requires more ranks than the hosts have slots ({slots}); name more hosts or slots, or "
+            "use --host-discovery-script"
+        )
     default_s = None if on_failure is OnFailure.DROP_HOST else COOLDOWN_S
     return Policy(
         start_ranks=start,

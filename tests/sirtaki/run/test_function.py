@@ -55,7 +55,7 @@ ELASTIC = ("min_num_proc", "max_num_proc", "slots", "reset_limit", "cooldown_ran
 @pytest.mark.parametrize("name", [*ELASTIC, "min_np", "max_np"])
 def test_elastic_arguments_are_refused_before_anything_starts(name: str, launched: Launched) -> None:
     arguments: dict[str, Any] = {name: 0}
-    with pytest.raises(ConfigError, match=r"run\(\) has a fixed number of ranks"):
+    with pytest.raises(ConfigError, match=r"run\(\) starts a fixed number of ranks"):
         run(divide, (6,), **arguments)
     assert launched == []
 

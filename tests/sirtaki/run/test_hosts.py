@@ -55,7 +55,7 @@ def test_an_invalid_host_is_rejected_with_the_expected_form(text):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("a slots=2\nb slots=many\n", "line 2: 'many'"),
+        ("a slots=2\nb slots=many\n", "line 2 must be an integer of at least 1, found 'many'"),
         ("a slots=2\n\nb max_slots=3 slots=2\n", "line 3"),
         ("# nothing\n", "names no host"),
         ("", "names no host"),
@@ -210,5 +210,5 @@ def test_port_and_key_are_arguments_and_a_key_must_be_there(tmp_path: Path) -> N
     key.touch()
     assert ssh_arguments(2222, str(key)) == ("-p", "2222", "-i", str(key))
     assert ssh_arguments(None, None) == ()
-    with pytest.raises(ConfigError, match="no such file"):
+    with pytest.raises(ConfigError, match="given with --ssh-identity-file does not exist"):
         ssh_arguments(None, str(tmp_path / "other"))

@@ -175,9 +175,9 @@ def test_toml_and_yaml_are_equivalent_to_json(tmp_path):
     ("name", "content", "message"),
     [
         ("c.json", {"fusion-threshold": 1}, "did you mean 'fusion-threshold-mb'"),
-        ("c.json", {"autotune": {"enable": True}}, "'enable' is not an option"),
+        ("c.json", {"autotune": {"enable": True}}, "contains 'enable', which is not an option"),
         ("c.json", "{", "cannot be read"),
-        ("c.json", "[1]", "must contain options"),
+        ("c.json", "[1]", "must contain a mapping of options to values, found list"),
         ("c.toml", "=", "cannot be read"),
     ],
 )
@@ -235,9 +235,9 @@ def test_programs_other_than_python_scripts_are_run_unchanged(command):
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ((), "no command"),
-        ((sys.executable, "nothere.py"), "no script 'nothere.py'"),
-        (("nothere",), "no program 'nothere'"),
+        ((), "the command to run is missing"),
+        ((sys.executable, "nothere.py"), "the script 'nothere.py' was not found"),
+        (("nothere",), "the program 'nothere' was not found on PATH"),
         (("train.py",), "python train.py"),
     ],
 )
@@ -356,6 +356,6 @@ def test_imported_names_are_sirtakis_own_objects() -> None:
     ["horovod.tensorflow", "horovod.torch.nothing", "horovod.common.nothing", "horovod.ray.nothing", "horovod.x.y"],
 )
 def test_names_without_a_counterpart_raise_an_error(name: str) -> None:
-    with pytest.raises(ModuleNotFoundError, match=f"{name} has no counterpart in Sirtaki, which stands in") as caught:
+    with pytest.raises(ModuleNotFoundError, match=f"has no module for {name}; it replaces") as caught:
         HorovodFinder().find_spec(name)
     assert caught.value.name == name

@@ -52,7 +52,9 @@ def test_hosts_follow_discovery_and_invalid_output_changes_nothing(start: Callab
     assert places(second) == [("a", 0), ("b", 0), ("c", 0)]
     hosts.write_text("a:1\nb\nc:many\n")
     job.until(
-        lambda: any("'c:many': it must print one host per line, as name or name:slots" in line for line in job.said)
+        lambda: any(
+            "the invalid line 'c:many'; each line must be a host, as name or name:slots" in line for line in job.said
+        )
     )
     hosts.write_text("c:4\n")
     job.until(lambda: (now := job.generation()) and places(now)[0][0] == "c" and len(now) == 3)

@@ -40,14 +40,14 @@ def test_valid_answers_are_parsed(tmp_path: Path) -> None:
         ("echo >&2 the cloud is closed; exit 4", "exit code 4: the cloud is closed"),
         (
             "echo 'Error: no permission'",
-            "'Error: no permission': it must print one host per line, as name or name:slots",
+            "invalid line 'Error: no permission'; each line must be a host, as name or name:slots",
         ),
-        ("echo node1:many", "'node1:many': it must print one host per line, as name or name:slots"),
-        ("echo node1,node2", "'node1,node2': it must print one host per line, as name or name:slots"),
-        ("echo node1:9999999999", "'node1:9999999999': it must print one host per line, as name or name:slots"),
+        ("echo node1:many", "invalid line 'node1:many'; each line must be a host, as name or name:slots"),
+        ("echo node1,node2", "invalid line 'node1,node2'; each line must be a host, as name or name:slots"),
+        ("echo node1:9999999999", "invalid line 'node1:9999999999'; each line must be a host, as name or name:slots"),
         (
             "yes node1",
-            r"printed more than \d+ bytes: it must print one host per line, as name or name:slots, and then exit",
+            r"printed more than \d+ bytes; it must print only one host per line, as name or name:slots, and then exit",
         ),
         ("seq 1 20000", "printed more than 10000 hosts"),
     ],
@@ -67,7 +67,7 @@ def test_a_file_that_is_not_executable_is_reported(tmp_path: Path) -> None:
 @pytest.mark.lengthy
 def test_a_hanging_script_is_killed_with_its_children(tmp_path: Path) -> None:
     begin_s = time.monotonic()
-    with pytest.raises(LaunchError, match=r"script '.*' has not ended within 0\.5 s: it must print"):
+    with pytest.raises(LaunchError, match=r"script '.*' did not exit within 0\.5 s; it must print"):
         ask_script(script(tmp_path, f"sleep 60 & echo $! > {tmp_path}/pid; sleep 60"), 1, limit_s=0.5)
     assert time.monotonic() - begin_s < 10.0
     pid = int((tmp_path / "pid").read_text())
@@ -125,10 +125,10 @@ def test_under_horovods_name_a_failure_drops_the_host_for_good_as_there() -> Non
     [
         (("-np", "1", "--min-np", "2"), "must be --min-np <= -np <= --max-np"),
         (("--min-np", "3", "--max-np", "2"), "must be --min-np <= -np <= --max-np"),
-        (("--min-np", "5"), "--min-np 5, but the hosts have only 4 slots, and discovery is off"),
-        (("-np", "5", "--min-np", "2"), "-np 5, but the hosts have only 4 slots, and discovery is off"),
-        (("--min-np", "1", "--blacklist-cooldown-range", "9", "3"), "the first must not exceed the second"),
-        (("--min-np", "1", "--reset-limit", "-1"), "must not be negative"),
+        (("--min-np", "5"), r"--min-np 5 requires more ranks than the hosts have slots \(4\)"),
+        (("-np", "5", "--min-np", "2"), r"option -np 5 requires more ranks than the hosts have slots \(4\)"),
+        (("--min-np", "1", "--blacklist-cooldown-range", "9", "3"), "must not exceed the second, found 9 and 3"),
+        (("--min-np", "1", "--reset-limit", "-1"), "--reset-limit must be at least 0, found -1"),
     ],
 )
 def test_contradictory_options_are_rejected(words: tuple[str, ...], message: str) -> None:
