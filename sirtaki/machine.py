@@ -326,8 +326,8 @@ def own_addresses(interface: str | None) -> list[str]:
         if not chosen:
             there = ", ".join(f"{name} ({address})" for name, address in known.items())
             raise ConfigError(
-                f"this host has no network interface {interface} with an IPv4 address; choose one of its interfaces: "
-                f"{there}"
+                f"this host has no network interface {interface} with an IPv4 address; set "
+                f"--network-interfaces or SIRTAKI_GLOO_IFACE to one of: {there}"
             )
         return chosen
     # Bridges of container engines are last, because every host has bridges with these addresses.

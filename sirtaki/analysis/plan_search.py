@@ -432,10 +432,7 @@ def planned(
         ConfigError: `allowed` contains an unknown name.
     """
     if unknown := sorted({*allowed} - {*CHANGES_NUMBERS}):
-        raise ConfigError(
-            f"the name {unknown[0]!r} given with --allow is not a change that Sirtaki can make to the job; use one of "
-            f"{', '.join(CHANGES_NUMBERS)}"
-        )
+        raise ConfigError(f"the value of --allow must be one of {', '.join(CHANGES_NUMBERS)}, found {unknown[0]!r}")
     job, early, begin_s = before.job, tuple[Extra, ...](), time.monotonic()
     if part_bytes is not None:
         apply = partial(in_parts, part_bytes=part_bytes)

@@ -540,7 +540,9 @@ class JobRecorder:
         try:
             write_rank(self._folder, recording)
         except OSError as err:
-            logger.warning("the recording lacks rank %d, because its file cannot be written: %s", self._rank, err)
+            logger.warning(
+                "the recording lacks rank %d, because this rank's file cannot be written: %s", self._rank, err
+            )
             return
         if self._rank == 0:
             words = "recorded %d iterations in %s: show them with sirtaki profile --show %s"
@@ -553,7 +555,7 @@ class JobRecorder:
             try:
                 self._seen = watch.stop()
             except RecordingError as err:
-                logger.warning("the recording lacks the operators of rank %d: %s", self._rank, err)
+                logger.warning("the recording lacks the operators of rank %d, because %s", self._rank, err)
 
 
 # ── entry points ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -699,11 +699,11 @@ def _parsed(path: Path, unpack: Callable[[bytes], bytes], build: Callable[[Json]
         raise RecordingError(f"the file {path} of the recording cannot be read: {err}") from err
     version = data.get("format") if isinstance(data, dict) else None
     if version not in READABLE_VERSIONS:
-        found = f"version {version}" if isinstance(version, int) else "no version"
-        known = " and ".join(map(str, READABLE_VERSIONS))
+        found = version if isinstance(version, int) else "none"
+        known = " or ".join(map(str, READABLE_VERSIONS))
         raise RecordingError(
-            f"the format of the file {path} has {found}, but this release of Sirtaki reads only the versions {known}; "
-            "record the job again"
+            f"the format version of the recording's file {path} must be {known}, found {found}; record the job again "
+            "with this release of Sirtaki"
         )
     try:
         return build(data)

@@ -74,7 +74,7 @@ def unit_cost(job: JobModel, route: Route, ranks: tuple[int, ...]) -> UnitCost:
         known = {*job.links, *(one.route for one in job.units if one.route is not None)}
         words = sorted(f"{transport.value} {algorithm.value}" for transport, algorithm in known)
         raise ReplayError(
-            f"the cost of the transport and algorithm {route[0].value} {route[1].value} is unknown, because the "
+            f"the cost of transport {route[0].value} with algorithm {route[1].value} is unknown, because the "
             f"recorded job neither used nor measured them; it used or measured: {', '.join(words) or 'none'}"
         )
     lag_s = statistics.fmean(one.lag_s for one in units) if units else 0.0
@@ -147,7 +147,7 @@ def with_plans(
         if buffer.plan.numel != buffer.layout.numel:
             raise ReplayError(
                 f"the communication plan is for {buffer.plan.numel} gradient elements, but flat buffer {buffer.number} "
-                f"of the job contains {buffer.layout.numel}; pass a plan made for this job"
+                f"(of contiguous gradients) contains {buffer.layout.numel}; pass a plan that was made for this job"
             )
     changed = [buffer for buffer in buffers if buffer.number in plans]
     routes = {(buffer.plan.transport, unit.algorithm) for buffer in changed for unit in buffer.plan.units}
@@ -342,8 +342,8 @@ def with_ranks(job: JobModel, ranks: int) -> JobModel:
     """
     if ranks < 2 or len(job.ranks) < 2:
         raise ReplayError(
-            f"the step time on {ranks} ranks cannot be predicted from a recording of {len(job.ranks)}; both numbers of "
-            "ranks must be at least 2"
+            f"the step time on {ranks} ranks cannot be predicted from a recording of {len(job.ranks)} ranks; both "
+            "numbers of ranks must be at least 2"
         )
     if any(len(buffer.ranks) != len(job.ranks) for buffer in job.buffers):
         raise ReplayError(

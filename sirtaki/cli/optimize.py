@@ -292,14 +292,16 @@ def _print_memory(fitting: Fitting) -> None:
         print(f"The job fits into the memory budget of {budget} without a change: {peak}.\n")
         return
     print(f"The job exceeds the memory budget of {budget}: {peak}.")
-    print("These changes would reduce the peak, as predicted by simulation; the cheapest in time is first:\n")
+    print("These changes would reduce the memory peak, as predicted by simulation; the cheapest in time is first:\n")
     rows = [(format_bytes(fitting.peak_bytes), "as it is")]
     for one in fitting.remedies:
         not_enough = "" if one.remedy.peak_bytes <= fitting.budget_bytes else ", which is not enough"
         rows.append((format_bytes(one.remedy.peak_bytes), f"{one.remedy.words}{not_enough}"))
     print_table(("peak", ""), rows)
     print("\nThe step time with a change is unknown until a job measures it.")
-    print(f"The first change that fits into the budget is {chosen.by}; add these lines to the training script:\n")
+    print(
+        f"The first change that fits into the memory budget is {chosen.by}; add these lines to the training script:\n"
+    )
     for line in chosen.remedy.lines:
         print(f"    {line}")
     print()

@@ -118,7 +118,7 @@ def write_file(path: Path, text: str, what: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as err:
-        raise ConfigError(f"the file with {what} cannot be written: {err}") from err
+        raise ConfigError(f"the output file with {what} cannot be written: {err}") from err
 
 
 # ── types of options; each raises ArgumentTypeError for invalid values ────────────────────────────────────────────────
@@ -129,9 +129,9 @@ def positive(text: str) -> float:
     try:
         value = float(text)
     except ValueError as err:
-        raise ArgumentTypeError(f"the value must be a number, found {text!r}") from err
+        raise ArgumentTypeError(f"the value of this option must be a number, found {text!r}") from err
     if not 0 < value < float("inf"):
-        raise ArgumentTypeError(f"the value must be a finite number greater than 0, found {text}")
+        raise ArgumentTypeError(f"the value of this option must be a finite number greater than 0, found {text}")
     return value
 
 
@@ -140,7 +140,7 @@ def whole(least: int) -> Callable[[str], int]:
 
     def number(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
-            raise ArgumentTypeError(f"the value must be an integer of at least {least}, found {text!r}")
+            raise ArgumentTypeError(f"the value of this option must be an integer of at least {least}, found {text!r}")
         return int(text)
 
     return number
@@ -153,5 +153,7 @@ def memory_bytes(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     n_bytes = int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0
     if not n_bytes:
-        raise ArgumentTypeError(f"the value must be an amount of memory, such as 6G or 512M, found {text!r}")
+        raise ArgumentTypeError(
+            f"the value of this option must be an amount of memory, such as 6G or 512M, found {text!r}"
+        )
     return n_bytes

@@ -46,7 +46,7 @@ def _counts(text: str) -> tuple[int, ...]:
         counts = tuple(sorted({int(part) for part in text.split(",")}))
     except ValueError as err:
         raise ArgumentTypeError(
-            f"the value must be a list of numbers of ranks, such as 2,8,64, found {text!r}"
+            f"the value of this option must be a list of numbers of ranks, such as 2,8,64, found {text!r}"
         ) from err
     if counts[0] < 2:
         raise ArgumentTypeError(f"each number of ranks must be at least 2, found {counts[0]}")

@@ -24,7 +24,6 @@ from sirtaki.analysis.global_graph import (
     replayed,
 )
 from sirtaki.analysis.job_model import JobModel, JobOperation, histories, job_model
-from sirtaki.analysis.recording import counted
 from sirtaki.analysis.what_if import (
     Baseline,
     daydream,
@@ -102,9 +101,8 @@ def main(options: Namespace) -> int:
     if printed(options, shown, [one.row() for one in answers]):
         return 0
     knobs = job.buffers[0].knobs.describe() if job.buffers else "none, because no gradients were exchanged"
-    hosts = counted(len(set(job.hosts.values())), "host")
-    iterations = counted(was.iterations, "iteration")
-    print(f"The recording contains {iterations} of {counted(len(job.ranks), 'rank')} on {hosts}.")
+    hosts = len(set(job.hosts.values()))
+    print(f"The job had {len(job.ranks)} rank(s) on {hosts} host(s); {was.iterations} iteration(s) were recorded.")
     print(f"The job's communication plan was: {knobs}.\n")
     print_table(("", "recorded", "replayed", "error", "bytes ÷ bandwidth", "its error"), _table(was, base.times, rule))
     print("\nThe critical path of the recorded iterations, over all ranks, is:")
@@ -133,8 +131,8 @@ def _changed(options: Namespace, base: Baseline) -> tuple[str, JobModel, bool]:
     if options.plan is not None:
         if len(job.buffers) != 1:
             raise ReplayError(
-                "--plan requires a job with exactly one flat buffer of gradients, but this job has "
-                f"{len(job.buffers)}; use --unit-mib and --streams instead"
+                "--plan requires a job with exactly one flat buffer (of contiguous gradients), but this job has "
+                f"{len(job.buffers)} buffers; use --unit-mib and --streams instead"
             )
         words, replanned = [f"the plan were {options.plan}"], True
         job = with_plans(job, {job.buffers[0].number: _plan(options.plan)})

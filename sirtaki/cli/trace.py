@@ -34,7 +34,9 @@ def _critical_path(recording: Recording) -> tuple[PathSpan, ...]:
         found = histories(recording)
         return tuple(path_spans(found, play(job_model(found))))
     except (PlanError, ReplayError) as err:
-        print(f"The trace lacks the critical path, because the job could not be simulated: {err}", file=sys.stderr)
+        print(
+            f"The trace does not show the critical path, because the job could not be simulated: {err}", file=sys.stderr
+        )
         return ()
 
 
@@ -65,11 +67,13 @@ def main(options: argparse.Namespace) -> int:
         raise RecordingError(f"the file with the trace cannot be written: {err}") from err
     files = written.files
     print(
-        f"wrote Chakra traces of {written.iterations} iterations of {len(files)} ranks, with {written.nodes} nodes, to "
-        f"{files[0]}{f' … {files[-1].name}' if len(files) > 1 else ''}"
+        f"the Chakra traces of {written.iterations} iterations of {len(files)} ranks ({written.nodes} nodes) were "
+        f"written to {files[0]}{f' … {files[-1].name}' if len(files) > 1 else ''}"
     )
     if written.groups is not None:
-        print(f"wrote the groups of ranks, for ASTRA-sim's option --comm-group-configuration, to {written.groups}")
+        print(
+            f"the groups of ranks, for ASTRA-sim's option --comm-group-configuration, were written to {written.groups}"
+        )
     if list(recording.ranks) != list(range(len(files))):
         print(
             f"the trace files are numbered from 0; they belong, in this order, to {of_ranks(tuple(recording.ranks))} "

@@ -65,8 +65,8 @@ class HorovodFinder(MetaPathFinder):
             counterpart = fullname.replace("horovod", "sirtaki", 1)
         if counterpart is None or not _exists(counterpart):
             raise ModuleNotFoundError(
-                f"Sirtaki, which replaces Horovod in this process, has no module for {fullname}; it replaces "
-                "horovod.torch and horovod.ray only",
+                f"the import of {fullname} failed, because Sirtaki replaces Horovod in this process and has only the "
+                "modules horovod.torch and horovod.ray",
                 name=fullname,
             )
         return ModuleSpec(fullname, _Alias(counterpart), is_package=True)

@@ -79,7 +79,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
     for number, line in enumerate(lines, start=1):
         entry = line.partition("#")[0].strip()
         if entry:
-            found.append(_host(re.sub(r"\s+slots\s*=\s*", ":", entry), place=f"{path}, line {number}"))
+            found.append(_host(re.sub(r"\s+slots\s*=\s*", ":", entry), place=f"line {number} of {path}"))
     if not found:
         raise ConfigError(f"the hostfile {path} names no host; write one host per line, such as: node1 slots=4")
     return _merged(found)

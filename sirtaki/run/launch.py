@@ -377,7 +377,8 @@ def _launch(options: argparse.Namespace, *, port: int) -> int:
     slots = sum(host.slots for host in hosts)
     if options.ranks is None and not hosts:
         raise ConfigError(
-            "the number of ranks is missing; use -np N, or hosts with slots (-H, --hostfile, a Slurm allocation)"
+            "the number of ranks is missing; pass -np N, or name hosts with slots (by -H, --hostfile or a Slurm "
+            "allocation)"
         )
     if options.ranks is not None and hosts and options.ranks > slots:
         raise ConfigError(

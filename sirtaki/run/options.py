@@ -386,7 +386,7 @@ def option_names() -> Mapping[str, bool]:
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"the value must be an integer of at least 1, found {text!r}")
+        raise argparse.ArgumentTypeError(f"the value of this option must be an integer of at least 1, found {text!r}")
     return int(text)
 
 
@@ -394,4 +394,6 @@ def _seconds(text: str) -> float:
     with contextlib.suppress(ValueError):
         if 0 < (value := float(text)) < math.inf:
             return value
-    raise argparse.ArgumentTypeError(f"the value must be a number of seconds greater than 0, found {text!r}")
+    raise argparse.ArgumentTypeError(
+        f"the value of this option must be a number of seconds greater than 0, found {text!r}"
+    )

@@ -317,7 +317,8 @@ def new_endpoint(addresses: Sequence[str]) -> DriverEndpoint:
         listeners = tuple(listener.detach() for listener in listen(addresses))
     except OSError as err:
         raise LaunchError(
-            f"the launcher cannot accept connections at the addresses {', '.join(addresses)}: {err}"
+            "the launcher cannot open a port for its agents (processes that start ranks) at the addresses "
+            f"{', '.join(addresses)}: {err}"
         ) from err
     return DriverEndpoint(proof=Proof(job=secrets.token_hex(8), secret=secrets.token_hex(32)), listeners=listeners)
 
@@ -700,7 +701,7 @@ def _hosts(script: str, text: str, slots: int) -> Hosts:
         found[host.name] = min(MOST_SLOTS, found.get(host.name, 0) + host.slots)
         if len(found) > MOST_HOSTS:
             raise LaunchError(
-                f"the host discovery script {script!r} printed more than {MOST_HOSTS} hosts; it must print fewer"
+                f"the host discovery script {script!r} must print at most {MOST_HOSTS} hosts, but it printed more"
             )
     return found
 
@@ -998,7 +999,7 @@ def policy_of(options: argparse.Namespace, hosts: Hosts, *, timeout_s: float) ->
     start = start or least
     if not least <= start <= (most or start):
         raise ConfigError(
-            f"the numbers of ranks must be --min-np <= -np <= --max-np, found --min-np {least}, -np {start}"
+            f"the numbers of ranks must satisfy --min-np <= -np <= --max-np, found --min-np {least}, -np {start}"
             f"{f', --max-np {most}' if most else ''}"
         )
     on_failure = OnFailure(options.on_failure) if options.on_failure else None

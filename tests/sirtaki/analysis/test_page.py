@@ -362,7 +362,7 @@ def test_an_unreadable_input_or_unwritable_output_gets_one_sentence(
 ) -> None:
     folder = written(tmp_path / "job", record(on_one_host()))
     assert main(["report", str(folder), "-o", str(tmp_path / "nowhere" / "page.html")]) == 1
-    assert "the file with the report cannot be written" in capsys.readouterr().err
+    assert "the output file with the report cannot be written" in capsys.readouterr().err
     (folder / JOB_FILE).unlink()
     assert main(["report", str(folder)]) == 1
     err = capsys.readouterr().err

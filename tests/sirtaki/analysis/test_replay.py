@@ -346,11 +346,9 @@ def test_units_may_end_within_gradients_and_units_without_ready_gradients_are_la
 
 def test_an_unknown_route_another_layout_and_missing_gradients_are_refused() -> None:
     job = over_a_link()
-    with pytest.raises(ReplayError, match=r"cost of mpi flat is unknown.*known: gloo flat"):
+    with pytest.raises(ReplayError, match=r"cost of transport mpi with algorithm flat is unknown.*: gloo flat"):
         with_knobs(job, Knobs(unit_bytes=4000, streams=1, transport=TransportKind.MPI))
-    with pytest.raises(
-        ReplayError, match="plan is for 10 gradient elements, but flat buffer 0 of the job contains 6500"
-    ):
+    with pytest.raises(ReplayError, match=r"plan is for 10 gradient elements, but flat buffer 0 .* contains 6500"):
         with_plans(job, {0: plan_of((10,), (1,))})
     bare = job.changed(program=lambda _, mine: tuple(replace(piece, ready=()) for piece in mine))
     with pytest.raises(ReplayError, match="some ranks did not record when the gradients of flat buffer 0"):

@@ -207,7 +207,7 @@ def test_horovods_modules_are_sirtakis_and_have_priority_over_other_horovods(lau
     )
     job = launch("-np", 1, "--as-horovod", "python", tmp_path / "script.py")
     assert job.returncode == 0, job.stderr
-    assert "has no module for horovod.tensorflow" in job.stdout
+    assert "the import of horovod.tensorflow failed, because Sirtaki replaces Horovod" in job.stdout
     assert job.stdout.endswith("0.28.1\n")
     assert "`import horovod` imports Sirtaki" in job.stderr
 

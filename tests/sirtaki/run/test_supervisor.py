@@ -168,7 +168,7 @@ def test_a_start_continues_while_ranks_arrive_or_compute():
 
 @pytest.mark.lengthy
 @pytest.mark.parametrize(
-    ("hosts", "says"), [((), "1 processes .* on this host wait"), (("far",), "far can be reached by ssh")]
+    ("hosts", "says"), [((), "1 processes .* on this host make no progress"), (("far",), "far can be reached by ssh")]
 )
 def test_a_start_without_progress_ends_with_advice_that_fits(hosts, says):
     job = Supervisor(ranks=1, start_timeout_s=0.3, output=OutputOptions(hydra=True), hosts=hosts)

@@ -49,7 +49,7 @@ def test_valid_answers_are_parsed(tmp_path: Path) -> None:
             "yes node1",
             r"printed more than \d+ bytes; it must print only one host per line, as name or name:slots, and then exit",
         ),
-        ("seq 1 20000", "printed more than 10000 hosts"),
+        ("seq 1 20000", "must print at most 10000 hosts"),
     ],
 )
 def test_an_invalid_answer_is_reported_with_the_reason(tmp_path: Path, text: str, message: str) -> None:
@@ -123,8 +123,8 @@ def test_under_horovods_name_a_failure_drops_the_host_for_good_as_there() -> Non
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("-np", "1", "--min-np", "2"), "must be --min-np <= -np <= --max-np"),
-        (("--min-np", "3", "--max-np", "2"), "must be --min-np <= -np <= --max-np"),
+        (("-np", "1", "--min-np", "2"), "must satisfy --min-np <= -np <= --max-np"),
+        (("--min-np", "3", "--max-np", "2"), "must satisfy --min-np <= -np <= --max-np"),
         (("--min-np", "5"), r"--min-np 5 requires more ranks than the hosts have slots \(4\)"),
         (("-np", "5", "--min-np", "2"), r"option -np 5 requires more ranks than the hosts have slots \(4\)"),
         (("--min-np", "1", "--blacklist-cooldown-range", "9", "3"), "must not exceed the second, found 9 and 3"),
