@@ -714,8 +714,8 @@ def job_model(histories: Histories) -> JobModel:
     elif across:
         link = SharedResource(name=LINK, totals=(1.0,), is_link=True)
         notes.append(
-            "the link between hosts was not probed (the job was not tuned), so it is taken for one that a single unit "
-            "fills"
+            "the bandwidth of the network between hosts was not measured, because the job was not tuned; the "
+            "simulation assumes that a single unit (bucket) uses all of it"
         )
     on_link = None
     if link is not None:

@@ -545,7 +545,9 @@ class JobRecorder:
             )
             return
         if self._rank == 0:
-            words = "recorded %d iterations in %s: show them with sirtaki profile --show %s"
+            words = (
+                "this job recorded %d training iterations to the folder %s; print them with: sirtaki profile --show %s"
+            )
             logger.info(words, len(self._drafts), self._folder, self._folder)
 
     def _stop_watching(self) -> None:

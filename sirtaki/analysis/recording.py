@@ -669,7 +669,7 @@ def read_folder(folder: str | Path) -> Recording:
             problems.append(str(err))
             continue
         if rank.job != job.job or rank.rank != number or number >= job.n_ranks:
-            problems.append(f"{path.name} is of another job, and is left out")
+            problems.append(f"the file {path.name} belongs to another job and is ignored")
         else:
             ranks[number] = rank
     if not ranks:
@@ -679,7 +679,10 @@ def read_folder(folder: str | Path) -> Recording:
     usual, _ = Counter(rank.model for rank in ranks.values()).most_common(1)[0]
     if others := [number for number, rank in ranks.items() if rank.model != usual]:
         ranks = {number: rank for number, rank in ranks.items() if rank.model == usual}
-        problems.append(f"{of_ranks(others)} trained another model, and what they recorded is left out")
+        problems.append(
+            f"{of_ranks(others)} trained another model than the other ranks and {'is' if len(others) == 1 else 'are'} "
+            "ignored"
+        )
     if short := [number for number, rank in ranks.items() if not rank.complete]:
         least = min(len(ranks[number].iterations) for number in short)
         problems.append(
@@ -687,7 +690,8 @@ def read_folder(folder: str | Path) -> Recording:
         )
     if not any(iteration.units for rank in ranks.values() for iteration in rank.iterations):
         problems.append(
-            "no gradients were exchanged while this was recorded, so clocks of hosts are as far apart as at the start"
+            "no gradients were exchanged while this was recorded, so the clocks of hosts are aligned only by the "
+            "offsets measured at the start"
         )
     return Recording(job=job, ranks=ranks, problems=tuple(problems))
 

@@ -885,7 +885,7 @@ With a curve whose error was 13 %, predictions were wrong by 14 % on average; wi
 """
 
 
-SMALLER_UNITS = "the recording does not show the cost of so much smaller units"
+SMALLER_UNITS = "the recording does not show the cost of so much smaller units (buckets)"
 
 
 def refusal(
@@ -913,10 +913,12 @@ def refusal(
     if across:
         shares = [_handling_ratio(plans, layouts, links) for plans in (before, after)]
         if any(share is not None and share > MAX_HANDLING_RATIO for share in shares):
-            return "passing such small units to the link takes processor time from computation"
+            return (
+                "units (buckets) this small take processor time from computation, which the simulation does not model"
+            )
         used = {(plan.transport, unit.algorithm) for plan in (*before, *after) for unit in plan.units}
         if any(links[route].residual > MAX_FIT_ERROR for route in used & links.keys()):
-            return "the probes of the link between hosts contradict each other"
+            return "the measurements of the network between hosts contradict each other"
         unknown = None in shares and more > MAX_UNIT_RATIO_UNPROBED
         return SMALLER_UNITS if unknown else None
     if more > MAX_UNIT_RATIO_ON_ONE_HOST:

@@ -115,9 +115,9 @@ def main(options: Namespace) -> int:
     for line in [*_describe(outcome, timed=timed), "", *_worth(outcome, files, timed=timed)]:
         print(line)
     off = before.times.iteration_s / was.iteration_s - 1
-    doubts = [f"the replay is {percent(abs(off))} {'longer' if off > 0 else 'shorter'} than the recording"]
+    doubts = [f"the simulated step is {percent(abs(off))} {'longer' if off > 0 else 'shorter'} than the recorded one"]
     refused = [
-        f"of {count} more plans no replay tells anything, since {why}: the warm-up tries such ones"
+        f"the step time of {count} more plans cannot be predicted, because {why}; the warm-up of a job tries such plans"
         for why, count in outcome.refused.items()
     ]
     for note in [*job.notes, *refused, *(doubts if abs(off) > DOUBTFUL else ())]:
@@ -177,21 +177,21 @@ def _describe(outcome: SearchOutcome, *, timed: bool) -> Iterator[str]:
     """
     best, before_s = outcome.best, outcome.before.times.iteration_s
     yield (
-        f"Searched {outcome.search_s:.1f} s: {outcome.replays} replays of {outcome.n_ranks} "
+        f"The search took {outcome.search_s:.1f} s and simulated {outcome.replays} plans on {outcome.n_ranks} "
         f"{'rank' if outcome.n_ranks == 1 else 'ranks'}"
-        + ("." if outcome.in_time else "; the time was up before it had come to its end.")
+        + ("." if outcome.in_time else "; the time limit (--limit-s) ended it early.")
     )
     alone = f"without communication it would be {ms(outcome.without_communication_s)}"
     if not outcome.is_faster:
         took = f", {ms(before_s)} a step; {alone}" if timed else ""
-        yield f"Nothing is faster than what ran: {outcome.recorded_knobs.describe()}{took}."
+        yield f"No plan is faster than the recorded one: {outcome.recorded_knobs.describe()}{took}."
         if best.plan.part_bytes == 0:
             yield COMPILED_STAYS
         if timed:
             yield from _path("The step is made of", outcome.parts)
         return
     if timed:
-        yield f"Instead of {ms(before_s)} it would take {best.answer.describe()}; {alone}."
+        yield f"Instead of {ms(before_s)}, a step would take {best.answer.describe()}; {alone}."
     yield ""
     yield f"It ran   {outcome.recorded_knobs.describe()}"
     yield f"plan     {best.knobs.describe()}"
@@ -217,18 +217,22 @@ def _path(words: str, parts: Sequence[Part]) -> Iterator[str]:
 def _worth(outcome: SearchOutcome, files: Sequence[Path], *, timed: bool) -> Iterator[str]:
     """Describe how certain it is that the best communication plan is faster, and what the user should do next."""
     if not outcome.is_faster:
-        yield f"Wrote {files[0]}, by which early_gradients() leaves it whole." if files else "No plan is written."
+        yield (
+            f"The plan was written to {files[0]}; with it, early_gradients() does not divide the model."
+            if files
+            else "No plan is written."
+        )
         return
     if not outcome.best.answer.is_sure or not timed:
-        yield "A replay cannot tell it from what ran: only a trial of both can, which a job makes by itself (below)."
+        yield "The predicted difference from the recorded plan is uncertain; a job that tries both (below) measures it."
     if outcome.rivals:
-        yield "It cannot tell it from these either, so try each:"
+        yield "The following plans are predicted to be about as fast, so try each:"
         for one, path in zip(outcome.rivals, files[1:], strict=True):
             yield f"  {path}: {one.knobs.describe()}" + (f", {one.answer.describe()}" if timed else "")
-    yield f"Wrote {files[0]}. The next job tries it in turns with its default, and keeps it only if it wins, with"
+    yield f"The plan was written to {files[0]}. A job compares it with its default, and keeps the faster one, with"
     yield f"  SIRTAKI_PLAN={files[0]}"
     ranks = outcome.best.plan.ranks
-    yield f"and runs nothing else with SIRTAKI_TUNE=0 beside it. It is for {ranks} ranks and this model."
+    yield f"and uses only the plan if SIRTAKI_TUNE=0 is set, too. The plan is for {ranks} ranks and this model."
 
 
 def _plan_json(one: ProposedPlan, path: Path) -> dict[str, Any]:
@@ -273,11 +277,11 @@ def _unproved(told: dict[str, Any]) -> dict[str, Any]:
 
 def _unmet(fitting: Fitting) -> str:
     least = min(fitting.remedies, key=lambda one: one.remedy.peak_bytes, default=None)
-    how = "nothing that is known lowers it"
+    how = "no change that Sirtaki knows reduces it"
     if least is not None and least.remedy.peak_bytes < fitting.peak_bytes:
-        how = f"the least that can be reached is {format_bytes(least.remedy.peak_bytes)}, by {least.remedy.words}"
+        how = f"the smallest possible peak is {format_bytes(least.remedy.peak_bytes)}, by {least.remedy.words}"
     return (
-        f"a budget of {format_bytes(fitting.budget_bytes)} cannot be met: a rank holds "
+        f"a budget of {format_bytes(fitting.budget_bytes)} cannot be met: a rank uses "
         f"{format_bytes(fitting.peak_bytes)} at the peak, and {how}"
     )
 

@@ -89,7 +89,7 @@ def main(options: argparse.Namespace) -> int:
             f"nothing was recorded: the job has failed (exit code {exit_code})"
             if exit_code
             else "nothing was recorded: no gradients of several ranks were reduced by DistributedOptimizer or "
-            "ddp.attach(), or the job ended before its warm-up was over (SIRTAKI_WARMUP_ITERATIONS=0 leaves it out)"
+            "ddp.attach(), or the job ended during the warm-up (SIRTAKI_WARMUP_ITERATIONS=0 omits the warm-up)"
         )
     if not (options.json or options.csv):
         print(f"\n{folder}", flush=True)

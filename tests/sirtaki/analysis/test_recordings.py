@@ -189,8 +189,8 @@ def test_ranks_of_another_model_or_job_are_left_out(written: Path) -> None:
     folder.write_rank(written, replace(recordings.rank(3), job="9.9"))
     recording = folder.read_folder(written)
     assert sorted(recording.ranks) == [0, 1]
-    assert "rank-0003.json.gz is of another job, and is left out" in recording.problems
-    assert "rank 2 trained another model, and what they recorded is left out" in recording.problems
+    assert "the file rank-0003.json.gz belongs to another job and is ignored" in recording.problems
+    assert "rank 2 trained another model than the other ranks and is ignored" in recording.problems
 
 
 def test_a_recording_without_units_is_shown_with_a_word_about_clocks(tmp_path: Path) -> None:

@@ -638,7 +638,7 @@ SMALL_UNITS = Knobs(unit_bytes=2000, streams=2, transport=TransportKind.GLOO)
     [
         (on_one_host(cuts=(2, 4)), plan_of(SIZES, (1, 2, 3, 4)), "so much smaller units"),
         (replace(over_a_link(cuts=(4,)), links={}), SMALL_UNITS, "so much smaller units"),
-        (over_a_link(cuts=(4,), link=replace(LINK, host_s=0.01)), SMALL_UNITS, "passing such small units"),
+        (over_a_link(cuts=(4,), link=replace(LINK, host_s=0.01)), SMALL_UNITS, "this small take processor time"),
         (
             over_a_link(cuts=(2, 4), link=replace(LINK, residual=0.13)),
             plan_of(SIZES, (4,)),
@@ -670,7 +670,7 @@ def test_larger_units_through_shared_memory_and_between_hosts_are_predicted() ->
 
 def test_units_dominated_by_forwarding_are_rejected_unless_the_job_ran_them() -> None:
     job = over_a_link(link=replace(LINK, host_s=0.1))
-    assert "passing such small units" in (plan_refusal(job, {0: plan_of(SIZES, (4,))}) or "")
+    assert "this small take processor time" in (plan_refusal(job, {0: plan_of(SIZES, (4,))}) or "")
     assert plan_refusal(job, job.plans) is None
 
 

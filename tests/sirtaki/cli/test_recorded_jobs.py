@@ -261,7 +261,7 @@ def test_a_plan_that_cannot_be_replayed_is_rejected_with_the_reason(
     status, out, err = optimized(one, capsys)
     assert (status, err) == (0, "")
     assert re.search(
-        r"Note: of \d+ more plans no replay tells anything, since the recording does not show the cost of so much",
+        r"Note: the step time of \d+ more plans cannot be predicted, because the recording does not show the cost of",
         out,
     )
     assert sum(json.loads(optimized(one, capsys, "--json")[1])["search"]["refused"].values()) > 1
@@ -318,7 +318,7 @@ def test_the_found_plan_is_printed_and_written_for_job_and_replay(
     assert "Before, the step is made of:\n" in out
     assert "of the step is" in out
     assert f"SIRTAKI_PLAN={drawn}/plan.json" in out
-    assert "The next job tries it in turns with its default" in out
+    assert "A job compares it with its default" in out
     plan = GivenPlan.read(drawn)
     assert plan.ranks == len(record(drawn_job(0)).ranks)
     assert main(["replay", str(drawn), "--plan", str(drawn / "plan.json"), "--json"]) == 0
@@ -425,7 +425,7 @@ def test_a_replay_far_from_the_recording_is_reported(
     drawn: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(optimize_command, "DOUBTFUL", -1.0)
-    assert "the replay is 0.0 % " in optimized(drawn, capsys)[1]
+    assert "the simulated step is 0.0 % " in optimized(drawn, capsys)[1]
 
 
 def test_an_undecided_alternative_gets_a_plan_file_and_a_trial_is_proposed(
@@ -448,7 +448,7 @@ def test_where_nothing_is_faster_no_plan_is_written(tmp_path: Path, capsys: pyte
     job = made_job(durations_s={0: (0.1,), 1: (0.1,)}, sizes=(1000,), plan=plan_of((1000,), (1,)), link=link)
     folder = written(tmp_path / "best", record(job))
     _, out, _ = optimized(folder, capsys)
-    assert "Nothing is faster than what ran" in out
+    assert "No plan is faster than the recorded one" in out
     assert "No plan is written." in out
     told = json.loads(optimized(folder, capsys, "--json")[1])
     assert (told["faster"], told["plans"], (folder / "plan.json").exists()) == (False, [], False)
