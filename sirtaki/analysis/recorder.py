@@ -541,7 +541,9 @@ class JobRecorder:
             write_rank(self._folder, recording)
         except OSError as err:
             logger.warning(
-                "the recording lacks rank %d, because this rank's file cannot be written: %s", self._rank, err
+                "the recording of this job lacks rank %d, because this rank's file cannot be written: %s",
+                self._rank,
+                err,
             )
             return
         if self._rank == 0:
@@ -557,7 +559,7 @@ class JobRecorder:
             try:
                 self._seen = watch.stop()
             except RecordingError as err:
-                logger.warning("the recording lacks the operators of rank %d, because %s", self._rank, err)
+                logger.warning("the recording of this job lacks the operators of rank %d, because %s", self._rank, err)
 
 
 # ── entry points ─────────────────────────────────────────────────────────────────────────────────────────────────────

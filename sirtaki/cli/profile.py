@@ -118,7 +118,7 @@ def _show(folder: Path, options: argparse.Namespace) -> None:
     print_table([title.removesuffix("_s") for title in rows[0]], cells)
     if len(rows) > MOST_RANKS:
         print(f"and {len(rows) - MOST_RANKS} more")
-    print("Times are means in ms. exposed is the communication time that does not overlap with computation.")
+    print("Times are means in ms. The column `exposed` is communication time that does not overlap with computation.")
     if any(rank.memory is not None for rank in recording.ranks.values()):
         rank, replay = highest_rank(recording)
         print(peak_words(rank, replay, replay.peak()))

@@ -192,7 +192,7 @@ def _show_batches(options: Namespace, base: Baseline, changed: JobModel, words: 
     if printed(options, {"changed": words, "batches": rows}, rows):
         return 0
     print(f"If {words}:\n" if words else "")
-    titles = ("batch", "a step", "from … to, ms", "samples a second", "of a step, communication that nothing hides")
+    titles = ("batch", "a step", "from … to, ms", "samples a second", "part of a step that is exposed communication")
     cells = (
         (
             f"{row['batch']:g} ×",
