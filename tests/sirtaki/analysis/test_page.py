@@ -366,4 +366,4 @@ def test_an_unreadable_input_or_unwritable_output_gets_one_sentence(
     (folder / JOB_FILE).unlink()
     assert main(["report", str(folder)]) == 1
     err = capsys.readouterr().err
-    assert ("but no job.json" in err, err.count("\n"), (folder / "report.html").exists()) == (True, 1, False)
+    assert ("but no file job.json" in err, err.count("\n"), (folder / "report.html").exists()) == (True, 1, False)

@@ -202,10 +202,10 @@ def test_a_recording_without_units_is_shown_with_a_word_about_clocks(tmp_path: P
 def test_a_folder_with_nothing_to_show_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RecordingError, match="there is no folder"):
         folder.read_folder(tmp_path / "nowhere")
-    with pytest.raises(RecordingError, match="holds no recording"):
+    with pytest.raises(RecordingError, match="it is not a recording"):
         folder.read_folder(tmp_path)
     folder.write_rank(tmp_path, recordings.rank(0))
-    with pytest.raises(RecordingError, match=r"recordings of 1 ranks, but no job.json"):
+    with pytest.raises(RecordingError, match=r"files of 1 ranks, but no file job.json"):
         folder.read_folder(tmp_path)
     folder.rank_path(tmp_path, 0).unlink()
     folder.write_job(tmp_path, recordings.job())

@@ -86,5 +86,5 @@ def test_a_timeline_is_a_table_of_events(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a timeline"):
         read(path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(RecordingError, match="holds no recording"):
+    with pytest.raises(RecordingError, match="it is not a recording"):
         read(tmp_path / "empty")

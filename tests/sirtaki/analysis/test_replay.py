@@ -395,7 +395,7 @@ def test_a_faster_link_helps_flows_only_side_by_side() -> None:
         (lambda: with_batches(on_one_host(), -1), "batch size must be positive, found -1"),
         (lambda: knobs_of(replace(over_a_link(), buffers=()), streams=2), "exchanged no gradients"),
         (lambda: unit_cost(on_one_host(), (TransportKind.NCCL, Algorithm.FLAT), (0, 1)),
-         r"cost of nccl flat is unknown: .*\(known: gloo flat\)"),
+         r"cost of transport nccl with algorithm flat is unknown, .*: gloo flat"),
     ],
 )  # fmt: skip
 def test_an_unanswerable_question_is_rejected_with_the_reason(ask: Callable[[], object], reason: str) -> None:

@@ -273,7 +273,7 @@ def test_missing_parts_are_reported_and_the_rest_is_shown(
 ) -> None:
     rank_path(folder, missing).unlink()
     status, out, err = asked(folder, capsys, "--streams", "1", "--unit-mib", "1")
-    assert (status, "What if" in out, "2 ranks on 2 hosts" in out) == (0, True, True)
+    assert (status, "What if" in out, "2 rank(s) on 2 host(s)" in out) == (0, True, True)
     assert f"rank {missing} of 3 is missing" in err
 
 
@@ -342,7 +342,7 @@ def test_a_search_may_be_cut_off_and_its_plan_be_written_elsewhere(
     assert elsewhere.exists()
     assert json.loads(out)["search"]["in_time"]
     _, out, _ = optimized(drawn, capsys, "--limit-s", "0.000001")
-    assert "the time was up" in out
+    assert "the time limit (--limit-s) ended it early" in out
 
 
 def test_a_change_that_affects_results_is_printed_with_a_line_of_code(
