@@ -212,7 +212,6 @@ def test_a_bad_way_of_rows_is_named_and_nothing_is_imported(run: Run, store: Sto
     store.prune(keep=0)
     with pytest.raises(
         RegistryError,
-        RegistryError,
         match=r"nothing was imported, because .* is invalid: way of rows 2: n_hot must be 1 to 1000 .* found 0",
     ):
         run("import", file)
