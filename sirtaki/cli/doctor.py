@@ -130,7 +130,7 @@ def check_mpi() -> Iterator[DoctorFinding]:
     try:
         mpiexec = find_mpiexec(library)
     except LaunchError as err:
-        yield DoctorFinding("MPI", "mpiexec", "none", str(err), "install library and mpiexec from one place")
+        yield DoctorFinding("MPI", "mpiexec", "none", str(err), "install library and mpiexec from one package")
     else:
         first = shutil.which("mpiexec")
         another = first is not None and Path(first).resolve() != mpiexec.resolve()

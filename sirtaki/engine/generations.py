@@ -124,7 +124,7 @@ class AgentClient:
             self._channel.send(Join(member=listening(Member(has_state=has_state), listeners)))
             answer = self._wait_for_answer(deadline_s)
             if isinstance(answer, Dismissal):
-                raise Dismissed("the job does not need this rank any more")
+                raise Dismissed("the launcher answered that the job does not need this rank any more")
         except BaseException:
             for listener in listeners:
                 listener.close()
@@ -173,9 +173,14 @@ class AgentClient:
                 self._channel.flush()  # sends data that remained unsent because the agent was stopped (SIGSTOP)
             answer, self._answer = self._answer, None
         if answer is None and self._closed:
-            raise CommError(f"the agent of this host has exited ({self._closed})")
+            raise CommError(
+                f"the agent (launcher's process on this host, which starts its ranks) has exited: {self._closed}"
+            )
         if answer is None:
-            raise CommError("the ranks of the next generation (after an elastic change) did not connect in time")
+            raise CommError(
+                "the launcher did not announce the next set of ranks in time; increase HOROVOD_ELASTIC_TIMEOUT "
+                "(seconds), or start more hosts"
+            )
         self._looked_s = time.monotonic()
         return answer
 
@@ -227,8 +232,8 @@ def open_agent(*, interface: str | None, environ: Mapping[str, str] = os.environ
         sock.getpeername()
     except (OSError, ValueError) as err:
         raise ConfigError(
-            f"{AGENT}={text}, but this process has no such socket. Was it started by a rank? Only "
-            "the rank itself may call init() in an elastic job"
+            f"{AGENT}={text} names a socket that this process does not have. In an elastic job, only the processes "
+            "that the launcher starts may call init(), not their child processes"
         ) from err
     sock.set_inheritable(False)
     return AgentClient(sock, interface=interface, one_host=hosts == "one")
@@ -382,21 +387,25 @@ class Generations:
                 self._dismissed = True
                 raise
             except CommError as err:
-                raise LaunchError(f"no generation after {self.number} for this rank: {err}") from err
+                raise LaunchError(
+                    f"this rank could not join the next set of ranks of the elastic job (after generation "
+                    f"{self.number}): {err}"
+                ) from err
             joined_s = time.monotonic()
             try:
                 ranks = self.current.connect(timeout_s=settings.start_timeout_s, heartbeat_s=settings.heartbeat_s)
             except CommError as err:
                 logger.info(
-                    "elastic restart failed: generation %d lost a connection before all ranks had connected (%s); "
-                    "retrying with the next generation",
+                    "elastic restart: a rank of generation (set of ranks) %d was lost before all ranks had "
+                    "connected (%s); this rank waits for the next generation",
                     self.number,
                     err,
                 )
                 continue
             self._membership.on_loss(_failing(ranks))
             logger.info(
-                "generation %d: %d ranks; joined in %.0f ms, connected in %.0f ms",
+                "elastic job: generation (set of ranks) %d has %d ranks; this rank joined it in %.0f ms and "
+                "connected in %.0f ms",
                 self.number,
                 ranks.size,
                 1000 * (joined_s - begin_s),

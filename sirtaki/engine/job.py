@@ -92,7 +92,11 @@ class Disposal:
             try:
                 close()
             except Exception:  # logged only, because the remaining functions must be called after any error
-                logger.warning("an optimizer that was dropped could not be closed", exc_info=True)
+                logger.warning(
+                    "an optimizer that the script has deleted raised an error when Sirtaki closed it; "
+                    "training continues",
+                    exc_info=True,
+                )
             # Delete the reference, because the function references the closed object, which could not be freed.
             del close
 
@@ -122,7 +126,9 @@ class JobObservers:
             try:
                 self._presence = JobBeacon(self._describe)
             except OSError as err:
-                logger.debug("`sirtaki top` will not list this job: %s", err)
+                logger.debug(
+                    "the command `sirtaki top` will not list this job, because its socket could not be opened: %s", err
+                )
 
     def _serve(self, host: str, port: int) -> MetricsServer | None:
         from sirtaki.watch.prometheus import MetricsServer  # imported late, because it needs prometheus_client
@@ -130,7 +136,9 @@ class JobObservers:
         try:
             return MetricsServer(self._count(), host=host, port=port, rank=self._job.rank, size=self._job.size)
         except (OSError, OverflowError) as err:
-            words = "cannot serve metrics at %s:%d (SIRTAKI_METRICS_PORT), training continues without: %s"
+            words = (
+                "this rank cannot serve metrics at %s:%d (SIRTAKI_METRICS_PORT); training continues without them: %s"
+            )
             logger.warning(words, host, port, err)
             return None
 
@@ -435,14 +443,19 @@ def init(comm: Sequence[int] | MPI.Comm | None = None, *, beside: ProcessGroup |
         raise ConfigError(FORKED)
     settings = Settings.from_environ() if beside is None else settings_beside(beside)
     if settings.metrics is not None and importlib.util.find_spec("prometheus_client") is None:
-        raise ConfigError("SIRTAKI_METRICS_PORT needs prometheus_client: pip install 'sirtaki[prometheus]'")
+        raise ConfigError(
+            "SIRTAKI_METRICS_PORT is set, but the package prometheus_client is missing: "
+            "pip install 'sirtaki[prometheus]'"
+        )
     raise_descriptor_limit()
     elastic = of_this_process(settings)
     if elastic is None:
         _job = Job(settings, open_ranks(settings, comm) if beside is None else open_beside(settings, beside))
     else:
         if comm is not None or beside is not None:
-            raise ConfigError("init() must not name ranks in an elastic job: the launcher chooses them")
+            raise ConfigError(
+                "init() must be called without comm in an elastic job, because the launcher chooses the ranks"
+            )
         _job = _next_generation(settings, elastic)
     control = _job.control
     if control.rank == 0 and control.size > 1 and settings.tunes and settings.registry != REGISTRY_OFF:
@@ -484,7 +497,7 @@ def _next_generation(settings: Settings, elastic: Generations) -> Job:
         try:
             ranks = elastic.join_next(settings)
         except Dismissed as err:
-            logger.warning("this rank exits: %s", err)
+            logger.warning("this rank leaves the elastic job and exits with code 0: %s", err)
             raise SystemExit(0) from None
         try:
             return Job(settings, ranks, elastic)
@@ -493,7 +506,12 @@ def _next_generation(settings: Settings, elastic: Generations) -> Job:
             ranks.free()
             if not isinstance(err, CommError):
                 raise
-            logger.info("generation %d ended while it was being opened: %s", elastic.number, err)
+            logger.info(
+                "elastic job: generation (set of ranks) %d lost a rank during init(): %s; this rank waits for the next "
+                "generation",
+                elastic.number,
+                err,
+            )
 
 
 def leave(*, together: bool, reason: str = "") -> None:
@@ -537,7 +555,10 @@ def shutdown() -> None:
         job.give_up(f"rank {job.rank} has shut down")
         job.abandon()
     else:
-        logger.warning("shutdown(): not all ranks called it within %.0f s", SHUTDOWN_S)
+        logger.warning(
+            "not all ranks called shutdown() within %.0f s; this rank's connections stay open until it exits",
+            SHUTDOWN_S,
+        )
 
 
 # ── end of the process: a failed rank ends the job, a rank that has completed its work waits for the others ───────────
@@ -732,7 +753,7 @@ def _leave(exit_code: int) -> NoReturn:
     """Exit without MPI_Finalize, so that mpiexec detects the failure and ends the job."""
     _flush()
     (os._exit if generations.of_process is None else generations.of_process.leave)(exit_code)
-    raise AssertionError("this process has ended")
+    raise AssertionError("os._exit returned, although it must end this process")
 
 
 def _flush() -> None:

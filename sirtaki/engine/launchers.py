@@ -59,9 +59,9 @@ def step_place(environ: Mapping[str, str] = os.environ) -> LauncherRank | None:
     node, nodes = _slurm_number(environ, "SLURM_NODEID"), node_names(environ.get("SLURM_STEP_NODELIST", ""))
     if node >= len(tasks) or not nodes:
         raise ConfigError(
-            f"SLURM_NODEID={node} contradicts SLURM_STEP_TASKS_PER_NODE="
+            f"Slurm's variables contradict each other: SLURM_NODEID={node}, SLURM_STEP_TASKS_PER_NODE="
             f"{environ.get('SLURM_STEP_TASKS_PER_NODE', '')!r} and SLURM_STEP_NODELIST="
-            f"{environ.get('SLURM_STEP_NODELIST', '')!r}; only srun may set these variables"
+            f"{environ.get('SLURM_STEP_NODELIST', '')!r}; only srun may set them"
         )
     job, step = _slurm_number(environ, "SLURM_JOB_ID"), _slurm_number(environ, "SLURM_STEP_ID")
     return LauncherRank(
@@ -86,7 +86,9 @@ def task_counts(environ: Mapping[str, str], name: str) -> list[int]:
     for part in text.split(","):
         matched = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if matched is None:
-            raise ConfigError(f"{name}={text!r} does not have the format 2(x3),1")
+            raise ConfigError(
+                f"the environment variable {name}={text!r} must have Slurm's format for tasks per node, such as 2(x3),1"
+            )
         counts += [int(matched[1])] * int(matched[2] or 1)
     return counts
 
@@ -151,7 +153,7 @@ AGENT = "SIRTAKI_AGENT"
 BAR = "SIRTAKI_BAR"
 """Environment variable that a launcher sets if it draws the progress bar of tuning for its ranks."""
 
-_REMEDY = "start it with `sirtakirun -np {size} python …`"
+_REMEDY = "start the job with `sirtakirun -np {size} python …`"
 _SRUN_REMEDY = (
     "set SIRTAKI_CONTROL=mesh, which needs no MPI, or use `srun --mpi=pmix` (`srun --mpi=list` lists the types)"
 )
@@ -203,9 +205,13 @@ def torch_place(environ: Mapping[str, str] = os.environ) -> LauncherRank | None:
     local, local_size = environ.get("LOCAL_RANK", ""), environ.get("LOCAL_WORLD_SIZE", "")
     if local and local_size:
         if _number("LOCAL_RANK", environ, least=0) >= _number("LOCAL_WORLD_SIZE", environ, least=1):
-            raise ConfigError(f"LOCAL_RANK={local} must be less than LOCAL_WORLD_SIZE={local_size}")
+            raise ConfigError(
+                f"LOCAL_RANK={local} must be less than LOCAL_WORLD_SIZE={local_size}: ranks are numbered from 0"
+            )
         if int(local_size) > size:
-            raise ConfigError(f"LOCAL_WORLD_SIZE={local_size} must not exceed WORLD_SIZE={size}")
+            raise ConfigError(
+                f"LOCAL_WORLD_SIZE={local_size} (ranks of this host) must not exceed WORLD_SIZE={size} (all ranks)"
+            )
     host, port = environ.get("MASTER_ADDR", ""), 0
     if size > 1:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
@@ -230,7 +236,10 @@ def torch_place(environ: Mapping[str, str] = os.environ) -> LauncherRank | None:
 def _number(name: str, environ: Mapping[str, str], *, least: int) -> int:
     text = environ[name].strip()
     if not text.isdecimal() or int(text) < least:
-        raise ConfigError(f"{name}={text!r} must be an integer of at least {least}; it is set by torchrun or by you")
+        raise ConfigError(
+            f"the environment variable {name}={text!r} must be an integer of at least {least}; "
+            "torchrun sets it, or you do"
+        )
     return int(text)
 
 
@@ -249,8 +258,9 @@ def check_world_size(size: int, environ: Mapping[str, str] = os.environ) -> None
     for name, expected in sizes.items():
         if expected.isdecimal() and int(expected) > size:
             raise ConfigError(
-                f"{name}={expected}, but MPI's world has {size} ranks: this {'srun' if step else 'mpiexec'} does not "
-                f"{'support' if step else 'belong to'} the MPI library that mpi4py loads; "
+                f"{name}={expected}, but MPI_COMM_WORLD has {size} rank{'' if size == 1 else 's'}, because this "
+                f"{'srun does not support' if step else 'mpiexec does not belong to'} the MPI library "
+                f"that mpi4py loads; "
                 f"{_SRUN_REMEDY if step else _REMEDY.format(size=expected) + ', which finds the right mpiexec'}, "
                 "or see `sirtaki doctor`"
             )
@@ -258,10 +268,12 @@ def check_world_size(size: int, environ: Mapping[str, str] = os.environ) -> None
         return
     # Accept a step of one task, the step of a batch script or an interactive shell, because no MPI launcher started it.
     if step is not None:
-        raise ConfigError(f"srun started {step.size} tasks, but each has an MPI world of one rank; {_SRUN_REMEDY}")
+        raise ConfigError(
+            f"srun started {step.size} tasks, but MPI_COMM_WORLD has only one rank in each; {_SRUN_REMEDY}"
+        )
     world = environ.get("WORLD_SIZE", "")
     if environ.get("RANK", "").isdecimal() and world.isdecimal() and int(world) > 1:
         raise ConfigError(
-            f"WORLD_SIZE={world}, but this process has an MPI world of one rank, as under torchrun; "
-            f"unset SIRTAKI_CONTROL=mpi, or {_REMEDY.format(size=world)}"
+            f"WORLD_SIZE={world}, but MPI_COMM_WORLD has only one rank, because torchrun or a similar launcher started "
+            f"this process without MPI; unset SIRTAKI_CONTROL=mpi, or {_REMEDY.format(size=world)}"
         )

