@@ -293,7 +293,7 @@ class Job:
 
         wait_for(ends, Deadline.after(DEVICE_S), Poll.SLOW)
         if _job is self:
-            end_now(f"ends while its GPU waits: {self.failure}")
+            end_now(f"the job has failed while its GPU waits for other ranks: {self.failure}")
 
     @property
     def rank(self) -> int:
@@ -590,7 +590,7 @@ def describe() -> str:
 
 
 def end_now(reason: str) -> NoReturn:
-    """Print why this rank ends the job, and end the process without waiting."""
+    """Print why this rank ends the job, and end the process without waiting. `reason` is a full clause."""
     if _ending is not None:
         _report(_ending, reason, _interrupted(_ending))
     _leave(1)
@@ -632,9 +632,9 @@ def _install_hooks() -> None:
             return
         _ending = None  # unset, because the exit of this failed rank must not wait for other ranks
         # Omit the error's text if the hook that was `sys.excepthook` before has printed it already.
-        what = f"raised {kind.__name__}" + (f": {error}" if printed_elsewhere else "")
+        what = f"it raised {kind.__name__}" + (f": {error}" if printed_elsewhere else "")
         if over_mesh and isinstance(error, PeerLostError):
-            what = f"ends, since {error}"
+            what = str(error)
         # Report before waiting if the launcher, or another rank with the same error, may end this process while it
         # waits.
         at_once = over_mesh or (printed_elsewhere and not _started_by_sirtakirun())
@@ -710,11 +710,11 @@ def _at_exit() -> None:
     where = _interrupted(job)
     if code != 0:
         reason = f"has ended with exit code {code} while other ranks are running"
-        _report(job, reason, where)
+        _report(job, f"its script {reason}", where)
         if job.backend is Backend.MESH:  # not over MPI, whose abort would replace the exit code
             job._ranks.abort(f"rank {job.rank} {reason}")
         _leave(code)
-    _report(job, f"ends after {job.failure}", where)
+    _report(job, f"the job has failed: {job.failure}", where)
     # `raise SystemExit(9)` bypasses `sys.exit`, so only the interpreter knows the exit code. If it is not 0, mpiexec
     # uses it for the job. MPI_Finalize is skipped, because it would wait for all ranks.
     if not skip_finalize():
@@ -725,17 +725,22 @@ def _interrupted(job: Job) -> list[str]:
     try:
         return job.interrupt()
     except Exception as err:  # any error, because it must not prevent the end of the job
-        return [f"could not keep its state: {err}"]
+        return [f"could not save its training state: {err}"]
 
 
 def _report(job: Job, reason: str, where: list[str]) -> None:
-    """Print which rank ends the job, and what it was doing. Under sirtakirun, print only what it was doing."""
+    """Print which rank ends the job, why (`reason`, a clause), and what it was doing.
+
+    Under sirtakirun, print nothing if `where`, which describes what it was doing, is empty.
+    """
     if where or not _started_by_sirtakirun():
         place = "".join(f"; it {text}" for text in where)
-        then = "the job ends" if job.elastic is None else "it leaves the job"
+        then = "ends the job" if job.elastic is None else "removes the rank from the elastic job"
         # Ignored, because stderr may be closed, full or None.
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            print(f"sirtaki: rank {job.rank} {reason}{place}; {then}", file=sys.__stderr__, flush=True)
+            print(
+                f"sirtaki: rank {job.rank} ends, because {reason}{place}; this {then}", file=sys.__stderr__, flush=True
+            )
 
 
 def _started_by_sirtakirun() -> bool:

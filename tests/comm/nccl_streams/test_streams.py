@@ -95,7 +95,7 @@ def test_a_rank_that_stays_away_from_a_gpu_that_waits_ends_the_job_by_name(run_r
     }
     job = run_ranks("streams_training.py", 2, 20, "sleep", 8, env=env, check=False, timeout_s=60)
     assert job.returncode != 0
-    assert "ends while its GPU waits" in job.stderr
+    assert "the job has failed while its GPU waits" in job.stderr
     assert "missing: rank 1 runs streams_training.py" in job.stderr
     assert re.search(r"its GPU waits for unit 1 of \d+ \(2\.bias.*\) on stream 0", job.stderr)
 

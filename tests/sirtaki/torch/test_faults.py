@@ -16,7 +16,11 @@ STALL = {
         (
             "raise",
             1,
-            ["ValueError: a bad batch", "rank 1 raised ValueError; it is in iteration 10", "has not computed 0.weight"],
+            [
+                "ValueError: a bad batch",
+                "rank 1 ends, because it raised ValueError; it is in iteration 10",
+                "has not computed 0.weight",
+            ],
         ),
         ("exit", 3, ["rank 1 has ended"]),
         pytest.param("raise_exit", 9, ["rank 1 has ended its script"], marks=pytest.mark.slow),
