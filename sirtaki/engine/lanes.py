@@ -58,8 +58,14 @@ def open_lanes(ranks: Communicator, *, settings: Settings, timeout_s: float) -> 
     route, streams = (knobs.transport, knobs.algorithm), knobs.streams
     router.open_streams(route, streams)
     if ranks.rank == 0:
-        how, word = f"{route[0].value} {route[1].value}", "stream" if streams == 1 else "streams"
-        logger.info("large tensors between %d ranks: %s, %d %s", ranks.size, how, streams, word)
+        how, word = f"{route[0].value} {route[1].value}", "connection" if streams == 1 else "connections"
+        logger.info(
+            "large tensors are reduced between %d ranks by the transport and algorithm %s, on %d parallel %s",
+            ranks.size,
+            how,
+            streams,
+            word,
+        )
     through_slots = TransportKind.SHARED_MEMORY in route or Algorithm.HIERARCHICAL in route
     return UnitPipeline(
         router,

@@ -225,6 +225,16 @@ class RowsTarget(TunableTarget[SparsePlan]):
         plans = self.decision.candidates
         if self.kept:
             others = ", ".join(plan.describe() for plan in plans if plan != self.plan)
-            logger.info("sparse gradients of %s are reduced by %s; tried: %s", self.name, self.plan.describe(), others)
+            logger.info(
+                "sparse gradients of %s are reduced by the algorithm %s from now on; also measured: %s",
+                self.name,
+                self.plan.describe(),
+                others,
+            )
         else:
-            logger.info("gathering rows of %s is clearly faster than %s", self.name, plans[0].describe())
+            logger.info(
+                "an all-gather of the gradient rows of %s is clearly faster than the algorithm %s of an earlier job; "
+                "Sirtaki chooses an algorithm again",
+                self.name,
+                plans[0].describe(),
+            )

@@ -354,7 +354,7 @@ class Variable:
         try:
             return self.parse(text)
         except ValueError as err:
-            raise ConfigError(f"{self.name}={text!r} is invalid; accepted: {self.accepts}") from err
+            raise ConfigError(f"the setting {self.name}={text!r} is invalid; accepted values: {self.accepts}") from err
 
 
 VARIABLES: tuple[Variable, ...] = tuple(
@@ -420,4 +420,7 @@ def _refuse_unknown(present: Mapping[str, str]) -> None:
             and name not in (*ours, *REMOVED, AGENT, BAR)
         ):
             near = difflib.get_close_matches(name, ours, n=1, cutoff=0)[0]
-            raise ConfigError(f"{name} is not a setting; the nearest one is {near} (all: {', '.join(ours)})")
+            raise ConfigError(
+                f"the environment variable {name} is not a setting of Sirtaki; the most similar setting is {near}. All "
+                f"settings: {', '.join(ours)}"
+            )

@@ -347,7 +347,8 @@ class SparseReductions:
             if gradient is not running.gradient or gradient._version != running.version:
                 self._warned = True
                 logger.warning(
-                    "the sparse gradient of %s was changed before it was reduced, and the reduced one is used; %s",
+                    "user code changed the sparse gradient of %s before it was reduced; Sirtaki uses the reduced "
+                    "gradient: %s",
                     name,
                     REMEDY,
                 )
@@ -432,7 +433,11 @@ class SparseReductions:
                     continue
                 self._remember(one)
                 if self._control.rank == 0:
-                    logger.info("sparse gradients of %s are reduced by %s", one.name, one.plan.describe())
+                    logger.info(
+                        "sparse gradients of %s are reduced by the algorithm %s, which is predicted to be the fastest",
+                        one.name,
+                        one.plan.describe(),
+                    )
         self._controller.begin(*tried, recalls=False)
 
     def _recalled(self, learned: Mapping[str, tuple[RowFormat, TouchCounts]]) -> dict[str, SparsePlan]:

@@ -107,7 +107,9 @@ class _MetricsHttpServer(ThreadingWSGIServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log at debug level that a request failed, because a client disconnected or sent an invalid request."""
-        logger.debug("a request for metrics failed", exc_info=True)
+        logger.debug(
+            "an HTTP request to the metrics server (SIRTAKI_METRICS_PORT) failed; the server continues", exc_info=True
+        )
 
 
 class MetricsServer:

@@ -168,8 +168,11 @@ def notify(
         except Exception as err:
             remove(watcher)
             when = "" if iteration is None else f" in iteration {iteration}"
-            logger.warning("watcher %s raised%s and was removed: %s", type(watcher).__name__, when, in_a_line(err))
-            logger.debug("traceback of the watcher", exc_info=True)
+            name = type(watcher).__name__
+            logger.warning(
+                "Sirtaki removed the watcher %s, because it raised an error%s: %s", name, when, in_a_line(err)
+            )
+            logger.debug("traceback of the error for which the watcher was removed", exc_info=True)
 
 
 def begin(event: GenerationBegun) -> None:
@@ -270,7 +273,10 @@ class TensorBoard(Watcher):
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as err:
-                raise ConfigError("TensorBoard is not installed: pip install tensorboard") from err
+                raise ConfigError(
+                    "the watcher TensorBoard needs the package tensorboard, which is not installed: "
+                    "pip install tensorboard"
+                ) from err
             writer = SummaryWriter(log_dir)
         self._writer, self._every = writer, every
 
@@ -340,7 +346,10 @@ class JobBeacon:
         folder = run_folder() if folder is None else folder
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.stat().st_uid != os.getuid():
-            raise PermissionError(f"{folder} belongs to another user: remove it, or set XDG_RUNTIME_DIR")
+            raise PermissionError(
+                f"the folder {folder}, for the sockets of `sirtaki top`, belongs to another user; remove it, or set "
+                "XDG_RUNTIME_DIR to a folder of yours"
+            )
         self._answer, self._pid = answer, os.getpid()
         self._path = folder / f"{self._pid}.{secrets.token_hex(4)}"
         # The socket is hidden until it listens, because `running_jobs` removes sockets that refuse connections.
@@ -371,7 +380,10 @@ class JobBeacon:
                     answer = json.dumps(self._answer())
                 except Exception:
                     # Send no answer, because there is no state while the job is starting or ending.
-                    logger.debug("no answer to a request for the job's state", exc_info=True)
+                    logger.debug(
+                        "`sirtaki top` got no answer from this job, because the job was starting or ending",
+                        exc_info=True,
+                    )
                     continue
                 connection.sendall(answer.encode())
 

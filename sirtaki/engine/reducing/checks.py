@@ -38,11 +38,13 @@ def require_same_model(control: ControlPlane, named: Sequence[Named]) -> None:
     if first is None and fewest == most:
         return
     place = fewest if first is None else first
-    found = control.all_gather(texts[place] if place < len(texts) else f"nothing: it has {len(texts)} parameters")
+    found = control.all_gather(
+        texts[place] if place < len(texts) else f"missing (the model has only {len(texts)} parameters)"
+    )
     other = next(rank for rank, text in enumerate(found) if text != found[0])
     raise MismatchError(
-        f"the ranks disagree about the model: parameter {place} is {found[0]} on rank 0, and {found[other]} on rank "
-        f"{other}; all ranks must build the same model and name its parameters alike"
+        f"the ranks disagree about the model: parameter {place} (counted from 0) is {found[0]} on rank 0, but "
+        f"{found[other]} on rank {other}; all ranks must build the same model, with the same parameter names"
     )
 
 
@@ -61,8 +63,8 @@ def warn_of_different_values(control: ControlPlane, named: Sequence[Named]) -> N
     first = _first_difference(control, checksums([param for _, param in named]))
     if first is not None and control.rank == 0:
         logger.warning(
-            "the ranks begin with different parameters, %r is the first; gradients are averaged, but the models "
-            "stay apart: call hvd.broadcast_parameters(model.state_dict(), root_rank=0) before training",
+            "the ranks begin with different parameters, first %r; only gradients are averaged, so the models stay "
+            "different: call hvd.broadcast_parameters(model.state_dict(), root_rank=0) before training",
             named[first][0],
         )
 
@@ -150,7 +152,8 @@ class NanCheck:
                 if names
             ]
             logger.error(
-                "gradients that are not finite appeared in iteration %d, before they were reduced:\n%s",
+                "NaN or infinite gradients appeared in iteration %d, before their all-reduce; training continues. They "
+                "appeared on:\n%s",
                 self._iteration,
                 "\n".join(lines),
             )

@@ -280,7 +280,10 @@ def _agreed(by_rank: Sequence[Sequence[int | None]], names: Sequence[str]) -> tu
     by_param = [set(owners) for owners in zip(*by_rank, strict=True)]
     for name, owners in zip(names, by_param, strict=True):
         if len(owners - {None}) > 1:
-            raise MismatchError(f"{name} belongs to different optimizers on different ranks: wrap the same parameters")
+            raise MismatchError(
+                f"the parameter {name} belongs to different optimizers on different ranks; each DistributedOptimizer "
+                "must wrap the same parameters on all ranks"
+            )
     gone = {owner for owners in by_param if None in owners for owner in owners if owner is not None}
     agreed = [next(iter(owners)) if len(owners) == 1 else None for owners in by_param]
     return [None if owner in gone else owner for owner in agreed], gone

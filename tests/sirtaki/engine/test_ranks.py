@@ -69,7 +69,9 @@ def test_a_list_of_ranks_must_name_those_that_are_there(monkeypatch: pytest.Monk
     for name, value in TORCH.items():
         monkeypatch.setenv(name, value)
     settings = Settings(control=Backend.MESH)
-    with pytest.raises(ConfigError, match=r"rank 1 called init\(comm=\[0, 2\]\), but this list does not contain rank 1"):
+    with pytest.raises(
+        ConfigError, match=r"rank 1 called init\(comm=\[0, 2\]\), but this list does not contain rank 1"
+    ):
         open_ranks(settings, [0, 2])
     with pytest.raises(ConfigError, match="lists rank 7, but the job has only the ranks 0 to 3"):
         open_ranks(settings, [1, 7])

@@ -112,7 +112,7 @@ def test_a_losing_variable_is_still_checked():
 
 
 def test_a_misspelt_name_is_refused_with_the_nearest_one():
-    with pytest.raises(ConfigError, match="nearest one is SIRTAKI_STREAMS"):
+    with pytest.raises(ConfigError, match="most similar setting is SIRTAKI_STREAMS"):
         Settings.from_environ({"SIRTAKI_STREAM": "2"})
 
 

@@ -212,7 +212,7 @@ def test_changes_before_the_reduction_are_lost_and_logged_once(
     told = [
         message
         for message in caplog.messages
-        if "the sparse gradient of a was changed before it was reduced" in message
+        if "user code changed the sparse gradient of a before it was reduced" in message
     ]
     assert len(told) == (2 if edit else 0)  # once a rank
 

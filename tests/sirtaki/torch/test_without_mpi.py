@@ -63,7 +63,9 @@ def test_rank_0_loads_modules_for_a_look_up_while_the_script_runs(
     ("fault", "code", "says"),
     [
         ("kill", 137, ["ends, because rank 1 has ended", "it is in iteration 10"]),
-        pytest.param("raise", 1, ["ValueError: a bad batch", "because rank 1 raised ValueError"], marks=pytest.mark.slow),
+        pytest.param(
+            "raise", 1, ["ValueError: a bad batch", "because rank 1 raised ValueError"], marks=pytest.mark.slow
+        ),
         pytest.param("exit", 3, ["because rank 1 has ended with exit code 3"], marks=pytest.mark.slow),
         pytest.param("leave", 1, ["rank 1 has ended its script"], marks=pytest.mark.slow),
     ],

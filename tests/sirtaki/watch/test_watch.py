@@ -86,7 +86,10 @@ def test_a_watcher_that_raises_is_removed_and_the_others_are_notified(caplog: py
         watchers.notify(lambda watcher: watcher.iteration(EVENT), iteration=4)
     assert seen.events == [EVENT, EVENT]
     (said,) = caplog.records
-    assert "watcher Failing raised in iteration 3 and was removed: RuntimeError: no (test_watch.py:" in said.message
+    assert (
+        "removed the watcher Failing, because it raised an error in iteration 3: RuntimeError: no (test_watch.py:"
+        in said.message
+    )
     assert said.exc_info is None
 
 
