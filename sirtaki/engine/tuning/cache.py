@@ -104,7 +104,10 @@ def _carried_over(start: WarmStart, layouts: Sequence[GradientLayout]) -> FirstP
     try:
         checked_plans(start.knobs, layouts)
     except PlanError as err:
-        logger.warning("the registry's entry %s is ignored: %s", start.record.id[:8], err)
+        words = (
+            "Sirtaki ignores the entry %s of the registry (results of earlier jobs), which does not fit this model: %s"
+        )
+        logger.warning(words, start.record.id[:8], err)
         return None
     return FirstProposal(knobs=start.knobs, arm=start.record.arm, message=start.explanation)
 
@@ -123,7 +126,11 @@ def _promising(
         else:
             slower = faster(min(known_s), span_s)
             which = proposal.message.replace("starting from ", "")
-            logger.info("not tried, because it is predicted to be %s than the best plan: %s", slower, which)
+            logger.info(
+                "the tuner skips an earlier job's setting, because it is predicted to be %s than the best plan: %s",
+                slower,
+                which,
+            )
     return kept
 
 
@@ -170,7 +177,8 @@ class Hardware:
             return cls(host=_label(host_kind()), device=_label(name))
         except Exception:
             logger.info(
-                "the type of this machine is unknown: the registry describes it by its device only", exc_info=True
+                "the machine type of this host is unknown; the registry (earlier jobs' results) names only its device",
+                exc_info=True,
             )
             return cls(host="", device=device.type)
 
@@ -313,12 +321,19 @@ class TuningCache:
         knobs = own.knobs
         try:
             if knobs not in space:
-                raise PlanError(f"{knobs.describe()} is not possible here")
+                raise PlanError(f"the setting {knobs.describe()} is not possible in this job")
             if knobs.cuts is not None and not same_order:
-                raise PlanError("the stored plan is for gradients that become ready in another order")
+                raise PlanError(
+                    "the stored plan needs another order of gradients in the backward pass than this job has"
+                )
             checked_plans(knobs, layouts)
         except PlanError as err:
-            logger.info("the registry's entry %s cannot be run as it is: %s", own.id[:8], err)
+            logger.info(
+                "the entry %s of the registry (results of earlier jobs) cannot be used unchanged; tuning starts "
+                "with an adapted copy: %s",
+                own.id[:8],
+                err,
+            )
             self._disproved = own
             self._neighbours = [Neighbour(record=own, distance=0.0)]
             return CacheHit()

@@ -214,7 +214,7 @@ class TuningController:
         except (PlanError, TransportError) as err:  # raised on all ranks
             if now.knobs == target.default and now.purpose is Purpose.KEPT:
                 raise  # end the job, because there is no other setting to fall back to
-            logger.info("%s cannot be run: %s", now.knobs.describe(), err)
+            logger.info("the tuner discards the setting %s, which cannot be run: %s", now.knobs.describe(), err)
             self._record(search, [math.inf])
             return False
         search.start(now)
@@ -247,10 +247,14 @@ class TuningController:
         try:
             return action()
         except Exception as err:
-            stays = "what ran before" if search is not None and search.target.stays is not None else "the default"
-            message = "tuning has failed and ends here; %s runs from now on: %s"
+            stays = (
+                "the setting that ran before"
+                if search is not None and search.target.stays is not None
+                else "the default setting"
+            )
+            message = "tuning has failed and stops; training continues with %s: %s"
             logger.warning(message, stays, in_a_line(err, self._where()))
-            logger.debug("traceback of the failure", exc_info=True)
+            logger.debug("traceback of the error that stopped tuning", exc_info=True)
             self.failed = True
             if search is not None:
                 search.session = None

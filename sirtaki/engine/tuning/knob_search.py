@@ -153,15 +153,23 @@ class KnobSearch:
         possible = [carried for carried in before if carried.knobs in space]
         here = next((carried for carried in possible if carried.place == place), None)
         if here is not None and here.settled:
-            logger.info("keeping the result of an earlier generation on these hosts: %s", here.knobs.describe())
+            logger.info(
+                "the ranks are on the same hosts as before an elastic restart, so the setting tuned there is kept: %s",
+                here.knobs.describe(),
+            )
             self.stays = here.knobs
         elif here is not None and here.trials:
-            logger.info("tuning continues after %d trials of an earlier generation", len(here.trials))
+            logger.info(
+                "the ranks are on the same hosts as before an elastic restart; tuning continues after the %d trials "
+                "made there",
+                len(here.trials),
+            )
             self._hit = replace(self._hit, history=here.trials)
         elif possible:
             self._suggested = [possible[0].knobs]
             counts = (n for each in (place, possible[0].place) for n in (len(each), len(set(each))))
-            logger.info("tuning again for %d ranks (hosts: %d), from the setting of %d ranks (hosts: %d)", *counts)
+            words = "the elastic job is tuned again for %d ranks (hosts: %d), from the setting of %d ranks (hosts: %d)"
+            logger.info(words, *counts)
 
     def retune(self, running: Knobs, layouts: Sequence[GradientLayout], *, ratio: float, iteration: int) -> None:
         """Prepare a search after a change of communication time. Its result is compared with the running setting.
@@ -226,8 +234,11 @@ class KnobSearch:
         try:
             return action()
         except Exception as err:
-            logger.warning("tuning continues without planners, which have failed: %s", in_a_line(err, self._where()))
-            logger.debug("traceback of the failure", exc_info=True)
+            logger.warning(
+                "planners (search methods with a model of the network) have failed; tuning continues without them: %s",
+                in_a_line(err, self._where()),
+            )
+            logger.debug("traceback of the planners' error", exc_info=True)
             return otherwise
 
     def _make_bandit(self, space: KnobSpace, promising: KnobSpace) -> BanditArm:
@@ -389,9 +400,11 @@ class KnobSearch:
             result = session.result
             stored = self._cache.keep(result, session.trials, complete=False, links=self._links)
             logger.info(
-                "the job ends while settings are tried; until now %s; %s",
+                "the job ends before tuning is complete; result so far: %s; %s",
                 describe_result(result, self.times.usual, self._name(result.arm)),
-                "stored in the registry, the next job goes on" if stored else "the next job begins anew",
+                "it is stored in the registry, and the next job continues"
+                if stored
+                else "the next job starts tuning again",
             )
         self._log.close()
 

@@ -127,7 +127,8 @@ class SettingsMemory:
         from sirtaki.registry.store import set_aside
 
         assert err.path is not None
-        logger.warning("%s; it is kept as %s and a new registry begins", err, set_aside(err.path))
+        words = "the registry's file cannot be read: %s; Sirtaki renamed it to %s and creates a new registry"
+        logger.warning(words, err, set_aside(err.path))
         self.warned = True
         return open_store(str(err.path))
 

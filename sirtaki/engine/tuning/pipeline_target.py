@@ -76,9 +76,9 @@ def allowed_compressors(
     if not allowed:
         return ()
     if reduction.compression is not None or reduction.wire_dtype:
-        why = "compression= of the optimizer compresses these gradients already"
+        why = "the optimizer's compression= compresses these gradients already"
     elif not settings.tunes:
-        why = "nothing is tuned"
+        why = "tuning is off"
     elif reduction.op is not ReduceOp.SUM:
         why = "gradients are neither summed nor averaged"
     elif not any(param.is_floating_point() for param in params):
@@ -87,7 +87,7 @@ def allowed_compressors(
     elif not any(goes_through_sockets(route) for route in space.routes):
         why = "no route that is available here uses sockets"
     if why and control.rank == 0:
-        logger.warning("SIRTAKI_LOSSY=%s has no effect: %s", ",".join(allowed), why)
+        logger.warning("SIRTAKI_LOSSY=%s has no effect, because %s", ",".join(allowed), why)
     return () if why else allowed
 
 
@@ -250,7 +250,8 @@ class PipelineTarget(TunableTarget[Knobs]):
                 )
         if control.rank == 0 and not (carried is not None and carried.of(self._key)):
             count = f"{len(params)} parameter{'' if len(params) == 1 else 's'}"
-            logger.info("gradients of %s between %d ranks: %s", count, control.size, self._intention(settings))
+            words = "gradients of %s are all-reduced between %d ranks with the setting %s"
+            logger.info(words, count, control.size, self._intention(settings))
 
     def _intention(self, settings: Settings) -> str:
         """Return the part of the first log line that describes the first setting, and whether the job is tuned."""
@@ -370,7 +371,11 @@ class PipelineTarget(TunableTarget[Knobs]):
             try:
                 self.apply(self.knobs)
             except (PlanError, TransportError) as err:
-                logger.info("%s cannot be run any more, and the default runs instead: %s", self.knobs.describe(), err)
+                logger.info(
+                    "the setting %s cannot be run any more; training continues with the default setting: %s",
+                    self.knobs.describe(),
+                    err,
+                )
                 self.knobs = self.default
 
     def _learn_classes(self, *, first: bool) -> None:

@@ -130,15 +130,17 @@ def knob_space(router: Router, settings: Settings, total_bytes: int) -> KnobSpac
     )
     if not routes:
         possible = ", ".join(f"{kind.value} {algorithm.value}" for kind, algorithm in router.routes)
-        raise ConfigError(f"no route matches SIRTAKI_TRANSPORT and SIRTAKI_ALGORITHM; possible: {possible}")
+        raise ConfigError(
+            "SIRTAKI_TRANSPORT and SIRTAKI_ALGORITHM select no transport and algorithm of this job; possible are: "
+            f"{possible}"
+        )
     # Limit every route to the number of streams that the default route supports, because more choices cost trials.
     limits = {route: router.max_streams([route]) for route in routes}
     limit = limits[routes[0]]
     if settings.streams is not None:
         if settings.streams > limit:
             raise ConfigError(
-                f"SIRTAKI_STREAMS={settings.streams} is more than the {limit} possible here: "
-                f"{router.why_not_more(routes)}"
+                f"SIRTAKI_STREAMS={settings.streams} must be at most {limit} in this job: {router.why_not_more(routes)}"
             )
         routes = tuple(route for route in routes if limits[route] >= settings.streams)
     # Tune neither the number of GPU threads nor NCCL's algorithm if only one stream is possible, because each value
@@ -193,7 +195,9 @@ def checked_plans(knobs: Knobs, layouts: Sequence[GradientLayout]) -> list[CommP
     """
     most = max(MOST_UNITS, STREAM_COUNTS[-1] * len(layouts[0].sizes))
     if len(knobs.cuts or ()) > most:
-        raise PlanError(f"the plan has {len(knobs.cuts or ())} units, but at most {most} are possible for this model")
+        raise PlanError(
+            f"the plan has {len(knobs.cuts or ())} units (buckets), but the maximum for this model is {most}"
+        )
     return plans_for(knobs, layouts)
 
 
@@ -266,16 +270,18 @@ class GivenPlan:
             ConfigError: `data` is not a plan, or has a version that this release does not read.
         """
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
-            raise ConfigError(f"{source} is not a plan written by `sirtaki optimize`")
+            raise ConfigError(f"the file {source} is not a plan written by `sirtaki optimize`")
         if data.get("version") != FORMAT_VERSION:
             raise ConfigError(
-                f"{source} is a plan of version {data.get('version')}, but this release reads version "
-                f"{FORMAT_VERSION}: run `sirtaki optimize` again"
+                f"the file {source} is a plan of version {data.get('version')}, but this release of Sirtaki reads "
+                f"version {FORMAT_VERSION}; run `sirtaki optimize` again"
             )
         try:
             return msgspec.convert({**data, "source": source}, cls)
         except (msgspec.ValidationError, PlanError, RecursionError) as err:
-            raise ConfigError(f"{source} is not a complete plan: {err!r}") from err
+            raise ConfigError(
+                f"the file {source} is not a complete plan; run `sirtaki optimize` again: {err!r}"
+            ) from err
 
     @classmethod
     def read(cls, path: str | Path) -> GivenPlan:
@@ -289,9 +295,9 @@ class GivenPlan:
             path = path / PLAN_FILE if path.is_dir() else path
             data = json.loads(path.read_text(encoding="utf-8"))
         except OSError as err:
-            raise ConfigError(f"the plan {path} cannot be read: {err.strerror or err}") from err
+            raise ConfigError(f"the plan file {path} cannot be read: {err.strerror or err}") from err
         except ValueError as err:
-            raise ConfigError(f"{path} is not a plan: it is not JSON ({err})") from err
+            raise ConfigError(f"the file {path} is not a plan, because it is not JSON: {err}") from err
         return cls.from_json(data, source=str(path))
 
     def misfit(self, layouts: Sequence[GradientLayout], ranks: int, space: KnobSpace) -> str:
@@ -306,7 +312,7 @@ class GivenPlan:
                 f"{_described(theirs)}"
             )
         if self.knobs not in space:
-            return f"the plan {self.source} is outside what this job may run: {self.knobs.describe()}"
+            return f"the plan {self.source} has a setting that is not possible in this job: {self.knobs.describe()}"
         try:
             checked_plans(self.knobs, layouts)
         except PlanError as err:
@@ -334,9 +340,11 @@ class GivenPlan:
             raise ConfigError(f"SIRTAKI_PLAN: {why_not}")
         if control.rank == 0:
             if why_not:
-                logger.warning("%s; the plan is ignored", why_not)
+                logger.warning("the plan in SIRTAKI_PLAN does not fit this job, and Sirtaki ignores it: %s", why_not)
             else:
-                logger.info("the plan %s will run: %s", self.source, self.knobs.describe())
+                logger.info(
+                    "the plan %s of SIRTAKI_PLAN fits this job and will run: %s", self.source, self.knobs.describe()
+                )
         return None if why_not else self.knobs
 
 
@@ -385,7 +393,7 @@ def given_to_all(control: ControlPlane, path: str | None, *, ranks_stay: bool = 
     if ranks_stay:
         raise ConfigError(f"SIRTAKI_PLAN: {plan_or_error}")
     if control.rank == 0:
-        logger.warning("SIRTAKI_PLAN: %s; the plan is ignored", plan_or_error)
+        logger.warning("the plan in SIRTAKI_PLAN is invalid, and Sirtaki ignores it: %s", plan_or_error)
     return None
 
 
@@ -402,7 +410,7 @@ def still_possible(space: KnobSpace, router: Router) -> KnobSpace:
     )
     if not routes:
         raise TransportError(
-            "no transport for gradients can be opened: see the warnings above, run `sirtaki doctor`, and check "
+            "no transport for gradients can be opened; see the warnings above, run `sirtaki doctor`, and check "
             "SIRTAKI_TRANSPORT, SIRTAKI_ALGORITHM and SIRTAKI_STREAMS"
         )
     limits = {route: router.max_streams([route]) for route in routes}
@@ -442,7 +450,8 @@ def open_default(
             space = still_possible(space, router)
             continue
         if problem and control.rank == 0:
-            logger.warning("%s; gradients are reduced with %s instead", problem, default.describe())
+            words = "the default setting cannot be opened (%s); gradients are reduced with %s instead"
+            logger.warning(words, problem, default.describe())
         return space, default
 
 
@@ -710,7 +719,9 @@ def contention_model(probes: Sequence[ThreadProbe], *, alpha_s: float) -> Conten
     try:
         return fit_contention(compute, transmissions, alpha_s=alpha_s, default_threads=_most_like_none(probes))
     except TuningError as err:
-        logger.info("no model of contention: %s", err)
+        logger.info(
+            "planners ignore that communication and compute slow each other down; measuring this failed: %s", err
+        )
         return None
 
 
@@ -781,7 +792,7 @@ def probe_ways(control: ControlPlane, router: Router, route: Route, *, largest_b
             try:
                 router.open_plan(plan)
             except PlanError as err:  # All ranks raise it, so they stay in step.
-                logger.info("not probed: %s", err)
+                logger.info("an NCCL algorithm cannot run and is not measured: %s", err)
                 break
             own_s = [_probe_s(control, router, plan, buffer, is_first=repeat == 0)[0] for repeat in range(MOST_REPEATS)]
             taken_s = min(control.maximum(np.array(own_s)).tolist()) / PASSES
@@ -847,7 +858,7 @@ def probe_routes(
         try:
             soundings_s = tuple(_sounding_s(control, router, route, buffer, size) for size in SOUNDING_BYTES)
         except (PlanError, TransportError) as err:  # raised on all ranks
-            logger.info("not probed: %s", err)
+            logger.info("the network over %s %s cannot be measured: %s", *(part.value for part in route), err)
             needed_after -= needed
             continue
         measured_s = [*soundings_s, time.perf_counter() - begin_s]
@@ -869,7 +880,7 @@ def probe_routes(
             try:
                 router.open_plan(plan)
             except (PlanError, TransportError) as err:  # raised on all ranks
-                logger.info("not probed: %s", err)
+                logger.info("the network cannot be measured with %d streams: %s", streams, err)
                 continue
             seen.add((size.unit_bytes, streams))
             probed_s = 0.0
@@ -996,14 +1007,21 @@ def fitted_links(probes: Mapping[Route, Sequence[LinkProbe]]) -> dict[Route, Lin
             links[route] = link = fit_link(measured)
         except TuningError as err:
             unfit.append(name)
-            logger.debug("%s: %s", name, err)
+            logger.debug("the all-reduce times of %s fit no model of the network: %s", name, err)
             continue
         curve = " ".join(f"{rate / 1e6:.4g}" for rate in link.throughput)
-        logger.debug("%s: α = %.3g ms, o = %.3g ms, G = %s MB/s", name, 1e3 * link.alpha_s, 1e3 * link.host_s, curve)
+        logger.debug(
+            "network over %s: latency %.3g ms, processor time per all-reduce %.3g ms, bandwidth on 1, 2, … streams "
+            "%s MB/s",
+            name,
+            1e3 * link.alpha_s,
+            1e3 * link.host_s,
+            curve,
+        )
     if unfit:
         logger.info(
-            "the times of %s fit no cost model, as is usual on one host. Planners skip it, search techniques try it. "
-            "No action is needed.",
+            "the all-reduce times of %s fit no model of the network, which is usual on one host; only search methods "
+            "without such a model try these transports. No action is needed",
             ", ".join(unfit),
         )
     return links
@@ -1097,7 +1115,11 @@ def measure(control: ControlPlane, router: Router, space: KnobSpace, *, default:
             )
             space = replace(space, nccl=promising_ways(space.nccl, seconds))
     except (PlanError, TransportError, TuningError) as err:  # raised on all ranks, as plans and times are equal
-        logger.warning("the network could not be probed, tuning continues without planners: %s", err)
+        logger.warning(
+            "latency and bandwidth of the network could not be measured; tuning continues without planners (search "
+            "methods that need them): %s",
+            err,
+        )
         return without_planners(space)
     if not threads or not threads_matter(threads):
         threads, space = [], replace(space, threads=space.threads[:1])

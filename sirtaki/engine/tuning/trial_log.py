@@ -129,7 +129,9 @@ class TrialLogWriter:
             try:
                 self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115  # stays open for the whole warm-up
             except (OSError, ValueError) as err:
-                logger.warning("the trial log cannot be written: %s", err)
+                logger.warning(
+                    "the trial log (SIRTAKI_TRIAL_LOG) cannot be opened; training continues without it: %s", err
+                )
 
     def knows(self, model: PlanningModel) -> None:
         """Write the cost model of this job, with which planners predict times. `sirtaki plan` reads it."""
@@ -212,7 +214,7 @@ class TrialLogWriter:
             self._file.flush()
         except (OSError, ValueError, TypeError) as err:  # TypeError: a user's search method may use any type of value
             logger.warning(
-                "the trial log %s cannot be written any more (%s): later trials are missing in it. Training continues.",
+                "writing the trial log %s has failed (%s); training continues, but the log will lack all later trials",
                 self._file.name,
                 err,
             )
@@ -387,7 +389,7 @@ def read_log(path: Path) -> TrialLog:
     try:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     except (OSError, UnicodeDecodeError) as err:
-        raise ConfigError(f"the log {path} cannot be read: {err}") from err
+        raise ConfigError(f"the trial log {path} cannot be read: {err}") from err
     logs: dict[str, TrialLog] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -395,10 +397,11 @@ def read_log(path: Path) -> TrialLog:
         try:
             data = json.loads(line)
             if not isinstance(data, dict):
-                raise TypeError(f"each line must be a JSON object, but this one is a {type(data).__name__}")
+                raise TypeError(f"each line must be a JSON object, found a {type(data).__name__}")
             if int(data.get("version", 1)) > VERSION:
                 raise ConfigError(
-                    f"its version is {data['version']}, but this release reads up to {VERSION}: install a newer release"
+                    f"the log's version is {data['version']}, but this release of Sirtaki reads only up to "
+                    f"{VERSION}; install a newer release"
                 )
             _add_to_job(logs, data)
         except (KeyError, TypeError, ValueError, OverflowError, SirtakiError) as err:
@@ -407,12 +410,14 @@ def read_log(path: Path) -> TrialLog:
                 break
             reason = repr(err) if isinstance(err, KeyError) else str(err)
             raise ConfigError(
-                f"line {number} of {path} is not part of a trial log, so the log cannot be read: {reason}"
+                f"the trial log {path} cannot be read, because its line {number} is invalid: {reason}"
             ) from err
     measured = [log for log in logs.values() if any(m.succeeded for m in log.measurements)]
     measured = measured or [log for log in logs.values() if log.sparse]
     if not measured:
-        raise ConfigError(f"the log {path} has no measured trial; was it written by a job that was tuned?")
+        raise ConfigError(
+            f"the trial log {path} has no measured trial; it must be written by a job of several ranks that is tuned"
+        )
     last = measured[-1]
     same_process = [log.sparse for log in logs.values() if last.process and log.process == last.process]
     last.sparse = {name: summary for sparse in same_process for name, summary in sparse.items()}

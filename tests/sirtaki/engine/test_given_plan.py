@@ -60,7 +60,9 @@ def test_a_plan_file_with_nccl_settings_needs_nccl() -> None:
     assert [unit["nccl"] for unit in data["units"]] == ["ring/ll", "ring/ll"]
     assert CommPlan.from_json(data) == given.knobs.to_plan(LAYOUTS[0])
     over_nccl = replace(SPACE, routes=((TransportKind.NCCL, Algorithm.FLAT),))
-    assert "is outside what this job may run" in given.misfit(LAYOUTS, 4, over_nccl)  # where the user has set NCCL_ALGO
+    assert "has a setting that is not possible in this job" in given.misfit(
+        LAYOUTS, 4, over_nccl
+    )  # where the user has set NCCL_ALGO
     assert given.misfit(LAYOUTS, 4, replace(over_nccl, nccl=(told,))) == ""
 
 
@@ -80,7 +82,7 @@ def test_the_part_on_compiled_graphs_is_read_separately(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"version": 2}, "is a plan of version 2, but this release reads version 1"),
+        ({"version": 2}, "is a plan of version 2, but this release of Sirtaki reads version 1"),
         ({"format": "other"}, "is not a plan written by `sirtaki optimize`"),
         ({"knobs": {}}, "is not a complete plan"),
         ({"sizes": [["many"]]}, "is not a complete plan"),
@@ -93,13 +95,15 @@ def test_an_invalid_plan_file_is_rejected_with_a_message(changes: dict[str, Any]
 
 
 def test_an_unreadable_plan_file_is_reported_on_all_ranks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ConfigError, match=r"SIRTAKI_PLAN: the plan .*nowhere cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=r"SIRTAKI_PLAN: the plan file .*nowhere cannot be read: No such file"):
         given_to_all(ranks(), str(tmp_path / "nowhere"))
     (tmp_path / "broken").write_text("{")
-    with pytest.raises(ConfigError, match="is not a plan: it is not JSON"):
+    with pytest.raises(ConfigError, match="is not a plan, because it is not JSON"):
         given_to_all(ranks(), str(tmp_path / "broken"))
     assert given_to_all(ranks(), str(tmp_path / "nowhere"), ranks_stay=False) is None
-    assert "nowhere cannot be read: No such file or directory; the plan is ignored" in caplog.text
+    assert (
+        f"Sirtaki ignores it: the plan file {tmp_path}/nowhere cannot be read: No such file or directory" in caplog.text
+    )
     assert given_to_all(ranks(), None) is None
     assert given_to_all(ranks(1), str(tmp_path / "nowhere")) is None  # rank 0 reads
 
@@ -118,7 +122,7 @@ def test_an_unreadable_plan_file_is_reported_on_all_ranks(tmp_path: Path, caplog
             LAYOUTS,
             4,
             replace(SPACE, streams=(1,)),
-            "is outside what this job may run: gloo flat",
+            "has a setting that is not possible in this job: gloo flat",
         ),
         (LAYOUTS * 2, 4, SPACE, "is for other gradients"),
     ],
@@ -132,14 +136,17 @@ def test_a_plan_that_does_not_fit_is_ignored_or_an_error_if_it_is_required(
         assert GIVEN.accepted(layouts, ranks(rank, size), space, must_run=False) is None
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert words in caplog.text
-    assert "the plan is ignored" in caplog.text
+    assert "Sirtaki ignores it: the plan plan.json" in caplog.text
 
 
 def test_gradients_may_be_ready_in_another_order(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     other = [GradientLayout(sizes=(50_000, 20_000, 30_000, 2))]
     assert GIVEN.accepted(other, ranks(), SPACE, must_run=True) == KNOBS
-    assert "the plan plan.json will run: gloo flat, 2 planned units, 2 streams" in caplog.text
+    assert (
+        "the plan plan.json of SIRTAKI_PLAN fits this job and will run: gloo flat, 2 planned units, 2 streams"
+        in caplog.text
+    )
     torn = replace(GIVEN, knobs=KNOBS.but(cuts=(Cut(stop=7),)))
     assert "does not fit: the units (buckets) of a communication plan cover 7 elements" in torn.misfit(
         LAYOUTS, 4, SPACE

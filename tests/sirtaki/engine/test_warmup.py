@@ -65,8 +65,8 @@ def test_a_remembered_setting_is_where_a_short_search_begins_if_the_link_has_cha
 @pytest.mark.slow
 def test_a_job_that_ends_early_leaves_its_trials_to_the_next(run_ranks: RunRanks) -> None:
     first = run_ranks("tuning.py", 2, 15).stderr
-    assert "the job ends while settings are tried" in first
-    assert "the next job goes on" in first
+    assert "the job ends before tuning is complete" in first
+    assert "and the next job continues" in first
     second = run_ranks("tuning.py", 2, 130).stderr
     assert "found an unfinished tuning phase" in second
     assert "tuned in" in second
@@ -74,7 +74,9 @@ def test_a_job_that_ends_early_leaves_its_trials_to_the_next(run_ranks: RunRanks
 
 def test_a_job_that_ends_early_and_stores_nothing_logs_it(run_ranks: RunRanks) -> None:
     told = run_ranks("tuning.py", 2, 15, env={"SIRTAKI_REGISTRY": "off"}).stderr
-    assert re.search(r"the job ends while settings are tried; until now tuned in .* the next job begins anew", told)
+    assert re.search(
+        r"the job ends before tuning is complete; result so far: tuned in .* the next job starts tuning again", told
+    )
 
 
 @pytest.mark.slow

@@ -125,8 +125,8 @@ def test_the_tuners_result_survives_generations(start: Start) -> None:
     with start(ranks=3, iterations=40, env=env, faults=[(0, 30, "in_step", "kill")]) as job:
         judge = job.run()
     judge.check(ended=2, killed=1)
-    assert "keeping the result of an earlier generation" not in judge.output  # it was found with 3 ranks
-    assert "tuning again for 2 ranks (hosts: 1), from the setting of 3 ranks (hosts: 1)" in judge.output
+    assert "the setting tuned there is kept" not in judge.output  # it was found with 3 ranks
+    assert "tuned again for 2 ranks (hosts: 1), from the setting of 3 ranks (hosts: 1)" in judge.output
 
 
 @pytest.mark.integration
@@ -159,7 +159,7 @@ def test_a_world_that_shrinks_and_grows_runs_settings_that_were_found_for_its_si
     for stage in (0, 1, 3):
         assert len({line["setting"] for line in tried[stage]}) > 1, tried
     # Where turns scatter nothing is proved, and what the registry has is no result: the job's own stays then.
-    again = re.findall(r"found Sequential on 3 ranks|keeping the result of an earlier generation", judge.output)
+    again = re.findall(r"found Sequential on 3 ranks|the setting tuned there is kept", judge.output)
     assert len(again) == 2, judge.output
     if registry == "off":
         return
