@@ -178,8 +178,8 @@ class AgentClient:
             )
         if answer is None:
             raise CommError(
-                "the launcher did not announce the next set of ranks in time; increase HOROVOD_ELASTIC_TIMEOUT "
-                "(seconds), or start more hosts"
+                "the launcher did not announce the next set of ranks of the elastic job in time; increase "
+                "HOROVOD_ELASTIC_TIMEOUT (seconds), or add hosts"
             )
         self._looked_s = time.monotonic()
         return answer
@@ -232,8 +232,8 @@ def open_agent(*, interface: str | None, environ: Mapping[str, str] = os.environ
         sock.getpeername()
     except (OSError, ValueError) as err:
         raise ConfigError(
-            f"{AGENT}={text} names a socket that this process does not have. In an elastic job, only the processes "
-            "that the launcher starts may call init(), not their child processes"
+            f"the environment variable {AGENT}={text} names a socket that this process does not have. In an elastic "
+            "job, only processes that the launcher has started may call init(), not their child processes"
         ) from err
     sock.set_inheritable(False)
     return AgentClient(sock, interface=interface, one_host=hosts == "one")
@@ -388,8 +388,8 @@ class Generations:
                 raise
             except CommError as err:
                 raise LaunchError(
-                    f"this rank could not join the next set of ranks of the elastic job (after generation "
-                    f"{self.number}): {err}"
+                    f"this rank could not join the elastic job's next generation (set of ranks), after generation "
+                    f"{self.number}: {err}"
                 ) from err
             joined_s = time.monotonic()
             try:

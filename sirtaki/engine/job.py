@@ -136,10 +136,12 @@ class JobObservers:
         try:
             return MetricsServer(self._count(), host=host, port=port, rank=self._job.rank, size=self._job.size)
         except (OSError, OverflowError) as err:
-            words = (
-                "this rank cannot serve metrics at %s:%d (SIRTAKI_METRICS_PORT); training continues without them: %s"
+            logger.warning(
+                "this rank cannot serve metrics at %s:%d (SIRTAKI_METRICS_PORT); training continues without them: %s",
+                host,
+                port,
+                err,
             )
-            logger.warning(words, host, port, err)
             return None
 
     def _count(self) -> Totals:
@@ -735,12 +737,18 @@ def _report(job: Job, reason: str, where: list[str]) -> None:
     """
     if where or not _started_by_sirtakirun():
         place = "".join(f"; it {text}" for text in where)
-        then = "ends the job" if job.elastic is None else "removes the rank from the elastic job"
         # Ignored, because stderr may be closed, full or None.
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            print(
-                f"sirtaki: rank {job.rank} ends, because {reason}{place}; this {then}", file=sys.__stderr__, flush=True
-            )
+            if job.elastic is None:
+                print(
+                    f"sirtaki: rank {job.rank} ends the job, because {reason}{place}", file=sys.__stderr__, flush=True
+                )
+            else:
+                print(
+                    f"sirtaki: rank {job.rank} leaves the elastic job, because {reason}{place}",
+                    file=sys.__stderr__,
+                    flush=True,
+                )
 
 
 def _started_by_sirtakirun() -> bool:

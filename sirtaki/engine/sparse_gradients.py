@@ -348,7 +348,7 @@ class SparseReductions:
                 self._warned = True
                 logger.warning(
                     "user code changed the sparse gradient of %s before it was reduced; Sirtaki uses the reduced "
-                    "gradient: %s",
+                    "gradient, without the change; remedy: %s",
                     name,
                     REMEDY,
                 )

@@ -60,8 +60,8 @@ def register_last(name: str, param: torch.Tensor, hook: Hook, *, nodes_are_kept:
         leaf, hook = on_leaf(hook)
     if not leaf.is_leaf:
         raise RuntimeError(
-            f"the parameter {name} is a non-leaf tensor, for which autograd computes no .grad; pass the leaf tensors "
-            "from which it was computed"
+            f"the parameter {name} is a non-leaf tensor, for which autograd computes no .grad; give the "
+            "optimizer the leaf tensors from which it was computed"
         )
     guard, hooks = _UpdateGuard(name, hook), leaf._post_accumulate_grad_hooks
     if not hooks and not isinstance(hooks, _HooksInOrder) and not _is_node_kept_by_user(leaf, nodes_are_kept):

@@ -104,10 +104,11 @@ def _carried_over(start: WarmStart, layouts: Sequence[GradientLayout]) -> FirstP
     try:
         checked_plans(start.knobs, layouts)
     except PlanError as err:
-        words = (
-            "Sirtaki ignores the entry %s of the registry (results of earlier jobs), which does not fit this model: %s"
+        logger.warning(
+            "Sirtaki ignores the entry %s of the registry (results of earlier jobs), which does not fit this model: %s",
+            start.record.id[:8],
+            err,
         )
-        logger.warning(words, start.record.id[:8], err)
         return None
     return FirstProposal(knobs=start.knobs, arm=start.record.arm, message=start.explanation)
 
@@ -127,7 +128,8 @@ def _promising(
             slower = faster(min(known_s), span_s)
             which = proposal.message.replace("starting from ", "")
             logger.info(
-                "the tuner skips an earlier job's setting, because it is predicted to be %s than the best plan: %s",
+                "the tuner skips an earlier job's setting, because the network's model predicts that it is %s than the "
+                "best plan: %s",
                 slower,
                 which,
             )
@@ -329,8 +331,8 @@ class TuningCache:
             checked_plans(knobs, layouts)
         except PlanError as err:
             logger.info(
-                "the entry %s of the registry (results of earlier jobs) cannot be used unchanged; tuning starts "
-                "with an adapted copy: %s",
+                "the entry %s of the registry (results of earlier jobs) cannot be used unchanged (%s); tuning starts "
+                "with an adapted copy",
                 own.id[:8],
                 err,
             )

@@ -252,8 +252,9 @@ class TuningController:
                 if search is not None and search.target.stays is not None
                 else "the default setting"
             )
-            message = "tuning has failed and stops; training continues with %s: %s"
-            logger.warning(message, stays, in_a_line(err, self._where()))
+            logger.warning(
+                "tuning has failed and stops; training continues with %s: %s", stays, in_a_line(err, self._where())
+            )
             logger.debug("traceback of the error that stopped tuning", exc_info=True)
             self.failed = True
             if search is not None:

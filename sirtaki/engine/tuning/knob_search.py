@@ -168,8 +168,10 @@ class KnobSearch:
         elif possible:
             self._suggested = [possible[0].knobs]
             counts = (n for each in (place, possible[0].place) for n in (len(each), len(set(each))))
-            words = "the elastic job is tuned again for %d ranks (hosts: %d), from the setting of %d ranks (hosts: %d)"
-            logger.info(words, *counts)
+            logger.info(
+                "the elastic job is tuned again for %d ranks (hosts: %d), from the setting of %d ranks (hosts: %d)",
+                *counts,
+            )
 
     def retune(self, running: Knobs, layouts: Sequence[GradientLayout], *, ratio: float, iteration: int) -> None:
         """Prepare a search after a change of communication time. Its result is compared with the running setting.

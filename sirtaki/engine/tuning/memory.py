@@ -127,8 +127,11 @@ class SettingsMemory:
         from sirtaki.registry.store import set_aside
 
         assert err.path is not None
-        words = "the registry's file cannot be read: %s; Sirtaki renamed it to %s and creates a new registry"
-        logger.warning(words, err, set_aside(err.path))
+        logger.warning(
+            "the registry's file cannot be read: %s; Sirtaki renamed it to %s and creates a new registry",
+            err,
+            set_aside(err.path),
+        )
         self.warned = True
         return open_store(str(err.path))
 

@@ -250,8 +250,12 @@ class PipelineTarget(TunableTarget[Knobs]):
                 )
         if control.rank == 0 and not (carried is not None and carried.of(self._key)):
             count = f"{len(params)} parameter{'' if len(params) == 1 else 's'}"
-            words = "gradients of %s are all-reduced between %d ranks with the setting %s"
-            logger.info(words, count, control.size, self._intention(settings))
+            logger.info(
+                "gradients of %s are all-reduced between %d ranks with the setting %s",
+                count,
+                control.size,
+                self._intention(settings),
+            )
 
     def _intention(self, settings: Settings) -> str:
         """Return the part of the first log line that describes the first setting, and whether the job is tuned."""

@@ -450,8 +450,11 @@ def open_default(
             space = still_possible(space, router)
             continue
         if problem and control.rank == 0:
-            words = "the default setting cannot be opened (%s); gradients are reduced with %s instead"
-            logger.warning(words, problem, default.describe())
+            logger.warning(
+                "the default setting cannot be opened (%s); gradients are reduced with %s instead",
+                problem,
+                default.describe(),
+            )
         return space, default
 
 
@@ -720,7 +723,8 @@ def contention_model(probes: Sequence[ThreadProbe], *, alpha_s: float) -> Conten
         return fit_contention(compute, transmissions, alpha_s=alpha_s, default_threads=_most_like_none(probes))
     except TuningError as err:
         logger.info(
-            "planners ignore that communication and compute slow each other down; measuring this failed: %s", err
+            "planners (search methods with a model) ignore that communication slows compute; measuring this failed: %s",
+            err,
         )
         return None
 
@@ -792,7 +796,7 @@ def probe_ways(control: ControlPlane, router: Router, route: Route, *, largest_b
             try:
                 router.open_plan(plan)
             except PlanError as err:  # All ranks raise it, so they stay in step.
-                logger.info("an NCCL algorithm cannot run and is not measured: %s", err)
+                logger.info("the tuner does not measure an NCCL algorithm that cannot run: %s", err)
                 break
             own_s = [_probe_s(control, router, plan, buffer, is_first=repeat == 0)[0] for repeat in range(MOST_REPEATS)]
             taken_s = min(control.maximum(np.array(own_s)).tolist()) / PASSES
@@ -858,7 +862,11 @@ def probe_routes(
         try:
             soundings_s = tuple(_sounding_s(control, router, route, buffer, size) for size in SOUNDING_BYTES)
         except (PlanError, TransportError) as err:  # raised on all ranks
-            logger.info("the network over %s %s cannot be measured: %s", *(part.value for part in route), err)
+            logger.info(
+                "latency and bandwidth of %s %s all-reduces cannot be measured: %s",
+                *(part.value for part in route),
+                err,
+            )
             needed_after -= needed
             continue
         measured_s = [*soundings_s, time.perf_counter() - begin_s]
@@ -880,7 +888,7 @@ def probe_routes(
             try:
                 router.open_plan(plan)
             except (PlanError, TransportError) as err:  # raised on all ranks
-                logger.info("the network cannot be measured with %d streams: %s", streams, err)
+                logger.info("all-reduces on %d parallel streams cannot be measured: %s", streams, err)
                 continue
             seen.add((size.unit_bytes, streams))
             probed_s = 0.0
@@ -1011,8 +1019,8 @@ def fitted_links(probes: Mapping[Route, Sequence[LinkProbe]]) -> dict[Route, Lin
             continue
         curve = " ".join(f"{rate / 1e6:.4g}" for rate in link.throughput)
         logger.debug(
-            "network over %s: latency %.3g ms, processor time per all-reduce %.3g ms, bandwidth on 1, 2, … streams "
-            "%s MB/s",
+            "measured network of %s all-reduces: latency %.3g ms, processor time per all-reduce %.3g ms, bandwidth "
+            "on 1, 2, … streams %s MB/s",
             name,
             1e3 * link.alpha_s,
             1e3 * link.host_s,

@@ -397,10 +397,10 @@ def read_log(path: Path) -> TrialLog:
         try:
             data = json.loads(line)
             if not isinstance(data, dict):
-                raise TypeError(f"each line must be a JSON object, found a {type(data).__name__}")
+                raise TypeError(f"each line of a trial log must be a JSON object, found a {type(data).__name__}")
             if int(data.get("version", 1)) > VERSION:
                 raise ConfigError(
-                    f"the log's version is {data['version']}, but this release of Sirtaki reads only up to "
+                    f"the trial log's version is {data['version']}, but this release of Sirtaki reads only up to "
                     f"{VERSION}; install a newer release"
                 )
             _add_to_job(logs, data)
@@ -416,7 +416,8 @@ def read_log(path: Path) -> TrialLog:
     measured = measured or [log for log in logs.values() if log.sparse]
     if not measured:
         raise ConfigError(
-            f"the trial log {path} has no measured trial; it must be written by a job of several ranks that is tuned"
+            f"the trial log {path} has no measured trial; use the log of a job of several ranks that was "
+            "tuned for some steps"
         )
     last = measured[-1]
     same_process = [log.sparse for log in logs.values() if last.process and log.process == last.process]

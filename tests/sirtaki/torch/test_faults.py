@@ -18,7 +18,7 @@ STALL = {
             1,
             [
                 "ValueError: a bad batch",
-                "rank 1 ends, because it raised ValueError; it is in iteration 10",
+                "rank 1 ends the job, because it raised ValueError; it is in iteration 10",
                 "has not computed 0.weight",
             ],
         ),

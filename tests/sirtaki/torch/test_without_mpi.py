@@ -62,7 +62,7 @@ def test_rank_0_loads_modules_for_a_look_up_while_the_script_runs(
 @pytest.mark.parametrize(
     ("fault", "code", "says"),
     [
-        ("kill", 137, ["ends, because rank 1 has ended", "it is in iteration 10"]),
+        ("kill", 137, ["ends the job, because rank 1 has ended", "it is in iteration 10"]),
         pytest.param(
             "raise", 1, ["ValueError: a bad batch", "because rank 1 raised ValueError"], marks=pytest.mark.slow
         ),
