@@ -180,7 +180,7 @@ def tuning_ahead(settings: Settings) -> str:
     """Return a clause for a log line: what tuning will do, and how to disable it."""
     return (
         f"other settings are tried in the first {settings.warmup_iterations} steps, and one is kept if it is then "
-        "proved to be faster (SIRTAKI_TUNE=0: none)"
+        "proved to be faster (SIRTAKI_TUNE=0 turns tuning off)"
     )
 
 

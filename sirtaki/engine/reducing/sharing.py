@@ -140,8 +140,8 @@ class OptimizerGradients:
                 serial = owner.key[1] if owner.members is self._members else -1
                 conflicts.setdefault(
                     serial,
-                    f"{name} belongs to another DistributedOptimizer, which has {difference}: give both the same "
-                    "options, or close() the other one before this one is made",
+                    f"the parameter {name} belongs to another DistributedOptimizer, which has {difference}: give both "
+                    "the same options, or close() the other one before this one is made",
                 )
         in_flight = [reducer.key[1] for reducer in reducers if reducer.members is self._members and reducer.begun]
         return serials, conflicts, in_flight

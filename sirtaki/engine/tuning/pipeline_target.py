@@ -140,7 +140,9 @@ def open_router(control: ControlPlane, settings: Settings, params: Sequence[torc
 
 def without_others(settings: Settings) -> str:
     """Return the log line of a job with one rank, which says that nothing is reduced and nothing tuned."""
-    return f"on one rank nothing is reduced, and nothing tuned{NO_LOG if settings.trial_log else ''}"
+    return (
+        f"the job has one rank, so no gradients are reduced, and nothing is tuned{NO_LOG if settings.trial_log else ''}"
+    )
 
 
 class PipelineTarget(TunableTarget[Knobs]):
