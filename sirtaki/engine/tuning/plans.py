@@ -131,7 +131,7 @@ def knob_space(router: Router, settings: Settings, total_bytes: int) -> KnobSpac
     if not routes:
         possible = ", ".join(f"{kind.value} {algorithm.value}" for kind, algorithm in router.routes)
         raise ConfigError(
-            "SIRTAKI_TRANSPORT and SIRTAKI_ALGORITHM select no transport and algorithm of this job; possible are: "
+            "SIRTAKI_TRANSPORT and SIRTAKI_ALGORITHM select no transport and algorithm of this job; possible: "
             f"{possible}"
         )
     # Limit every route to the number of streams that the default route supports, because more choices cost trials.
