@@ -31,7 +31,6 @@ DEFAULT_ARM = "default"  # the untuned default
 REGISTRY_ARM = "registry"  # settings that an earlier job stored in the registry
 PLAN_ARM = "plan"  # a plan given by the user
 REFINEMENT_ARM = "refinement"  # settings that differ from the fastest one in one knob
-DRAW_ARM = "random draw"  # random settings, which show how much communication slows computation down
 FINALS_ARM = "finals"  # repeated measurements of the fastest settings
 
 
@@ -363,11 +362,8 @@ _Script = Generator[Assignment[S], Sequence[float], None]
 """Generator that yields assignments (settings to run next) and receives the communication times measured with them."""
 
 
-def _seeds(similar: Sequence[S], draws: Sequence[S]) -> list[Proposal[S]]:
-    return [
-        *(Proposal(arm=REGISTRY_ARM, knobs=knobs, reason="a similar job's") for knobs in similar),
-        *(Proposal(arm=DRAW_ARM, knobs=knobs, reason="to learn contention") for knobs in draws),
-    ]
+def _seeds(similar: Sequence[S]) -> list[Proposal[S]]:
+    return [Proposal(arm=REGISTRY_ARM, knobs=knobs, reason="a similar job's") for knobs in similar]
 
 
 class TuningSession(Generic[S]):
@@ -391,8 +387,6 @@ class TuningSession(Generic[S]):
             anything else. It is chosen if it is faster and if the comparison, together with the earlier gain, proves
             it. If the network has changed, a short search follows.
         seeds: settings of similar jobs, which are the first proposals.
-        draws: random settings, which are proposed after the seeds. Their trials show how much communication slows
-            computation down. `skip_draws` cancels them.
         given: the user's plan, which is proposed before all other settings. If `exact` is given, first its setting is
             compared with the default, then the plan.
         history: `trials` of an earlier, unfinished session. Their iterations count against the budget.
@@ -418,7 +412,6 @@ class TuningSession(Generic[S]):
         measured_iterations: int = 2,
         exact: Remembered[S] | None = None,
         seeds: Sequence[S] = (),
-        draws: Sequence[S] = (),
         given: S | None = None,
         history: Sequence[Trial[S]] = (),
         identity: Callable[[S], Hashable] = lambda knobs: knobs,
@@ -446,7 +439,7 @@ class TuningSession(Generic[S]):
         self._default_name = "the setting that ran" if retune else "the default"
         self._exact = exact
         self._space, self._given = space, given
-        self._seeds = _seeds(seeds, draws)
+        self._seeds = _seeds(seeds)
         self._has_rejected = False
         # Only the latest trials of the history are used: a session cannot have more trials than iterations.
         self._history = tuple(trial for trial in history[-budget_iterations:] if self._accepts(trial.knobs))
@@ -524,27 +517,21 @@ class TuningSession(Generic[S]):
         """Return the maximum number of training iterations of the session, including the finished ones."""
         return self._iterations + proof_iterations(self._iterations, self._discarded)
 
-    def begin_search(self, arm: Arm[S], *, space: Space[S], seeds: Sequence[S] = (), draws: Sequence[S] = ()) -> None:
+    def begin_search(self, arm: Arm[S], *, space: Space[S], seeds: Sequence[S] = ()) -> None:
         """Start the search for which the session waits. The search uses the measurements made before it.
 
         Args:
             arm: search method that proposes settings. It receives the results of all trials so far.
             space: permitted settings, which may be fewer than those of the constructor.
             seeds: settings of similar jobs, which are the first proposals.
-            draws: random settings, which are proposed after the seeds. Their trials show how much communication slows
-                computation down.
 
         Raises:
             TuningError: the session does not wait: `assignment` has another purpose than SEARCH.
         """
         if self._assignment.purpose is not Purpose.SEARCH:
             raise TuningError(f"a search must begin at {Purpose.SEARCH}, found {self._assignment.purpose}")
-        self._arm, self._space, self._seeds = arm, space, _seeds(seeds, draws)
+        self._arm, self._space, self._seeds = arm, space, _seeds(seeds)
         self._advance(())
-
-    def skip_draws(self) -> None:
-        """Do not propose the remaining random settings (`draws`), because their measurements are not needed."""
-        self._seeds = [proposal for proposal in self._seeds if proposal.arm != DRAW_ARM]
 
     # ── phases ───────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -18,16 +18,14 @@ from sirtaki.autotune.knobs import Knobs, KnobSpace
 from sirtaki.autotune.meta.bandit import ITERATIONS_PER_TRIAL, BanditArm, default_arms, window_for
 from sirtaki.autotune.meta.session import (
     DEFAULT_ARM,
-    DRAW_ARM,
     PLAN_ARM,
     REFINEMENT_ARM,
     REGISTRY_ARM,
-    SHORT,
     Purpose,
     TuningSession,
     proof_iterations,
 )
-from sirtaki.autotune.model.planning import ContentionLearner, Observation, PlanningModel
+from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.trial import Arm
 from sirtaki.comm.plan import GradientLayout, Route
 from sirtaki.engine.settings import Settings
@@ -102,7 +100,6 @@ class KnobSearch:
         self._bandit: BanditArm | None = None  # None until a search begins
         self.model: PlanningModel | None = None
         self._planners: Sequence[Planner] = ()
-        self._learner: ContentionLearner | None = None  # None unless the slowdown of computation is still being learnt
         self._layouts: Sequence[GradientLayout] = ()
         self._hit = CacheHit()
         self.stays: Knobs | None = None
@@ -175,7 +172,7 @@ class KnobSearch:
         proof = proof_iterations(RETUNE_SEARCH_ITERATIONS, self._discarded_iterations)
         logger.info("%s", describe_change(ratio, RETUNE_SEARCH_ITERATIONS + proof))
         self.retuning, self.stays, self._layouts, self._hit = True, running, layouts, CacheHit()
-        self._bandit, self.model, self._planners, self._learner = None, None, (), None
+        self._bandit, self.model, self._planners = None, None, ()
         self._cache.look_again()
         cold_between_s = self.times.cold_between_s
         self.times = StepTimer()
@@ -199,15 +196,10 @@ class KnobSearch:
             make_model: returns the cost model for planners, or None if planners cannot be used.
         """
         self.model = self._attempt(make_model, None)
-        self._planners, self._learner = (), None
+        self._planners = ()
         if self.model is not None:
             make = functools.partial(make_planners, space=promising, model=self.model, presumed=self._presumed)
             self._planners = self._attempt(make, [])
-            if self._presumed and self._budget_iterations >= SHORT and not self.retuning:
-                learn = functools.partial(ContentionLearner, space=promising, default=self.default)
-                rng = np.random.default_rng(SEED)
-                self._learner = self._attempt(functools.partial(learn, self.model, rng=rng), None)
-        draws = () if self._learner is None else self._learner.draws
         self._update_pace()
         self._bandit = bandit = self._make_bandit(space, promising)
         proposals = self._cache.first_proposals(self._layouts, space, self.model)
@@ -217,9 +209,9 @@ class KnobSearch:
         if self.retuning:
             seeds = [self.default, *self._earlier[:EARLIER_SETTINGS], *seeds]
         if session is None:
-            return self._begin(space, bandit, seeds, draws)
+            return self._begin(space, bandit, seeds)
         self._cache.disprove()
-        session.begin_search(bandit, space=space, seeds=seeds, draws=draws)
+        session.begin_search(bandit, space=space, seeds=seeds)
         return session
 
     def _attempt(self, action: Callable[[], _T], otherwise: _T) -> _T:
@@ -251,23 +243,17 @@ class KnobSearch:
         with ThreadPoolExecutor(max_workers=1) as stack:
             return stack.submit(build).result()
 
-    def record(
-        self, session: TuningSession, spans_s: Sequence[float], *, iteration: int, backward_s: Sequence[float] = ()
-    ) -> None:
+    def record(self, session: TuningSession, spans_s: Sequence[float], *, iteration: int) -> None:
         """Record the times of the running setting in the session and the trial log, and notify watchers.
 
         Args:
             session: the search in progress.
             spans_s: communication times with the setting, `(n_measured,)`; infinite if it could not be run.
             iteration: number of the last iteration with the setting.
-            backward_s: backward times of this rank in the same iterations, `(n_measured,)`; empty if the setting could
-                not be run.
         """
         assignment = session.assignment
         if assignment.purpose is Purpose.DEFAULT:
             self._update_pace()
-        if self._learner is not None:
-            self._learn(self._learner, session, spans_s, backward_s)
         forecast = self._planners[0].forecast if self._planners else None
         predicted_s = None if forecast is None else forecast.predicted_s(assignment.knobs)
         session.record(spans_s)
@@ -293,31 +279,6 @@ class KnobSearch:
             watchers.notify(lambda watcher: watcher.trial(event), iteration=iteration)
         self.times.pause()
 
-    def _learn(
-        self,
-        learner: ContentionLearner,
-        session: TuningSession,
-        spans_s: Sequence[float],
-        backward_s: Sequence[float],
-    ) -> None:
-        """Learn from measured times how much communication slows computation down (contention).
-
-        Once the learner has enough measurements, update the planners' cost model and stop learning.
-        """
-        knobs, model = session.assignment.knobs, self.model
-        assert model is not None  # always true, because a learner is made with a model only
-        both = zip(spans_s, backward_s or [math.nan] * len(spans_s), strict=True)
-        seen = [Observation(knobs=knobs, span_s=span, backward_s=backward) for span, backward in both]
-        learnt = self._attempt(lambda: learner.learn(model, seen), self.model)
-        if learnt is None:
-            return
-        session.skip_draws()
-        self._learner, self.model = None, learnt
-        for planner in self._planners:
-            planner.update_model(learnt)
-        if not self.retuning:
-            self._log.knows(learnt)
-
     def _update_pace(self) -> None:
         """Update the cost model to the usual durations of steps, because the profiled first steps were slower."""
         if self.model is None:
@@ -335,7 +296,7 @@ class KnobSearch:
 
     def _name(self, arm: str) -> str:
         """Return the name of a search method (arm) for log lines."""
-        if arm in (REGISTRY_ARM, DEFAULT_ARM, DRAW_ARM, REFINEMENT_ARM, PLAN_ARM):
+        if arm in (REGISTRY_ARM, DEFAULT_ARM, REFINEMENT_ARM, PLAN_ARM):
             return f"the {arm}"
         kind = "planner" if any(planner.name == arm for planner in self._planners) else "search technique"
         return f"the {kind} {arm}"
@@ -399,9 +360,7 @@ class KnobSearch:
         """Close the access to results of earlier jobs."""
         self._cache.close()
 
-    def _begin(
-        self, space: KnobSpace, arm: Arm | None, seeds: Sequence[Knobs] = (), draws: Sequence[Knobs] = ()
-    ) -> TuningSession:
+    def _begin(self, space: KnobSpace, arm: Arm | None, seeds: Sequence[Knobs] = ()) -> TuningSession:
         return TuningSession(
             space=space,
             default=self.stays or self.default,
@@ -413,7 +372,6 @@ class KnobSearch:
             discarded_iterations=self._discarded_iterations,
             exact=self._hit.exact if arm is None else None,
             seeds=seeds,
-            draws=draws,
             given=None if self.retuning else self.given,
             history=self._hit.history,
             identity=functools.cache(functools.partial(traffic, layouts=self._layouts)),

@@ -225,7 +225,6 @@ class PipelineTarget(TunableTarget[Knobs]):
         self.overlap = ForwardOverlap(control, self, tries=tries) if wanted else None
         self._profiled: IterationReport | None = None
         self._report = IterationReport(span_s=math.nan, backward_s=math.nan)  # of the last iteration
-        self._backward_s: list[float] = []  # backward times measured with the running setting
         self._promising: Sequence[Route] = ()  # routes that were fast in the measurements before the first search
         self._changed: Sequence[Route] = ()  # routes to be measured again after a change of communication time
         self._measured: Measured | None = None
@@ -468,16 +467,12 @@ class PipelineTarget(TunableTarget[Knobs]):
 
     def measured_s(self) -> float:
         """Return the communication time of this iteration in seconds; NaN on a rank without more data (`join()`)."""
-        self._backward_s.append(self._report.backward_s)
         return self._report.span_s
 
     def record(self, session: TuningSession, spans_s: Sequence[float]) -> None:
         """Record the times of the running setting in the search's session and in the trial log. On rank 0."""
         assert self._search is not None
-        ran = math.inf not in spans_s
-        backward_s = self._backward_s[-len(spans_s) :] if ran else []
-        self._search.record(session, spans_s, iteration=self._sync.iteration, backward_s=backward_s)
-        self._backward_s.clear()
+        self._search.record(session, spans_s, iteration=self._sync.iteration)
 
     def progress(self, session: TuningSession) -> TuningProgress | None:
         """Return the progress of the search, to be logged; None for a search after a change of communication time."""

@@ -319,14 +319,6 @@ def test_seeds_are_tried_before_the_arm_is_asked() -> None:
     assert job.result.arm == REGISTRY_ARM
 
 
-def test_draws_run_before_the_arm_is_asked_and_may_be_skipped() -> None:
-    job = Job(session(ListArm(streams(8)), seeds=[streams(2)], draws=[streams(3), streams(6)])).run()
-    assert list(dict.fromkeys(job.run_for(Purpose.TRIAL))) == [streams(2), streams(3), streams(6), streams(8)]
-    told = session(ListArm(streams(8)), seeds=[streams(2)], draws=[streams(3), streams(6)])
-    told.skip_draws()
-    assert list(dict.fromkeys(Job(told).run().run_for(Purpose.TRIAL))) == [streams(2), streams(8)]
-
-
 def test_a_plan_that_the_user_gives_is_the_very_first_proposal_and_kept_only_if_it_is_faster() -> None:
     arm = ListArm(streams(8))
     job = Job(session(arm, given=BEST, seeds=[streams(2)])).run()
