@@ -56,6 +56,9 @@ MEASURED, MEASURED_IN_RETUNE = 2, 1
 The latter needs one only, because it looks for a large gain.
 """
 
+LEAST_SAVING = 3.0
+"""Communication times of the job's own setting that a refinement must be expected to save in all. It costs a few."""
+
 EARLIER_SETTINGS = 2
 """Number of settings, chosen earlier in this job, that are tried again after a change of communication time."""
 
@@ -106,6 +109,8 @@ class KnobSearch:
         self._usual_default_s = math.nan
         self._earlier: list[Knobs] = []  # settings that this job chose before `stays`, the newest first
         self.retuning = False
+        self._ended: TuningSession | None = None  # the last session that has ended
+        self._is_refining = False  # whether `_ended` has been resumed
         self.given: Knobs | None = None
         self._suggested: list[Knobs] = []  # settings to try first, found before a restart of an elastic job
         self.times = StepTimer()
@@ -178,6 +183,21 @@ class KnobSearch:
         self.times = StepTimer()
         self.times.cold_between_s = cold_between_s
         self._log.retunes(running, ratio, iteration=iteration)
+
+    def refining_pays(self, iterations_left: int) -> bool:
+        """Return whether more trials will probably save more time than they cost.
+
+        Args:
+            iterations_left: number of training iterations that would profit from a faster setting.
+        """
+        return self._ended is not None and self._ended.expected_gain * iterations_left >= LEAST_SAVING
+
+    def refine(self) -> TuningSession:
+        """Resume the last session, which then tries more settings, and return it."""
+        assert self._ended is not None
+        self._is_refining = True
+        self._ended.resume()
+        return self._ended
 
     def search(
         self,
@@ -304,7 +324,14 @@ class KnobSearch:
     def report(self, session: TuningSession, *, iteration: int) -> None:
         """Store the result of a session (a search that has ended) in the registry, and log it."""
         result = session.result
-        if self.retuning:
+        self._ended = session
+        refined, self._is_refining = self._is_refining, False
+        if refined and result.knobs == self.stays:
+            return
+        if refined:
+            stored = not self.retuning and self._cache.keep(result, session.trials, complete=True, links=self._links)
+            text = f"changed to a faster setting: {describe_result(result, self.times.usual, self._name(result.arm))}"
+        elif self.retuning:
             stored = self._keep_condition(session)
             proposer = self._name(result.arm)
             text = describe_retune(result, default=self.default, earlier=self._earlier, proposer=proposer)
@@ -346,7 +373,7 @@ class KnobSearch:
 
     def remember(self, session: TuningSession | None) -> None:
         """Store the trials of an unfinished search (session) in the registry, so that the next job continues it."""
-        if session is not None and not self.retuning and session.trials:
+        if session is not None and not self.retuning and not self._is_refining and session.trials:
             result = session.result
             stored = self._cache.keep(result, session.trials, complete=False, links=self._links)
             logger.info(

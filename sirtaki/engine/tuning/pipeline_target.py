@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from sirtaki.autotune.drift import DriftWatch
+from sirtaki.autotune.drift import DriftWatch, RefinementSchedule
 from sirtaki.autotune.knobs import Knobs, KnobSpace
 from sirtaki.autotune.meta.session import TuningSession
 from sirtaki.autotune.model.planning import PlanningModel
@@ -220,7 +220,9 @@ class PipelineTarget(TunableTarget[Knobs]):
         self._total_bytes, self._reported_s = total_bytes, math.nan
         self._arms = arms
         self.tuning = settings.tunes
-        wanted, tries = control.broadcast((overlaps, self.tuning))
+        wanted, tries, refine_until, self._freeze_after = control.broadcast(
+            (overlaps, self.tuning, settings.refine_until, settings.freeze_after)
+        )
         self.controller = TuningController(control, where=self._sync.where)
         self.overlap = ForwardOverlap(control, self, tries=tries) if wanted else None
         self._profiled: IterationReport | None = None
@@ -230,9 +232,13 @@ class PipelineTarget(TunableTarget[Knobs]):
         self._measured: Measured | None = None
         self._search: KnobSearch | None = None  # on rank 0
         self._drift: DriftWatch | None = None
+        self._refinements: RefinementSchedule | None = None  # None = the setting is not refined
+        self._refining_since: int | None = None  # iteration in which the current refinement began
         if self.tuning:
             if control.size > 1 and self.space.has_choices:
                 self._drift = DriftWatch()
+                # Updates deferred into the forward pass have a search of their own, with another measure of time.
+                self._refinements = RefinementSchedule(refine_until) if self.overlap is None else None
             kinds = control.all_gather(Hardware.here(params[0].device)) if params else []
             if control.rank == 0:
                 self._search = KnobSearch(
@@ -319,8 +325,11 @@ class PipelineTarget(TunableTarget[Knobs]):
 
         Watch for a change of communication time, and measure the loss of compression or prepare deferred updates.
         """
-        if self._drift is not None:
+        frozen = self._freeze_after is not None and self._sync.iteration >= self._freeze_after
+        if self._drift is not None and not frozen:
             self._watch(self._drift, self._report.span_s, self._sync.drift)
+            if not self.tuning and self._refinements is not None and self._refinements.add():
+                self._refine()
         if self._loss_iterations and not self.tuning:
             self._measure_loss()
         elif self.overlap is not None and not self.tuning:
@@ -424,6 +433,8 @@ class PipelineTarget(TunableTarget[Knobs]):
     def recall(self) -> TuningSession | None:
         """Return a session (a search in progress) that checks an earlier job's setting; None without one. On rank 0."""
         assert self._search is not None
+        if self._refining_since is not None:
+            return self._search.refine()
         before = [] if self._carried is None else self._carried.of(self._key)
         return self._search.recall(self._layouts, self.space, before, place=self._control.hosts)
 
@@ -485,6 +496,12 @@ class PipelineTarget(TunableTarget[Knobs]):
 
         If the setting compresses gradients, begin to measure the loss.
         """
+        if self._refining_since is not None and self._refinements is not None:
+            took, improved = self._sync.iteration - self._refining_since, self.knobs != self._kept
+            self._refinements.ended(took, improved=improved)
+            self._refining_since = None
+            if improved and self._drift is not None:
+                self._drift.reordered()
         self.tuning, self._kept = False, self.knobs
         self.router.keep_only(plans_for(self.knobs, self._layouts))
         self._loss_iterations = MEASURED_LOSS if self.knobs.lossy else 0
@@ -559,6 +576,18 @@ class PipelineTarget(TunableTarget[Knobs]):
         self.tuning = True
         self._changed = [route for route in self.space.routes if route == self.knobs.route]
         self.controller.begin(self, recalls=False)
+
+    def _refine(self) -> None:
+        """Try more settings if that pays, and change to one that is proved faster than the running one. Collective."""
+        assert self._refinements is not None
+        pays, search, left = False, self._search, self._refinements.left
+        if search is not None and not self.controller.failed:
+            pays = bool(self.controller.attempt(lambda: search.refining_pays(left)))
+        if self._control.broadcast(pays):
+            self.tuning, self._refining_since = True, self._sync.iteration
+            self.controller.begin(self)
+        else:
+            self._refinements.ended(0, improved=False)
 
     def remember(self) -> None:
         """Store the trials of an unfinished search in the registry, so that the next job continues it. Idempotent."""
