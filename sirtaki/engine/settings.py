@@ -189,10 +189,10 @@ class Settings:
             values that other fields fix.
         warmup_iterations: number of training iterations in which settings may be tried. The comparison that proves the
             result takes as many more as it needs, at most 1.5 times this number.
-        refine_until: training iteration until which a tuned job tries more settings, at growing intervals, and changes
-            to faster ones. 0 = never. Rank 0's value applies to all ranks.
-        freeze_after: training iteration after which the setting never changes, not even if the network does, so that
-            gradients are summed in the same order from then on. Rank 0's value applies to all ranks.
+        refine_until: number of training iterations after the warm-up in which the job tries more settings, at growing
+            intervals, and changes to faster ones. 0 = none. Rank 0's value applies to all ranks.
+        freeze_after: training iteration from which no other setting is tried after the warm-up, not even if the network
+            changes, so that gradients are summed in the same order from then on. Rank 0's value applies to all ranks.
         plan: plan file of `sirtaki optimize` (which gradients each unit has), or its folder. The warm-up tries the plan
             first. Without tuning, the plan is used. Rank 0's value applies to all ranks.
         unit_bytes: fixed size of a unit. A unit is one all-reduce (DDP's bucket, Horovod's fusion buffer).
