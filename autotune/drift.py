@@ -1,4 +1,4 @@
-"""Detection of a lasting change of a job's communication time, after which the job is tuned again ("re-tune")."""
+"""When a tuned job is tuned again: after a lasting change of its communication time, or to refine its setting."""
 
 from __future__ import annotations
 
@@ -40,6 +40,12 @@ LONG = 10
 
 Such a re-tune sets the cool-down to `COOL_DOWN` again.
 """
+
+FIRST_PAUSE = 50
+"""Number of training iterations between the end of tuning and the first refinement."""
+
+LONGER = 1.5
+"""Factor by which the pause before the next refinement grows after a refinement that found no faster setting."""
 
 _DEVIATIONS_BETWEEN_TENTHS = 2.56
 """Number of standard deviations between the 10th and the 90th percentile of a normal distribution."""
@@ -122,3 +128,36 @@ class DriftWatch:
         tenth = REFERENCE // 10
         noise = (ordered[-1 - tenth] - ordered[tenth]) / _DEVIATIONS_BETWEEN_TENTHS
         self._usual, self._scale = median(ordered), max(1.0, noise / USUAL_NOISE)
+
+
+class RefinementSchedule:
+    """Times at which a tuned job tries more settings near its own ("refinement"). The same on all ranks.
+
+    Refinements are frequent while they find faster settings. Each one without success makes the next pause longer.
+
+    Args:
+        last_iteration: number of training iterations after which there are no more refinements.
+
+    Attributes:
+        left: number of training iterations until then.
+    """
+
+    def __init__(self, last_iteration: int) -> None:
+        self.left, self._pause, self._until_next = last_iteration, float(FIRST_PAUSE), FIRST_PAUSE
+
+    def add(self) -> bool:
+        """Count a training iteration outside tuning, and return whether a refinement must begin now."""
+        self.left -= 1
+        self._until_next -= 1
+        return self._until_next <= 0 < self.left
+
+    def ended(self, iterations: int, *, improved: bool) -> None:
+        """Plan the next refinement.
+
+        Args:
+            iterations: number of training iterations that the last refinement took.
+            improved: whether the last refinement found a faster setting.
+        """
+        self.left -= iterations
+        self._pause *= 1.0 if improved else LONGER
+        self._until_next = round(self._pause)

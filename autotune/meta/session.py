@@ -31,7 +31,6 @@ DEFAULT_ARM = "default"  # the untuned default
 REGISTRY_ARM = "registry"  # settings that an earlier job stored in the registry
 PLAN_ARM = "plan"  # a plan given by the user
 REFINEMENT_ARM = "refinement"  # settings that differ from the fastest one in one knob
-DRAW_ARM = "random draw"  # random settings, which show how much communication slows computation down
 FINALS_ARM = "finals"  # repeated measurements of the fastest settings
 
 
@@ -345,6 +344,8 @@ MAX_ROUNDS = 8  # maximum number of rounds of the finals
 
 SHORT_SEARCH_ITERATIONS = 40  # budget of a search that starts from an earlier job's setting after the network changed
 
+MORE_ITERATIONS = 30  # budget of the further trials that `TuningSession.resume` begins
+
 
 def pair_iterations(n_pairs: int, discarded: int) -> int:
     """Return the number of iterations that `n_pairs` pairs of measurements take, including discarded iterations.
@@ -363,11 +364,8 @@ _Script = Generator[Assignment[S], Sequence[float], None]
 """Generator that yields assignments (settings to run next) and receives the communication times measured with them."""
 
 
-def _seeds(similar: Sequence[S], draws: Sequence[S]) -> list[Proposal[S]]:
-    return [
-        *(Proposal(arm=REGISTRY_ARM, knobs=knobs, reason="a similar job's") for knobs in similar),
-        *(Proposal(arm=DRAW_ARM, knobs=knobs, reason="to learn contention") for knobs in draws),
-    ]
+def _seeds(similar: Sequence[S]) -> list[Proposal[S]]:
+    return [Proposal(arm=REGISTRY_ARM, knobs=knobs, reason="a similar job's") for knobs in similar]
 
 
 class TuningSession(Generic[S]):
@@ -391,8 +389,6 @@ class TuningSession(Generic[S]):
             anything else. It is chosen if it is faster and if the comparison, together with the earlier gain, proves
             it. If the network has changed, a short search follows.
         seeds: settings of similar jobs, which are the first proposals.
-        draws: random settings, which are proposed after the seeds. Their trials show how much communication slows
-            computation down. `skip_draws` cancels them.
         given: the user's plan, which is proposed before all other settings. If `exact` is given, first its setting is
             compared with the default, then the plan.
         history: `trials` of an earlier, unfinished session. Their iterations count against the budget.
@@ -418,7 +414,6 @@ class TuningSession(Generic[S]):
         measured_iterations: int = 2,
         exact: Remembered[S] | None = None,
         seeds: Sequence[S] = (),
-        draws: Sequence[S] = (),
         given: S | None = None,
         history: Sequence[Trial[S]] = (),
         identity: Callable[[S], Hashable] = lambda knobs: knobs,
@@ -446,7 +441,7 @@ class TuningSession(Generic[S]):
         self._default_name = "the setting that ran" if retune else "the default"
         self._exact = exact
         self._space, self._given = space, given
-        self._seeds = _seeds(seeds, draws)
+        self._seeds = _seeds(seeds)
         self._has_rejected = False
         # Only the latest trials of the history are used: a session cannot have more trials than iterations.
         self._history = tuple(trial for trial in history[-budget_iterations:] if self._accepts(trial.knobs))
@@ -462,8 +457,8 @@ class TuningSession(Generic[S]):
 
     @property
     def done(self) -> bool:
-        """Return whether the session has ended."""
-        return self._outcome is not None
+        """Return whether the session has ended. `resume` continues an ended session."""
+        return self._assignment.purpose is Purpose.KEPT
 
     @property
     def trials(self) -> tuple[Trial[S], ...]:
@@ -525,19 +520,26 @@ class TuningSession(Generic[S]):
         )
 
     @property
+    def expected_gain(self) -> float:
+        """Return the largest gain that the search method (arm) expects of another setting; infinite if unknown.
+
+        The gain is a fraction of the shortest communication time.
+        """
+        expected = opinion(self._arm, "expected_improvement")
+        return math.inf if expected is None else float(expected)
+
+    @property
     def iterations_at_most(self) -> int:
         """Return the maximum number of training iterations of the session, including the finished ones."""
         return self._iterations + proof_iterations(self._iterations, self._discarded)
 
-    def begin_search(self, arm: Arm[S], *, space: Space[S], seeds: Sequence[S] = (), draws: Sequence[S] = ()) -> None:
+    def begin_search(self, arm: Arm[S], *, space: Space[S], seeds: Sequence[S] = ()) -> None:
         """Start the search for which the session waits. The search uses the measurements made before it.
 
         Args:
             arm: search method that proposes settings. It receives the results of all trials so far.
             space: permitted settings, which may be fewer than those of the constructor.
             seeds: settings of similar jobs, which are the first proposals.
-            draws: random settings, which are proposed after the seeds. Their trials show how much communication slows
-                computation down.
 
         Raises:
             TuningError: the session does not wait: `assignment` has another purpose than SEARCH.
@@ -547,12 +549,22 @@ class TuningSession(Generic[S]):
                 "begin_search() must be called while the tuning session's assignment has the purpose "
                 f"{Purpose.SEARCH}, found the purpose {self._assignment.purpose}"
             )
-        self._arm, self._space, self._seeds = arm, space, _seeds(seeds, draws)
+        self._arm, self._space, self._seeds = arm, space, _seeds(seeds)
         self._advance(())
 
-    def skip_draws(self) -> None:
-        """Do not propose the remaining random settings (`draws`), because their measurements are not needed."""
-        self._seeds = [proposal for proposal in self._seeds if proposal.arm != DRAW_ARM]
+    def resume(self) -> None:
+        """Continue the ended session: try more settings, and compare the fastest one with the chosen setting.
+
+        The trials take `MORE_ITERATIONS` iterations, the comparison at most `proof_iterations` more. All measurements
+        so far are used. Until the session ends again, `result` stays as it was.
+
+        Raises:
+            TuningError: the session has not ended.
+        """
+        if not self.done or self._outcome is None:
+            raise TuningError("a tuning session can be resumed only after it has ended")
+        self._script = self._try_more(*self._outcome)
+        self._assignment = next(self._script)
 
     # ── phases ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -604,6 +616,28 @@ class TuningSession(Generic[S]):
                 return self._end(lossy, f"{lossy_verdict}; {search_end}", total_gain)
             self._doubt = doubt or (self._doubt if gain is None else "")
         return self._end(chosen, f"{verdict}; {search_end}", gain)
+
+    def _try_more(self, chosen: S, reason: str, gain: Gain | None) -> _Script[S]:
+        """Run more trials, and compare the fastest setting with the chosen one."""
+        self._iterations, self._for_proof, self._since_best = self._spent + MORE_ITERATIONS, 0, 0
+        yield from self._run(chosen, arm=FINALS_ARM, purpose=Purpose.FINALS, measured=self._measured)
+        while (
+            self._remaining > self._discarded and (proposal := self._next_proposal() or self._neighbour()) is not None
+        ):
+            yield from self._run_trial(proposal)
+        self._for_proof = proof_iterations(MORE_ITERATIONS, self._discarded)
+        name = "the setting that ran"
+        better, more, verdict = yield from self._prove(chosen, name, lossy=self._is_lossy(chosen))
+        if more is None:
+            return
+        if self._same(better, self._default):
+            return self._end(better, verdict)
+        # Claim a gain over the default only after pairs of its own, because each of many comparisons may err.
+        self._for_proof += pair_iterations(MOST_PAIRS, self._discarded)
+        pairs = yield from self._compare(better, arm=FINALS_ARM)
+        _, claimed, _ = self._judge(better, pairs)
+        if claimed is not None or not self._same(chosen, self._default):
+            self._end(better, verdict, claimed or gain)
 
     def _prove(
         self, base: S, base_name: str, *, lossy: bool
@@ -692,13 +726,15 @@ class TuningSession(Generic[S]):
 
     def _refine(self) -> _Script[S]:
         """Run trials of settings that differ from the fastest one in one knob, until none or no budget is left."""
-        while self._remaining > self._discarded:
-            tried = [setting.knobs for setting in self._ledger.ranked()]
-            around = opinion(self._space, "around", tried[0], tried) if tried else None
-            knobs = next((one for one in around or () if self._accepts(one) and self._ledger.find(one) is None), None)
-            if knobs is None:
-                return
-            yield from self._run_trial(Proposal(arm=REFINEMENT_ARM, knobs=knobs, reason="neighbour of the fastest"))
+        while self._remaining > self._discarded and (proposal := self._neighbour()) is not None:
+            yield from self._run_trial(proposal)
+
+    def _neighbour(self) -> Proposal[S] | None:
+        """Propose an untried setting that differs from the fastest one in one knob; None if there is none."""
+        tried = [setting.knobs for setting in self._ledger.ranked()]
+        around = opinion(self._space, "around", tried[0], tried) if tried else None
+        knobs = next((one for one in around or () if self._accepts(one) and self._ledger.find(one) is None), None)
+        return None if knobs is None else Proposal(arm=REFINEMENT_ARM, knobs=knobs, reason="neighbour of the fastest")
 
     def _run_trial(self, proposal: Proposal[S]) -> _Script[S]:
         """Measure a proposed setting. Stop early if it is clearly slower than the fastest other setting.

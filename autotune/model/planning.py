@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from statistics import median
@@ -19,7 +19,7 @@ from sirtaki.comm.plan import Algorithm, CommPlan, GradientLayout, Route, Transp
 from sirtaki.errors import PlanError, TuningError
 from sirtaki.measures import LinkModel, ring_bytes
 
-from ..knobs import Knobs, KnobSpace
+from ..knobs import Knobs
 from ..trial import Trial, TrialStatus
 from .fits import MAX_RESIDUAL, ContentionModel, RateCurve, root_mean_square
 from .replayer import SharedHost
@@ -463,15 +463,6 @@ def fitted_to_trials(model: PlanningModel, trials: Sequence[Trial]) -> PlanningM
     return model
 
 
-def _with_contention_fitted(model: PlanningModel, route: Route, trials: Sequence[Trial]) -> PlanningModel:
-    if model.contention_on(route) is None:
-        raise TuningError(
-            "Sirtaki has not measured how computation and communication slow each other down; communication times "
-            "alone do not distinguish this slow-down from a slow network"
-        )
-    return with_contention_learnt(model, route, [Observation(knobs=each.knobs, span_s=each.span_s) for each in trials])
-
-
 def _with_link_fitted(model: PlanningModel, route: Route, trials: Sequence[Trial]) -> PlanningModel:
     link = calibrate_link(
         model.links[route],
@@ -502,57 +493,45 @@ def _link_correction(link: LinkModel) -> Callable[[NDArray[np.float64]], LinkMod
     return corrected
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Observation:
-    """Measured times of one training iteration with a setting.
-
-    Attributes:
-        knobs: setting of the iteration.
-        span_s: communication time, from the first ready gradient to the last reduced gradient.
-        backward_s: time from the first ready gradient to the end of the backward pass; NaN = not measured.
-    """
-
-    knobs: Knobs
-    span_s: float
-    backward_s: float = math.nan
-
-
-# Constants of fitting how computation and communication slow each other down (`with_contention_learnt`).
+# Constants of fitting how computation and communication slow each other down (`_with_contention_fitted`).
 LEAST_ERROR = 0.02  # the simulator's times are assumed to have at least this relative error
 CONFIDENCE = 0.99  # required confidence that the fitted model is better than the unchanged one not only by noise
 MOST_SLOWED = 0.95  # communication with the most GPU threads slows computation by at most this fraction of its speed
-_NO_EFFECT = RateCurve(gamma_1=1.0, gamma_2=0.0, gamma_3=0.0)
 
 
-def with_contention_learnt(model: PlanningModel, route: Route, seen: Sequence[Observation]) -> PlanningModel:
-    """Fit how computation and communication slow each other down ("contention") to measured training iterations.
+def _with_contention_fitted(model: PlanningModel, route: Route, trials: Sequence[Trial]) -> PlanningModel:
+    """Fit how computation and communication slow each other down ("contention") to the trials of a tuning session.
 
-    This is line 3 of LIBRA's algorithm 2. Three parameters are fitted with the simulator, starting from the probes'
-    results:
+    This is line 3 of LIBRA's algorithm 2. Three parameters are fitted with the simulator, starting from the results of
+    the measurements before training:
 
     - the slow-down of computation by each communication thread (α2),
     - the slow-down of an all-reduce by computation (p / q),
-    - the time of the undisturbed backward pass; or, if backward passes were not measured, a common factor of the
-      transmission rates with and without computation (p and q).
-
-    If probes did not measure contention, as on CPUs, an all-reduce counts as one communication thread per stream.
+    - a common factor of the transmission rates with and without computation (p and q).
 
     Args:
         model: model of the job's communication to correct.
         route: the route (transport and algorithm) whose contention is fitted.
-        seen: measured iterations with several settings. Iterations on other routes are ignored.
+        trials: trials of several settings. Failed ones and those on other routes are ignored.
 
     Returns:
         A copy of the model with the fitted contention.
 
     Raises:
-        TuningError: fewer than three settings were measured, the relative error of the fitted model's times exceeds
-            `MAX_RESIDUAL`, or their improvement over the unchanged model's times may be noise.
+        TuningError: the model has no contention, fewer than three settings were measured, the relative error of the
+            fitted model's times exceeds `MAX_RESIDUAL`, or their improvement over the unchanged model's times may be
+            noise.
     """
-    times_s: dict[Knobs, list[tuple[float, float]]] = {}
-    for one in seen:
-        if one.knobs.route == route and math.isfinite(one.span_s):
-            times_s.setdefault(one.knobs, []).append((one.span_s, one.backward_s))
+    base = model.contention_on(route)
+    if base is None:
+        raise TuningError(
+            "Sirtaki has not measured how computation and communication slow each other down; communication times "
+            "alone do not distinguish this slow-down from a slow network"
+        )
+    times_s: dict[Knobs, list[float]] = {}
+    for trial in trials:
+        if trial.knobs.route == route and math.isfinite(trial.span_s):
+            times_s.setdefault(trial.knobs, []).append(trial.span_s)
     if len(times_s) < 3:
         raise TuningError(
             "fitting how computation and communication slow each other down needs measurements of at least 3 settings, "
@@ -560,55 +539,33 @@ def with_contention_learnt(model: PlanningModel, route: Route, seen: Sequence[Ob
         )
     times_s = {knobs: times_s[knobs] for knobs in sorted(times_s, key=lambda knobs: knobs.unit_bytes)[-MAX_PLANS:]}
     plans = [knobs.to_plan(model.layout) for knobs in times_s]
-    measured = np.log(np.maximum([np.median(each, axis=0) for each in times_s.values()], 1e-9))  # (n_settings, 2)
-    has_backward = bool(np.isfinite(measured).all())
-    rate = model.links[route].throughput[0]
-    base = model.contention_on(route) or ContentionModel(
-        alpha_1=1.0,
-        alpha_2=0.0,
-        overlapped=replace(_NO_EFFECT, gamma_1=rate),
-        alone=replace(_NO_EFFECT, gamma_1=rate),
-        default_threads=1,
-    )
+    measured = np.log(np.maximum([median(each) for each in times_s.values()], 1e-9))  # (n_settings,)
     threads = max(plan.streams * max(unit.threads or base.default_threads for unit in plan.units) for plan in plans)
 
     def corrected(x: NDArray[np.float64]) -> PlanningModel:
-        overlap_factor, rate_factor = math.exp(x[1]), 1.0 if has_backward else math.exp(x[2])
+        overlap_factor, rate_factor = math.exp(x[1]), math.exp(x[2])
         contention = replace(
             base,
             alpha_2=base.alpha_2 + float(x[0]) / threads,
             overlapped=_scaled(base.overlapped, overlap_factor * rate_factor),
             alone=_scaled(base.alone, rate_factor),
         )
-        compute_factor = math.exp(x[2]) if has_backward else 1.0
-        return replace(model, profile=model.profile.times(compute_factor), learnt={**model.learnt, route: contention})
+        return replace(model, learnt={**model.learnt, route: contention})
 
     def errors_of(x: NDArray[np.float64]) -> NDArray[np.float64]:
-        simulated = [corrected(x).simulator(route).run(plan) for plan in plans]
-        both = np.log(np.maximum([(one.span_s, one.compute_end_s - one.first_ready_s) for one in simulated], 1e-9))
-        return np.asarray(((both - measured) if has_backward else (both - measured)[:, :1]).ravel())
+        simulated_s = [corrected(x).simulator(route).run(plan).span_s for plan in plans]
+        return np.asarray(np.log(np.maximum(simulated_s, 1e-9)) - measured)
 
-    def fitted(x: NDArray[np.float64], free: Sequence[int]) -> NDArray[np.float64]:
-        def errors(values: NDArray[np.float64]) -> NDArray[np.float64]:
-            x[free] = values
-            return np.concatenate([errors_of(x), REGULARISATION * x[:2]])
-
-        fit = scipy.optimize.least_squares(
-            errors,
-            x0=np.clip(start[free], low[free], high[free]),
-            bounds=(low[free], high[free]),
-            **_SEARCH,
-        )
-        x[free] = fit.x
-        return x
+    def errors(x: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.concatenate([errors_of(x), REGULARISATION * x[:2]])
 
     slowed = base.alpha_2 * threads
     reach = math.log(base.alone.gamma_1 / base.overlapped.gamma_1)
     low = np.array([-slowed - 1e-9, -1.5, -1.0])
-    high = np.array([max(MOST_SLOWED - slowed, 0.0) + 1e-9, max(reach, 0.0) + 1e-9, 0.1 if has_backward else 1.0])
-    start = np.array([0.05, -0.05, -0.05 if has_backward else 0.0])
-    unchanged, learnt = fitted(np.zeros(3), [2] if has_backward else []), fitted(np.zeros(3), [0, 1, 2])
-    before, after = errors_of(unchanged), errors_of(learnt)
+    high = np.array([max(MOST_SLOWED - slowed, 0.0) + 1e-9, max(reach, 0.0) + 1e-9, 1.0])
+    start = np.array([0.05, -0.05, 0.0])
+    learnt = scipy.optimize.least_squares(errors, x0=np.clip(start, low, high), bounds=(low, high), **_SEARCH).x
+    before, after = errors_of(np.zeros(3)), errors_of(learnt)
     if (residual := root_mean_square(after)) > MAX_RESIDUAL:
         raise TuningError(
             "Sirtaki rejects the fitted model of how computation and communication slow each other down: its times "
@@ -629,108 +586,6 @@ def with_contention_learnt(model: PlanningModel, route: Route, seen: Sequence[Ob
 
 def _scaled(curve: RateCurve, factor: float) -> RateCurve:
     return replace(curve, gamma_1=factor * curve.gamma_1, gamma_2=factor * curve.gamma_2)
-
-
-DRAWS = 3
-"""Number of random settings that `ContentionLearner` measures in addition to the default setting."""
-
-DRAWN_STREAMS, DRAWN_UNITS = 2, 4
-"""Maximum ratio of the random settings of `ContentionLearner` to the default setting.
-
-The first is the ratio of the numbers of streams, the second that of the unit (bucket) sizes.
-"""
-
-DRAWN_SLOWER = 1.1
-"""Maximum predicted communication time of the random settings of `ContentionLearner`, relative to the default's."""
-
-ROUNDS = 3
-"""Maximum number of random settings of `ContentionLearner` with the same numbers of streams and GPU threads."""
-
-
-class ContentionLearner:
-    """Measures how computation and communication slow each other down (contention) in the first training iterations.
-
-    These iterations run the default setting, then random settings near it. This is LIBRA's algorithm 2.
-
-    Attributes:
-        draws: random settings to run after the default. They have the default's transport and algorithm, differ in
-            streams, GPU threads and unit (bucket) sizes, and are not predicted to be clearly slower. Empty if the
-            default's route (transport and algorithm) was not measured, or if ranks communicate on processors that
-            compute, because `SharedHost` models that case.
-    """
-
-    def __init__(self, model: PlanningModel, *, space: KnobSpace, default: Knobs, rng: np.random.Generator) -> None:
-        self._default, self._seen = default, list[Observation]()
-        self.draws: tuple[Knobs, ...] = ()
-        can_fit = model.contention_on(default.route) is not None or space.threads[1:] == ()
-        if can_fit and model.host is None and default.route in model.links and model.layout.numel:
-            self.draws = tuple(_drawn(model, space, default, rng))
-
-    def learn(self, model: PlanningModel, seen: Sequence[Observation]) -> PlanningModel | None:
-        """Add measured iterations of a setting. After the last random setting (`draws`), correct the model by them.
-
-        The correction fits how computation and communication slow each other down ("contention"). If the model predicts
-        the default's communication time within `TOLERANCE`, it is returned unchanged after the default's iterations,
-        because measurements of other settings would not improve it.
-
-        Args:
-            model: the current model of the job's communication.
-            seen: measured iterations of one setting. The first call must have those of the default setting.
-
-        Returns:
-            The model with the fitted contention, or the unchanged model if contention need not or cannot be fitted.
-            None until all random settings have run.
-        """
-        self._seen += seen
-        seen_knobs = {one.knobs for one in self._seen}
-        if not self.draws or (seen_knobs == {self._default} and self._predicts_default(model)):
-            return model
-        if not seen_knobs.issuperset(self.draws):
-            return None
-        try:
-            return with_contention_learnt(model, self._default.route, self._seen)
-        except TuningError as err:
-            logger.debug(
-                "Sirtaki does not correct its model of how computation and communication slow each other down: %s", err
-            )
-            return model
-
-    def _predicts_default(self, model: PlanningModel) -> bool:
-        """Return whether the model predicts the default setting's communication time within `TOLERANCE`.
-
-        Call this method before other settings than the default have run.
-        """
-        predicted_s = model.simulator(self._default.route).run_knobs(self._default).span_s
-        return abs(math.log(predicted_s / median(one.span_s for one in self._seen))) <= TOLERANCE
-
-
-def _drawn(model: PlanningModel, space: KnobSpace, default: Knobs, rng: np.random.Generator) -> Iterator[Knobs]:
-    """Yield random settings near the default, if possible each with another pair of streams and GPU threads.
-
-    Such a pair is called an allowance here.
-    """
-    simulator, (low, high) = model.simulator(default.route), space.unit_bytes
-    at_most_s = DRAWN_SLOWER * simulator.run_knobs(default).span_s
-    near = [n for n in space.streams_on(default.route) if 1 / DRAWN_STREAMS <= n / default.streams <= DRAWN_STREAMS]
-    allowances = [(streams, threads) for streams in near for threads in space.threads]
-    # The pair (streams, threads) of the default setting is the last one of the list.
-    allowances.sort(key=lambda allowance: allowance == (default.streams, default.threads))
-    if not allowances:
-        return
-    others = len(allowances) - 1
-    plans, count = {default.to_plan(model.layout)}, 0
-    for place in [*(place for _ in range(ROUNDS) for place in rng.permutation(others).tolist()), *[others] * ROUNDS]:
-        streams, threads = allowances[place]
-        octaves = math.log2(DRAWN_UNITS) * float(rng.uniform(-1.0, 1.0))
-        unit_bytes = min(max(round(default.unit_bytes * 2.0**octaves), low), high)
-        knobs = default.but(unit_bytes=unit_bytes, streams=streams, threads=threads)
-        plan = knobs.to_plan(model.layout)
-        if plan not in plans and simulator.run_knobs(knobs).span_s <= at_most_s:
-            plans.add(plan)
-            yield knobs
-            count += 1
-            if count == DRAWS:
-                return
 
 
 def _measured(layout: GradientLayout, trials: Sequence[Trial]) -> tuple[list[CommPlan], NDArray[np.float64]]:

@@ -189,6 +189,10 @@ class Settings:
             values that other fields fix.
         warmup_iterations: number of training iterations in which settings may be tried. The comparison that proves the
             result takes as many more as it needs, at most 1.5 times this number.
+        refine_until: number of training iterations after the warm-up in which the job tries more settings, at growing
+            intervals, and changes to faster ones. 0 = none. Rank 0's value applies to all ranks.
+        freeze_after: training iteration from which no other setting is tried after the warm-up, not even if the network
+            changes, so that gradients are summed in the same order from then on. Rank 0's value applies to all ranks.
         plan: plan file of `sirtaki optimize` (which gradients each unit has), or its folder. The warm-up tries the plan
             first. Without tuning, the plan is used. Rank 0's value applies to all ranks.
         unit_bytes: fixed size of a unit. A unit is one all-reduce (DDP's bucket, Horovod's fusion buffer).
@@ -238,6 +242,8 @@ class Settings:
 
     tune: bool = _set_by(True, HOROVOD_AUTOTUNE=_FLAG, SIRTAKI_TUNE=_FLAG)
     warmup_iterations: int = _set_by(100, SIRTAKI_WARMUP_ITERATIONS=_FROM_ZERO)
+    refine_until: int = _set_by(10_000, SIRTAKI_REFINE_UNTIL=_FROM_ZERO)
+    freeze_after: int | None = _set_by(None, SIRTAKI_FREEZE_AFTER=_FROM_ZERO)
     plan: str | None = _set_by(None, SIRTAKI_PLAN=_TEXT)
     unit_bytes: int | None = _set_by(None, HOROVOD_FUSION_THRESHOLD=_FUSION, SIRTAKI_UNIT_BYTES=_SIZE)
     streams: int | None = _set_by(None, HOROVOD_NUM_NCCL_STREAMS=_COUNT, SIRTAKI_STREAMS=_COUNT)

@@ -70,7 +70,7 @@ def played(tmp_path: Path, body: str, ranks: int = 1, limit_s: float = 90.0) -> 
     ids=["hangs", "is-skipped", "raises", "passes"],
 )
 def test_the_finished_checks_of_a_part_are_kept_however_it_ends(tmp_path: Path, body: str, status: str) -> None:
-    line = played(tmp_path, body, limit_s=12.0 if status == "timed out" else 90.0)
+    line = played(tmp_path, body, limit_s=25.0 if status == "timed out" else 90.0)
     assert line["status"] == status
     assert line["checks"][0]["check"] == "first"
     assert line["checks"][0]["ok"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from sirtaki.autotune import drift
 from sirtaki.autotune.drift import DriftWatch
 from sirtaki.comm.gradients.flags import Drift
 from sirtaki.engine.tuning import knob_search, pipeline_target
@@ -33,6 +34,7 @@ def begin(rank: int) -> None:
     """Replace the drift watch of this process. `rank` seeds it."""
     RestlessWatch.dice.seed(rank)
     knob_search.RETUNE_SEARCH_ITERATIONS = 6
+    drift.FIRST_PAUSE = 3
     pipeline_target.DriftWatch = RestlessWatch  # type: ignore[misc]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,8 +63,7 @@ class KnobJob(TunableTarget[Knobs]):
         self.assignments: list[tuple[Assignment, Sequence[float]]] = []
         self.broken: set[Knobs] = set()
         self.iterations_run, self.searched, self.kept = 0, False, False
-        self._times: Callable[[Knobs], tuple[float, float]] = lambda knobs: (1.0, math.nan)
-        self._backward_s: list[float] = []
+        self._span_s: Callable[[Knobs], float] = lambda knobs: 1.0
 
     @property
     def stays(self) -> Knobs | None:
@@ -80,14 +78,14 @@ class KnobJob(TunableTarget[Knobs]):
         self.kept = False
         self.controller.begin(self, recalls=recalls)
 
-    def run(self, times: Callable[[Knobs], tuple[float, float]], *, at_most: int = 10_000) -> int:
+    def run(self, span_s: Callable[[Knobs], float], *, at_most: int = 10_000) -> int:
         """Run iterations until a setting is kept. Return their number.
 
         Args:
-            times: function from knobs to seconds of communication and of the backward pass.
+            span_s: function from knobs to the communication time in seconds.
             at_most: maximum number of iterations.
         """
-        self._times, begun = times, self.iterations_run
+        self._span_s, begun = span_s, self.iterations_run
         while self.controller.tries(self) and self.iterations_run - begun < at_most:
             self.iterations_run += 1
             self.controller.iteration_ended()
@@ -108,14 +106,11 @@ class KnobJob(TunableTarget[Knobs]):
         self.running = knobs
 
     def measured_s(self) -> float:
-        span_s, backward_s = self._times(self.running)
-        self._backward_s.append(backward_s)
-        return span_s
+        return self._span_s(self.running)
 
     def record(self, session: TuningSession, spans_s: Sequence[float]) -> None:
         self.assignments.append((session.assignment, spans_s))
-        backward_s, self._backward_s = self._backward_s, []
-        self.search_of_knobs.record(session, spans_s, iteration=self.iterations_run, backward_s=backward_s)
+        self.search_of_knobs.record(session, spans_s, iteration=self.iterations_run)
 
     def keep(self) -> None:
         self.kept = True

@@ -1,7 +1,8 @@
-"""Train while ranks re-tune as often as possible, or once after a simulated link became slower.
+"""Train while ranks re-tune as often as possible, once after a simulated link became slower, or to refine the setting.
 
     retuning.py restless SEED ITERATIONS    ranks observe drift at random
     retuning.py slower ITERATIONS           the link is slower from iteration 80 on; ends after the re-tuning
+    retuning.py refined ITERATIONS          more streams are faster, by emulated times
 
 With SIRTAKI_TEST_STREAMS, tensors are on a fake device with streams.
 
@@ -9,10 +10,13 @@ Each iteration's gradients are compared with those of one process that has the b
 test_drift.py.
 """
 
+import itertools
 import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +28,8 @@ import sirtaki.torch as hvd
 from sirtaki.autotune import drift
 from sirtaki.autotune.knobs import Knobs
 from sirtaki.autotune.trial import Proposal, Trial
+from sirtaki.comm.gradients.pipeline import GradientPipeline
+from sirtaki.comm.gradients.trace import IterationReport
 from sirtaki.comm.plan import TransportKind
 from sirtaki.comm.router import Router
 from sirtaki.engine.tuning import pipeline_target
@@ -156,6 +162,23 @@ def get_slower() -> None:
             break
 
 
+def get_refined() -> None:
+    """Train with an emulated link that is the faster, the more streams are used, up to four."""
+    finish, used = GradientPipeline.finish, list[int]()
+
+    def timed(self: GradientPipeline, **options: Any) -> IterationReport:
+        streams = max(plan.streams for plan in self.plans)
+        used.append(streams)
+        return replace(finish(self, **options), span_s=1e-2 / min(streams, 4))
+
+    GradientPipeline.finish = timed  # type: ignore[method-assign]
+    training = Training([(0, 6)], arm_seed=0)
+    for _ in range(int(sys.argv[2])):
+        training.step(list(range(hvd.size())))
+    changed = sum(one != other for one, other in itertools.pairwise(used[60:]))
+    print(f"streams {used[-1]}, changes {changed}", flush=True)
+
+
 def said() -> Iterator[str]:
     yield f"re-tunes {len(began)} at {began[:6]}"
     yield f"on all ranks alike: {len({tuple(each) for each in hvd.allgather_object(began)}) == 1}"
@@ -169,7 +192,9 @@ if STREAMS:
         control, timeout_s=30.0, device=device, nccl=FakeOpener(control, device)
     )
 hvd.init()
-if sys.argv[1] == "restless":
+if sys.argv[1] == "refined":
+    get_refined()
+elif sys.argv[1] == "restless":
     restless.begin(hvd.rank())
     play(int(sys.argv[2]), int(sys.argv[3]))
 else:

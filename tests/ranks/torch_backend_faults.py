@@ -98,7 +98,7 @@ def no_fault() -> None:
 def main(fault: str, operation: str = "sum", meanwhile: str = "") -> None:
     if fault == "none":
         return no_fault()
-    dist.init_process_group("sirtaki", timeout=timedelta(seconds=2 if fault == "stand_still" else 60))
+    dist.init_process_group("sirtaki", timeout=timedelta(seconds=60))
     big = torch.ones(500_000)
     gathered = [torch.empty_like(big) for _ in range(dist.get_world_size())]
     acts: dict[str, Callable[[], object]] = {
@@ -115,6 +115,8 @@ def main(fault: str, operation: str = "sum", meanwhile: str = "") -> None:
     if fault != "before":
         act()
     dist.barrier()
+    if fault == "stand_still":  # only now, because a busy machine may need longer for the rendezvous
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
     told = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 1:
         match fault:

@@ -15,17 +15,13 @@ from sirtaki.autotune.arms.planners import Planner, make_planners
 from sirtaki.autotune.arms.techniques import OUR_ARMS, make_arm
 from sirtaki.autotune.knobs import KnobLattice, Knobs, KnobSpace
 from sirtaki.autotune.meta.bandit import ITERATIONS_PER_TRIAL, AUCBandit, default_arms, window_for
-from sirtaki.autotune.meta.session import SHORT, TuningSession
-from sirtaki.autotune.model.planning import ContentionLearner, Observation
+from sirtaki.autotune.meta.session import TuningSession
 from sirtaki.autotune.trial import Arm
 
 from .landscape import Landscape
 
 CLOSE = 0.03
 """A setting counts as found if its regret is at most this share."""
-
-SEED = 0
-"""Seed of the settings that a warm-up draws at random."""
 
 HORIZONS = (1_000, 10_000, 100_000)
 """Lengths of jobs in training iterations, for which the time of the whole job is computed."""
@@ -73,15 +69,6 @@ class Course:
                 spans_s.append(self.landscape.measure_s(knobs, self.iterations, self.noise, self.rng))
             self.iterations += 1
         return spans_s
-
-    def observed(self, knobs: Knobs, span_s: float) -> Observation:
-        """Return a measured span with the duration of its backward pass, which has the same relative noise."""
-        scape = self.landscape
-        if scape.backward_s is None:
-            return Observation(knobs=knobs, span_s=span_s)
-        rng = np.random.default_rng([self.iterations, 6])
-        backward_s = scape.backward_s(knobs) * math.exp(self.noise * rng.standard_normal())
-        return Observation(knobs=knobs, span_s=span_s, backward_s=backward_s)
 
     def would_keep(self, knobs: Knobs) -> None:
         """Record the setting that would be kept if the warm-up ended now."""
@@ -140,18 +127,14 @@ def in_session(
     *,
     make_arm: MakeArm,
     planners: bool,
-    learns: bool = True,
 ) -> dict[str, Any]:
     """Run a warm-up session, as in a job."""
     course = Course(landscape=landscape, noise=noise, rng=np.random.default_rng([seed, 2]))
-    space, plans, learner = landscape.space, list[Planner](), None
+    space, plans = landscape.space, list[Planner]()
     if planners:
         space, model = landscape.probed(noise, np.random.default_rng([seed, 3]))
         if model is not None:
             plans += make_planners(space=space, model=model, presumed=landscape.presumed)
-            if learns and landscape.presumed and budget >= SHORT:
-                rng = np.random.default_rng(SEED)
-                learner = ContentionLearner(model, space=space, default=landscape.default, rng=rng)
     session = TuningSession(
         space=landscape.space,
         default=landscape.default,
@@ -159,7 +142,6 @@ def in_session(
         rng=np.random.default_rng(seed),
         budget_iterations=budget,
         seeds=landscape.seeds,
-        draws=() if learner is None else learner.draws,
     )
     first_plan = None
     while not session.done:
@@ -167,13 +149,6 @@ def in_session(
         if first_plan is None and any(planner.name == now.arm for planner in plans):
             first_plan = landscape.regret(now.knobs)
         spans_s = course.run(now.knobs, discarded=now.discarded_iterations, measured=now.measured_iterations)
-        if learner is not None and model is not None:
-            learnt = learner.learn(model, [course.observed(now.knobs, span_s) for span_s in spans_s])
-            if learnt is not None:
-                session.skip_draws()
-                model, learner = learnt, None
-                for planner in plans:
-                    planner.update_model(model)
         session.record(spans_s)
         course.would_keep(session.result.knobs)
     outcome, claims = course.outcome(session.result.knobs), session.result.gain is not None
@@ -353,13 +328,11 @@ class Skopt:
         self._optimizer.tell(place, math.log(span_s))
 
 
-WITHOUT_DRAWS = "sirtaki without draws"
 SIRTAKI, WITHOUT_PLANNERS, AIACC = "sirtaki", "sirtaki without planners", "AIACC's four, as printed"
 EQUAL_SHARES = "equal shares"
 
 SIRTAKIS: dict[str, Contender] = {
     SIRTAKI: partial(in_session, make_arm=_ensemble, planners=True),
-    WITHOUT_DRAWS: partial(in_session, make_arm=_ensemble, planners=True, learns=False),
     WITHOUT_PLANNERS: partial(in_session, make_arm=_ensemble, planners=False),
 }
 OTHERS: dict[str, Contender] = {

@@ -18,16 +18,14 @@ from sirtaki.autotune.knobs import Knobs, KnobSpace
 from sirtaki.autotune.meta.bandit import ITERATIONS_PER_TRIAL, BanditArm, default_arms, window_for
 from sirtaki.autotune.meta.session import (
     DEFAULT_ARM,
-    DRAW_ARM,
     PLAN_ARM,
     REFINEMENT_ARM,
     REGISTRY_ARM,
-    SHORT,
     Purpose,
     TuningSession,
     proof_iterations,
 )
-from sirtaki.autotune.model.planning import ContentionLearner, Observation, PlanningModel
+from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.trial import Arm
 from sirtaki.comm.plan import GradientLayout, Route
 from sirtaki.engine.settings import Settings
@@ -57,6 +55,9 @@ MEASURED, MEASURED_IN_RETUNE = 2, 1
 
 The latter needs one only, because it looks for a large gain.
 """
+
+LEAST_SAVING = 3.0
+"""Communication times of the job's own setting that a refinement must be expected to save in all. It costs a few."""
 
 EARLIER_SETTINGS = 2
 """Number of settings, chosen earlier in this job, that are tried again after a change of communication time."""
@@ -102,13 +103,14 @@ class KnobSearch:
         self._bandit: BanditArm | None = None  # None until a search begins
         self.model: PlanningModel | None = None
         self._planners: Sequence[Planner] = ()
-        self._learner: ContentionLearner | None = None  # None unless the slowdown of computation is still being learnt
         self._layouts: Sequence[GradientLayout] = ()
         self._hit = CacheHit()
         self.stays: Knobs | None = None
         self._usual_default_s = math.nan
         self._earlier: list[Knobs] = []  # settings that this job chose before `stays`, the newest first
         self.retuning = False
+        self._ended: TuningSession | None = None  # the last session that has ended
+        self._is_refining = False  # whether `_ended` has been resumed
         self.given: Knobs | None = None
         self._suggested: list[Knobs] = []  # settings to try first, found before a restart of an elastic job
         self.times = StepTimer()
@@ -185,12 +187,27 @@ class KnobSearch:
         proof = proof_iterations(RETUNE_SEARCH_ITERATIONS, self._discarded_iterations)
         logger.info("%s", describe_change(ratio, RETUNE_SEARCH_ITERATIONS + proof))
         self.retuning, self.stays, self._layouts, self._hit = True, running, layouts, CacheHit()
-        self._bandit, self.model, self._planners, self._learner = None, None, (), None
+        self._bandit, self.model, self._planners = None, None, ()
         self._cache.look_again()
         cold_between_s = self.times.cold_between_s
         self.times = StepTimer()
         self.times.cold_between_s = cold_between_s
         self._log.retunes(running, ratio, iteration=iteration)
+
+    def refining_pays(self, iterations_left: int) -> bool:
+        """Return whether more trials will probably save more time than they cost.
+
+        Args:
+            iterations_left: number of training iterations that would profit from a faster setting.
+        """
+        return self._ended is not None and self._ended.expected_gain * iterations_left >= LEAST_SAVING
+
+    def refine(self) -> TuningSession:
+        """Resume the last session, which then tries more settings, and return it."""
+        assert self._ended is not None
+        self._is_refining = True
+        self._ended.resume()
+        return self._ended
 
     def search(
         self,
@@ -209,15 +226,10 @@ class KnobSearch:
             make_model: returns the cost model for planners, or None if planners cannot be used.
         """
         self.model = self._attempt(make_model, None)
-        self._planners, self._learner = (), None
+        self._planners = ()
         if self.model is not None:
             make = functools.partial(make_planners, space=promising, model=self.model, presumed=self._presumed)
             self._planners = self._attempt(make, [])
-            if self._presumed and self._budget_iterations >= SHORT and not self.retuning:
-                learn = functools.partial(ContentionLearner, space=promising, default=self.default)
-                rng = np.random.default_rng(SEED)
-                self._learner = self._attempt(functools.partial(learn, self.model, rng=rng), None)
-        draws = () if self._learner is None else self._learner.draws
         self._update_pace()
         self._bandit = bandit = self._make_bandit(space, promising)
         proposals = self._cache.first_proposals(self._layouts, space, self.model)
@@ -227,9 +239,9 @@ class KnobSearch:
         if self.retuning:
             seeds = [self.default, *self._earlier[:EARLIER_SETTINGS], *seeds]
         if session is None:
-            return self._begin(space, bandit, seeds, draws)
+            return self._begin(space, bandit, seeds)
         self._cache.disprove()
-        session.begin_search(bandit, space=space, seeds=seeds, draws=draws)
+        session.begin_search(bandit, space=space, seeds=seeds)
         return session
 
     def _attempt(self, action: Callable[[], _T], otherwise: _T) -> _T:
@@ -264,23 +276,17 @@ class KnobSearch:
         with ThreadPoolExecutor(max_workers=1) as stack:
             return stack.submit(build).result()
 
-    def record(
-        self, session: TuningSession, spans_s: Sequence[float], *, iteration: int, backward_s: Sequence[float] = ()
-    ) -> None:
+    def record(self, session: TuningSession, spans_s: Sequence[float], *, iteration: int) -> None:
         """Record the times of the running setting in the session and the trial log, and notify watchers.
 
         Args:
             session: the search in progress.
             spans_s: communication times with the setting, `(n_measured,)`; infinite if it could not be run.
             iteration: number of the last iteration with the setting.
-            backward_s: backward times of this rank in the same iterations, `(n_measured,)`; empty if the setting could
-                not be run.
         """
         assignment = session.assignment
         if assignment.purpose is Purpose.DEFAULT:
             self._update_pace()
-        if self._learner is not None:
-            self._learn(self._learner, session, spans_s, backward_s)
         forecast = self._planners[0].forecast if self._planners else None
         predicted_s = None if forecast is None else forecast.predicted_s(assignment.knobs)
         session.record(spans_s)
@@ -306,31 +312,6 @@ class KnobSearch:
             watchers.notify(lambda watcher: watcher.trial(event), iteration=iteration)
         self.times.pause()
 
-    def _learn(
-        self,
-        learner: ContentionLearner,
-        session: TuningSession,
-        spans_s: Sequence[float],
-        backward_s: Sequence[float],
-    ) -> None:
-        """Learn from measured times how much communication slows computation down (contention).
-
-        Once the learner has enough measurements, update the planners' cost model and stop learning.
-        """
-        knobs, model = session.assignment.knobs, self.model
-        assert model is not None  # always true, because a learner is made with a model only
-        both = zip(spans_s, backward_s or [math.nan] * len(spans_s), strict=True)
-        seen = [Observation(knobs=knobs, span_s=span, backward_s=backward) for span, backward in both]
-        learnt = self._attempt(lambda: learner.learn(model, seen), self.model)
-        if learnt is None:
-            return
-        session.skip_draws()
-        self._learner, self.model = None, learnt
-        for planner in self._planners:
-            planner.update_model(learnt)
-        if not self.retuning:
-            self._log.knows(learnt)
-
     def _update_pace(self) -> None:
         """Update the cost model to the usual durations of steps, because the profiled first steps were slower."""
         if self.model is None:
@@ -348,7 +329,7 @@ class KnobSearch:
 
     def _name(self, arm: str) -> str:
         """Return the name of a search method (arm) for log lines."""
-        if arm in (REGISTRY_ARM, DEFAULT_ARM, DRAW_ARM, REFINEMENT_ARM, PLAN_ARM):
+        if arm in (REGISTRY_ARM, DEFAULT_ARM, REFINEMENT_ARM, PLAN_ARM):
             return f"the {arm}"
         kind = "planner" if any(planner.name == arm for planner in self._planners) else "search technique"
         return f"the {kind} {arm}"
@@ -356,7 +337,14 @@ class KnobSearch:
     def report(self, session: TuningSession, *, iteration: int) -> None:
         """Store the result of a session (a search that has ended) in the registry, and log it."""
         result = session.result
-        if self.retuning:
+        self._ended = session
+        refined, self._is_refining = self._is_refining, False
+        if refined and result.knobs == self.stays:
+            return
+        if refined:
+            stored = not self.retuning and self._cache.keep(result, session.trials, complete=True, links=self._links)
+            text = f"changed to a faster setting: {describe_result(result, self.times.usual, self._name(result.arm))}"
+        elif self.retuning:
             stored = self._keep_condition(session)
             proposer = self._name(result.arm)
             text = describe_retune(result, default=self.default, earlier=self._earlier, proposer=proposer)
@@ -398,7 +386,7 @@ class KnobSearch:
 
     def remember(self, session: TuningSession | None) -> None:
         """Store the trials of an unfinished search (session) in the registry, so that the next job continues it."""
-        if session is not None and not self.retuning and session.trials:
+        if session is not None and not self.retuning and not self._is_refining and session.trials:
             result = session.result
             stored = self._cache.keep(result, session.trials, complete=False, links=self._links)
             logger.info(
@@ -414,9 +402,7 @@ class KnobSearch:
         """Close the access to results of earlier jobs."""
         self._cache.close()
 
-    def _begin(
-        self, space: KnobSpace, arm: Arm | None, seeds: Sequence[Knobs] = (), draws: Sequence[Knobs] = ()
-    ) -> TuningSession:
+    def _begin(self, space: KnobSpace, arm: Arm | None, seeds: Sequence[Knobs] = ()) -> TuningSession:
         return TuningSession(
             space=space,
             default=self.stays or self.default,
@@ -428,7 +414,6 @@ class KnobSearch:
             discarded_iterations=self._discarded_iterations,
             exact=self._hit.exact if arm is None else None,
             seeds=seeds,
-            draws=draws,
             given=None if self.retuning else self.given,
             history=self._hit.history,
             identity=functools.cache(functools.partial(traffic, layouts=self._layouts)),

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from sirtaki.autotune.drift import DriftWatch
+from sirtaki.autotune.drift import DriftWatch, RefinementSchedule
 from sirtaki.autotune.knobs import Knobs, KnobSpace
 from sirtaki.autotune.meta.session import TuningSession
 from sirtaki.autotune.model.planning import PlanningModel
@@ -222,20 +222,25 @@ class PipelineTarget(TunableTarget[Knobs]):
         self._total_bytes, self._reported_s = total_bytes, math.nan
         self._arms = arms
         self.tuning = settings.tunes
-        wanted, tries = control.broadcast((overlaps, self.tuning))
+        wanted, tries, refine_until, self._freeze_after = control.broadcast(
+            (overlaps, self.tuning, settings.refine_until, settings.freeze_after)
+        )
         self.controller = TuningController(control, where=self._sync.where)
         self.overlap = ForwardOverlap(control, self, tries=tries) if wanted else None
         self._profiled: IterationReport | None = None
         self._report = IterationReport(span_s=math.nan, backward_s=math.nan)  # of the last iteration
-        self._backward_s: list[float] = []  # backward times measured with the running setting
         self._promising: Sequence[Route] = ()  # routes that were fast in the measurements before the first search
         self._changed: Sequence[Route] = ()  # routes to be measured again after a change of communication time
         self._measured: Measured | None = None
         self._search: KnobSearch | None = None  # on rank 0
         self._drift: DriftWatch | None = None
+        self._refinements: RefinementSchedule | None = None  # None = the setting is not refined
+        self._refining_since: int | None = None  # iteration in which the current refinement began
         if self.tuning:
             if control.size > 1 and self.space.has_choices:
                 self._drift = DriftWatch()
+                # Updates deferred into the forward pass have a search of their own, with another measure of time.
+                self._refinements = RefinementSchedule(refine_until) if self.overlap is None else None
             kinds = control.all_gather(Hardware.here(params[0].device)) if params else []
             if control.rank == 0:
                 self._search = KnobSearch(
@@ -327,8 +332,11 @@ class PipelineTarget(TunableTarget[Knobs]):
 
         Watch for a change of communication time, and measure the loss of compression or prepare deferred updates.
         """
-        if self._drift is not None:
+        frozen = self._freeze_after is not None and self._sync.iteration >= self._freeze_after
+        if self._drift is not None and not frozen:
             self._watch(self._drift, self._report.span_s, self._sync.drift)
+            if not self.tuning and self._refinements is not None and self._refinements.add():
+                self._refine()
         if self._loss_iterations and not self.tuning:
             self._measure_loss()
         elif self.overlap is not None and not self.tuning:
@@ -436,6 +444,8 @@ class PipelineTarget(TunableTarget[Knobs]):
     def recall(self) -> TuningSession | None:
         """Return a session (a search in progress) that checks an earlier job's setting; None without one. On rank 0."""
         assert self._search is not None
+        if self._refining_since is not None:
+            return self._search.refine()
         before = [] if self._carried is None else self._carried.of(self._key)
         return self._search.recall(self._layouts, self.space, before, place=self._control.hosts)
 
@@ -479,16 +489,12 @@ class PipelineTarget(TunableTarget[Knobs]):
 
     def measured_s(self) -> float:
         """Return the communication time of this iteration in seconds; NaN on a rank without more data (`join()`)."""
-        self._backward_s.append(self._report.backward_s)
         return self._report.span_s
 
     def record(self, session: TuningSession, spans_s: Sequence[float]) -> None:
         """Record the times of the running setting in the search's session and in the trial log. On rank 0."""
         assert self._search is not None
-        ran = math.inf not in spans_s
-        backward_s = self._backward_s[-len(spans_s) :] if ran else []
-        self._search.record(session, spans_s, iteration=self._sync.iteration, backward_s=backward_s)
-        self._backward_s.clear()
+        self._search.record(session, spans_s, iteration=self._sync.iteration)
 
     def progress(self, session: TuningSession) -> TuningProgress | None:
         """Return the progress of the search, to be logged; None for a search after a change of communication time."""
@@ -501,6 +507,12 @@ class PipelineTarget(TunableTarget[Knobs]):
 
         If the setting compresses gradients, begin to measure the loss.
         """
+        if self._refining_since is not None and self._refinements is not None:
+            took, improved = self._sync.iteration - self._refining_since, self.knobs != self._kept
+            self._refinements.ended(took, improved=improved)
+            self._refining_since = None
+            if improved and self._drift is not None:
+                self._drift.reordered()
         self.tuning, self._kept = False, self.knobs
         self.router.keep_only(plans_for(self.knobs, self._layouts))
         self._loss_iterations = MEASURED_LOSS if self.knobs.lossy else 0
@@ -575,6 +587,18 @@ class PipelineTarget(TunableTarget[Knobs]):
         self.tuning = True
         self._changed = [route for route in self.space.routes if route == self.knobs.route]
         self.controller.begin(self, recalls=False)
+
+    def _refine(self) -> None:
+        """Try more settings if that pays, and change to one that is proved faster than the running one. Collective."""
+        assert self._refinements is not None
+        pays, search, left = False, self._search, self._refinements.left
+        if search is not None and not self.controller.failed:
+            pays = bool(self.controller.attempt(lambda: search.refining_pays(left)))
+        if self._control.broadcast(pays):
+            self.tuning, self._refining_since = True, self._sync.iteration
+            self.controller.begin(self)
+        else:
+            self._refinements.ended(0, improved=False)
 
     def remember(self) -> None:
         """Store the trials of an unfinished search in the registry, so that the next job continues it. Idempotent."""

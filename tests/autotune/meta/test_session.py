@@ -319,12 +319,36 @@ def test_seeds_are_tried_before_the_arm_is_asked() -> None:
     assert job.result.arm == REGISTRY_ARM
 
 
-def test_draws_run_before_the_arm_is_asked_and_may_be_skipped() -> None:
-    job = Job(session(ListArm(streams(8)), seeds=[streams(2)], draws=[streams(3), streams(6)])).run()
-    assert list(dict.fromkeys(job.run_for(Purpose.TRIAL))) == [streams(2), streams(3), streams(6), streams(8)]
-    told = session(ListArm(streams(8)), seeds=[streams(2)], draws=[streams(3), streams(6)])
-    told.skip_draws()
-    assert list(dict.fromkeys(Job(told).run().run_for(Purpose.TRIAL))) == [streams(2), streams(8)]
+def test_a_resumed_session_improves_its_result_step_by_step_and_claims_it_against_the_default() -> None:
+    tuned = session(ListArm(streams(2)), budget_iterations=20)
+    job = Job(tuned, noise=0.02).run()
+    times = [landscape(job.result.knobs)]
+    for _ in range(8):
+        tuned.resume()
+        assert not tuned.done
+        assert tuned.result.knobs == job.run(1).result.knobs  # the last result stays until the next one is proved
+        times.append(landscape(job.run().result.knobs))
+    assert times == sorted(times, reverse=True)
+    assert times[-1] < 1.05 * landscape(BEST)
+    assert job.result.gain is not None
+    assert job.result.gain.low <= landscape(DEFAULT) / times[-1] <= job.result.gain.high
+
+
+def test_resumed_sessions_claim_no_gain_where_there_is_none() -> None:
+    claims = 0
+    for seed in range(100):
+        tuned = session(GridArm(SPACE), budget_iterations=40, rng=np.random.default_rng(seed))
+        job = Job(tuned, span_of=lambda knobs: 0.1, noise=0.05, seed=seed).run()
+        for _ in range(6):
+            tuned.resume()
+            job.run()
+        claims += job.result.gain is not None
+    assert claims <= 4
+
+
+def test_only_an_ended_session_can_be_resumed() -> None:
+    with pytest.raises(TuningError, match="only after it has ended"):
+        session().resume()
 
 
 def test_a_plan_that_the_user_gives_is_the_very_first_proposal_and_kept_only_if_it_is_faster() -> None:

@@ -18,15 +18,11 @@ from sirtaki.autotune.knobs import KIB, MIB, Cut, Knobs, KnobSpace
 from sirtaki.autotune.model.fits import ContentionModel, RateCurve
 from sirtaki.autotune.model.planning import (
     Cluster,
-    ContentionLearner,
     Forecast,
-    Observation,
     PlanningModel,
     calibrate_link,
     fitted_to_trials,
-    with_contention_learnt,
 )
-from sirtaki.autotune.model.replayer import SharedHost
 from sirtaki.autotune.model.simulator import Profile, Simulator, deferred_iteration_s
 from sirtaki.autotune.trial import Trial
 from sirtaki.comm.gradients.schedule import IterationPace, ScheduledUnit
@@ -518,99 +514,6 @@ def test_contention_that_trials_speak_against_is_fitted_to_them() -> None:
     assert missed(probed, trials) > 0.3
     assert missed(fitted, trials_with_threads()) < 0.12
     assert fitted.contention_on(NCCL) != probed.contention
-
-
-# ── contention learnt while training runs ────────────────────────────────────────────────────────────────────────────
-ON_PROCESSORS = ContentionModel(
-    alpha_1=1.0,
-    alpha_2=0.08,
-    overlapped=RateCurve(gamma_1=0.5 * TRIALS_LINK.throughput[0], gamma_2=0.0, gamma_3=0.0),
-    alone=RateCurve(gamma_1=TRIALS_LINK.throughput[0], gamma_2=0.0, gamma_3=0.0),
-    default_threads=1,
-)
-"""Each stream takes 8 % of the computation's speed, and the computation half of the streams'."""
-
-LEARNING_SPACE = KnobSpace(routes=(TRIALS_GLOO,), streams=(1, 2, 3, 4), unit_bytes=(64 * KIB, 8 * MIB))
-LEARNING_DEFAULT = Knobs(unit_bytes=MIB, streams=2, transport=TransportKind.GLOO)
-
-
-def learner(model: PlanningModel) -> ContentionLearner:
-    return ContentionLearner(model, space=LEARNING_SPACE, default=LEARNING_DEFAULT, rng=np.random.default_rng(0))
-
-
-def learnt_from(
-    model: PlanningModel, truth: ContentionModel | None, *, noise: float, pace: float = 1.0, seed: int = 0
-) -> PlanningModel:
-    """Return the model learnt on a job with this contention, whose backward passes take `pace` times the prediction."""
-    rng, learning = np.random.default_rng(seed), learner(model)
-    job = Simulator(layout=TRIALS_LAYOUT, profile=PROFILE.times(pace), link=TRIALS_LINK, contention=truth)
-    for knobs in (LEARNING_DEFAULT, *learning.draws):
-        played, seen = job.run_knobs(knobs), list[Observation]()
-        for _ in range(2):
-            luck = np.exp(noise * rng.standard_normal(2))
-            span_s, backward_s = (luck * (played.span_s, played.compute_end_s - played.first_ready_s)).tolist()
-            seen.append(Observation(knobs=knobs, span_s=span_s, backward_s=backward_s))
-        if (learnt := learning.learn(model, seen)) is not None:
-            return learnt
-    raise AssertionError("all draws have run")
-
-
-@pytest.mark.lengthy
-@pytest.mark.parametrize(("noise", "tolerance"), [(0.0, 0.05), (0.03, 0.2)])
-def test_contention_is_learnt_from_the_default_and_three_draws(noise: float, tolerance: float) -> None:
-    """Also where the profile is of iterations that were slower than later ones."""
-    learnt = learnt_from(planning_model(TRIALS_LINK), ON_PROCESSORS, noise=noise, pace=0.9)
-    found = learnt.learnt[TRIALS_GLOO]
-    assert found.compute_speed(4) == pytest.approx(ON_PROCESSORS.compute_speed(4), rel=tolerance)
-    assert found.overlapped.gamma_1 / found.alone.gamma_1 == pytest.approx(0.5, rel=tolerance)
-    assert learnt.profile.compute_s == pytest.approx(0.9 * PROFILE.compute_s, rel=tolerance)
-    assert learnt.simulator(MPI).contention is None  # nothing was seen of it
-
-
-@pytest.mark.lengthy
-@pytest.mark.parametrize(("truth", "noise"), [(None, 0.03), (None, 0.2), (ON_PROCESSORS, 0.9)])
-def test_a_difference_within_the_noise_is_not_learnt(truth: ContentionModel | None, noise: float) -> None:
-    model = planning_model(TRIALS_LINK)
-    assert all(learnt_from(model, truth, noise=noise, seed=seed) == model for seed in range(5))
-
-
-@pytest.mark.lengthy
-def test_training_corrects_probes_that_were_taken_beside_another_computation() -> None:
-    """Probes of a matrix product showed hardly any slowdown. Spans and backward passes show it."""
-    probed = threads_model(replace(CONTENTION, alpha_2=1e-5))
-    job = Simulator(layout=TRIALS_LAYOUT, profile=PROFILE, link=TRIALS_LINK, contention=CONTENTION)
-    seen = []
-    for unit_bytes, threads in ((MIB, 512), (MIB, 4096), (4 * MIB, 1024), (2 * MIB, 2048)):
-        knobs = Knobs(unit_bytes=unit_bytes, streams=1, threads=threads, transport=TransportKind.NCCL)
-        played = job.run_knobs(knobs)
-        backward_s = played.compute_end_s - played.first_ready_s
-        seen.append(Observation(knobs=knobs, span_s=played.span_s, backward_s=backward_s))
-    found = with_contention_learnt(probed, NCCL, seen).contention_on(NCCL)
-    assert found is not None
-    assert found.compute_speed(4096) == pytest.approx(CONTENTION.compute_speed(4096), rel=0.1)
-
-
-def test_a_few_settings_teach_nothing() -> None:
-    seen = [Observation(knobs=LEARNING_DEFAULT.but(streams=n), span_s=0.1, backward_s=0.05) for n in (1, 2)]
-    with pytest.raises(TuningError, match="at least 3 settings, found 2"):
-        with_contention_learnt(planning_model(TRIALS_LINK), TRIALS_GLOO, seen)
-
-
-def test_draws_are_near_the_default_and_the_same_for_one_seed() -> None:
-    model = planning_model(TRIALS_LINK)
-    draws, simulator = learner(model).draws, model.simulator(TRIALS_GLOO)
-    assert draws == learner(model).draws
-    assert len(set(draws)) == 3
-    default_s = simulator.run_knobs(LEARNING_DEFAULT).span_s
-    for knobs in draws:
-        assert knobs in LEARNING_SPACE
-        assert simulator.run_knobs(knobs).span_s <= 1.1 * default_s
-    assert len({knobs.streams for knobs in (LEARNING_DEFAULT, *draws)}) > 1
-
-
-def test_nothing_is_drawn_within_one_host() -> None:
-    model = replace(planning_model(TRIALS_LINK), host=SharedHost(ranks=2, processors=2.0))
-    assert learner(model).draws == ()
 
 
 CLUSTER = Cluster(name="four", ranks=4, hop_s=1e-3, link_bytes_per_s=1e9, flow_bytes_per_s=4e8, crowding=0.1)

@@ -299,7 +299,7 @@ def test_a_real_jobs_log_becomes_a_report_and_a_forecast(
     # Where other tests take the processor while links are probed, no model may fit any: such a job plans nothing.
     for _ in range(10):
         log.unlink(missing_ok=True)
-        run_ranks("tuning.py", 2, 40, env={"SIRTAKI_WARMUP_ITERATIONS": "30", "SIRTAKI_TRIAL_LOG": str(log)})
+        run_ranks("tuning.py", 2, 110, env={"SIRTAKI_WARMUP_ITERATIONS": "30", "SIRTAKI_TRIAL_LOG": str(log)})
         records = [json.loads(line) for line in log.read_text().splitlines()]
         if models := [record for record in records if record["event"] == "model"]:
             break

@@ -15,8 +15,7 @@ from fakes.tuned import KnobJob
 
 from sirtaki.autotune.arms.techniques import OUR_ARMS
 from sirtaki.autotune.knobs import KIB, MIB, Knobs, KnobSpace
-from sirtaki.autotune.meta.session import DRAW_ARM, Purpose, TuningSession
-from sirtaki.autotune.model.fits import ContentionModel, RateCurve
+from sirtaki.autotune.meta.session import Purpose, TuningSession
 from sirtaki.autotune.model.planning import PlanningModel
 from sirtaki.autotune.model.simulator import Profile
 from sirtaki.autotune.trial import Proposal, Trial
@@ -26,7 +25,7 @@ from sirtaki.engine.tuning.cache import TuningCache
 from sirtaki.engine.tuning.knob_search import KnobSearch
 from sirtaki.engine.tuning.plans import Carried, CarriedTuning, key_of
 from sirtaki.engine.tuning.report import describe_change, describe_progress, describe_result
-from sirtaki.engine.tuning.trial_log import StepTime, read_log
+from sirtaki.engine.tuning.trial_log import StepTime
 from sirtaki.measures import Gain, LinkModel
 from sirtaki.watch import Decision, TrialEnded, Watcher, watchers
 
@@ -92,7 +91,7 @@ def after_warm_up(arm: Proposes, log: Path | None = None) -> KnobJob:
 
 def run(job: KnobJob, spans_s: dict[Knobs, float]) -> int:
     """Run until a setting is kept. Return the number of iterations."""
-    return job.run(lambda knobs: (spans_s.get(knobs, 1.0), math.nan))
+    return job.run(lambda knobs: spans_s.get(knobs, 1.0))
 
 
 def test_a_warm_up_begins_with_the_default_and_ends_with_the_found_setting(
@@ -187,13 +186,7 @@ def with_usual_arms(
     tuned = made(log=log, presumed=presumed, make_model=make_model)
     tuned.begin()
 
-    def times(knobs: Knobs) -> tuple[float, float]:
-        if job is None:
-            return 1.0, math.nan
-        played = job.simulator(ROUTE).run_knobs(knobs)
-        return played.span_s, played.compute_end_s - played.first_ready_s
-
-    tuned.run(times)
+    tuned.run(lambda knobs: 1.0 if job is None else job.simulator(ROUTE).run_knobs(knobs).span_s)
     assert not tuned.controller.failed
     tuned.search_of_knobs.remember(None)
     return [assignment.arm for assignment, _ in tuned.assignments]
@@ -202,21 +195,7 @@ def with_usual_arms(
 def test_planners_are_asked_first_where_their_model_is_presumed_to_be_right() -> None:
     asked = with_usual_arms(lambda: MODEL, job=MODEL)
     assert asked[1] == "asc_wfbp_n"
-    assert DRAW_ARM not in asked  # the job is as they expect
     assert with_usual_arms(lambda: MODEL, presumed=False)[1] in OUR_ARMS
-
-
-def test_where_the_default_takes_longer_than_planners_predict_draws_are_first(tmp_path: Path) -> None:
-    """The contention that the draws have shown is in the log and in the planners' model."""
-    rate = RateCurve(gamma_1=1e9, gamma_2=0.0, gamma_3=0.0)
-    slowed = ContentionModel(
-        alpha_1=1.0, alpha_2=0.15, overlapped=replace(rate, gamma_1=3e8), alone=rate, default_threads=1
-    )
-    log = tmp_path / "log.jsonl"
-    asked = with_usual_arms(lambda: MODEL, job=replace(MODEL, contention=slowed), log=log)
-    assert asked[1:4] == [DRAW_ARM] * 3
-    learnt = read_log(log).model.contention_on(ROUTE)
-    assert learnt.overlapped.gamma_1 / learnt.alone.gamma_1 == pytest.approx(0.3, rel=0.15)
 
 
 HERE, ELSEWHERE = (0, 0, 0), (0, 0)
@@ -238,7 +217,7 @@ def next_generation(
 
 def tried(job: KnobJob) -> list[Knobs]:
     """Return the settings that run until one is kept, in order."""
-    job.run(lambda knobs: (0.5 if knobs == WINNER else 1.0, math.nan))
+    job.run(lambda knobs: 0.5 if knobs == WINNER else 1.0)
     return [assignment.knobs for assignment, _ in job.assignments]
 
 
@@ -272,7 +251,7 @@ def test_a_winner_that_is_not_possible_any_more_leads_to_a_new_search() -> None:
 
 def test_an_unfinished_warm_up_resumes_after_its_trials_in_the_same_place_only() -> None:
     first = next_generation()
-    first.run(lambda knobs: (1.0, math.nan), at_most=36)
+    first.run(lambda knobs: 1.0, at_most=36)
     session = first.controller.release(first)
     assert session is not None
     knobs, trials = session.result.knobs, session.trials

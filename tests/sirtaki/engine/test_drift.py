@@ -1,5 +1,6 @@
 """A change of communication is noticed by all ranks alike, noise is not, and settings are tried again."""
 
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -9,7 +10,16 @@ import numpy as np
 import pytest
 from conftest import RunRanks
 
-from sirtaki.autotune.drift import COOL_DOWN, LONG, REFERENCE, SKIPPED, DriftWatch
+from sirtaki.autotune.drift import (
+    COOL_DOWN,
+    FIRST_PAUSE,
+    LONG,
+    LONGER,
+    REFERENCE,
+    SKIPPED,
+    DriftWatch,
+    RefinementSchedule,
+)
 from sirtaki.autotune.knobs import MIB, Knobs
 from sirtaki.comm.gradients.flags import Drift
 from sirtaki.comm.plan import TransportKind
@@ -140,6 +150,32 @@ def test_a_slower_link_is_noticed_by_all_ranks_and_settings_are_tried_again(
     assert log.result is not None
     assert [retune.result is not None for retune in log.retunes] == [True]
     assert log.retunes[0].measurements
+
+
+def test_pauses_between_refinements_grow_until_one_succeeds_and_end_at_the_last_iteration() -> None:
+    schedule, began = RefinementSchedule(2000), list[int]()
+    for number in range(1, 3000):
+        if schedule.add():
+            began.append(number)
+            schedule.ended(10, improved=len(began) == 3)
+    pauses = [FIRST_PAUSE, *(round(FIRST_PAUSE * LONGER**n) for n in (1, 2, 2, 3, 4, 5))]
+    assert [later - earlier for earlier, later in itertools.pairwise([0, *began])][: len(pauses)] == pauses
+    assert began[-1] + 10 * len(began) < 2000
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("variables", "refined"),
+    [({}, True), ({"SIRTAKI_REFINE_UNTIL": "0"}, False), ({"SIRTAKI_FREEZE_AFTER": "60"}, False)],
+    ids=["usual", "off", "frozen"],
+)
+def test_a_tuned_job_changes_to_faster_settings_found_later_unless_it_is_frozen(
+    run_ranks: RunRanks, variables: dict[str, str], refined: bool
+) -> None:
+    env = {"SIRTAKI_WARMUP_ITERATIONS": "6", "SIRTAKI_TRANSPORT": "gloo", **variables}
+    job = run_ranks("retuning.py", 2, "refined", 600, env=env, timeout_s=120)
+    assert job.stdout.count("streams 4" if refined else "changes 0") == 2
+    assert ("changed to a faster setting" in job.stderr) is refined
 
 
 @pytest.mark.parametrize(

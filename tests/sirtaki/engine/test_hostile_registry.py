@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import sqlite3
 import tempfile
 from collections.abc import Sequence
@@ -68,14 +67,14 @@ def tuned(registry: Path, arms: Sequence[Arm] | None = None) -> list[Knobs]:
     search = KnobSearch(given, cache, default=DEFAULT, arms=arms, discarded_iterations=1)
     job, rng, ran = KnobJob(search, [layout], SPACE), np.random.default_rng(0), list[Knobs]()
 
-    def times(knobs: Knobs) -> tuple[float, float]:
+    def span_s(knobs: Knobs) -> float:
         assert checked_plans(knobs, [layout])
         assert knobs in SPACE
         ran.append(knobs)
-        return 1 + rng.random(), math.nan
+        return 1 + rng.random()
 
     job.begin()
-    job.run(times, at_most=200)
+    job.run(span_s, at_most=200)
     assert job.kept, "the warm-up does not end"
     return [*ran, job.running]
 
@@ -189,7 +188,7 @@ def test_a_fault_anywhere_is_logged_once_and_tuning_continues_without_the_regist
     )
     job.begin()
     assert job.searched
-    job.run(lambda knobs: (1.0, math.nan))
+    job.run(lambda knobs: 1.0)
     assert not any(record.exc_info for record in caplog.records if record.levelno >= logging.WARNING)
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     (told,) = [warning for warning in warnings if says in warning]
