@@ -488,7 +488,7 @@ MUTANTS = (
     ),
     *wrong_in(
         HANDSHAKE,
-        f"{MEETING} the_slow_and_the_many",
+        f"{MEETING} slow_and_numerous",
         {
             "who does not prove itself in time holds its place": ("            self.handshakes.drop_expired()\n", ""),
         },
@@ -508,7 +508,7 @@ MUTANTS = (
     ),
     *wrong_in(
         CHECKPOINTS,
-        f"{OF_CHECKPOINTS} read_back",
+        f"{OF_CHECKPOINTS} not_reported_as_written",
         {
             "what was written is not read back": (
                 "if problem := _problem(unfinished, throttle):",
@@ -538,7 +538,7 @@ MUTANTS = (
     ),
     *wrong_in(
         CHECKPOINTS,
-        f"{OF_CHECKPOINTS} another_line",
+        f"{OF_CHECKPOINTS} another_history",
         {
             "newer ones of another line that are found instead": (
                 "there[there.index(final) + 1 :]",
@@ -558,7 +558,7 @@ MUTANTS = (
     ),
     *wrong_in(
         STATE,
-        f"{OF_CHECKPOINTS} is_plain",
+        f"{OF_CHECKPOINTS} plain_values",
         {
             "random numbers that do not go on": ("        torch.set_rng_state(self.host)\n", ""),
         },

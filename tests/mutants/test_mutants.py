@@ -4,6 +4,7 @@ The repository is copied, one line of the copy is replaced, and a test of the co
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -40,6 +41,15 @@ def run(path: Path, env: dict[str, str], tests: str) -> subprocess.CompletedProc
 def test_the_table_is_of_lines_that_are_there_once(mutant: Mutant) -> None:
     assert (ROOT / "sirtaki" / mutant.file).read_text().count(mutant.right) == 1, "renew the table"
     assert (ROOT / "tests" / mutant.tests.partition(" ")[0]).is_file()
+
+
+def test_the_table_names_tests_that_are_there() -> None:
+    programs = "".join(path.read_text() for path in (ROOT / "tests/ranks").glob("*.py"))
+    for tests in {mutant.tests for mutant in MUTANTS}:
+        file, _, names = tests.partition(" ")
+        defined = re.findall(r"(?m)^def (\w+)", (ROOT / "tests" / file).read_text() + programs)
+        words = set(re.findall(r"\w+", names)) - {"and", "or", "not"}
+        assert all(any(word in name for name in defined) for word in words), f"renew the table: {tests}"
 
 
 def test_the_table_has_no_duplicates() -> None:
