@@ -177,8 +177,8 @@ class Gain:
     def __post_init__(self) -> None:
         if not 0.0 < self.low <= self.times <= self.high < math.inf:
             raise TuningError(
-                f"a speed-up must be positive and lie in its confidence interval ({self.low} to {self.high}), found "
-                f"{self.times}"
+                "the measured speed-up of one setting over another must lie within its confidence interval, and the "
+                f"interval must be positive and finite; found speed-up {self.times}, interval {self.low} to {self.high}"
             )
 
     @property

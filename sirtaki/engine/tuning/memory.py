@@ -128,7 +128,8 @@ class SettingsMemory:
 
         assert err.path is not None
         logger.warning(
-            "the registry's file cannot be read: %s; Sirtaki renamed it to %s and creates a new registry",
+            "the registry file (results of earlier jobs) cannot be read: %s; Sirtaki renamed it to %s and creates a "
+            "new registry",
             err,
             set_aside(err.path),
         )
@@ -144,8 +145,8 @@ class SettingsMemory:
             if self._url_or_path is None or "://" not in self._url_or_path:
                 raise
             self._warn(
-                "%s; the local registry %s is used for this job (`sirtaki registry export` and `import` copy entries "
-                "from one registry to another)",
+                "the registry in SIRTAKI_REGISTRY (results of earlier jobs) cannot be used: %s; Sirtaki uses the local "
+                "registry %s for this job (`sirtaki registry export` and `import` copy entries between registries)",
                 err,
                 default_path(),
             )

@@ -312,7 +312,10 @@ class GivenPlan:
                 f"{_described(theirs)}"
             )
         if self.knobs not in space:
-            return f"the plan {self.source} has a setting that is not possible in this job: {self.knobs.describe()}"
+            return (
+                f"the plan {self.source} has the setting {self.knobs.describe()}, whose transport, algorithm, bucket "
+                "size, number of parallel streams, NCCL options or compressor is not available in this job"
+            )
         try:
             checked_plans(self.knobs, layouts)
         except PlanError as err:
@@ -451,7 +454,8 @@ def open_default(
             continue
         if problem and control.rank == 0:
             logger.warning(
-                "the default setting cannot be opened (%s); gradients are reduced with %s instead",
+                "connections for the default setting cannot be opened (%s); Sirtaki reduces gradients with the setting "
+                "%s instead",
                 problem,
                 default.describe(),
             )
@@ -723,7 +727,8 @@ def contention_model(probes: Sequence[ThreadProbe], *, alpha_s: float) -> Conten
         return fit_contention(compute, transmissions, alpha_s=alpha_s, default_threads=_most_like_none(probes))
     except TuningError as err:
         logger.info(
-            "planners (search methods with a model) ignore that communication slows compute; measuring this failed: %s",
+            "how much communication slows down compute cannot be measured: %s; planners (search methods with a model "
+            "of the network) assume no slowdown in this job",
             err,
         )
         return None
@@ -1015,12 +1020,12 @@ def fitted_links(probes: Mapping[Route, Sequence[LinkProbe]]) -> dict[Route, Lin
             links[route] = link = fit_link(measured)
         except TuningError as err:
             unfit.append(name)
-            logger.debug("the all-reduce times of %s fit no model of the network: %s", name, err)
+            logger.debug("the all-reduce times of the transport %s fit no model of the network: %s", name, err)
             continue
         curve = " ".join(f"{rate / 1e6:.4g}" for rate in link.throughput)
         logger.debug(
-            "measured network of %s all-reduces: latency %.3g ms, processor time per all-reduce %.3g ms, bandwidth "
-            "on 1, 2, … streams %s MB/s",
+            "measured for all-reduces by the transport %s: latency %.3g ms, CPU time per all-reduce %.3g ms, bandwidth "
+            "on 1, 2, … parallel streams %s MB/s",
             name,
             1e3 * link.alpha_s,
             1e3 * link.host_s,
@@ -1028,8 +1033,8 @@ def fitted_links(probes: Mapping[Route, Sequence[LinkProbe]]) -> dict[Route, Lin
         )
     if unfit:
         logger.info(
-            "the all-reduce times of %s fit no model of the network, which is usual on one host; only search methods "
-            "without such a model try these transports. No action is needed",
+            "the all-reduce times of the transports %s fit no model of the network, which is usual on one host and "
+            "needs no action; search methods that need such a model do not try these transports",
             ", ".join(unfit),
         )
     return links

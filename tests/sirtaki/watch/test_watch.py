@@ -87,8 +87,8 @@ def test_a_watcher_that_raises_is_removed_and_the_others_are_notified(caplog: py
     assert seen.events == [EVENT, EVENT]
     (said,) = caplog.records
     assert (
-        "removed the watcher Failing, because it raised an error in iteration 3: RuntimeError: no (test_watch.py:"
-        in said.message
+        "the watcher Failing (object with callbacks for a job's events) raised an error in iteration 3; Sirtaki "
+        "removed this watcher, and training continues: RuntimeError: no (test_watch.py:" in said.message
     )
     assert said.exc_info is None
 
