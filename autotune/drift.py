@@ -44,8 +44,11 @@ Such a re-tune sets the cool-down to `COOL_DOWN` again.
 FIRST_PAUSE = 50
 """Number of training iterations between the end of tuning and the first refinement."""
 
-LONGER = 1.5
+LONGER = 2
 """Factor by which the pause before the next refinement grows after a refinement that found no faster setting."""
+
+MOST_FAILURES = 3
+"""Number of successive refinements without a faster setting after which there are no more."""
 
 _DEVIATIONS_BETWEEN_TENTHS = 2.56
 """Number of standard deviations between the 10th and the 90th percentile of a normal distribution."""
@@ -133,7 +136,8 @@ class DriftWatch:
 class RefinementSchedule:
     """Times at which a tuned job tries more settings near its own ("refinement"). The same on all ranks.
 
-    Refinements are frequent while they find faster settings. Each one without success makes the next pause longer.
+    Refinements are frequent while they find faster settings. Each one without success makes the next pause longer, and
+    after `MOST_FAILURES` of them in a row there are no more.
 
     Args:
         last_iteration: number of training iterations after which there are no more refinements.
@@ -143,7 +147,8 @@ class RefinementSchedule:
     """
 
     def __init__(self, last_iteration: int) -> None:
-        self.left, self._pause, self._until_next = last_iteration, float(FIRST_PAUSE), FIRST_PAUSE
+        self.left, self._pause, self._until_next = last_iteration, FIRST_PAUSE, FIRST_PAUSE
+        self._failures = 0
 
     def add(self) -> bool:
         """Count a training iteration outside tuning, and return whether a refinement must begin now."""
@@ -159,5 +164,8 @@ class RefinementSchedule:
             improved: whether the last refinement found a faster setting.
         """
         self.left -= iterations
-        self._pause *= 1.0 if improved else LONGER
-        self._until_next = round(self._pause)
+        self._failures = 0 if improved else self._failures + 1
+        if self._failures == MOST_FAILURES:
+            self.left = 0
+        self._pause *= 1 if improved else LONGER
+        self._until_next = self._pause

@@ -224,6 +224,16 @@ class BanditArm:
         )
         return next((estimate for estimate in estimates if estimate is not None), None)
 
+    def promise(self, candidates: Sequence[Knobs]) -> list[float] | None:
+        """Return the gain that the first search method (arm) with an estimate expects of each setting.
+
+        The gain is a fraction of the communication time. None if no arm has an estimate.
+        """
+        estimates = (
+            self._try(name, lambda arm: opinion(arm, "promise", candidates), None) for name in list(self._arms)
+        )
+        return next((estimate for estimate in estimates if estimate is not None), None)
+
     @property
     def credits(self) -> dict[str, float]:
         """Return {name of the search method: how often its recent proposals were the fastest so far, from 0 to 1}."""
@@ -235,9 +245,7 @@ class BanditArm:
         The gain is estimated by the first search method (arm) that can do so. If none can, the proposals are returned
         unchanged. Almost no gain means less than `LEAST_PROMISE`.
         """
-        knobs = [proposal.knobs for proposal in proposals]
-        estimates = (self._try(name, lambda arm: opinion(arm, "promise", knobs), None) for name in list(self._arms))
-        promises = next((estimate for estimate in estimates if estimate is not None), None) if proposals else None
+        promises = self.promise([proposal.knobs for proposal in proposals]) if proposals else None
         if promises is None:
             return proposals
         ordered = sorted(zip(promises, range(len(proposals)), strict=True), key=lambda pair: (-pair[0], pair[1]))

@@ -344,7 +344,12 @@ MAX_ROUNDS = 8  # maximum number of rounds of the finals
 
 SHORT_SEARCH_ITERATIONS = 40  # budget of a search that starts from an earlier job's setting after the network changed
 
-MORE_ITERATIONS = 30  # budget of the further trials that `TuningSession.resume` begins
+# Further trials of an ended session (`TuningSession.resume`). They must cost a job nearly nothing.
+MORE_ITERATIONS = 12  # budget of the trials
+MORE_PROOF_ITERATIONS = 120  # maximum number of iterations of the comparison: both compared settings are fast
+MORE_PAIRS = 48  # maximum number of measured pairs in the comparison
+NEAR_FASTEST = 4  # number of the fastest settings whose neighbours are tried
+LEAST_SAVING = 30.0  # communication times of the fastest setting that a trial must be expected to save in the whole job
 
 
 def pair_iterations(n_pairs: int, discarded: int) -> int:
@@ -429,6 +434,7 @@ class TuningSession(Generic[S]):
         self._default, self._arm, self._rng, self._identity = default, arm, rng, identity
         self._iterations, self._spent = budget_iterations, 0
         self._for_proof = 0  # additional iterations for the final comparison; 0 before it begins
+        self._most_pairs = MOST_PAIRS
         self._discarded, self._measured = discarded_iterations, measured_iterations
         self._trial_iterations = discarded_iterations + measured_iterations
         self._most_finalists = 3 if budget_iterations >= 60 else 2
@@ -520,15 +526,6 @@ class TuningSession(Generic[S]):
         )
 
     @property
-    def expected_gain(self) -> float:
-        """Return the largest gain that the search method (arm) expects of another setting; infinite if unknown.
-
-        The gain is a fraction of the shortest communication time.
-        """
-        expected = opinion(self._arm, "expected_improvement")
-        return math.inf if expected is None else float(expected)
-
-    @property
     def iterations_at_most(self) -> int:
         """Return the maximum number of training iterations of the session, including the finished ones."""
         return self._iterations + proof_iterations(self._iterations, self._discarded)
@@ -552,19 +549,29 @@ class TuningSession(Generic[S]):
         self._arm, self._space, self._seeds = arm, space, _seeds(seeds)
         self._advance(())
 
-    def resume(self) -> None:
-        """Continue the ended session: try more settings, and compare the fastest one with the chosen setting.
+    def resume(self, iterations_left: int) -> bool:
+        """Continue the ended session if that pays: try more settings, and compare the fastest with the chosen one.
 
-        The trials take `MORE_ITERATIONS` iterations, the comparison at most `proof_iterations` more. All measurements
-        so far are used. Until the session ends again, `result` stays as it was.
+        The trials take `MORE_ITERATIONS` iterations, the comparison at most `MORE_PROOF_ITERATIONS` more. All
+        measurements so far are used. Until the session ends again, `result` stays as it was.
+
+        Args:
+            iterations_left: number of training iterations that would profit from a faster setting.
+
+        Returns:
+            Whether the session continues. False if other settings will probably not save more time than trials cost.
 
         Raises:
             TuningError: the session has not ended.
         """
         if not self.done or self._outcome is None:
             raise TuningError("a tuning session can be resumed only after it has ended")
-        self._script = self._try_more(*self._outcome)
+        expected = opinion(self._arm, "expected_improvement")
+        if expected is not None and expected * iterations_left < LEAST_SAVING:
+            return False
+        self._script = self._try_more(*self._outcome, least_promise=LEAST_SAVING / max(iterations_left, 1))
         self._assignment = next(self._script)
+        return True
 
     # ── phases ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -617,17 +624,22 @@ class TuningSession(Generic[S]):
             self._doubt = doubt or (self._doubt if gain is None else "")
         return self._end(chosen, f"{verdict}; {search_end}", gain)
 
-    def _try_more(self, chosen: S, reason: str, gain: Gain | None) -> _Script[S]:
-        """Run more trials, and compare the fastest setting with the chosen one."""
+    def _try_more(self, chosen: S, reason: str, gain: Gain | None, *, least_promise: float) -> _Script[S]:
+        """Run more trials, and compare the fastest setting with the chosen one.
+
+        Args:
+            chosen: result of the session so far.
+            reason: why it was chosen, in words.
+            gain: its proved gain over the default; None = no such gain.
+            least_promise: minimum gain that must be expected of a setting, as a fraction of the communication time.
+        """
         self._iterations, self._for_proof, self._since_best = self._spent + MORE_ITERATIONS, 0, 0
         yield from self._run(chosen, arm=FINALS_ARM, purpose=Purpose.FINALS, measured=self._measured)
-        while (
-            self._remaining > self._discarded and (proposal := self._next_proposal() or self._neighbour()) is not None
-        ):
+        while self._remaining > self._discarded and (proposal := self._promising(least_promise)) is not None:
             yield from self._run_trial(proposal)
-        self._for_proof = proof_iterations(MORE_ITERATIONS, self._discarded)
-        name = "the setting that ran"
-        better, more, verdict = yield from self._prove(chosen, name, lossy=self._is_lossy(chosen))
+        self._for_proof, self._most_pairs = MORE_PROOF_ITERATIONS, MORE_PAIRS
+        base_name = "the setting that ran"
+        better, more, verdict = yield from self._prove(chosen, base_name, lossy=self._is_lossy(chosen))
         if more is None:
             return
         if self._same(better, self._default):
@@ -638,6 +650,26 @@ class TuningSession(Generic[S]):
         _, claimed, _ = self._judge(better, pairs)
         if claimed is not None or not self._same(chosen, self._default):
             self._end(better, verdict, claimed or gain)
+
+    def _promising(self, least_promise: float) -> Proposal[S] | None:
+        """Propose the neighbour of one of the fastest settings from which the search method (arm) expects most.
+
+        If no neighbour promises enough, ask the search method for a proposal. None if it has none either.
+        """
+        tried = [setting.knobs for setting in self._ledger.ranked()]
+        around = [
+            knobs
+            for fast in tried[:NEAR_FASTEST]
+            for knobs in opinion(self._space, "around", fast, tried) or ()
+            if self._accepts(knobs) and self._ledger.find(knobs) is None
+        ]
+        promises = opinion(self._arm, "promise", around) or [math.inf] * len(around)
+        promise, knobs = max(zip(promises, around, strict=True), key=lambda pair: pair[0], default=(0.0, self._default))
+        if promise >= least_promise:
+            return Proposal(arm=REFINEMENT_ARM, knobs=knobs, reason="near the fastest")
+        proposal = self._next_proposal()
+        promises = None if proposal is None else opinion(self._arm, "promise", [proposal.knobs])
+        return proposal if promises is None or promises[0] >= least_promise else None
 
     def _prove(
         self, base: S, base_name: str, *, lossy: bool
@@ -868,7 +900,7 @@ class TuningSession(Generic[S]):
             The comparison; None if too few iterations are left for it.
         """
         default, final = base or self._default, arm == FINALS_ARM
-        most = MOST_PAIRS if final else MOST_PAIRS_OF_CHECK
+        most = self._most_pairs if final else MOST_PAIRS_OF_CHECK
         remaining = self._remaining - (0 if self._is_lossy(knobs) or not final else self._reserved_for_lossy)
         at_most = max(
             (n for n in range(FEWEST_PAIRS, most + 1) if pair_iterations(n, self._discarded) <= remaining), default=0
@@ -939,7 +971,7 @@ class TuningSession(Generic[S]):
         if not all(0.0 < one.span_s < math.inf for one in (setting, default)):
             return FEWEST_PAIRS
         lead = self._ledger.cautious_lead(setting, default)
-        return pairs_wanted(lead, self._ledger.noise, most=MOST_PAIRS) if lead > 0.0 else FEWEST_PAIRS
+        return pairs_wanted(lead, self._ledger.noise, most=self._most_pairs) if lead > 0.0 else FEWEST_PAIRS
 
     @property
     def _reserved_for_pairs(self) -> int:

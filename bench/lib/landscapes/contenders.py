@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from sirtaki.autotune.arms.planners import Planner, make_planners
 from sirtaki.autotune.arms.techniques import OUR_ARMS, make_arm
+from sirtaki.autotune.drift import RefinementSchedule
 from sirtaki.autotune.knobs import KnobLattice, Knobs, KnobSpace
 from sirtaki.autotune.meta.bandit import ITERATIONS_PER_TRIAL, AUCBandit, default_arms, window_for
 from sirtaki.autotune.meta.session import TuningSession
@@ -45,6 +46,8 @@ class Course:
         spent_s: true time of the finished iterations.
         default_s: true time of as many iterations with the untuned default.
         found_at: number of iterations after which the setting to keep is close to the best; infinite if never.
+        slower: number of iterations that were slower than with the untuned default.
+        spent_until: for each of `HORIZONS` that has passed, true time of so many iterations.
     """
 
     landscape: Landscape
@@ -55,6 +58,7 @@ class Course:
     default_s: float = 0.0
     found_at: float = math.inf
     slower: int = 0
+    spent_until: dict[int, float] = field(default_factory=dict)
 
     def run(self, knobs: Knobs, *, discarded: int, measured: int) -> list[float]:
         """Run a setting for some iterations. Return the spans of the measured ones in seconds."""
@@ -68,6 +72,8 @@ class Course:
             if number >= discarded:
                 spans_s.append(self.landscape.measure_s(knobs, self.iterations, self.noise, self.rng))
             self.iterations += 1
+            if self.iterations in HORIZONS:
+                self.spent_until[self.iterations] = self.spent_s
         return spans_s
 
     def would_keep(self, knobs: Knobs) -> None:
@@ -78,7 +84,7 @@ class Course:
     def cumulative(self, kept: Knobs) -> dict[int, float]:
         """Return the time of whole jobs that keep a setting from now on, over their time with the best setting.
 
-        The keys are `HORIZONS`. A job that is shorter than this course counts as a job of its length.
+        The keys are `HORIZONS`.
         """
         scape = self.landscape
         varies = max(scape.changes_at, 100)  # the network may change until then
@@ -89,11 +95,9 @@ class Course:
                 scape.span_s(knobs, varies) * (end - constant)
             )
 
-        ends = {horizon: max(horizon, self.iterations) for horizon in HORIZONS}
-        return {
-            horizon: (self.spent_s + total_s(kept, self.iterations, end)) / total_s(scape.best, 0, end)
-            for horizon, end in ends.items()
-        }
+        spent_s = {horizon: self.spent_s + total_s(kept, self.iterations, horizon) for horizon in HORIZONS}
+        spent_s |= self.spent_until
+        return {horizon: spent_s[horizon] / total_s(scape.best, 0, horizon) for horizon in HORIZONS}
 
     def outcome(self, kept: Knobs) -> dict[str, Any]:
         """Return the result of the run."""
@@ -127,8 +131,9 @@ def in_session(
     *,
     make_arm: MakeArm,
     planners: bool,
+    refine_until: int = 10_000,
 ) -> dict[str, Any]:
-    """Run a warm-up session, as in a job."""
+    """Run a warm-up session and its refinements, as in a job."""
     course = Course(landscape=landscape, noise=noise, rng=np.random.default_rng([seed, 2]))
     space, plans = landscape.space, list[Planner]()
     if planners:
@@ -143,17 +148,39 @@ def in_session(
         budget_iterations=budget,
         seeds=landscape.seeds,
     )
-    first_plan = None
-    while not session.done:
-        now = session.assignment
-        if first_plan is None and any(planner.name == now.arm for planner in plans):
-            first_plan = landscape.regret(now.knobs)
-        spans_s = course.run(now.knobs, discarded=now.discarded_iterations, measured=now.measured_iterations)
-        session.record(spans_s)
-        course.would_keep(session.result.knobs)
-    outcome, claims = course.outcome(session.result.knobs), session.result.gain is not None
+    first_plan, warm_up = None, dict[str, Any]()
+    schedule, resumed_at, before = RefinementSchedule(refine_until), 0, landscape.default
+    while True:
+        while not session.done:
+            now = session.assignment
+            if first_plan is None and any(planner.name == now.arm for planner in plans):
+                first_plan = landscape.regret(now.knobs)
+            spans_s = course.run(now.knobs, discarded=now.discarded_iterations, measured=now.measured_iterations)
+            session.record(spans_s)
+            course.would_keep(session.result.knobs)
+        kept = session.result.knobs
+        if warm_up:
+            schedule.ended(course.iterations - resumed_at, improved=kept != before)
+        else:
+            warm_up = {"iterations": course.iterations, "cost": course.spent_s / course.default_s}
+        if not _resumed(session, schedule, course):
+            break
+        resumed_at, before = course.iterations, kept
+    outcome, claims = course.outcome(kept) | warm_up, session.result.gain is not None
     false_gain = claims and outcome["over_default"] >= 1.0
-    return {**outcome, "first_plan": first_plan, "claims": claims, "false_gain": false_gain}
+    refined = {"refined_until": course.iterations}
+    return {**outcome, **refined, "first_plan": first_plan, "claims": claims, "false_gain": false_gain}
+
+
+def _resumed(session: TuningSession, schedule: RefinementSchedule, course: Course) -> bool:
+    """Run the job with the chosen setting until the session is resumed. Return False if it is not resumed any more."""
+    while schedule.left > 0:
+        course.run(session.result.knobs, discarded=0, measured=1)
+        if schedule.add():
+            if session.resume(schedule.left):
+                return True
+            schedule.ended(0, improved=False)
+    return False
 
 
 def _ensemble(
@@ -331,8 +358,11 @@ class Skopt:
 SIRTAKI, WITHOUT_PLANNERS, AIACC = "sirtaki", "sirtaki without planners", "AIACC's four, as printed"
 EQUAL_SHARES = "equal shares"
 
+WITHOUT_REFINEMENT = "sirtaki without refinement"
+
 SIRTAKIS: dict[str, Contender] = {
     SIRTAKI: partial(in_session, make_arm=_ensemble, planners=True),
+    WITHOUT_REFINEMENT: partial(in_session, make_arm=_ensemble, planners=True, refine_until=0),
     WITHOUT_PLANNERS: partial(in_session, make_arm=_ensemble, planners=False),
 }
 OTHERS: dict[str, Contender] = {

@@ -56,9 +56,6 @@ MEASURED, MEASURED_IN_RETUNE = 2, 1
 The latter needs one only, because it looks for a large gain.
 """
 
-LEAST_SAVING = 3.0
-"""Communication times of the job's own setting that a refinement must be expected to save in all. It costs a few."""
-
 EARLIER_SETTINGS = 2
 """Number of settings, chosen earlier in this job, that are tried again after a change of communication time."""
 
@@ -194,20 +191,19 @@ class KnobSearch:
         self.times.cold_between_s = cold_between_s
         self._log.retunes(running, ratio, iteration=iteration)
 
-    def refining_pays(self, iterations_left: int) -> bool:
-        """Return whether more trials will probably save more time than they cost.
+    def refine(self, iterations_left: int) -> bool:
+        """Resume the last session, which then tries more settings. Return False if that would not pay.
 
         Args:
             iterations_left: number of training iterations that would profit from a faster setting.
         """
-        return self._ended is not None and self._ended.expected_gain * iterations_left >= LEAST_SAVING
+        self._is_refining = self._ended is not None and self._ended.resume(iterations_left)
+        return self._is_refining
 
-    def refine(self) -> TuningSession:
-        """Resume the last session, which then tries more settings, and return it."""
-        assert self._ended is not None
-        self._is_refining = True
-        self._ended.resume()
-        return self._ended
+    @property
+    def resumed(self) -> TuningSession | None:
+        """The session that `refine` has resumed; None if it has ended, or if none was resumed."""
+        return self._ended if self._is_refining else None
 
     def search(
         self,

@@ -445,7 +445,7 @@ class PipelineTarget(TunableTarget[Knobs]):
         """Return a session (a search in progress) that checks an earlier job's setting; None without one. On rank 0."""
         assert self._search is not None
         if self._refining_since is not None:
-            return self._search.refine()
+            return self._search.resumed
         before = [] if self._carried is None else self._carried.of(self._key)
         return self._search.recall(self._layouts, self.space, before, place=self._control.hosts)
 
@@ -593,7 +593,7 @@ class PipelineTarget(TunableTarget[Knobs]):
         assert self._refinements is not None
         pays, search, left = False, self._search, self._refinements.left
         if search is not None and not self.controller.failed:
-            pays = bool(self.controller.attempt(lambda: search.refining_pays(left)))
+            pays = bool(self.controller.attempt(lambda: search.refine(left)))
         if self._control.broadcast(pays):
             self.tuning, self._refining_since = True, self._sync.iteration
             self.controller.begin(self)
