@@ -389,8 +389,8 @@ class Skew(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if not (self.touched > 0 and self.union > 0 and self.curve):
             raise RegistryError(
-                "the statistics of row accesses (skew) must have touched > 0 (accesses per iteration), union > 0 (distinct "
-                "rows per iteration) and at least one point in curve, found "
+                "the statistics of row accesses (skew) must have touched > 0 (accesses per iteration), union > 0 "
+                "(distinct rows per iteration) and at least one point in curve, found "
                 f"{self.touched}, {self.union} and {len(self.curve)} points"
             )
         if any(rows >= more or part > larger for (rows, part), (more, larger) in pairwise(self.curve)):

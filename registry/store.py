@@ -718,8 +718,8 @@ def _expanded(body: bytes) -> bytes:
         ) from err
     if inflate.unconsumed_tail:
         raise RegistryError(
-            "the model graph or the topology of a registry record must have at most "
-            f"{_MAX_GRAPH_BYTES} bytes after decompression, found more: the record is damaged"
+            "after decompression, the model graph or the topology of a registry record must have at most "
+            f"{_MAX_GRAPH_BYTES} bytes, found more: the record is damaged"
         )
     return text
 
