@@ -193,19 +193,24 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 structs.force_setattr(self, name, UNSET)
         for name in ("unit_bytes", "streams"):
             if getattr(self, name) < 1:
-                raise PlanError(f"the communication setting {name} must be at least 1, found {getattr(self, name)}")
+                raise PlanError(
+                    f"the field {name} of a communication setting must be at least 1, found {getattr(self, name)}"
+                )
         if self.threads is not None and self.threads < 1:
             raise PlanError(
-                "the communication setting threads (GPU threads per all-reduce) must be at least 1, found "
+                "the field threads (GPU threads per all-reduce) of a communication setting must be at least 1, found "
                 f"{self.threads}"
             )
         if any(cut.stream >= self.streams for cut in self.cuts or ()):
             raise PlanError(
-                f"the stream index of each cut (bucket) must be below {self.streams}, the number of streams, "
+                f"the stream index of each bucket (cut) must be below {self.streams}, the number of streams, "
                 f"found {max(cut.stream for cut in self.cuts or ())}"
             )
         if any(cut.stop >= following.stop for cut, following in pairwise(self.cuts or ())):
-            raise PlanError("the setting's cuts (buckets) must be in ascending order of their ends (stop)")
+            raise PlanError(
+                "the buckets (cuts) of a setting must be in ascending order of the element index at which each bucket "
+                "ends (stop)"
+            )
 
     def __reduce__(self) -> tuple[partial[Knobs], tuple[()]]:
         """Pickle the setting without its unset fields, because pickle takes a millisecond to find `msgspec.UNSET`."""
@@ -355,16 +360,15 @@ class KnobSpace:
             )
         if not (self.routes and self.streams and self.threads):
             raise PlanError(
-                "the settings that tuning may try must have at least one route (transport and algorithm), one number "
-                f"of streams and one number of GPU threads, found {len(self.routes)}, {len(self.streams)} and "
-                f"{len(self.threads)}"
+                "tuning needs candidates for the route (transport and algorithm), the number of streams and the number "
+                f"of GPU threads, found {len(self.routes)}, {len(self.streams)} and {len(self.threads)} candidates"
             )
         if list(self.streams) != sorted(set(self.streams)) or self.streams[0] < 1:
             raise PlanError(f"the permitted numbers of streams must be positive and ascending, found {self.streams}")
         if not all(self.streams_on(route) for route in self.routes):
             raise PlanError(
-                "each route (transport and algorithm) must support at least one of the numbers of streams "
-                f"{self.streams}, found routes with the maximum numbers {self.most_streams}"
+                "each route (transport and algorithm) must support the smallest permitted number of streams, "
+                f"{self.streams[0]}, but the maximum numbers per route are {self.most_streams}"
             )
 
     def streams_on(self, route: Route) -> tuple[int, ...]:

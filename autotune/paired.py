@@ -159,8 +159,8 @@ class PairedComparison:
         ascending = len(self.looks) in (1, 2) and self.looks[0] < (*self.looks, math.inf)[1]
         if not ascending or self.looks[0] < self.fewest:
             raise TuningError(
-                "looks (numbers of measured pairs after which two settings are compared) must be one or two ascending "
-                f"numbers of pairs, each at least {self.fewest}, found {self.looks}"
+                f"looks must be one or two ascending numbers, each at least {self.fewest}, found {self.looks}: after "
+                "these numbers of pairs (one measurement of each of two settings), Sirtaki tests which one is faster"
             )
 
     @classmethod

@@ -174,7 +174,7 @@ class GraphJson(Struct, forbid_unknown_fields=True):
             RegistryError: the graph is undirected or invalid.
         """
         if not self.directed:
-            raise RegistryError("the field directed of a model's graph must be true, found false")
+            raise RegistryError("a model's graph must be directed: its JSON field 'directed' must be true, found false")
         return model_graph((OperationLabel(*node) for node in self.nodes), ((a, b) for a, b, _ in self.edges))
 
 

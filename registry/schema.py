@@ -389,12 +389,14 @@ class Skew(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if not (self.touched > 0 and self.union > 0 and self.curve):
             raise RegistryError(
-                "skew (how often rows are accessed) must have touched > 0, union > 0 and at least one point in curve, "
-                f"found {self.touched}, {self.union} and {len(self.curve)} points"
+                "the statistics of row accesses (skew) must have touched > 0 (accesses per iteration), union > 0 "
+                "(distinct rows per iteration) and at least one point in curve, found "
+                f"{self.touched}, {self.union} and {len(self.curve)} points"
             )
         if any(rows >= more or part > larger for (rows, part), (more, larger) in pairwise(self.curve)):
             raise RegistryError(
-                "the points of skew.curve must ascend: in the number of rows and in the fraction of accesses"
+                "each point of skew.curve (number of rows, fraction of accesses) must have more rows than the previous "
+                "point, and a fraction that is not smaller"
             )
 
     def covered(self, rows: int) -> float:

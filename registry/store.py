@@ -713,11 +713,13 @@ def _expanded(body: bytes) -> bytes:
         inflate = zlib.decompressobj()
         text = inflate.decompress(body, _MAX_GRAPH_BYTES)
     except (zlib.error, TypeError) as err:
-        raise RegistryError(f"a graph in the registry is damaged and cannot be decompressed: {err}") from err
+        raise RegistryError(
+            f"the model graph or the topology of a registry record is damaged and cannot be decompressed: {err}"
+        ) from err
     if inflate.unconsumed_tail:
         raise RegistryError(
-            f"a decompressed graph of the registry must have at most {_MAX_GRAPH_BYTES} bytes, found more: the record "
-            "is damaged"
+            "after decompression, the model graph or the topology of a registry record must have at most "
+            f"{_MAX_GRAPH_BYTES} bytes, found more: the record is damaged"
         )
     return text
 

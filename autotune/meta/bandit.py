@@ -288,8 +288,8 @@ def _proposals(answer: Sequence[Proposal], n: int, name: str) -> list[Proposal]:
             )
         if proposal.iterations is not None and not (type(proposal.iterations) is int and proposal.iterations >= 1):
             raise TuningError(
-                f"the iterations of a proposal by the search technique {name!r} must be a positive int or None, found "
-                f"{proposal.iterations!r:.80}"
+                f"the search technique {name!r} must propose a positive int or None as Proposal.iterations (number of "
+                f"training iterations of a trial), found {proposal.iterations!r:.80}"
             )
     return [proposal if proposal.arm == name else replace(proposal, arm=name) for proposal in proposals]
 

@@ -543,8 +543,8 @@ class TuningSession(Generic[S]):
         """
         if self._assignment.purpose is not Purpose.SEARCH:
             raise TuningError(
-                "begin_search() must be called while the tuning session's assignment has the purpose "
-                f"{Purpose.SEARCH}, found the purpose {self._assignment.purpose}"
+                "begin_search() must be called while the tuning session waits for a search: assignment.purpose must be "
+                f"{Purpose.SEARCH}, found {self._assignment.purpose}"
             )
         self._arm, self._space, self._seeds = arm, space, _seeds(seeds)
         self._advance(())

@@ -40,8 +40,8 @@ class RateCurve:
     def __post_init__(self) -> None:
         if self.gamma_1 <= 0 or not 0 <= self.gamma_2 <= self.gamma_1 or self.gamma_3 < 0:
             raise TuningError(
-                "LIBRA's curve of the transmission rate over the number of GPU threads must have γ1 > 0, 0 ≤ γ2 ≤ γ1 "
-                f"and γ3 ≥ 0, found {self}"
+                "the model of the transmission rate with r GPU threads, γ1 − γ2 · exp(−γ3 · r^0.6) (LIBRA), must have "
+                f"γ1 > 0, 0 ≤ γ2 ≤ γ1 and γ3 ≥ 0, found {self}"
             )
 
     def bytes_per_s(self, threads: int) -> float:
@@ -79,8 +79,8 @@ class ContentionModel:
     def __post_init__(self) -> None:
         if not 0 < self.alpha_1 <= 1.2 or self.alpha_2 < 0:
             raise TuningError(
-                "LIBRA's model of how communication slows computation down must have 0 < α1 ≤ 1.2 and α2 ≥ 0, "
-                f"found α1 = {self.alpha_1} and α2 = {self.alpha_2}"
+                "the model of the compute speed during communication with r GPU threads, α1 − α2 · r (LIBRA), must "
+                f"have 0 < α1 ≤ 1.2 and α2 ≥ 0, found α1 = {self.alpha_1} and α2 = {self.alpha_2}"
             )
 
     def compute_speed(self, threads: float) -> float:
@@ -188,9 +188,9 @@ def fit_link(probes: Sequence[LinkProbe]) -> LinkModel:
     if fit.residual > MAX_RESIDUAL:
         worst = max(rounds, key=lambda one: abs(fit.error(one)))
         raise TuningError(
-            f"Sirtaki rejects the fitted network latency and bandwidth: their error is {fit.residual:.0%} (limit "
-            f"{MAX_RESIDUAL:.0%}), the largest for a message of {worst.unit_bytes} bytes on {worst.streams} stream(s), "
-            f"which took {worst.seconds:.3g} s"
+            "Sirtaki rejects the fitted network latency and bandwidth: predicted times differ from measured ones by "
+            f"{fit.residual:.0%} (limit {MAX_RESIDUAL:.0%}), and most for an all-reduce of {worst.unit_bytes} bytes on "
+            f"{worst.streams} stream(s), which took {worst.seconds:.3g} s"
         )
     rates = {count: 1 / slope for count, slope in fit.s_per_byte.items()}
     return LinkModel(
@@ -385,8 +385,9 @@ def fit_contention(
     worst = max(residuals, key=lambda name: residuals[name])
     if residuals[worst] > MAX_RESIDUAL:
         raise TuningError(
-            f"Sirtaki rejects the fitted LIBRA model of computation and communication: its speed of {worst} differs "
-            f"from the measurements by {residuals[worst]:.0%}, more than the limit of {MAX_RESIDUAL:.0%}"
+            "Sirtaki rejects the fitted model (LIBRA) of how computation and communication slow each other down: its "
+            f"speed of {worst} differs from the measured speed by {residuals[worst]:.0%}, more than the limit of "
+            f"{MAX_RESIDUAL:.0%}"
         )
     return ContentionModel(
         alpha_1=alpha_1,
@@ -401,8 +402,8 @@ def fit_contention(
 def _check_samples(kind: str, samples: Sequence[ComputeSample] | Sequence[TransmissionSample]) -> None:
     if (n_counts := len({sample.threads for sample in samples})) < 2:
         raise TuningError(
-            f"fitting the LIBRA model of computation and communication needs measurements of {kind} with at least two "
-            f"numbers of GPU threads, found {n_counts}"
+            "fitting the model (LIBRA) of how computation and communication slow each other down needs measurements of "
+            f"{kind} with at least two different numbers of GPU threads per all-reduce, found {n_counts}"
         )
     invalid = [sample.seconds for sample in samples if not (math.isfinite(sample.seconds) and sample.seconds > 0)]
     if invalid:

@@ -330,14 +330,16 @@ class Cluster:
             raise TuningError(f"the cluster {self.name!r} must have at least two ranks, found {self.ranks}")
         if self.hop_s < 0 or not 0 < self.flow_bytes_per_s <= self.link_bytes_per_s:
             raise TuningError(
-                f"the cluster {self.name!r} must have hop_s ≥ 0 and 0 < flow_bytes_per_s ≤ link_bytes_per_s, found "
+                f"the description of the cluster {self.name!r} must have hop_s ≥ 0 (latency) and "
+                "0 < flow_bytes_per_s ≤ link_bytes_per_s (rates of one connection and of the whole link), found "
                 f"hop_s = {self.hop_s}, flow_bytes_per_s = {self.flow_bytes_per_s} and "
                 f"link_bytes_per_s = {self.link_bytes_per_s}"
             )
         if not 0 <= self.crowding < 1:
             raise TuningError(
-                f"the cluster {self.name!r} must have 0 ≤ crowding < 1 (fraction of throughput that is lost with each "
-                f"stream beyond saturation), found {self.crowding}"
+                f"the description of the cluster {self.name!r} must have 0 ≤ crowding < 1 (fraction of throughput lost "
+                "with each parallel connection beyond the number that saturates the link), found "
+                f"{self.crowding}"
             )
 
     def link(self, *, max_streams: int = 24) -> LinkModel:
@@ -427,8 +429,9 @@ def calibrate_link(
     residual = root_mean_square(fit.fun[: len(plans)])
     if residual > MAX_RESIDUAL:
         raise TuningError(
-            "Sirtaki rejects the corrected network model: simulated communication times differ from the measured ones "
-            f"by {residual:.0%}, more than the limit of {MAX_RESIDUAL:.0%}"
+            "Sirtaki rejects the network latency and bandwidth that it has corrected by measured trials: simulated "
+            f"communication times still differ from the measured ones by {residual:.0%}, more than the limit of "
+            f"{MAX_RESIDUAL:.0%}"
         )
     best = corrected(fit.x)
     return replace(best, residual=residual)
@@ -453,7 +456,8 @@ def fitted_to_trials(model: PlanningModel, trials: Sequence[Trial]) -> PlanningM
                 fitted = fit(model, route, usable)
             except TuningError as err:
                 logger.debug(
-                    "Sirtaki discards a correction of its cost model of the transport %s by measured trials: %s",
+                    "Sirtaki tried to correct its model of communication costs on the transport %s with measured "
+                    "trials, but rejects the correction: %s",
                     route[0].value,
                     err,
                 )
@@ -568,8 +572,9 @@ def _with_contention_fitted(model: PlanningModel, route: Route, trials: Sequence
     before, after = errors_of(np.zeros(3)), errors_of(learnt)
     if (residual := root_mean_square(after)) > MAX_RESIDUAL:
         raise TuningError(
-            "Sirtaki rejects the fitted model of how computation and communication slow each other down: its times "
-            f"differ from the measured iterations by {residual:.0%}, more than the limit of {MAX_RESIDUAL:.0%}"
+            "Sirtaki rejects the fitted model of how computation and communication slow each other down: simulated "
+            f"communication times differ from the measured ones by {residual:.0%}, more than the limit of "
+            f"{MAX_RESIDUAL:.0%}"
         )
     # Reject the fit by an F-test with 2 and `freedom` degrees of freedom if its improvement over the unchanged model
     # may be noise. The simulator's minimum error counts as noise.
@@ -598,7 +603,8 @@ def _measured(layout: GradientLayout, trials: Sequence[Trial]) -> tuple[list[Com
     pairs = sorted(((t.knobs.to_plan(layout), t.span_s) for t in usable), key=lambda pair: len(pair[0].units))
     if len(pairs) < 4:
         raise TuningError(
-            f"correcting the network model needs at least 4 successful trials of settings, found {len(pairs)}"
+            "correcting the model of network latency and bandwidth needs at least 4 successful trials of settings, "
+            f"found {len(pairs)}"
         )
     pairs = pairs[:MAX_PLANS]
     return [plan for plan, _ in pairs], np.array([span_s for _, span_s in pairs])

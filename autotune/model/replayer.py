@@ -183,8 +183,8 @@ class ReplayGraph:
             works = node.works
             if not 0 <= node.lane < len(self.lanes):
                 raise ReplayError(
-                    f"the simulated operation {node.name!r} must be in one of the graph's {len(self.lanes)} queues "
-                    f"(lanes, numbered from 0), found lane {node.lane}"
+                    f"the index of the queue (lane) of the simulated operation {node.name!r} must be at least 0 and "
+                    f"below {len(self.lanes)}, the number of queues, found {node.lane}"
                 )
             if not 0 <= node.fixed_s < math.inf or not all(0 <= work.seconds < math.inf for work in works):
                 raise ReplayError(
@@ -192,8 +192,8 @@ class ReplayGraph:
                 )
             if works and not all(0 <= work.server < len(self.servers) and work.jobs > 0 for work in works):
                 raise ReplayError(
-                    f"the simulated operation {node.name!r} must use existing resources (servers 0 to "
-                    f"{len(self.servers) - 1}) with a positive number of jobs, found {node}"
+                    f"each resource (server) that the simulated operation {node.name!r} uses must have an index below "
+                    f"{len(self.servers)}, the number of resources, and a positive load (jobs), found {node}"
                 )
         for before, after, gap_s in self.edges:
             if not (0 <= before < count and 0 <= after < count and before != after and 0 <= gap_s < math.inf):

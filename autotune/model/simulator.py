@@ -53,9 +53,9 @@ class Profile:
             raise TuningError("the profile of a training iteration must have at least one gradient, found none")
         if not all(math.isfinite(time_s) and time_s >= 0 for time_s in (*self.ready_s, self.compute_s, self.forward_s)):
             raise TuningError(
-                "the times in the profile of a training iteration must be finite and at least 0 s, found gradients "
-                f"ready from {min(self.ready_s)} s to {max(self.ready_s)} s, a backward pass of {self.compute_s} s "
-                f"and a forward pass of {self.forward_s} s"
+                "the times in the profile of a training iteration must be finite and at least 0 s, found: first "
+                f"gradient ready at {min(self.ready_s)} s, last gradient ready at {max(self.ready_s)} s, backward pass "
+                f"of {self.compute_s} s, forward pass of {self.forward_s} s"
             )
         if max(self.ready_s) > self.compute_s:
             raise TuningError(
@@ -115,8 +115,8 @@ class Profile:
         """
         if len(self.ready_s) != len(layout.sizes):
             raise TuningError(
-                "the profile of a training iteration and the gradient layout must have equal numbers of gradients, "
-                f"found {len(self.ready_s)} and {len(layout.sizes)}"
+                f"the profile of a training iteration has the times of {len(self.ready_s)} gradients, but the job has "
+                f"{len(layout.sizes)} gradients; pass a profile that was measured on this job"
             )
 
 
@@ -244,8 +244,8 @@ class Simulator:
         """
         if plan.numel != self.layout.numel:
             raise TuningError(
-                "the communication plan and the gradient layout must have equal numbers of elements, found "
-                f"{plan.numel} and {self.layout.numel}"
+                f"the communication plan (division of gradients into buckets) is for {plan.numel} gradient elements, "
+                f"but the simulated job has {self.layout.numel}; pass a plan that was made for this job"
             )
         simulated = replay(self._graph(plan))
         n_pieces = len(simulated.graph.nodes) - len(plan.units)

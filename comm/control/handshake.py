@@ -219,7 +219,8 @@ class HandshakeListener:
                     return None
                 if not self._is_wanted(number):
                     raise ConnectionError(
-                        f"process number {number} tries to connect, but is already connected or not expected"
+                        f"the process with number {number} (rank or launcher agent) tries to connect, but it is "
+                        "already connected, or this process expects no connection from it"
                     )
                 candidate.send(_WELCOME)
             except BlockingIOError:

@@ -47,8 +47,8 @@ class EditCheck:
             elif not self._warned:
                 self._warned = True
                 logger.warning(
-                    "the gradient of %s was replaced before it was reduced; Sirtaki uses the reduced gradient and "
-                    "ignores the replacement; to keep the replacement, %s",
+                    "the gradient of %s was replaced before it was reduced; Sirtaki ignores the new tensor and assigns "
+                    "the reduced gradient of backward() to .grad; to use your own tensor, %s",
                     name,
                     REMEDY,
                 )

@@ -865,7 +865,7 @@ def find_nccl(control: ControlPlane, device: CudaDevice, *, forced: bool, timeou
         _log_reason(control, f"NCCL could not be started ({problem})")
         return None
     if reasons:
-        logger.info("Sirtaki uses only one NCCL communicator (stream) at a time, because %s", reasons[0])
+        logger.info("Sirtaki runs NCCL all-reduces one at a time, on one communicator, because %s", reasons[0])
     return opener
 
 

@@ -316,7 +316,10 @@ class HeatLayout:
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.width < 1 or (self.registers is not None and self.registers < 1):
-            raise ConfigError(f"rows, width and registers of a HeatLayout must be at least 1, found {self}")
+            raise ConfigError(
+                "in a HeatLayout, rows (number of frequent rows), width (values per row) and registers (rows per "
+                f"packet) must be at least 1, found {self}"
+            )
 
     @property
     def floats(self) -> int:

@@ -49,8 +49,8 @@ class SparsePlan:
     def __post_init__(self) -> None:
         if bool(self.hot_rows) is not (self.path is SparsePath.HOT_COLD):
             raise PlanError(
-                f"the sparse algorithm {self.path.value} has {len(self.hot_rows)} hot (frequent) rows; hot_cold must "
-                "have at least one, other algorithms must have none"
+                f"the plan for sparse gradients has {len(self.hot_rows)} hot (frequent) rows and the algorithm "
+                f"{self.path.value}; hot rows must be given for the algorithm hot_cold, and only for this algorithm"
             )
         if any(low >= high for low, high in pairwise(self.hot_rows)):
             raise PlanError("the indices of hot (frequent) rows must ascend, without duplicates")

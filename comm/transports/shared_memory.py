@@ -84,7 +84,8 @@ def open_peers(control: ControlPlane, descriptor: int, flags: int, problem: str 
                 opened.append(os.open(f"/proc/{pid}/fd/{number}", flags))
                 if os.fstat(opened[-1]).st_ino != expected:
                     raise OSError(
-                        f"process {pid} on this host is not rank {rank}, because the ranks run in different containers"
+                        f"process id {pid} of rank {rank} belongs to a different process here, because the ranks run "
+                        "in containers with separate process ids; run all ranks of a host in one container"
                     )
         except OSError as err:
             problem = f"rank {control.rank}: {err}"

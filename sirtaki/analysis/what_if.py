@@ -456,7 +456,7 @@ def with_less_traffic(job: JobModel, factor: float) -> JobModel:
         ReplayError: `factor` is not positive.
     """
     if not factor > 0:
-        raise ReplayError(f"the factor that multiplies the size of gradients must be positive, found {factor}")
+        raise ReplayError(f"the factor that multiplies the bytes sent for gradients must be positive, found {factor}")
 
     def smaller(one: JobOperation) -> JobOperation:
         return replace(
@@ -666,8 +666,8 @@ def in_parts(job: JobModel, part_bytes: int) -> JobModel:
     found = compiled_backwards(job)
     if not found:
         raise ReplayError(
-            "compiling the model in parts cannot be simulated, because the recording contains no backward pass that "
-            "torch.compile compiled"
+            "the effect of compiling the backward pass in parts cannot be simulated, because the recording contains no "
+            "backward pass that torch.compile compiled; record a job that uses torch.compile"
         )
     moved: dict[GradientKey, int] = {}
     layouts = {}

@@ -65,7 +65,8 @@ def main(options: Namespace) -> int:
     if log.model is None:
         raise ConfigError(
             f"the trial log {options.log} contains no profile (times of ready gradients and costs of all-reduces), "
-            "because its job did not model the network while it was tuned; run that job again with SIRTAKI_REGISTRY=off"
+            "perhaps because its job used a stored setting and measured nothing; run that job again with "
+            "SIRTAKI_REGISTRY=off"
         )
     model = fitted_to_trials(log.model, list(_trials(log)))
     route = next(iter(model.links))
@@ -122,8 +123,8 @@ def _link(options: Namespace, model: PlanningModel) -> Callable[[int], LinkModel
         return lambda ranks: replace(cluster, ranks=ranks).link(max_streams=MAX_STREAMS)
     if options.measured_ranks is None:
         raise ConfigError(
-            "the network of the cluster is unknown; pass its bandwidth with --link-gbit, or pass with --measured-ranks "
-            "the number of ranks of the job that wrote LOG"
+            "the network of the cluster is unknown; pass --link-gbit (its bandwidth), or pass --measured-ranks (number "
+            "of ranks of the job that wrote the trial log)"
         )
     measured = next(iter(model.links.values()))
     return lambda ranks: measured.rescaled(from_ranks=options.measured_ranks, to_ranks=ranks)

@@ -67,8 +67,8 @@ def main(options: argparse.Namespace) -> int:
         raise RecordingError(f"the file with the trace cannot be written: {err}") from err
     files = written.files
     print(
-        f"the Chakra traces of {written.iterations} iterations of {len(files)} ranks ({written.nodes} nodes) were "
-        f"written to {files[0]}{f' … {files[-1].name}' if len(files) > 1 else ''}"
+        f"the Chakra traces of {written.iterations} iterations of {len(files)} ranks, with {written.nodes} operations "
+        f"(graph nodes) in total, were written to {files[0]}{f' … {files[-1].name}' if len(files) > 1 else ''}"
     )
     if written.groups is not None:
         print(

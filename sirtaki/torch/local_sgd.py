@@ -209,8 +209,8 @@ class LocalSGD:
         if sync_every is None:
             if delay is not None:
                 raise ConfigError(
-                    "delay= requires sync_every=, because Sirtaki tunes both if sync_every is None; pass sync_every= "
-                    "too, or remove delay="
+                    "delay= cannot be used with sync_every=None, because Sirtaki then tunes both; pass a number as "
+                    "sync_every=, or remove delay="
                 )
             self._interval = self.delay = FIRST_INTERVAL
         else:
@@ -470,15 +470,15 @@ class LocalSGD:
         interval = max(delay, math.ceil(SHORTEST / count))
         self._next = _Tail(interval=interval, delay=delay)
         logger.info(
-            "hvd.%s now averages the whole model every %d steps: one of its %d fragments (parts) every %d steps. "
-            "Averaging a fragment takes at most %.1f steps of %.3g ms%s",
+            "hvd.%s now averages one of the model's %d fragments (parts) every %d steps, so the whole model every %d "
+            "steps; averaging a fragment takes up to %.3g ms, as long as %.1f training steps%s",
             type(self).__name__,
-            interval * count,
             count,
             interval,
+            interval * count,
+            1e3 * step_s * needed,
             needed,
-            1e3 * step_s,
-            "" if MARGIN * needed <= delay else ", too long to overlap with training",
+            "" if MARGIN * needed <= delay else ", which is too long to overlap with training",
         )
 
     # ── state dict ───────────────────────────────────────────────────────────────────────────────────────────────

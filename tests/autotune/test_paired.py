@@ -126,7 +126,7 @@ def test_a_gain_that_an_earlier_job_has_proved_needs_fewer_pairs() -> None:
 
 @pytest.mark.parametrize("looks", [(), (5,), (12, 12), (12, 6), (6, 12, 24)])
 def test_looks_that_would_prove_luck_are_rejected(looks: tuple[int, ...]) -> None:
-    with pytest.raises(TuningError, match="one or two ascending numbers of pairs, each at least 6"):
+    with pytest.raises(TuningError, match="one or two ascending numbers, each at least 6"):
         PairedComparison(looks=looks)
 
 

@@ -442,8 +442,8 @@ class ObjectState(State):
         """
         if tree["values"].keys() != set(self._names):
             raise ValueError(
-                f"the checkpoint has the values {sorted(tree['values'])}, but the state of the script has "
-                f"{sorted(self._names)}"
+                f"the checkpoint contains values with the names {sorted(tree['values'])}, but the State object of the "
+                f"script has values with the names {sorted(self._names)}"
             )
         for name, value in tree["values"].items():
             setattr(self, name, value)
@@ -512,8 +512,8 @@ class TorchState(ObjectState):
         states = {**tree["states"], **tree["samplers"]}
         if states.keys() != self._stateful.keys():
             raise ValueError(
-                f"the checkpoint has states of the objects {sorted(states)}, but the TorchState of the script has the "
-                f"objects {sorted(self._stateful)}"
+                f"the checkpoint contains the states of objects with the names {sorted(states)}, but the TorchState of "
+                f"the script has objects with the names {sorted(self._stateful)}"
             )
         super()._load(tree)
         for name, value in self._stateful.items():

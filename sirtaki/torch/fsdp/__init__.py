@@ -87,8 +87,8 @@ def attach(
     sharded = [group for group in groups if group not in replicas]
     if replicas and (carries is False or (packing[0] and not sharded)):
         raise ConfigError(
-            "carries=False and gathers= of fsdp.attach() cannot be used for a model under replicate(), because "
-            "its parameters are not gathered and Sirtaki reduces their gradients; remove these arguments"
+            "for a model under replicate(), fsdp.attach() does not accept gathers=, because each rank has all "
+            "parameters, nor carries=False, because Sirtaki always sends the gradients; remove these arguments"
         )
     devices = {str(group.device) for group in sharded if group.device.type != "cpu"}
     if devices and (carries or any(packing)):
@@ -98,8 +98,8 @@ def attach(
         )
     if carries is False and any(packing):
         raise ConfigError(
-            "gathers= and scatters= of fsdp.attach() cannot be used with carries=False, because PyTorch sends the "
-            "shards uncompressed; remove carries=False, or gathers= and scatters="
+            "gathers= and scatters= of fsdp.attach() compress the shards that Sirtaki sends, but with carries=False "
+            "PyTorch or your own hooks send them; remove carries=False, or remove gathers= and scatters="
         )
     settings = Settings.from_environ()
     if not is_initialized():  # if it is, `hvd.init()` has started logging

@@ -81,8 +81,8 @@ class ShardConnections:
             self.control = None
             if dist.get_rank() == 0:
                 logger.info(
-                    "Sirtaki does not tune this sharded model, because none of its modules' process groups contains "
-                    "the ranks of all others"
+                    "Sirtaki does not tune this sharded model: its modules are sharded over different sets of ranks, "
+                    "and no module's process group contains all of these ranks"
                 )
         if not self._controls and dist.get_rank() == 0:
             no_log = NO_LOG if settings.trial_log else ""

@@ -252,12 +252,12 @@ class ShardTarget(TunableTarget[ShardKnobs]):
         for loss, (what, name) in zip(losses, kinds, strict=True):
             total = Loss(*lanes.control.total(np.array(astuple(loss))).tolist())
             if name:
-                found.append(f"{what} by {name}, {total.describe()}")
+                found.append(f"{what} by {name} ({total.describe()})")
         if lanes.control.rank == 0:
             logger.info(
-                "Sirtaki compresses shards, as SIRTAKI_LOSSY allows: %s (measured on all ranks in %d steps)",
-                "; ".join(found),
+                "Sirtaki compresses shards, because SIRTAKI_LOSSY permits it; measured on all ranks in %d steps: %s",
                 MEASURED_STEPS,
+                ", ".join(found),
             )
 
     def _choices(self) -> tuple[tuple[int, ...], int, int]:

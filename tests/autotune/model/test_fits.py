@@ -94,7 +94,7 @@ def test_times_that_do_not_grow_with_the_size_are_refused():
 
 def test_times_that_no_line_describes_are_refused_with_the_worst_probe():
     seconds = {1000: 1.0, 2000: 0.05, 4000: 3.0, 8000: 0.5}
-    with pytest.raises(TuningError, match=r"their error is \d+%.*bytes on 1 stream"):
+    with pytest.raises(TuningError, match=r"differ from measured ones by \d+%.*bytes on 1 stream"):
         fit_link([LinkProbe(unit_bytes=size, streams=1, seconds=s) for size, s in seconds.items()])
 
 
@@ -157,7 +157,9 @@ def test_overlap_samples_give_libras_functions_back(noise, tolerance):
 
 def test_one_thread_count_is_too_little():
     compute, transmissions = samples_of(CONTENTION)
-    with pytest.raises(TuningError, match="computation with at least two numbers of GPU threads, found 1"):
+    with pytest.raises(
+        TuningError, match="computation with at least two different numbers of GPU threads per all-reduce, found 1"
+    ):
         fit_contention(compute[:1], transmissions, alpha_s=0.0)
     with pytest.raises(TuningError, match="transmission alone"):
         fit_contention(compute, [sample for sample in transmissions if sample.overlapped], alpha_s=0.0)
@@ -165,7 +167,7 @@ def test_one_thread_count_is_too_little():
 
 def test_samples_without_any_pattern_are_refused():
     compute, transmissions = samples_of(CONTENTION, noise=1.5)
-    with pytest.raises(TuningError, match=r"speed of .* differs from the measurements"):
+    with pytest.raises(TuningError, match=r"speed of .* differs from the measured speed"):
         fit_contention(compute, transmissions, alpha_s=1e-4)
 
 

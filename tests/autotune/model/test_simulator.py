@@ -146,7 +146,7 @@ def test_a_plan_of_another_layout_is_refused():
 
 
 def test_a_profile_of_another_model_is_refused():
-    with pytest.raises(TuningError, match="equal numbers of gradients, found 2 and 1"):
+    with pytest.raises(TuningError, match="times of 2 gradients, but the job has 1 gradients"):
         Simulator(layout=layout_of(1), profile=Profile(ready_s=(1, 2), compute_s=2), link=two_streams())
 
 

@@ -376,7 +376,7 @@ def test_a_file_that_differs_from_the_offered_one_means_another_container() -> N
         control.all_gather = lambda value: gather(  # type: ignore[method-assign]
             (value[0], value[1], 12345, value[3]) if wrong and isinstance(value, tuple) else value
         )
-        with pytest.raises(TransportError, match="is not rank 1, because the ranks run in different containers"):
+        with pytest.raises(TransportError, match="of rank 1 belongs to a different process here, because"):
             open_peers(control, offered, os.O_RDONLY)
         control.barrier()
         if control.rank == 0:
