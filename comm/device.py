@@ -160,8 +160,8 @@ def cuda_runtime() -> Any:  # Any: ctypes has no types for C functions
         except OSError:
             continue
     logger.debug(
-        "PyTorch has not loaded libcudart as a shared library; a CUDA graph capture may fail if a thread of Sirtaki "
-        "uses the GPU at the same time"
+        "PyTorch has not loaded the CUDA runtime (libcudart) as a shared library, so that Sirtaki's threads may break "
+        "a CUDA graph capture; if a capture fails, install PyTorch with a shared libcudart, such as PyPI's"
     )
     return None
 

@@ -98,8 +98,8 @@ class GradientLayout:
             )
         if self.names and len(self.names) != len(self.sizes):
             raise PlanError(
-                f"a gradient layout must have one name per gradient, found {len(self.names)} names for "
-                f"{len(self.sizes)} gradients"
+                f"the list of parameter names must have one name per gradient, found {len(self.names)} names "
+                f"for {len(self.sizes)} gradients"
             )
 
     @cached_property
@@ -261,24 +261,25 @@ class CommPlan:
         for index, unit in enumerate(self.units):
             if unit.start != position or unit.stop <= unit.start:
                 raise PlanError(
-                    f"unit (bucket) {index} of a communication plan covers elements [{unit.start}, {unit.stop}), but "
-                    f"must begin at element {position}; units must be adjacent and not empty"
+                    f"unit (bucket) {index} of a communication plan (division of gradients into buckets) must begin at "
+                    f"element {position}, where the previous bucket ends, and must not be empty; found elements "
+                    f"[{unit.start}, {unit.stop})"
                 )
             if not 0 <= unit.stream < self.streams:
                 raise PlanError(
-                    f"unit (bucket) {index} of a communication plan uses stream {unit.stream}, but the plan has "
-                    f"{self.streams} streams, numbered from 0"
+                    f"unit (bucket) {index} of a communication plan uses stream {unit.stream} (parallel connection), "
+                    f"but must use a stream from 0 to {self.streams - 1}"
                 )
             if unit.threads is not None and unit.threads < 1:
                 raise PlanError(
-                    f"unit (bucket) {index} of a communication plan must use at least 1 GPU thread, found "
+                    f"the number of GPU threads that reduce unit (bucket) {index} must be at least 1, found "
                     f"{unit.threads}"
                 )
             position = unit.stop
         if position != self.numel:
             raise PlanError(
-                f"the units (buckets) of a communication plan cover {position} elements, but must cover all "
-                f"{self.numel} elements of the gradients"
+                f"the units (buckets) of a communication plan cover {position} gradient elements, but must cover all "
+                f"{self.numel}; make a new plan for this model, such as by `sirtaki optimize`"
             )
 
     def to_json(self) -> dict[str, Any]:

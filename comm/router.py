@@ -199,7 +199,8 @@ class Router:
     def _disable_shared_memory(self, error: TransportError) -> None:
         if self._control.rank == 0:
             logger.warning(
-                "Sirtaki sends gradients between ranks of one node over MPI or Gloo, because shared memory failed: %s",
+                "Sirtaki sends gradients between ranks of one node over MPI or Gloo, because shared memory failed: %s; "
+                "training continues, but may be slower until you remove this cause and restart",
                 error,
             )
         self._shares_memory = False
@@ -330,7 +331,7 @@ class Router:
             self._refused[route] = have + (planned - have) // 2 + 1
             raise TransportError(
                 f"Sirtaki cannot open {planned} streams (parallel connections) of transport {route[0].value}: {err}; "
-                "fewer streams may be possible"
+                "a smaller SIRTAKI_STREAMS may succeed"
             ) from err
         self._opened[route] = max(have, want)
 

@@ -116,7 +116,10 @@ class UnprovedConnection:
         wanted = _PROOF_BYTES if self.hello else _HELLO.size
         more = self.sock.recv(wanted - len(self.read))
         if not more:
-            raise ConnectionError("the remote process closed the connection during the handshake")
+            raise ConnectionError(
+                "a process connected to this one, but closed the connection before authentication ended; it has "
+                "exited, or has another SIRTAKI_SECRET: look at its log"
+            )
         self.read += more
         if len(self.read) < wanted:
             return None
@@ -124,12 +127,18 @@ class UnprovedConnection:
         if not self.hello:
             magic, _, to, _ = _HELLO.unpack(read)
             if magic != MAGIC or to != own:
-                raise ConnectionError("this process rejects a connection whose first message is for another process")
+                raise ConnectionError(
+                    "this process refused a connection that was meant for another process, or does not come from "
+                    "Sirtaki; check that no other program or job uses the same port"
+                )
             self.hello = read
             self.send(self.challenge + _proof(key, b"acceptor", read, self.challenge))
             return None
         if not hmac.compare_digest(read, _proof(key, b"connector", self.hello, self.challenge)):
-            raise ConnectionError("the remote process does not know this job's secret")
+            raise ConnectionError(
+                "this process refused a connection, because the connecting process has another SIRTAKI_SECRET or "
+                "belongs to another job; set SIRTAKI_SECRET to one value on all ranks"
+            )
         return int(_HELLO.unpack(self.hello)[1])
 
     def send(self, message: bytes) -> None:
@@ -141,7 +150,10 @@ class UnprovedConnection:
         # The empty send buffer of a new connection has room for the whole message. If only a part was sent, the buffer
         # is full, because the peer does not read.
         if self.sock.send(message) < len(message):
-            raise ConnectionError("the remote process does not read this process's messages during the handshake")
+            raise ConnectionError(
+                "a process connected to this one, but does not read the messages of the authentication; check that it "
+                "is a rank of this job and does not hang"
+            )
 
 
 def listen(addresses: Sequence[str]) -> list[socket.socket]:
@@ -219,8 +231,8 @@ class HandshakeListener:
                     return None
                 if not self._is_wanted(number):
                     raise ConnectionError(
-                        f"the process with number {number} (rank or launcher agent) tries to connect, but it is "
-                        "already connected, or this process expects no connection from it"
+                        "this process refused an unexpected or second connection from rank (or launcher agent) "
+                        f"{number}; check that no two processes have the same RANK"
                     )
                 candidate.send(_WELCOME)
             except BlockingIOError:

@@ -181,7 +181,7 @@ class GradientPipeline:
             if plan.numel != group.layout.numel:
                 raise PlanError(
                     f"a plan (division of gradients into buckets) covers {plan.numel} elements, but must cover all "
-                    f"{group.layout.numel} elements of its flat buffer"
+                    f"{group.layout.numel} elements of the gradients in its buffer; make a plan for this model"
                 )
             self._router.open_plan(plan)
         # Hold units (buckets) with usage flags until the backward pass ends. Other flags are known with the last

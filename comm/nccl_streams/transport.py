@@ -203,8 +203,9 @@ class CommunicatorPool:
         wanted = list(dict.fromkeys(keys))
         if len(wanted) > self.limit:
             raise PlanError(
-                f"Sirtaki rejects a setting that needs {len(wanted)} NCCL communicators; at most {self.limit} may be "
-                "open"
+                f"a setting (number of streams and NCCL options) needs {len(wanted)} NCCL communicators; at most "
+                f"{self.limit} may be open. The tuner skips this setting; if you chose it, set a smaller "
+                "SIRTAKI_STREAMS"
             )
         for key in wanted:
             if key in self.open:
@@ -232,8 +233,9 @@ class CommunicatorPool:
             unused = next((each for each in self.open if each not in wanted), None)
             if unused is None:
                 raise PlanError(
-                    f"Sirtaki cannot open the NCCL communicator of {key}: all communicators of this setting would use "
-                    f"{self._expected_share():.0%} of the GPU's memory, and the limit is {MEMORY_SHARE:.0%}"
+                    f"Sirtaki cannot open the NCCL communicator of {key}: all NCCL communicators would use "
+                    f"{self._expected_share():.0%} of the GPU's memory, more than the permitted {MEMORY_SHARE:.0%}; "
+                    "use fewer streams (SIRTAKI_STREAMS)"
                 )
             self._close(unused)
 

@@ -317,8 +317,8 @@ class HeatLayout:
     def __post_init__(self) -> None:
         if self.rows < 1 or self.width < 1 or (self.registers is not None and self.registers < 1):
             raise ConfigError(
-                "in a HeatLayout, rows (number of frequent rows), width (values per row) and registers (rows per "
-                f"packet) must be at least 1, found {self}"
+                "rows (number of frequently used embedding rows), width (values per row) and registers (rows summed "
+                f"per network packet) must be at least 1, found {self}"
             )
 
     @property
@@ -475,8 +475,9 @@ class AggregatorClient:
     ) -> None:
         if not addresses or not 0 <= rank < ranks <= MAX_RANKS:
             raise ConfigError(
-                f"AggregatorClient needs at least 1 address and 0 <= rank < ranks <= {MAX_RANKS}, found "
-                f"{len(addresses)} addresses, rank={rank} and ranks={ranks}"
+                "AggregatorClient needs at least 1 address of an aggregator (process that sums sparse gradients), "
+                f"ranks from 1 to {MAX_RANKS}, and rank from 0 to ranks - 1; found {len(addresses)} addresses, "
+                f"rank={rank} and ranks={ranks}"
             )
         self._addresses = [parse_address(text) for text in addresses]
         self._names, self._connect, self._index = list(addresses), connect, 0
@@ -558,8 +559,9 @@ class AggregatorClient:
                 self._move("does not answer")
             elif self._now_s - self._progress_s > self._stall_s:
                 raise AggregatorError(
-                    f"the aggregator of sparse gradients at {self._names[self._index]} has sent no sums for "
-                    f"{self._stall_s:g} s, because it waits for the values of another rank, which is slow or has exited"
+                    f"the aggregator (process that sums sparse gradients) at {self._names[self._index]} has sent no "
+                    f"sums for {self._stall_s:g} s, because it waits for another rank, which is slow or has exited; "
+                    "look at the other ranks' logs"
                 )
 
     def _receive(self, wire: Wire) -> bool:
@@ -589,8 +591,8 @@ class AggregatorClient:
         if kind == PacketKind.REFUSED:
             reason = rows[0, HEADER_BYTES:].tobytes().decode(errors="replace")
             raise AggregatorError(
-                f"the aggregator of sparse gradients at {self._names[self._index]} rejects this job: {reason}; use an "
-                "all-reduce or another aggregator"
+                f"the aggregator (process that sums sparse gradients) at {self._names[self._index]} rejects this job: "
+                f"{reason}; use another aggregator, or an all-reduce"
             )
         if kind == PacketKind.GONE and epoch == self._epoch:
             self._move("has ended")
@@ -620,12 +622,14 @@ class AggregatorClient:
         if self._failures >= len(self._addresses):
             names = ", ".join(self._names)
             raise AggregatorError(
-                f"no aggregator of sparse gradients answers at {names}; sum the values by an all-reduce instead"
+                f"no aggregator (process that sums sparse gradients) answers at {names}; start it by `sirtaki "
+                "aggregator`, or call an all-reduce instead of AggregatorClient.sum()"
             )
         before, self._index = self._names[self._index], (self._index + 1) % len(self._addresses)
         after = self._names[self._index]
         logger.warning(
-            "rank %d sends its sparse gradients to the aggregator at %s instead of %s, which %s",
+            "rank %d now sends its sparse gradients to the aggregator (process that sums them) at %s, because the "
+            "aggregator at %s %s",
             self._fields["rank"],
             after,
             before,
@@ -935,7 +939,8 @@ class Aggregator:
             job.steps = {**steps, step: registers}
             if self._jobs.setdefault(key, job) is job and len(job.steps) == 1:
                 logger.info(
-                    "this aggregator accepted a new job of %d ranks, which sums %d values in its first step",
+                    "this aggregator (process that sums sparse gradients) accepted a new job of %d ranks; the job's "
+                    "first step sums %d values per rank",
                     ranks,
                     size,
                 )

@@ -49,14 +49,15 @@ class SparsePlan:
     def __post_init__(self) -> None:
         if bool(self.hot_rows) is not (self.path is SparsePath.HOT_COLD):
             raise PlanError(
-                f"the plan for sparse gradients has {len(self.hot_rows)} hot (frequent) rows and the algorithm "
-                f"{self.path.value}; hot rows must be given for the algorithm hot_cold, and only for this algorithm"
+                f"a sparse gradient has {len(self.hot_rows)} hot rows (often used rows of an embedding) and the "
+                f"algorithm {self.path.value}; hot_cold needs at least one hot row, and other algorithms must have none"
             )
         if any(low >= high for low, high in pairwise(self.hot_rows)):
-            raise PlanError("the indices of hot (frequent) rows must ascend, without duplicates")
+            raise PlanError("the indices of hot rows (often used rows of an embedding) must ascend, without duplicates")
         if self.cold not in COLD_PATHS:
             raise PlanError(
-                f"the sparse algorithm for cold (infrequent) rows must be gather or owner, found {self.cold.value}"
+                "the algorithm for cold rows (rarely used rows of an embedding) must be gather (all-gather) or owner "
+                f"(one rank sums each row), found {self.cold.value}"
             )
         if self.block_rows < 1:
             raise PlanError(

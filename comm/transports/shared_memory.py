@@ -94,7 +94,10 @@ def open_peers(control: ControlPlane, descriptor: int, flags: int, problem: str 
     if problems:
         for number in opened:
             os.close(number)
-        raise TransportError(f"ranks of one node cannot open each other's shared memory: {problems[0]}")
+        raise TransportError(
+            f"ranks of one node cannot share memory ({problems[0]}); run all ranks of a node as one user and in one "
+            "container"
+        )
     return opened
 
 

@@ -296,7 +296,7 @@ def test_a_rank_that_is_a_step_ahead_sends_its_peers_the_dead_aggregators_sums()
 def test_a_silent_aggregator_or_a_missing_rank_is_an_error_in_time() -> None:
     began_s = time.monotonic()
     nobody = client_of(["127.0.0.1:9", "127.0.0.1:10"], 0, 2, SMALL)
-    with pytest.raises(AggregatorError, match="no aggregator of sparse gradients answers"):
+    with pytest.raises(AggregatorError, match=r"no aggregator \(.*\) answers"):
         nobody.sum(np.zeros((1, 16), np.float32))
     unknown = client_of(["256.0.0.1:9"], 0, 2, SMALL)
     with pytest.raises(AggregatorError, match="cannot be reached"):

@@ -147,7 +147,7 @@ def test_gradients_may_be_ready_in_another_order(caplog: pytest.LogCaptureFixtur
         in caplog.text
     )
     torn = replace(GIVEN, knobs=KNOBS.but(cuts=(Cut(stop=7),)))
-    assert "does not fit: the units (buckets) of a communication plan cover 7 elements" in torn.misfit(
+    assert "does not fit: the units (buckets) of a communication plan cover 7 gradient elements" in torn.misfit(
         LAYOUTS, 4, SPACE
     )
 
