@@ -44,10 +44,10 @@ Such a re-tune sets the cool-down to `COOL_DOWN` again.
 FIRST_PAUSE = 50
 """Number of training iterations between the end of tuning and the first refinement."""
 
-LONGER = 2
+LONGER = 1.5
 """Factor by which the pause before the next refinement grows after a refinement that found no faster setting."""
 
-MOST_FAILURES = 3
+MOST_FAILURES = 6
 """Number of successive refinements without a faster setting after which there are no more."""
 
 _DEVIATIONS_BETWEEN_TENTHS = 2.56
@@ -147,7 +147,7 @@ class RefinementSchedule:
     """
 
     def __init__(self, last_iteration: int) -> None:
-        self.left, self._pause, self._until_next = last_iteration, FIRST_PAUSE, FIRST_PAUSE
+        self.left, self._pause, self._until_next = last_iteration, float(FIRST_PAUSE), FIRST_PAUSE
         self._failures = 0
 
     def add(self) -> bool:
@@ -167,5 +167,5 @@ class RefinementSchedule:
         self._failures = 0 if improved else self._failures + 1
         if self._failures == MOST_FAILURES:
             self.left = 0
-        self._pause *= 1 if improved else LONGER
-        self._until_next = self._pause
+        self._pause *= 1.0 if improved else LONGER
+        self._until_next = round(self._pause)

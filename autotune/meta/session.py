@@ -349,7 +349,7 @@ MORE_ITERATIONS = 12  # budget of the trials
 MORE_PROOF_ITERATIONS = 120  # maximum number of iterations of the comparison: both compared settings are fast
 MORE_PAIRS = 48  # maximum number of measured pairs in the comparison
 NEAR_FASTEST = 4  # number of the fastest settings whose neighbours are tried
-LEAST_SAVING = 30.0  # communication times of the fastest setting that a trial must be expected to save in the whole job
+LEAST_SAVING = 20.0  # communication times of the fastest setting that a trial must be expected to save in the whole job
 
 
 def pair_iterations(n_pairs: int, discarded: int) -> int:
@@ -652,10 +652,19 @@ class TuningSession(Generic[S]):
             self._end(better, verdict, claimed or gain)
 
     def _promising(self, least_promise: float) -> Proposal[S] | None:
-        """Propose the neighbour of one of the fastest settings from which the search method (arm) expects most.
+        """Propose a setting from which the search method (arm) expects enough, half of the time near the fastest ones.
 
-        If no neighbour promises enough, ask the search method for a proposal. None if it has none either.
+        None if there is no such setting.
         """
+        if self._rng.random() < 0.5 and (proposal := self._promising_neighbour(least_promise)) is not None:
+            return proposal
+        proposal = self._next_proposal()
+        promises = None if proposal is None else opinion(self._arm, "promise", [proposal.knobs])
+        if proposal is not None and (promises is None or promises[0] >= least_promise):
+            return proposal
+        return self._promising_neighbour(least_promise)
+
+    def _promising_neighbour(self, least_promise: float) -> Proposal[S] | None:
         tried = [setting.knobs for setting in self._ledger.ranked()]
         around = [
             knobs
@@ -665,11 +674,8 @@ class TuningSession(Generic[S]):
         ]
         promises = opinion(self._arm, "promise", around) or [math.inf] * len(around)
         promise, knobs = max(zip(promises, around, strict=True), key=lambda pair: pair[0], default=(0.0, self._default))
-        if promise >= least_promise:
-            return Proposal(arm=REFINEMENT_ARM, knobs=knobs, reason="near the fastest")
-        proposal = self._next_proposal()
-        promises = None if proposal is None else opinion(self._arm, "promise", [proposal.knobs])
-        return proposal if promises is None or promises[0] >= least_promise else None
+        enough = promise >= least_promise
+        return Proposal(arm=REFINEMENT_ARM, knobs=knobs, reason="near the fastest") if enough else None
 
     def _prove(
         self, base: S, base_name: str, *, lossy: bool
