@@ -324,7 +324,7 @@ def test_a_resumed_session_improves_its_result_step_by_step_and_claims_it_agains
     job = Job(tuned, noise=0.02).run()
     times = [landscape(job.result.knobs)]
     for _ in range(8):
-        tuned.resume()
+        assert tuned.resume(10_000)
         assert not tuned.done
         assert tuned.result.knobs == job.run(1).result.knobs  # the last result stays until the next one is proved
         times.append(landscape(job.run().result.knobs))
@@ -340,15 +340,24 @@ def test_resumed_sessions_claim_no_gain_where_there_is_none() -> None:
         tuned = session(GridArm(SPACE), budget_iterations=40, rng=np.random.default_rng(seed))
         job = Job(tuned, span_of=lambda knobs: 0.1, noise=0.05, seed=seed).run()
         for _ in range(6):
-            tuned.resume()
+            tuned.resume(10_000)
             job.run()
         claims += job.result.gain is not None
     assert claims <= 4
 
 
+def test_a_session_is_not_resumed_where_little_is_expected() -> None:
+    sure = session(Sure(0.001, BEST))
+    Job(sure).run()
+    assert not sure.resume(10_000)
+    assert sure.done
+    assert sure.resume(1_000_000)
+    assert not sure.done
+
+
 def test_only_an_ended_session_can_be_resumed() -> None:
     with pytest.raises(TuningError, match="only after it has ended"):
-        session().resume()
+        session().resume(10_000)
 
 
 def test_a_plan_that_the_user_gives_is_the_very_first_proposal_and_kept_only_if_it_is_faster() -> None:

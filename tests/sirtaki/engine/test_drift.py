@@ -15,6 +15,7 @@ from sirtaki.autotune.drift import (
     FIRST_PAUSE,
     LONG,
     LONGER,
+    MOST_FAILURES,
     REFERENCE,
     SKIPPED,
     DriftWatch,
@@ -152,15 +153,24 @@ def test_a_slower_link_is_noticed_by_all_ranks_and_settings_are_tried_again(
     assert log.retunes[0].measurements
 
 
-def test_pauses_between_refinements_grow_until_one_succeeds_and_end_at_the_last_iteration() -> None:
-    schedule, began = RefinementSchedule(2000), list[int]()
-    for number in range(1, 3000):
+def test_pauses_between_refinements_grow_until_one_succeeds_and_end_after_many_failures() -> None:
+    schedule, began = RefinementSchedule(10_000), list[int]()
+    for number in range(1, 10_000):
         if schedule.add():
             began.append(number)
             schedule.ended(10, improved=len(began) == 3)
-    pauses = [FIRST_PAUSE, *(round(FIRST_PAUSE * LONGER**n) for n in (1, 2, 2, 3, 4, 5))]
-    assert [later - earlier for earlier, later in itertools.pairwise([0, *began])][: len(pauses)] == pauses
-    assert began[-1] + 10 * len(began) < 2000
+    grown = (0, 1, 2, 2, 3, 4, 5, 6, 7)
+    pauses = [round(FIRST_PAUSE * LONGER**times) for times in grown]
+    assert [later - earlier for earlier, later in itertools.pairwise([0, *began])] == pauses
+    assert len(began) == 3 + MOST_FAILURES
+
+
+def test_no_refinement_begins_after_the_last_iteration() -> None:
+    schedule = RefinementSchedule(120)
+    assert [number for number in range(1, 200) if schedule.add() and schedule.ended(10, improved=True) is None] == [
+        50,
+        100,
+    ]
 
 
 @pytest.mark.integration
