@@ -75,7 +75,7 @@ class Lossy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
                 raise PlanError(str(err)) from err
             if not known:
                 raise PlanError(
-                    f"the gradient compressor in a setting must have its canonical name {compressor_name(name)!r}, "
+                    f"the gradient compressor in a communication setting must be written as {compressor_name(name)!r}, "
                     f"found {name!r}"
                 )
 
@@ -203,14 +203,15 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             )
         if any(cut.stream >= self.streams for cut in self.cuts or ()):
             raise PlanError(
-                f"the stream index of each bucket (cut) must be below {self.streams}, the number of streams, "
-                f"found {max(cut.stream for cut in self.cuts or ())}"
+                "the stream (parallel connection) of each bucket in a communication setting must have an index below "
+                f"{self.streams} (number of streams), found the index {max(cut.stream for cut in self.cuts or ())}"
             )
-        if any(cut.stop >= following.stop for cut, following in pairwise(self.cuts or ())):
-            raise PlanError(
-                "the buckets (cuts) of a setting must be in ascending order of the element index at which each bucket "
-                "ends (stop)"
-            )
+        for cut, following in pairwise(self.cuts or ()):
+            if cut.stop >= following.stop:
+                raise PlanError(
+                    "the buckets of a communication setting must be listed in the order in which they end, found a "
+                    f"bucket that ends at element {cut.stop} before a bucket that ends at element {following.stop}"
+                )
 
     def __reduce__(self) -> tuple[partial[Knobs], tuple[()]]:
         """Pickle the setting without its unset fields, because pickle takes a millisecond to find `msgspec.UNSET`."""
@@ -275,7 +276,7 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         try:
             return msgspec.convert(data, cls)
         except (msgspec.ValidationError, RecursionError) as err:
-            raise PlanError(f"the JSON data {data!r:.500} are not a valid setting (knobs): {err}") from err
+            raise PlanError(f"the JSON data are not a valid communication setting: {err}; found {data!r:.500}") from err
 
     def describe(self) -> str:
         """Describe the setting in one line for logs, such as `shared_memory flat, 4 MiB units, 2 streams`."""
@@ -355,20 +356,25 @@ class KnobSpace:
         low, high = self.unit_bytes
         if not 1 <= low <= high:
             raise PlanError(
-                "unit_bytes must be the smallest and the largest bucket size in bytes, with 1 ≤ smallest ≤ largest, "
-                f"found {self.unit_bytes}"
+                "unit_bytes (the bucket sizes that tuning may try) must be a pair (smallest, largest) in bytes, with "
+                f"1 ≤ smallest ≤ largest, found {self.unit_bytes}"
             )
         if not (self.routes and self.streams and self.threads):
             raise PlanError(
-                "tuning needs candidates for the route (transport and algorithm), the number of streams and the number "
-                f"of GPU threads, found {len(self.routes)}, {len(self.streams)} and {len(self.threads)} candidates"
+                "tuning needs at least one value each of routes (transport and algorithm), streams (number of parallel "
+                "connections) and threads (GPU threads per all-reduce), found "
+                f"{len(self.routes)}, {len(self.streams)} and {len(self.threads)} values"
             )
         if list(self.streams) != sorted(set(self.streams)) or self.streams[0] < 1:
-            raise PlanError(f"the permitted numbers of streams must be positive and ascending, found {self.streams}")
+            raise PlanError(
+                "streams (the numbers of parallel connections that tuning may try) must be positive and ascending, "
+                f"found {self.streams}"
+            )
         if not all(self.streams_on(route) for route in self.routes):
             raise PlanError(
-                "each route (transport and algorithm) must support the smallest permitted number of streams, "
-                f"{self.streams[0]}, but the maximum numbers per route are {self.most_streams}"
+                "each route (transport and algorithm) must support the smallest number of streams (parallel "
+                f"connections) that tuning may try, {self.streams[0]}; found the maxima {self.most_streams}: permit "
+                "fewer streams, or remove the route"
             )
 
     def streams_on(self, route: Route) -> tuple[int, ...]:

@@ -159,8 +159,8 @@ class PairedComparison:
         ascending = len(self.looks) in (1, 2) and self.looks[0] < (*self.looks, math.inf)[1]
         if not ascending or self.looks[0] < self.fewest:
             raise TuningError(
-                f"looks must be one or two ascending numbers, each at least {self.fewest}, found {self.looks}: after "
-                "these numbers of pairs (one measurement of each of two settings), Sirtaki tests which one is faster"
+                "the argument looks lists after how many pairs of measurements Sirtaki tests which of two settings is "
+                f"faster: it must be one or two ascending numbers, each at least {self.fewest}, found {self.looks}"
             )
 
     @classmethod

@@ -83,7 +83,8 @@ def scaling_table(
     """
     if not ranks or min(ranks) < 2:
         raise TuningError(
-            f"ranks must be a list of one or more numbers of ranks, each of them at least two, found {list(ranks)}"
+            "the argument ranks must list one or more job sizes (numbers of ranks) to simulate, each at least two, "
+            f"found {list(ranks)}"
         )
     rows: list[ScalingRow] = []
     for count in ranks:

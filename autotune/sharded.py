@@ -321,11 +321,14 @@ class ShardedStep:
         of_modules = (self.forward_s, self.backward_s, self.gathered_bytes, self.scattered_bytes)
         if len(set(map(len, of_modules))) > 1:
             raise TuningError(
-                "a model of a sharded training step must have one forward time, backward time, size to gather and size "
-                f"to scatter for each module, found {', '.join(str(len(values)) for values in of_modules)} values"
+                "the measurement of a sharded (FSDP) training step must have one forward time, backward time, gathered "
+                "size and reduce-scattered size for each module, found "
+                f"{', '.join(str(len(values)) for values in of_modules)} values"
             )
         if (least_s := min(0.0, self.rest_s, *self.forward_s, *self.backward_s)) < 0.0:
-            raise TuningError(f"all times of a sharded training step must be at least 0 s, found {least_s} s")
+            raise TuningError(
+                f"all measured times of a sharded (FSDP) training step must be at least 0 s, found {least_s} s"
+            )
 
     def expected_s(self, space: ShardSpace, knobs: ShardKnobs) -> float:
         """Predict the time of a training step with a setting, in seconds."""

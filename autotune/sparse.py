@@ -589,8 +589,8 @@ class SparseSummary:
         found = msgspec.convert(data, cls)
         if found.plan not in {way.plan for way in found.ways}:
             raise ValueError(
-                "the chosen plan of a sparse gradient must be one of the compared plans "
-                f"{[way.plan for way in found.ways]}, found {found.plan!r}"
+                "the algorithm that was chosen to reduce a sparse gradient must be one of the compared algorithms "
+                f"{[way.plan for way in found.ways]}, found {found.plan!r}: use data that Sirtaki wrote"
             )
         return found
 

@@ -131,7 +131,8 @@ class Trial(Generic[S]):
             return msgspec.convert(finite, Trial[Knobs])
         except (msgspec.ValidationError, KeyError, TypeError, PlanError) as err:
             raise TuningError(
-                f"the JSON data are not a valid tuning trial, because a field is missing or invalid: {err!r}"
+                "the JSON data are not a valid tuning trial (measurement of a communication setting), because a field "
+                f"is missing or invalid: {err!r}"
             ) from err
 
 

@@ -169,7 +169,7 @@ class Planner(ABC):
         streams = next((n for n in permitted if n >= used), None)
         if streams is None:
             raise TuningError(
-                f"the communication plan needs {used} streams (concurrent all-reduces), but the transport and "
+                f"the communication plan needs {used} streams (parallel connections), but the transport and "
                 f"SIRTAKI_STREAMS permit at most {permitted[-1]}, so Sirtaki does not try this plan"
             )
         starts = [0, *(cut.stop for cut in cuts)]
@@ -399,8 +399,8 @@ class AscWfbp(Planner):
         """Return the messages of ASC-WFBP's listing 1 as units (buckets) on two streams."""
         if self.space.streams_on(route)[-1] < 2:
             raise TuningError(
-                "the search method ASC-WFBP needs 2 streams (concurrent all-reduces), but the transport and "
-                "SIRTAKI_STREAMS permit only 1, so Sirtaki does not use this search method"
+                "the search method ASC-WFBP, which chooses bucket sizes, needs 2 streams (parallel connections), but "
+                "only 1 is permitted: unset SIRTAKI_STREAMS if it is 1, or permit a transport with more streams"
             )
         return two_way_cuts(model.layout, model.profile.issuable_s, model.links[route])
 
@@ -533,8 +533,8 @@ def fuse_and_allocate(
     n_layers = len(sizes_bytes)
     if not n_layers or len(compute_s) != n_layers:
         raise TuningError(
-            "the search method LIBRA needs at least one layer, with one computation time and one size per layer, found "
-            f"{len(compute_s)} times and {n_layers} sizes"
+            "the search method LIBRA, which chooses bucket sizes, needs one computation time and one size per layer, "
+            f"for at least one layer, found {len(compute_s)} times (compute_s) and {n_layers} sizes (sizes_bytes)"
         )
     if sum(compute_s) <= 0:  # without computation, nothing overlaps: one message with the fastest allocation is best
         alone_J = model.alone_s(np.array(float(sum(sizes_bytes))))

@@ -632,8 +632,8 @@ def make_arm(name: str, *, space: KnobSpace, rng: np.random.Generator) -> Arm:
         arm: object = loaders[name]()(space, rng)
     except Exception as err:  # third-party code may raise any exception
         raise TuningError(
-            f"the plugin for the search technique {name!r} raised {err!r} when Sirtaki created the technique: fix or "
-            "uninstall the plugin"
+            f"the search technique {name!r}, which proposes settings to the tuner, cannot be used, because its plugin "
+            f"raised {err!r}: fix or uninstall the plugin"
         ) from err
     missing = [part for part in ("name", "ask", "tell") if not hasattr(arm, part)]
     if not missing and not isinstance(arm.name, str):  # type: ignore[attr-defined]

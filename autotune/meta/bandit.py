@@ -61,8 +61,8 @@ class AUCBandit:
             )
         if window < 1:
             raise TuningError(
-                "the bandit's window (number of recent trials by which search methods are scored) must be at least 1, "
-                f"found {window}"
+                "the argument window (number of recent trials by which the tuner scores its search methods) must be at "
+                f"least 1, found {window}"
             )
         self.arms = tuple(arms)
         self._uses: deque[tuple[str, bool]] = deque(maxlen=window)
@@ -283,8 +283,9 @@ def _proposals(answer: Sequence[Proposal], n: int, name: str) -> list[Proposal]:
     for proposal in proposals:
         if not (isinstance(proposal, Proposal) and isinstance(proposal.knobs, Knobs)):
             raise TuningError(
-                f"the search technique {name!r} must propose objects of class Proposal with knobs of class Knobs, "
-                f"found {proposal!r:.200}"
+                f"the method ask() of the search technique {name!r} must return sirtaki.autotune.Proposal objects, "
+                "whose attribute knobs (setting to measure) is a sirtaki.autotune.Knobs object, found "
+                f"{proposal!r:.200}"
             )
         if proposal.iterations is not None and not (type(proposal.iterations) is int and proposal.iterations >= 1):
             raise TuningError(
@@ -313,7 +314,8 @@ def _number(answer: float | None) -> float | None:
     """
     if answer is not None and not (isinstance(answer, int | float) and not math.isnan(answer)):
         raise TuningError(
-            f"a search technique must return an estimate that is None or a number other than NaN, found {answer!r:.80}"
+            "the methods expected_improvement() and expected_span_s() of a search technique must return None or a "
+            f"number other than NaN, found {answer!r:.80}"
         )
     return answer
 

@@ -543,8 +543,8 @@ class TuningSession(Generic[S]):
         """
         if self._assignment.purpose is not Purpose.SEARCH:
             raise TuningError(
-                "begin_search() must be called while the tuning session waits for a search: assignment.purpose must be "
-                f"{Purpose.SEARCH}, found {self._assignment.purpose}"
+                "begin_search() must be called while the tuning session waits for a search method, that is, while "
+                f"session.assignment.purpose is {Purpose.SEARCH}; found {self._assignment.purpose}"
             )
         self._arm, self._space, self._seeds = arm, space, _seeds(seeds)
         self._advance(())
@@ -582,13 +582,13 @@ class TuningSession(Generic[S]):
                 return
             if confirmed:
                 logger.info(
-                    "the registry's setting for this job is still faster than the default, but network latency or "
-                    "bandwidth has changed: Sirtaki starts a short search from this setting"
+                    "the setting that the registry (results of earlier jobs) has for this job is still faster than the "
+                    "default, but network latency or bandwidth has changed: Sirtaki starts a short search from it"
                 )
             else:
                 logger.info(
-                    "the registry's setting for this job is not proved faster than the default any more: Sirtaki "
-                    "starts a search"
+                    "measurements no longer prove that the setting that the registry (results of earlier jobs) has for "
+                    "this job is faster than the default: Sirtaki starts a search"
                 )
             in_use = self._outcome[0] if self._outcome else self._default
             self._outcome = None
@@ -1036,7 +1036,8 @@ class TuningSession(Generic[S]):
         self._trials.append(trial)
         self._tell(trial)
         logger.debug(
-            "Sirtaki tried the setting %s of the search method %s: communication takes %.4g ms per iteration%s",
+            "Sirtaki tried the setting %s, which the search method %s has proposed: communication takes %.4g ms per "
+            "iteration%s",
             trial.knobs.describe(),
             trial.arm,
             1e3 * trial.span_s,

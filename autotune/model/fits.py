@@ -40,8 +40,8 @@ class RateCurve:
     def __post_init__(self) -> None:
         if self.gamma_1 <= 0 or not 0 <= self.gamma_2 <= self.gamma_1 or self.gamma_3 < 0:
             raise TuningError(
-                "the model of the transmission rate with r GPU threads, γ1 − γ2 · exp(−γ3 · r^0.6) (LIBRA), must have "
-                f"γ1 > 0, 0 ≤ γ2 ≤ γ1 and γ3 ≥ 0, found {self}"
+                "the model of all-reduce rates (bytes per second as a function of GPU threads) must have the "
+                f"parameters γ1 > 0, 0 ≤ γ2 ≤ γ1 and γ3 ≥ 0, found {self}"
             )
 
     def bytes_per_s(self, threads: int) -> float:
@@ -79,7 +79,7 @@ class ContentionModel:
     def __post_init__(self) -> None:
         if not 0 < self.alpha_1 <= 1.2 or self.alpha_2 < 0:
             raise TuningError(
-                "the model of the compute speed during communication with r GPU threads, α1 − α2 · r (LIBRA), must "
+                "the model of how all-reduces slow down computation (speed with few GPU threads, loss per thread) must "
                 f"have 0 < α1 ≤ 1.2 and α2 ≥ 0, found α1 = {self.alpha_1} and α2 = {self.alpha_2}"
             )
 
@@ -136,8 +136,8 @@ class LinkProbe:
         positive = min(self.unit_bytes, self.streams, self.rounds) >= 1
         if not (positive and math.isfinite(self.seconds) and self.seconds > 0):
             raise TuningError(
-                "a network measurement (probe) must have positive, finite numbers of bytes, streams, rounds and "
-                f"seconds, found {self}"
+                "a network measurement must have positive, finite numbers of bytes, streams (parallel connections), "
+                f"rounds (repetitions) and seconds, found {self}"
             )
 
     @property
@@ -174,23 +174,23 @@ def fit_link(probes: Sequence[LinkProbe]) -> LinkModel:
     rounds = [_Round(*shape, seconds=median(seconds)) for shape, seconds in sorted(groups.items())]
     if (n_sizes := sum(one.streams == 1 for one in rounds)) < 2:
         raise TuningError(
-            "fitting network latency (α) and bandwidth (1 / β) needs measurements of at least two message sizes on one "
-            f"stream, found {n_sizes}"
+            "estimating network latency and bandwidth needs measured all-reduces of at least two sizes on one stream "
+            f"(parallel connection), found {n_sizes} size(s): measure more sizes"
         )
     fits = [_fit_rounds(rounds, on_host) for on_host in _possibly_on_host(rounds)]
     fit = min(fits, key=lambda fit: round(fit.residual, 6))  # of equal fits, `min` takes the first
     if not min(fit.s_per_byte.values()) > 0:
         worst_count = min(fit.s_per_byte, key=lambda streams: fit.s_per_byte[streams])
         raise TuningError(
-            f"Sirtaki cannot fit a network bandwidth to the measurements on {worst_count} stream(s): larger messages "
-            "did not take longer than smaller ones"
+            f"Sirtaki cannot estimate the network bandwidth on {worst_count} stream(s) (parallel connections), because "
+            "larger messages did not take longer than smaller ones: measure larger messages"
         )
     if fit.residual > MAX_RESIDUAL:
         worst = max(rounds, key=lambda one: abs(fit.error(one)))
         raise TuningError(
-            "Sirtaki rejects the fitted network latency and bandwidth: predicted times differ from measured ones by "
-            f"{fit.residual:.0%} (limit {MAX_RESIDUAL:.0%}), and most for an all-reduce of {worst.unit_bytes} bytes on "
-            f"{worst.streams} stream(s), which took {worst.seconds:.3g} s"
+            "Sirtaki discards its estimate of network latency and bandwidth, because predicted times differ from "
+            f"measured ones by {fit.residual:.0%} (limit {MAX_RESIDUAL:.0%}); the worst is {worst.seconds:.3g} s for "
+            f"{worst.unit_bytes} bytes on {worst.streams} stream(s) (parallel connections)"
         )
     rates = {count: 1 / slope for count, slope in fit.s_per_byte.items()}
     return LinkModel(
@@ -385,9 +385,8 @@ def fit_contention(
     worst = max(residuals, key=lambda name: residuals[name])
     if residuals[worst] > MAX_RESIDUAL:
         raise TuningError(
-            "Sirtaki rejects the fitted model (LIBRA) of how computation and communication slow each other down: its "
-            f"speed of {worst} differs from the measured speed by {residuals[worst]:.0%}, more than the limit of "
-            f"{MAX_RESIDUAL:.0%}"
+            "Sirtaki discards its estimate of how computation and communication slow each other down: the estimated "
+            f"speed of {worst} differs from the measured speed by {residuals[worst]:.0%} (limit {MAX_RESIDUAL:.0%})"
         )
     return ContentionModel(
         alpha_1=alpha_1,
@@ -402,7 +401,7 @@ def fit_contention(
 def _check_samples(kind: str, samples: Sequence[ComputeSample] | Sequence[TransmissionSample]) -> None:
     if (n_counts := len({sample.threads for sample in samples})) < 2:
         raise TuningError(
-            "fitting the model (LIBRA) of how computation and communication slow each other down needs measurements of "
+            "estimating how computation and communication slow each other down needs measured times of "
             f"{kind} with at least two different numbers of GPU threads per all-reduce, found {n_counts}"
         )
     invalid = [sample.seconds for sample in samples if not (math.isfinite(sample.seconds) and sample.seconds > 0)]

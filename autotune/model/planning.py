@@ -54,8 +54,8 @@ class PlanningModel:
         self.profile.check_fits(self.layout)
         if not self.links:
             raise TuningError(
-                "a model of communication costs must have network latency and bandwidth for at least one route "
-                "(transport and algorithm), found none"
+                "the estimated communication costs of a job must include network latency and bandwidth for at least "
+                "one route (transport and algorithm), found none: measure a route"
             )
 
     def simulator(self, route: Route) -> Simulator:
@@ -167,8 +167,8 @@ class PlanningModel:
             )
         except (KeyError, TypeError, ValueError) as err:
             raise TuningError(
-                "the JSON data are not a valid model of communication costs, because a field is missing or invalid: "
-                f"{err!r}"
+                "the JSON data are not a valid estimate of a job's communication costs (gradient sizes and times, "
+                f"network latency and bandwidth), because a field is missing or invalid: {err!r}"
             ) from err
 
 
@@ -327,7 +327,9 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.ranks < 2:
-            raise TuningError(f"the cluster {self.name!r} must have at least two ranks, found {self.ranks}")
+            raise TuningError(
+                f"the description of the cluster {self.name!r} must have at least two ranks, found {self.ranks}"
+            )
         if self.hop_s < 0 or not 0 < self.flow_bytes_per_s <= self.link_bytes_per_s:
             raise TuningError(
                 f"the description of the cluster {self.name!r} must have hop_s ≥ 0 (latency) and "
@@ -337,9 +339,8 @@ class Cluster:
             )
         if not 0 <= self.crowding < 1:
             raise TuningError(
-                f"the description of the cluster {self.name!r} must have 0 ≤ crowding < 1 (fraction of throughput lost "
-                "with each parallel connection beyond the number that saturates the link), found "
-                f"{self.crowding}"
+                f"the description of the cluster {self.name!r} must have 0 ≤ crowding < 1, found {self.crowding}: "
+                "crowding is the fraction of throughput lost with each connection after those that saturate the link"
             )
 
     def link(self, *, max_streams: int = 24) -> LinkModel:
@@ -429,9 +430,8 @@ def calibrate_link(
     residual = root_mean_square(fit.fun[: len(plans)])
     if residual > MAX_RESIDUAL:
         raise TuningError(
-            "Sirtaki rejects the network latency and bandwidth that it has corrected by measured trials: simulated "
-            f"communication times still differ from the measured ones by {residual:.0%}, more than the limit of "
-            f"{MAX_RESIDUAL:.0%}"
+            "communication times predicted with a corrected network latency and bandwidth still differ from the "
+            f"measured ones by {residual:.0%} (limit {MAX_RESIDUAL:.0%}): Sirtaki discards the correction"
         )
     best = corrected(fit.x)
     return replace(best, residual=residual)
@@ -456,8 +456,8 @@ def fitted_to_trials(model: PlanningModel, trials: Sequence[Trial]) -> PlanningM
                 fitted = fit(model, route, usable)
             except TuningError as err:
                 logger.debug(
-                    "Sirtaki tried to correct its model of communication costs on the transport %s with measured "
-                    "trials, but rejects the correction: %s",
+                    "Sirtaki keeps its estimated communication costs for the transport %s, because the tuning trials "
+                    "did not give better ones: %s",
                     route[0].value,
                     err,
                 )
@@ -529,8 +529,8 @@ def _with_contention_fitted(model: PlanningModel, route: Route, trials: Sequence
     base = model.contention_on(route)
     if base is None:
         raise TuningError(
-            "Sirtaki has not measured how computation and communication slow each other down; communication times "
-            "alone do not distinguish this slow-down from a slow network"
+            "Sirtaki cannot estimate from communication times alone how computation and communication slow each other "
+            "down, because a slow network looks the same; a measurement of this slow-down is missing"
         )
     times_s: dict[Knobs, list[float]] = {}
     for trial in trials:
@@ -538,8 +538,8 @@ def _with_contention_fitted(model: PlanningModel, route: Route, trials: Sequence
             times_s.setdefault(trial.knobs, []).append(trial.span_s)
     if len(times_s) < 3:
         raise TuningError(
-            "fitting how computation and communication slow each other down needs measurements of at least 3 settings, "
-            f"found {len(times_s)}"
+            "estimating how computation and communication slow each other down needs measurements of at least 3 "
+            f"communication settings, found {len(times_s)}: let tuning try more settings"
         )
     times_s = {knobs: times_s[knobs] for knobs in sorted(times_s, key=lambda knobs: knobs.unit_bytes)[-MAX_PLANS:]}
     plans = [knobs.to_plan(model.layout) for knobs in times_s]
@@ -582,8 +582,8 @@ def _with_contention_fitted(model: PlanningModel, route: Route, trials: Sequence
     explained = float((before**2).sum() - (after**2).sum()) / (float((after**2).sum()) + len(after) * LEAST_ERROR**2)
     if freedom < 1 or explained <= (1.0 - CONFIDENCE) ** (-2.0 / freedom) - 1.0:
         raise TuningError(
-            f"the measurements of {len(plans)} settings do not show, beyond noise, how computation and communication "
-            "slow each other down: Sirtaki keeps its previous model"
+            f"measurements of {len(plans)} communication settings are too few or too noisy to show how computation and "
+            "communication slow each other down: Sirtaki keeps its earlier estimate"
         )
     found = corrected(learnt)
     return replace(found, learnt={**found.learnt, route: replace(found.learnt[route], residual=residual)})
@@ -603,8 +603,8 @@ def _measured(layout: GradientLayout, trials: Sequence[Trial]) -> tuple[list[Com
     pairs = sorted(((t.knobs.to_plan(layout), t.span_s) for t in usable), key=lambda pair: len(pair[0].units))
     if len(pairs) < 4:
         raise TuningError(
-            "correcting the model of network latency and bandwidth needs at least 4 successful trials of settings, "
-            f"found {len(pairs)}"
+            "correcting the estimated network latency and bandwidth needs at least 4 successful tuning trials, found "
+            f"{len(pairs)}: let tuning try more settings"
         )
     pairs = pairs[:MAX_PLANS]
     return [plan for plan, _ in pairs], np.array([span_s for _, span_s in pairs])

@@ -65,8 +65,8 @@ class SharedResource:
     def __post_init__(self) -> None:
         if not self.totals or not all(math.isfinite(total) and total > 0 for total in self.totals):
             raise ReplayError(
-                f"the simulated resource {self.name!r} must have a positive, finite throughput for each number of "
-                f"concurrent uses, found {self.totals}"
+                f"the simulated network link or processors {self.name!r} must have a positive, finite throughput for "
+                f"each number of simultaneous operations, found {self.totals}"
             )
 
     def share(self, jobs: float) -> float:
@@ -183,8 +183,8 @@ class ReplayGraph:
             works = node.works
             if not 0 <= node.lane < len(self.lanes):
                 raise ReplayError(
-                    f"the index of the queue (lane) of the simulated operation {node.name!r} must be at least 0 and "
-                    f"below {len(self.lanes)}, the number of queues, found {node.lane}"
+                    f"the graph to simulate is invalid: the operation {node.name!r} must run on a queue whose index is "
+                    f"at least 0 and below {len(self.lanes)} (number of queues), found the index {node.lane}"
                 )
             if not 0 <= node.fixed_s < math.inf or not all(0 <= work.seconds < math.inf for work in works):
                 raise ReplayError(
@@ -192,15 +192,16 @@ class ReplayGraph:
                 )
             if works and not all(0 <= work.server < len(self.servers) and work.jobs > 0 for work in works):
                 raise ReplayError(
-                    f"each resource (server) that the simulated operation {node.name!r} uses must have an index below "
-                    f"{len(self.servers)}, the number of resources, and a positive load (jobs), found {node}"
+                    "the graph to simulate is invalid: each shared resource (link or processors) of an operation must "
+                    f"have an index below {len(self.servers)} (number of resources) and a positive number of uses "
+                    f"(jobs), found the operation {node}"
                 )
         for before, after, gap_s in self.edges:
             if not (0 <= before < count and 0 <= after < count and before != after and 0 <= gap_s < math.inf):
                 raise ReplayError(
-                    f"each edge (dependency) must connect two different nodes of the {count} simulated operations, "
-                    f"with a finite delay of at least 0 s, found an edge from node {before} to node {after}, delay "
-                    f"{gap_s} s"
+                    f"the graph to simulate is invalid: a dependency must connect two different ones of the {count} "
+                    f"operations, with a finite delay of at least 0 s, found operation {before} to operation {after}, "
+                    f"delay {gap_s} s"
                 )
 
 
@@ -296,7 +297,8 @@ class SharedHost:
     def __post_init__(self) -> None:
         if not (self.ranks >= 1 and self.processors > 0 and self.threads >= 1):
             raise TuningError(
-                f"a simulated host must have positive numbers of ranks, processors and threads, found {self}"
+                "a simulated host must have positive numbers of ranks, processors (CPU cores) and threads per rank, "
+                f"found {self}"
             )
 
     @property
@@ -368,8 +370,9 @@ def replay(graph: ReplayGraph) -> Replay:
     if run.n_pending:
         waiting = next(index for index, end_s in enumerate(run.end_s) if end_s < 0)
         raise ReplayError(
-            f"the simulation cannot run {run.n_pending} of {len(graph.nodes)} operations, because their dependencies "
-            f"have a cycle; the first of these operations is {graph.nodes[waiting]}"
+            "the simulation of the recorded training iterations cannot run "
+            f"{run.n_pending} of {len(graph.nodes)} operations, because their dependencies have a cycle (they wait for "
+            f"each other); one of these operations is {graph.nodes[waiting]}"
         )
     return Replay(
         graph=graph,

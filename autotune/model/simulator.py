@@ -50,17 +50,20 @@ class Profile:
 
     def __post_init__(self) -> None:
         if not self.ready_s:
-            raise TuningError("the profile of a training iteration must have at least one gradient, found none")
+            raise TuningError(
+                "the measured times (profile) of a training iteration must have at least one gradient, found none: "
+                "measure a model with parameters that require gradients"
+            )
         if not all(math.isfinite(time_s) and time_s >= 0 for time_s in (*self.ready_s, self.compute_s, self.forward_s)):
             raise TuningError(
-                "the times in the profile of a training iteration must be finite and at least 0 s, found: first "
+                "the measured times (profile) of a training iteration must be finite and at least 0 s, found: first "
                 f"gradient ready at {min(self.ready_s)} s, last gradient ready at {max(self.ready_s)} s, backward pass "
                 f"of {self.compute_s} s, forward pass of {self.forward_s} s"
             )
         if max(self.ready_s) > self.compute_s:
             raise TuningError(
-                f"all gradients in the profile must be ready before the backward pass ends at {self.compute_s} s, "
-                f"found a gradient that is ready at {max(self.ready_s)} s"
+                "in the measured times (profile) of a training iteration, all gradients must be ready before the "
+                f"backward pass ends at {self.compute_s} s, found a gradient that is ready at {max(self.ready_s)} s"
             )
 
     @classmethod

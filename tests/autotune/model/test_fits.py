@@ -83,7 +83,7 @@ def test_small_units_on_many_streams_show_the_processors_time(noise, tolerance):
 
 
 def test_one_size_is_too_little():
-    with pytest.raises(TuningError, match="at least two message sizes on one stream, found"):
+    with pytest.raises(TuningError, match=r"at least two sizes on one stream \(.*\), found 1 size"):
         fit_link([LinkProbe(unit_bytes=1000, streams=n, seconds=1.0) for n in (1, 2)])
 
 
@@ -108,7 +108,7 @@ def test_times_that_no_line_describes_are_refused_with_the_worst_probe():
     ],
 )
 def test_probes_that_cannot_be_are_refused(fields):
-    with pytest.raises(TuningError, match="positive, finite numbers of bytes, streams, rounds and seconds"):
+    with pytest.raises(TuningError, match=r"positive, finite numbers of bytes, .* and seconds"):
         LinkProbe(**{"unit_bytes": 1, "streams": 1, "seconds": 1.0, **fields})
 
 
@@ -201,7 +201,7 @@ MODEL = ContentionModel(
     "gammas", [(0.0, 0.0, 0.0), (-1.0, 0.0, 0.0), (1.0, 1.1, 0.0), (1.0, -0.1, 0.0), (1.0, 0.5, -0.1)]
 )
 def test_curves_that_fall_or_become_negative_are_rejected(gammas: tuple[float, float, float]) -> None:
-    with pytest.raises(TuningError, match=r"the transmission rate .* must have γ1 > 0"):
+    with pytest.raises(TuningError, match=r"all-reduce rates .* parameters γ1 > 0"):
         RateCurve(gamma_1=gammas[0], gamma_2=gammas[1], gamma_3=gammas[2])
 
 
