@@ -106,12 +106,12 @@ def _check_graphs(record: JobRecord) -> None:
         )
     if (hosts := topology.fingerprint()) != key.topology:
         raise RegistryError(
-            f"key.topology (hash of the topology in this tuning result) must be {hosts}, found {key.topology}: the "
+            f"key.topology (hash of the hosts and ranks in this tuning result) must be {hosts}, found {key.topology}: the "
             "file was edited or damaged; export the result again"
         )
     if topology.world_size != key.world_size:
         raise RegistryError(
-            f"key.world_size (number of ranks in the topology of this tuning result) must be {topology.world_size}, "
+            f"key.world_size must be {topology.world_size}, the number of ranks in the topology of this tuning result, "
             f"found {key.world_size}: the file was edited or damaged; export the result again"
         )
 

@@ -99,8 +99,8 @@ def model_graph(nodes: Iterable[OperationLabel], edges: Iterable[tuple[int, int]
     nodes, edges = list(nodes), list(edges)
     if len(nodes) > MAX_NODES or len(edges) > MAX_EDGES:
         raise RegistryError(
-            f"the model is too large for the registry (stored tuning results): its graph of operations must have at "
-            f"most {MAX_NODES} nodes and {MAX_EDGES} edges, found {len(nodes)} nodes and {len(edges)} edges"
+            "the registry cannot store tuning results of this model: the model's graph of operations must have at most "
+            f"{MAX_NODES} nodes and {MAX_EDGES} edges, found {len(nodes)} nodes and {len(edges)} edges"
         )
     graph = nx.DiGraph(labels=nodes, edges=sorted(edges))
     graph.add_nodes_from(range(len(nodes)))
