@@ -106,8 +106,8 @@ def _check_graphs(record: JobRecord) -> None:
         )
     if (hosts := topology.fingerprint()) != key.topology:
         raise RegistryError(
-            f"key.topology (hash of the hosts and ranks in this tuning result) must be {hosts}, found {key.topology}: the "
-            "file was edited or damaged; export the result again"
+            f"key.topology (hash of the hosts and ranks in this tuning result) must be {hosts}, found {key.topology}: "
+            "the file was edited or damaged; export the result again"
         )
     if topology.world_size != key.world_size:
         raise RegistryError(
