@@ -42,45 +42,48 @@ def read_document(file: IO[str]) -> list[StoredSetting]:
     try:
         text = file.read(MAX_FILE_CHARS + 1)
     except UnicodeDecodeError as err:
-        raise RegistryError(f"the file of registry records must be UTF-8 text: {err}") from err
+        raise RegistryError(
+            f"the file to import into the registry (stored tuning results) must be UTF-8 text: {err}"
+        ) from err
     if len(text) > MAX_FILE_CHARS:
         raise RegistryError(
-            f"the file of registry records must have at most {MAX_FILE_CHARS} characters, found more: export fewer "
-            "records into each file"
+            f"the file to import into the registry (stored tuning results) must have at most {MAX_FILE_CHARS} "
+            "characters, found more: export fewer results into each file"
         )
     try:
         data = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as err:
         raise RegistryError(
-            f"the file of registry records must be JSON as `sirtaki registry export` writes it: {err!s:.200}"
+            f"the file to import must be JSON as `sirtaki registry export` writes it: {err!s:.200}"
         ) from err
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        found = data.get("format") if isinstance(data, dict) else data
+        found = data.get("format", "") if isinstance(data, dict) else data
         shown = repr(found)[:40] if isinstance(found, str) else f"a {type(found).__name__}"
         raise RegistryError(
-            "the file of registry records must be written by `sirtaki registry export` and have the format "
-            f"{FORMAT!r}, found {shown}"
+            f"the file to import must have the format {FORMAT!r}, found {shown}: write the file with "
+            "`sirtaki registry export`"
         )
     version = data.get("version")
     if type(version) is not int or not 1 <= version <= VERSION:
         raise RegistryError(
-            f"the version of the file of registry records must be 1 to {VERSION}, found {version!r:.20}: upgrade "
-            "Sirtaki to read newer versions"
+            f"the version of the file to import must be 1 to {VERSION}, found {version!r:.20}: upgrade Sirtaki to read "
+            "files that a newer `sirtaki registry export` wrote"
         )
     kinds = [kind for kind in RECORDS if _SINCE[kind.table] <= version]
     if set(data) != {"format", "version", *(kind.table for kind in kinds)}:
         lists = " and ".join(kind.table for kind in kinds)
         raise RegistryError(
-            f"the file of registry records must have exactly the fields format, version and {lists}, "
-            f"found {', '.join(data)!s:.200}"
+            f"the file to import must have exactly the fields format, version and {lists}, "
+            f"found {', '.join(data)!s:.200}: write the file again with `sirtaki registry export`"
         )
     records: list[StoredSetting] = []
     for kind in kinds:
         items = data[kind.table]
         if not isinstance(items, list) or len(items) > MAX_RECORDS:
+            found = f"{len(items)} results" if isinstance(items, list) else f"a {type(items).__name__}"
             raise RegistryError(
-                f"the field {kind.table} of the file of registry records must be a list of at most {MAX_RECORDS} "
-                "records"
+                f"the field {kind.table} of the file to import must be a list of at most {MAX_RECORDS} tuning results, "
+                f"found {found}: export a longer list into several files"
             )
         for number, item in enumerate(items, start=1):
             try:
@@ -98,23 +101,23 @@ def _check_graphs(record: JobRecord) -> None:
     key, topology = record.key, record.topology
     if (model := fingerprint(record.model)) != key.model:
         raise RegistryError(
-            f"key.model must be the fingerprint (hash) {model} of the record's model graph, found {key.model}: the "
-            "record was edited or damaged"
+            f"key.model (hash of the model graph in this tuning result) must be {model}, found {key.model}: the file "
+            "was edited or damaged; export the result again"
         )
     if (hosts := topology.fingerprint()) != key.topology:
         raise RegistryError(
-            f"key.topology must be the fingerprint (hash) {hosts} of the record's topology, found {key.topology}: the "
-            "record was edited or damaged"
+            f"key.topology (hash of the hosts and ranks in this tuning result) must be {hosts}, found {key.topology}: "
+            "the file was edited or damaged; export the result again"
         )
     if topology.world_size != key.world_size:
         raise RegistryError(
-            f"key.world_size must be {topology.world_size}, the number of ranks in the record's topology, found "
-            f"{key.world_size}: the record was edited or damaged"
+            f"key.world_size must be {topology.world_size}, the number of ranks in the topology of this tuning result, "
+            f"found {key.world_size}: the file was edited or damaged; export the result again"
         )
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"each number in the file must be finite, found {name}")
+    raise ValueError(f"each number in the file to import must be finite, found {name}: export the file again")
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -99,17 +99,18 @@ def model_graph(nodes: Iterable[OperationLabel], edges: Iterable[tuple[int, int]
     nodes, edges = list(nodes), list(edges)
     if len(nodes) > MAX_NODES or len(edges) > MAX_EDGES:
         raise RegistryError(
-            f"a model's graph must have at most {MAX_NODES} nodes and {MAX_EDGES} edges, found {len(nodes)} nodes and "
-            f"{len(edges)} edges: the registry cannot store this graph"
+            "the registry cannot store tuning results of this model: the model's graph of operations must have at most "
+            f"{MAX_NODES} nodes and {MAX_EDGES} edges, found {len(nodes)} nodes and {len(edges)} edges"
         )
     graph = nx.DiGraph(labels=nodes, edges=sorted(edges))
     graph.add_nodes_from(range(len(nodes)))
     graph.add_edges_from(edges)
-    if len(graph) > len(nodes) or len(set(edges)) < len(edges) or any(a == b for a, b in edges):
-        raise RegistryError(
-            f"each edge of a model's graph of {len(nodes)} nodes must connect two different nodes, and each edge must "
-            "occur only once"
-        )
+    for (source, target), times in Counter(edges).items():
+        if times > 1 or source == target or not 0 <= min(source, target) <= max(source, target) < len(nodes):
+            raise RegistryError(
+                f"each edge of a stored model graph of {len(nodes)} nodes must connect two different nodes and occur "
+                f"once, found the edge {source} -> {target} (occurs {times}x): the graph was edited or damaged"
+            )
     return nx.freeze(graph)
 
 

@@ -114,7 +114,7 @@ class StoredSetting(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         record = checked(cls, {**checked(dict[str, Any], data), **graphs} if graphs else data)
         if record.created_s > time.time() + MAX_AHEAD_S:
             raise RegistryError(
-                "created_s (time of creation in Unix seconds) must not be in the future, found "
+                "created_s (Unix time when a tuning result was stored) must not be in the future, found "
                 f"{record.created_s:.0f}: check the clocks of the hosts"
             )
         if why := record.implausible():
@@ -389,15 +389,17 @@ class Skew(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if not (self.touched > 0 and self.union > 0 and self.curve):
             raise RegistryError(
-                "the statistics of row accesses (skew) must have touched > 0 (accesses per iteration), union > 0 "
-                "(distinct rows per iteration) and at least one point in curve, found "
-                f"{self.touched}, {self.union} and {len(self.curve)} points"
+                "the row-access statistics (skew) of an embedding are empty: touched (accesses per iteration), union "
+                "(distinct rows per iteration) and the number of points in curve must be above 0, found "
+                f"{self.touched}, {self.union} and {len(self.curve)}"
             )
-        if any(rows >= more or part > larger for (rows, part), (more, larger) in pairwise(self.curve)):
-            raise RegistryError(
-                "each point of skew.curve (number of rows, fraction of accesses) must have more rows than the previous "
-                "point, and a fraction that is not smaller"
-            )
+        for (rows, part), (more, larger) in pairwise(self.curve):
+            if rows >= more or part > larger:
+                raise RegistryError(
+                    "each point [N, share] of skew.curve (share of accesses that go to an embedding's N most accessed "
+                    f"rows) must have a larger N and no smaller share than the point before, found [{more}, {larger}] "
+                    f"after [{rows}, {part}]"
+                )
 
     def covered(self, rows: int) -> float:
         """Return the fraction of accesses that go to the `rows` most frequent rows.

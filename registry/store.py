@@ -283,14 +283,14 @@ class Store:
             row = next(_rows(connection, found, [name]), None)
         if row is None:
             raise RegistryError(
-                f"the registry lacks the model graph or the topology of its record {name} (type: {found.called}): "
-                f"remove the record with `sirtaki registry forget {name}`"
+                f"the stored tuning result {name} (type: {found.called}) is incomplete, because the registry lacks its "
+                f"model graph or its topology: remove the result with `sirtaki registry forget {name}`"
             )
         try:
             return _record(found, *row)
         except RegistryError as err:
             raise RegistryError(
-                f"the registry's record {name} (type: {found.called}) is damaged ({err}): remove the record with "
+                f"the stored tuning result {name} (type: {found.called}) is damaged ({err}): remove the result with "
                 f"`sirtaki registry forget {name}`"
             ) from err
 
@@ -346,8 +346,8 @@ class Store:
                 if not isinstance(err.__cause__, IntegrityError):
                     raise
         raise RegistryError(
-            f"Sirtaki stored nothing in the registry {self.name}: each of {_ATTEMPTS} attempts conflicted with a "
-            "write of another process: try again later"
+            f"Sirtaki stored no tuning results in the registry {self.name}, because each of {_ATTEMPTS} attempts "
+            "conflicted with a write of another process: try again later"
         )
 
     def forget(self, id_prefix: str) -> str:
@@ -461,8 +461,8 @@ class Store:
         called, lists = (" or ".join(getattr(one, name) for one in kinds) for name in ("called", "shown_by"))
         if found:
             raise RegistryError(
-                f"several ids in the registry begin with {id_prefix!r}: give more characters of the id, which the "
-                f"command {lists} shows"
+                f"several ids in the registry (stored tuning results) begin with {id_prefix!r}: give more characters "
+                f"of the id; the command {lists} shows all ids"
             )
         raise RegistryError(
             f"the registry has no record (type: {called}) whose id begins with {id_prefix!r}: the command {lists} "
@@ -485,7 +485,10 @@ class Store:
                 if not (isinstance(err.__cause__, OperationalError) and path.is_file()) or "locked" in str(err):
                     raise
                 logger.info(
-                    "Sirtaki opens the registry %s read-only, because opening for writing failed: %s", path, err
+                    "Sirtaki opens the registry (stored tuning results) %s read-only and stores no new results, "
+                    "because opening for writing failed: %s",
+                    path,
+                    err,
                 )
                 self.read_only = True
         with self._translated():
@@ -503,8 +506,9 @@ class Store:
             version = int(connection.execute(select(versions.c.version)).scalar_one()) if there else 0
             if version > len(SCHEMAS):
                 raise RegistryError(
-                    f"the registry {self.name} has schema version {version}, but this release of Sirtaki supports "
-                    f"versions up to {len(SCHEMAS)}: upgrade Sirtaki, or set SIRTAKI_REGISTRY to another registry"
+                    f"the registry (stored tuning results) {self.name} has schema version {version}, but this release "
+                    f"of Sirtaki supports versions up to {len(SCHEMAS)}: upgrade Sirtaki, or set SIRTAKI_REGISTRY to "
+                    "another registry"
                 )
             if self.read_only and version == 0:
                 raise RegistryError(
@@ -528,8 +532,8 @@ class Store:
     def _writing(self) -> Iterator[Connection]:
         if self.read_only:
             raise RegistryError(
-                f"the registry {self.name} is open read-only and cannot be written: set SIRTAKI_REGISTRY to another "
-                "registry"
+                f"the registry (stored tuning results) {self.name} is open read-only and cannot be written: set "
+                "SIRTAKI_REGISTRY to a file or database that you can write"
             )
         with (
             self._translated(),
@@ -556,8 +560,8 @@ class Store:
                     "process ends, or end that process if it hangs"
                 ) from err
             raise RegistryError(
-                f"Sirtaki cannot open or use the registry {self.name} ({why}): check that the database exists and may "
-                "be read and written, or set SIRTAKI_REGISTRY to another registry"
+                f"Sirtaki cannot open or use the registry (stored tuning results) {self.name} ({why}): check that the "
+                "database exists and may be read and written, or set SIRTAKI_REGISTRY to another registry"
             ) from err
         except DatabaseError as err:
             # Compare the exact type, because subclasses report other errors than damage.
@@ -566,12 +570,13 @@ class Store:
                 raise CorruptStoreError(message, self._path) from err
             why = " ".join(str(err.orig).split())
             raise RegistryError(
-                f"the database of the registry {self.name} rejected an SQL statement of Sirtaki ({why}): set "
-                "SIRTAKI_REGISTRY to another registry, or report this as a bug of Sirtaki"
+                f"the registry (database of tuning results) {self.name} rejected an SQL statement of Sirtaki ({why}): "
+                "set SIRTAKI_REGISTRY to another registry, or report this as a bug of Sirtaki"
             ) from err
         except (SQLAlchemyError, OSError) as err:
             raise RegistryError(
-                f"Sirtaki cannot open or use the registry {self.name} ({err}): set SIRTAKI_REGISTRY to another registry"
+                f"Sirtaki cannot open or use the registry (stored tuning results) {self.name} ({err}): set "
+                "SIRTAKI_REGISTRY to another registry"
             ) from err
 
 
@@ -627,8 +632,8 @@ def _record(kind: type[R], name: str, body: str, *graphs: bytes) -> R:
     record = kind.from_json(data)
     if record.id != name:
         raise RegistryError(
-            f"the record's id must be {record.id}, the hash of the record's key, found {name}: the record was edited "
-            "or damaged"
+            f"the id of a stored tuning result must be {record.id} (hash of its field key), found {name}: the result "
+            "was edited or damaged, and Sirtaki does not use it"
         )
     return record
 
@@ -655,7 +660,7 @@ def _put(connection: Connection, record: StoredSetting, disproved: StoredSetting
                 return False
         except RegistryError as err:
             logger.warning(
-                "Sirtaki overwrites a damaged record of the registry (%s %s) with a new record: %s",
+                "Sirtaki replaces a damaged tuning result in the registry (%s %s) with a new result: %s",
                 kind.called,
                 record.id,
                 err,
@@ -714,12 +719,13 @@ def _expanded(body: bytes) -> bytes:
         text = inflate.decompress(body, _MAX_GRAPH_BYTES)
     except (zlib.error, TypeError) as err:
         raise RegistryError(
-            f"the model graph or the topology of a registry record is damaged and cannot be decompressed: {err}"
+            f"the model graph or the topology of a stored tuning result cannot be decompressed ({err}): the result is "
+            "damaged, and Sirtaki does not use it"
         ) from err
     if inflate.unconsumed_tail:
         raise RegistryError(
-            "after decompression, the model graph or the topology of a registry record must have at most "
-            f"{_MAX_GRAPH_BYTES} bytes, found more: the record is damaged"
+            "the decompressed model graph or topology of a stored tuning result must have at most "
+            f"{_MAX_GRAPH_BYTES} bytes, found more: the result is damaged, and Sirtaki does not use it"
         )
     return text
 
@@ -737,8 +743,8 @@ def file_of(url_or_path: str) -> Path | None:
         return None
     if url.database in (None, "", ":memory:"):
         raise RegistryError(
-            "the registry must be a file or on a database server, because a database in memory is lost when the "
-            "process ends: set SIRTAKI_REGISTRY to a file"
+            "the registry (stored tuning results) must be a file or on a database server, because a database in memory "
+            "is lost when the process ends: set SIRTAKI_REGISTRY to a file or a server's URL"
         )
     return Path(url.database)
 
@@ -859,5 +865,6 @@ def set_aside(path: Path) -> Path:
             return aside
     except OSError as err:
         raise RegistryError(
-            f"Sirtaki cannot rename the damaged registry {path}: {err}; move the file to another folder by hand"
+            f"the registry file (stored tuning results) {path} is damaged and Sirtaki cannot rename it ({err}): move "
+            "the file to another folder by hand"
         ) from err

@@ -346,7 +346,7 @@ def neighbours(store: Store, job: JobDescription, *, k: int = 3, max_distance: f
         except CorruptStoreError:
             raise
         except RegistryError as err:
-            logger.info("Sirtaki skips the damaged registry record %s of a similar job: %s", match.id, err)
+            logger.info("Sirtaki ignores the damaged tuning result %s of a similar job: %s", match.id, err)
     return sorted(readable, key=lambda neighbour: neighbour.distance)[:k]
 
 

@@ -162,7 +162,7 @@ def test_a_long_path_takes_linear_time_and_a_cycle_has_no_fingerprint() -> None:
 
 @pytest.mark.parametrize("edges", [[(0, 0)], [(0, 2)], [(-1, 0)], [(0, 1), (0, 1)]], ids=str)
 def test_edges_that_do_not_fit_are_refused(edges: list[tuple[int, int]]) -> None:
-    with pytest.raises(RegistryError, match="must connect two different nodes"):
+    with pytest.raises(RegistryError, match=r"must connect two different nodes .* found the edge"):
         model_graph((A, B), edges)
 
 

@@ -435,7 +435,7 @@ def skew(**changes: Any) -> dict[str, Any]:
         ({"skew": skew(union=1e6)}, "skew must not have more accessed rows"),
         (
             {"skew": skew(curve=[[2, 0.5], [1, 1.0]])},
-            r"each point of skew\.curve .* must have more rows than the previous point",
+            r"each point \[N, share\] of skew\.curve .* found \[1, 1\.0\] after \[2, 0\.5\]",
         ),
         ({"skew": skew(curve=[[1, 1.0, 2]])}, r"skew\.curve"),
         ({"skew": skew(curve=[[1, 1.5]])}, r"skew\.curve"),

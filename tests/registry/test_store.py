@@ -335,7 +335,7 @@ def test_a_damaged_entry_hides_no_other_and_is_replaced(
         store.find(JobRecord, damaged.id)
     worse = make_entry(best_span_s=0.9)
     assert store.put(worse)
-    assert f"overwrites a damaged record of the registry (entry {damaged.id})" in caplog.text
+    assert f"replaces a damaged tuning result in the registry (entry {damaged.id})" in caplog.text
     assert store.get(JobRecord, damaged.key) == worse
 
 
@@ -350,14 +350,18 @@ def test_lists_show_the_readable_part_of_damaged_entries(store: Store, path: Pat
     assert (summary.hosts, summary.fixed, summary.condition, summary.model_name) == ("?", (), "", "Réseau")
     assert store.shapes() == {}
     run_sql(path, "PRAGMA foreign_keys = OFF", "DELETE FROM topologies")
-    with pytest.raises(RegistryError, match="lacks the model graph or the topology of its record"):
+    with pytest.raises(
+        RegistryError, match="is incomplete, because the registry lacks its model graph or its topology"
+    ):
         store.find(JobRecord, entry.id)
 
 
 def test_an_entry_under_the_id_of_another_job_is_not_believed_and_ids_are_no_patterns(store: Store, path: Path) -> None:
     store.put(make_entry())
     run_sql(path, "UPDATE entries SET id = 'a%x'")
-    with pytest.raises(RegistryError, match=r"the record's id must be .*: the record was edited or damaged"):
+    with pytest.raises(
+        RegistryError, match=r"the id of a stored tuning result must be .*: the result was edited or damaged"
+    ):
         store.find(JobRecord, "a%")
     with pytest.raises(RegistryError, match=r"no record \(type: entry.*\) whose id begins"):
         store.find(JobRecord, "b%")
@@ -456,7 +460,7 @@ def test_a_damaged_file_is_moved_with_the_files_beside_it(path: Path) -> None:
 
 def test_where_it_cannot_be_renamed_the_user_is_asked_to(tmp_path: Path) -> None:
     with pytest.raises(
-        RegistryError, match=r"cannot rename the damaged registry .*nowhere/registry.db: .*; move the file"
+        RegistryError, match=r"nowhere/registry.db is damaged and Sirtaki cannot rename it \(.*\): move the file"
     ):
         set_aside(tmp_path / "nowhere" / "registry.db")
 
