@@ -174,7 +174,8 @@ class AgentClient:
             answer, self._answer = self._answer, None
         if answer is None and self._closed:
             raise CommError(
-                f"the agent (launcher's process on this host, which starts its ranks) has exited: {self._closed}"
+                f"the agent (launcher's process that starts this host's ranks) has exited ({self._closed}); see the "
+                "launcher's output for the cause"
             )
         if answer is None:
             raise CommError(
@@ -388,8 +389,8 @@ class Generations:
                 raise
             except CommError as err:
                 raise LaunchError(
-                    f"this rank could not join the elastic job's next generation (set of ranks), after generation "
-                    f"{self.number}: {err}"
+                    f"this rank leaves the elastic job, because it could not join the next generation (set of ranks) "
+                    f"after generation {self.number}: {err}"
                 ) from err
             joined_s = time.monotonic()
             try:

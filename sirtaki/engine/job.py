@@ -93,8 +93,8 @@ class Disposal:
                 close()
             except Exception:  # logged only, because the remaining functions must be called after any error
                 logger.warning(
-                    "an optimizer that the script has deleted raised an error when Sirtaki closed it; "
-                    "training continues",
+                    "Sirtaki could not remove all its hooks and buffers of a DistributedOptimizer that the script has "
+                    "deleted, because of an error; training continues",
                     exc_info=True,
                 )
             # Delete the reference, because the function references the closed object, which could not be freed.
@@ -766,7 +766,9 @@ def _leave(exit_code: int) -> NoReturn:
     """Exit without MPI_Finalize, so that mpiexec detects the failure and ends the job."""
     _flush()
     (os._exit if generations.of_process is None else generations.of_process.leave)(exit_code)
-    raise AssertionError("os._exit returned, although it must end this process")
+    raise AssertionError(
+        "os._exit returned instead of ending this process; remove code that replaces os._exit, such as a mock"
+    )
 
 
 def _flush() -> None:

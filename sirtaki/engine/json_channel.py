@@ -122,12 +122,14 @@ class JsonChannel(Generic[Received]):
                 messages.append(self._decoder.decode(text))
             except ValueError as err:  # raised by msgspec for invalid JSON and for bytes that are not UTF-8
                 raise ConnectionError(
-                    "another process of this job (launcher, agent or rank) sent an invalid control message; check that "
-                    f"all run the same version of Sirtaki: {err}"
+                    f"another process of this job (launcher, agent or rank) sent an invalid control message ({err}); "
+                    "check that all run the same version of Sirtaki"
                 ) from err
         # Not while there are messages, because those received before the end are returned first.
         if self._ended and not messages:
-            raise ConnectionError("the process at the other end has closed the connection")
+            raise ConnectionError(
+                "another process of this job (launcher, agent or rank) exited or closed its control connection"
+            )
         return messages
 
     def close(self) -> None:

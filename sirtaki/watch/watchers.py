@@ -177,7 +177,10 @@ def notify(
                 in_a_line(err),
             )
             logger.debug(
-                "traceback of the error that the watcher %s (object with callbacks) raised", name, exc_info=True
+                "traceback of the error that a callback of the watcher %s (object that receives a job's events) "
+                "raised; correct this callback:",
+                name,
+                exc_info=True,
             )
 
 
@@ -387,7 +390,8 @@ class JobBeacon:
                 except Exception:
                     # Send no answer, because there is no state while the job is starting or ending.
                     logger.debug(
-                        "`sirtaki top` got no answer from this job, because the job was starting or ending",
+                        "`sirtaki top` got no answer from this job, because the job is starting or ending; run it "
+                        "again after a few seconds",
                         exc_info=True,
                     )
                     continue

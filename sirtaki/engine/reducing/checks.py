@@ -63,8 +63,8 @@ def warn_of_different_values(control: ControlPlane, named: Sequence[Named]) -> N
     first = _first_difference(control, checksums([param for _, param in named]))
     if first is not None and control.rank == 0:
         logger.warning(
-            "the ranks begin with different parameters, first %r; only gradients are averaged, so the models stay "
-            "different: call hvd.broadcast_parameters(model.state_dict(), root_rank=0) before training",
+            "the ranks begin with different parameters (the first that differs is %r); only gradients are averaged, so "
+            "the models stay different: call hvd.broadcast_parameters(model.state_dict(), root_rank=0) before training",
             named[first][0],
         )
 

@@ -26,7 +26,7 @@ from sirtaki.comm.plan import GradientLayout, Route
 from sirtaki.engine.settings import REGISTRY_OFF, Settings
 from sirtaki.errors import PlanError
 from sirtaki.machine import host_kind
-from sirtaki.measures import LinkModel, faster
+from sirtaki.measures import LinkModel
 from sirtaki.registry.cluster import Topology
 from sirtaki.registry.graph import gradients_fingerprint, layout_fingerprint
 from sirtaki.registry.model_graph import ModelGraphRecorder
@@ -125,12 +125,11 @@ def _promising(
         if span_s is None or span_s <= (1 + doubt) * min(known_s):
             kept.append(proposal)
         else:
-            slower = faster(min(known_s), span_s)
             which = proposal.message.replace("starting from ", "")
             logger.info(
-                "the tuner skips an earlier job's setting, because the network's model predicts that it is %s than the "
-                "best plan: %s",
-                slower,
+                "the tuner skips an earlier job's setting, because its predicted communication time is %.2f times that "
+                "of the best known setting; skipped setting: %s",
+                span_s / min(known_s),
                 which,
             )
     return kept
@@ -326,12 +325,13 @@ class TuningCache:
         try:
             if knobs not in space:
                 raise PlanError(
-                    f"this job cannot use the stored setting {knobs.describe()}, because its transport, algorithm, "
-                    "bucket size, number of parallel streams, NCCL options or compressor is not available here"
+                    f"the stored setting {knobs.describe()} uses a transport, algorithm, bucket size or other option "
+                    "that this job does not have, so Sirtaki adapts the setting"
                 )
             if knobs.cuts is not None and not same_order:
                 raise PlanError(
-                    "the stored plan needs another order of gradients in the backward pass than this job has"
+                    "the stored communication plan (division of gradients into buckets) is for another order of "
+                    "gradients in the backward pass, so Sirtaki adapts the plan"
                 )
             checked_plans(knobs, layouts)
         except PlanError as err:

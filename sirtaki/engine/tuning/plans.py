@@ -196,7 +196,8 @@ def checked_plans(knobs: Knobs, layouts: Sequence[GradientLayout]) -> list[CommP
     most = max(MOST_UNITS, STREAM_COUNTS[-1] * len(layouts[0].sizes))
     if len(knobs.cuts or ()) > most:
         raise PlanError(
-            f"the plan has {len(knobs.cuts or ())} units (buckets), but the maximum for this model is {most}"
+            f"the communication plan must divide this model's gradients into at most {most} buckets, found "
+            f"{len(knobs.cuts or ())}"
         )
     return plans_for(knobs, layouts)
 
@@ -295,7 +296,9 @@ class GivenPlan:
             path = path / PLAN_FILE if path.is_dir() else path
             data = json.loads(path.read_text(encoding="utf-8"))
         except OSError as err:
-            raise ConfigError(f"the plan file {path} cannot be read: {err.strerror or err}") from err
+            raise ConfigError(
+                f"the plan file {path} (communication plan of `sirtaki optimize`) cannot be read: {err.strerror or err}"
+            ) from err
         except ValueError as err:
             raise ConfigError(f"the file {path} is not a plan, because it is not JSON: {err}") from err
         return cls.from_json(data, source=str(path))
@@ -343,7 +346,11 @@ class GivenPlan:
             raise ConfigError(f"SIRTAKI_PLAN: {why_not}")
         if control.rank == 0:
             if why_not:
-                logger.warning("the plan in SIRTAKI_PLAN does not fit this job, and Sirtaki ignores it: %s", why_not)
+                logger.warning(
+                    "the communication plan in SIRTAKI_PLAN does not fit this job, and Sirtaki ignores it (%s); to "
+                    "make a plan for this job, run `sirtaki optimize`",
+                    why_not,
+                )
             else:
                 logger.info(
                     "the plan %s of SIRTAKI_PLAN fits this job and will run: %s", self.source, self.knobs.describe()
@@ -396,7 +403,7 @@ def given_to_all(control: ControlPlane, path: str | None, *, ranks_stay: bool = 
     if ranks_stay:
         raise ConfigError(f"SIRTAKI_PLAN: {plan_or_error}")
     if control.rank == 0:
-        logger.warning("the plan in SIRTAKI_PLAN is invalid, and Sirtaki ignores it: %s", plan_or_error)
+        logger.warning("the communication plan in SIRTAKI_PLAN is invalid, and Sirtaki ignores it: %s", plan_or_error)
     return None
 
 
@@ -727,8 +734,8 @@ def contention_model(probes: Sequence[ThreadProbe], *, alpha_s: float) -> Conten
         return fit_contention(compute, transmissions, alpha_s=alpha_s, default_threads=_most_like_none(probes))
     except TuningError as err:
         logger.info(
-            "how much communication slows down compute cannot be measured: %s; planners (search methods with a model "
-            "of the network) assume no slowdown in this job",
+            "the slowdown of compute by communication cannot be measured (%s); planners (search methods that predict "
+            "times) assume no slowdown in this job",
             err,
         )
         return None
@@ -868,7 +875,8 @@ def probe_routes(
             soundings_s = tuple(_sounding_s(control, router, route, buffer, size) for size in SOUNDING_BYTES)
         except (PlanError, TransportError) as err:  # raised on all ranks
             logger.info(
-                "latency and bandwidth of %s %s all-reduces cannot be measured: %s",
+                "latency and bandwidth of all-reduces by the transport %s and the algorithm %s cannot be measured, so "
+                "planners (search methods that need both) skip this transport and algorithm: %s",
                 *(part.value for part in route),
                 err,
             )
@@ -893,7 +901,12 @@ def probe_routes(
             try:
                 router.open_plan(plan)
             except (PlanError, TransportError) as err:  # raised on all ranks
-                logger.info("all-reduces on %d parallel streams cannot be measured: %s", streams, err)
+                logger.info(
+                    "all-reduces on %d streams (parallel connections) cannot be measured; tuning continues without "
+                    "this measurement: %s",
+                    streams,
+                    err,
+                )
                 continue
             seen.add((size.unit_bytes, streams))
             probed_s = 0.0
@@ -1020,7 +1033,12 @@ def fitted_links(probes: Mapping[Route, Sequence[LinkProbe]]) -> dict[Route, Lin
             links[route] = link = fit_link(measured)
         except TuningError as err:
             unfit.append(name)
-            logger.debug("the all-reduce times of the transport %s fit no model of the network: %s", name, err)
+            logger.debug(
+                "latency and bandwidth of the transport and algorithm %s cannot be estimated from the measured "
+                "all-reduce times, so planners (search methods that need both) skip it: %s",
+                name,
+                err,
+            )
             continue
         curve = " ".join(f"{rate / 1e6:.4g}" for rate in link.throughput)
         logger.debug(
@@ -1033,8 +1051,9 @@ def fitted_links(probes: Mapping[Route, Sequence[LinkProbe]]) -> dict[Route, Lin
         )
     if unfit:
         logger.info(
-            "the all-reduce times of the transports %s fit no model of the network, which is usual on one host and "
-            "needs no action; search methods that need such a model do not try these transports",
+            "latency and bandwidth cannot be estimated from the measured all-reduce times of %s (transport and "
+            "algorithm), which is usual on one host; planners (search methods that need both) skip these, and tuning "
+            "continues",
             ", ".join(unfit),
         )
     return links

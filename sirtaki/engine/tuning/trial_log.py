@@ -214,7 +214,8 @@ class TrialLogWriter:
             self._file.flush()
         except (OSError, ValueError, TypeError) as err:  # TypeError: a user's search method may use any type of value
             logger.warning(
-                "writing the trial log %s has failed (%s); training continues, but the log will lack all later trials",
+                "the trial log %s (measurements of tuning) cannot be written, usually because the disk is full (%s); "
+                "training continues, but later measurements are not logged",
                 self._file.name,
                 err,
             )
@@ -389,7 +390,9 @@ def read_log(path: Path) -> TrialLog:
     try:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     except (OSError, UnicodeDecodeError) as err:
-        raise ConfigError(f"the trial log {path} cannot be read: {err}") from err
+        raise ConfigError(
+            f"the trial log {path} (measurements of tuning) cannot be read; check the path: {err}"
+        ) from err
     logs: dict[str, TrialLog] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -397,27 +400,33 @@ def read_log(path: Path) -> TrialLog:
         try:
             data = json.loads(line)
             if not isinstance(data, dict):
-                raise TypeError(f"each line of a trial log must be a JSON object, found a {type(data).__name__}")
+                raise TypeError(
+                    f"line {number} of the trial log (measurements of tuning) must be a JSON object, found a "
+                    f"{type(data).__name__}"
+                )
             if int(data.get("version", 1)) > VERSION:
                 raise ConfigError(
-                    f"the trial log's version is {data['version']}, but this release of Sirtaki reads only up to "
-                    f"{VERSION}; install a newer release"
+                    f"the version of the trial log {path} (measurements of tuning) is {data['version']}, but this "
+                    f"release of Sirtaki reads only versions up to {VERSION}; install a newer release"
                 )
             _add_to_job(logs, data)
+        except ConfigError:
+            raise
         except (KeyError, TypeError, ValueError, OverflowError, SirtakiError) as err:
             is_incomplete = number > 1 and number == len(lines) and not line.endswith("\n")
             if is_incomplete and isinstance(err, json.JSONDecodeError):
                 break
             reason = repr(err) if isinstance(err, KeyError) else str(err)
             raise ConfigError(
-                f"the trial log {path} cannot be read, because its line {number} is invalid: {reason}"
+                f"the trial log {path} (measurements of tuning) cannot be read, because its line {number} is invalid; "
+                f"correct or delete that line: {reason}"
             ) from err
     measured = [log for log in logs.values() if any(m.succeeded for m in log.measurements)]
     measured = measured or [log for log in logs.values() if log.sparse]
     if not measured:
         raise ConfigError(
-            f"the trial log {path} has no measured trial; use the log of a job of several ranks that was "
-            "tuned for some steps"
+            f"the trial log {path} contains no measurement of a setting; use the log (SIRTAKI_TRIAL_LOG) of a job with "
+            "several ranks in which Sirtaki tuned"
         )
     last = measured[-1]
     same_process = [log.sparse for log in logs.values() if last.process and log.process == last.process]

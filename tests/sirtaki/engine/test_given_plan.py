@@ -94,14 +94,15 @@ def test_an_invalid_plan_file_is_rejected_with_a_message(changes: dict[str, Any]
 
 
 def test_an_unreadable_plan_file_is_reported_on_all_ranks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ConfigError, match=r"SIRTAKI_PLAN: the plan file .*nowhere cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=r"SIRTAKI_PLAN: the plan file .*nowhere .* cannot be read: No such file"):
         given_to_all(ranks(), str(tmp_path / "nowhere"))
     (tmp_path / "broken").write_text("{")
     with pytest.raises(ConfigError, match="is not a plan, because it is not JSON"):
         given_to_all(ranks(), str(tmp_path / "broken"))
     assert given_to_all(ranks(), str(tmp_path / "nowhere"), ranks_stay=False) is None
     assert (
-        f"Sirtaki ignores it: the plan file {tmp_path}/nowhere cannot be read: No such file or directory" in caplog.text
+        f"Sirtaki ignores it: the plan file {tmp_path}/nowhere (communication plan of `sirtaki optimize`) cannot be "
+        "read: No such file or directory" in caplog.text
     )
     assert given_to_all(ranks(), None) is None
     assert given_to_all(ranks(1), str(tmp_path / "nowhere")) is None  # rank 0 reads
@@ -135,7 +136,7 @@ def test_a_plan_that_does_not_fit_is_ignored_or_an_error_if_it_is_required(
         assert GIVEN.accepted(layouts, ranks(rank, size), space, must_run=False) is None
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert words in caplog.text
-    assert "Sirtaki ignores it: the plan plan.json" in caplog.text
+    assert "Sirtaki ignores it (the plan plan.json" in caplog.text
 
 
 def test_gradients_may_be_ready_in_another_order(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,8 +11,8 @@ from sirtaki.engine.reducing.checks import checksums
 def test_the_first_parameter_that_differs_is_named_with_the_remedy(run_ranks: RunRanks, ranks: int) -> None:
     job = run_ranks("same_model.py", ranks, env={"SIRTAKI_REGISTRY": "off", "SIRTAKI_WARMUP_ITERATIONS": "0"})
     assert job.stdout.count("named") == ranks
-    assert job.stderr.count("the ranks begin with different parameters") == 1
-    assert "first '1.weight'; " in job.stderr
+    assert job.stderr.count("the ranks begin with different parameters (the first that differs is") == 1
+    assert "first that differs is '1.weight'); " in job.stderr
     assert "hvd.broadcast_parameters(model.state_dict(), root_rank=0)" in job.stderr
 
 

@@ -308,7 +308,7 @@ def test_proposals_that_the_model_predicts_to_be_slow_are_dropped_and_logged(cap
         )
     assert [proposal.knobs for proposal in found] == [plan]
     assert "the tuner skips an earlier job's setting, because" in caplog.text
-    assert "the best plan: Poor" in caplog.text
+    assert "the best known setting; skipped setting: Poor" in caplog.text
 
 
 def test_settings_alone_are_measured_against_the_plan_that_would_be_tried_next() -> None:
