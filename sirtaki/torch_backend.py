@@ -33,10 +33,13 @@ def register() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             _register()
-    except Exception:
+    except Exception as err:
         logger.debug(
-            "`import torch` could not register Sirtaki's backend %r, so init_process_group() cannot use it",
+            "`import torch` could not register Sirtaki's backend %r (%s: %s), so init_process_group() cannot use it; "
+            "report this as a bug of Sirtaki",
             NAME,
+            type(err).__name__,
+            err,
             exc_info=True,
         )
 

@@ -471,7 +471,7 @@ class LocalSGD:
         self._next = _Tail(interval=interval, delay=delay)
         logger.info(
             "hvd.%s now averages one of the model's %d fragments (parts) every %d steps, so the whole model every %d "
-            "steps; averaging a fragment takes up to %.3g ms, as long as %.1f training steps%s",
+            "steps; averaging a fragment takes up to %.3g ms (the time of %.1f training steps)%s",
             type(self).__name__,
             count,
             interval,
@@ -665,7 +665,8 @@ class DiLoCo(LocalSGD):
         shapes = [origin.shape for origin in self._origins]
         if [origin.shape for origin in state["origins"]] != shapes:
             raise ConfigError(
-                "the state to load does not fit this hvd.DiLoCo; pass the model and the fragments= of the saved state"
+                "the state to load was saved by an hvd.DiLoCo with another model or other fragments= (parts of the "
+                "model); create this hvd.DiLoCo with the same model and fragments="
             )
         super().load_state_dict(state)
         with torch.no_grad():

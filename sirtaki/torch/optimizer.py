@@ -837,7 +837,8 @@ def DistributedOptimizer(
     if op == Adasum and (current.control.size > 1 or current.elastic is not None):
         if process_set is not global_process_set:
             raise NotImplementedError(
-                "Adasum does not support non-global process sets yet. Remove process_set=, or use op=Average."
+                "Adasum does not support non-global process sets yet: it combines the updates of all ranks. Remove "
+                "process_set=, or use op=Average."
             )
         if not isinstance(compression, type) or not issubclass(compression, Compressor):
             raise ConfigError(
@@ -885,7 +886,11 @@ def _divide(
     lists = [list(group) for group in groups]
     members = [param for group in lists for param in group]
     if not all(isinstance(param, torch.Tensor) for param in members):
-        raise ValueError("groups must consist of torch.Tensor.")
+        found = next(type(param).__name__ for param in members if not isinstance(param, torch.Tensor))
+        raise ValueError(
+            "groups must consist of torch.Tensor. Pass lists of the parameters whose gradients are reduced together, "
+            f"found an object of type {found}."
+        )
     if len({id(param) for param in members}) != len(members):
         raise ValueError("A parameter can only appear once in groups.")
     return lists

@@ -697,7 +697,7 @@ def what_does_not_fit_is_refused() -> None:
     raises(MismatchError, "how shards are packed", lambda: fsdp.attach(model, **packing))
     for wrong in ({"carries": False, "gathers": Compression.int8}, {"carries": dist.get_rank() > 0}):
         raises((ConfigError, MismatchError), "carries", functools.partial(fsdp.attach, model, **wrong))
-    for other, says in ((nn.Linear(3, 3), "not sharded"), (sharded(Tower()), "attached already")):
+    for other, says in ((nn.Linear(3, 3), "neither sharded nor replicated"), (sharded(Tower()), "attached already")):
         raises(ConfigError, says, functools.partial(fsdp.attach, other))
     raises(MismatchError, "the sharded model", lambda: sharded(Tower(blocks=1 + (dist.get_rank() == 0))))
 

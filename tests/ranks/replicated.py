@@ -231,7 +231,7 @@ def what_does_not_fit_is_refused() -> None:
     model = replicated(dense_model())
     raises(ConfigError, "attached already", lambda: fsdp.attach(model))
     left = replicated(dense_model(), attach=False)
-    raises(ConfigError, "nor carries=False", lambda: fsdp.attach(left, carries=False))
+    raises(ConfigError, "and carries=False", lambda: fsdp.attach(left, carries=False))
     left.set_all_reduce_hook(lambda _: None)
     raises(ConfigError, "set_all_reduce_hook", lambda: fsdp.attach(left))
     with torch.device("meta"):

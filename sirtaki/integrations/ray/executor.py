@@ -298,7 +298,10 @@ class WorkerSlots:
                 if self._names[node] == host and group not in self._taken.values():
                     self._taken[worker] = group
                     return self._groups[group]
-        raise OSError(f"Ray has no reserved resources left on host {host}, so no further rank is started there")
+        raise OSError(
+            f"Ray has no free resources that are reserved for this job on host {host}, so Sirtaki cannot start "
+            "another rank there; add CPUs, GPUs or hosts to the Ray cluster"
+        )
 
     def release(self, worker: int) -> None:
         """Free the placement group that is assigned to a worker (process of a rank)."""

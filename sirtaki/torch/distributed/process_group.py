@@ -950,8 +950,8 @@ def _log_once(settings: Settings, rank: int, size: int) -> None:
         reduces = "tunes the reduction of" if settings.tunes else "reduces, without tuning,"
         then = f"Sirtaki {reduces} DDP gradients from each model's second step on (SIRTAKI_ATTACH=0 disables this)"
     logger.info(
-        'the process group "sirtaki" has %d ranks; it sends large CPU tensors through shared memory within a host and '
-        "several connections between hosts, and the rest through Gloo; %s",
+        'the process group "sirtaki" has %d ranks. Large CPU tensors use shared memory within a host, and several '
+        "connections between hosts; all other tensors use Gloo. %s",
         size,
         then,
     )

@@ -66,7 +66,8 @@ class Checkpoint:
             tree = torch.load(self.path / STATE, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as err:
             logger.info(
-                "the checkpoint %s contains objects of user classes, whose code runs while they are unpickled: %s",
+                "the checkpoint %s contains objects of Python classes, so Sirtaki loads it with weights_only=False, "
+                "which may run code of the checkpoint; use only checkpoints that you trust: %s",
                 self.path,
                 str(err).splitlines()[0],
             )
@@ -207,8 +208,8 @@ class CheckpointFolder:
                 problem = _problem(path)
             except PermissionError as err:  # not renamed, because the checkpoint may be complete
                 logger.warning(
-                    "Sirtaki is skipping the checkpoint %s, because this process may not read it (%s), and tries the "
-                    "checkpoint before it",
+                    "Sirtaki lacks permission to read the checkpoint %s (%s) and tries the checkpoint before it; to "
+                    "use the newer one, correct its permissions and restart the job",
                     path,
                     err,
                 )
@@ -377,8 +378,8 @@ class Checkpoints:
             self.folder.write(number, tree, throttle)
         except Exception as err:  # any error, e.g. of pickling: training must continue
             logger.warning(
-                "Sirtaki cannot write commit %d to the checkpoint folder %s, so the checkpoint before it stays the "
-                "newest: %s",
+                "Sirtaki cannot write the checkpoint of state.commit() number %d to the folder %s, so the checkpoint "
+                "before it stays the newest. Training continues; correct this error: %s",
                 number,
                 self.folder.path,
                 err,
@@ -386,7 +387,10 @@ class Checkpoints:
         else:
             elapsed_s = self._clock() - begin_s
             logger.info(
-                "commit %d was written to the checkpoint folder %s in %.1f s", number, self.folder.path, elapsed_s
+                "the checkpoint of state.commit() number %d was written to the folder %s in %.1f s",
+                number,
+                self.folder.path,
+                elapsed_s,
             )
 
     def wait(self) -> None:

@@ -442,8 +442,8 @@ class ObjectState(State):
         """
         if tree["values"].keys() != set(self._names):
             raise ValueError(
-                f"the checkpoint contains values with the names {sorted(tree['values'])}, but the State object of the "
-                f"script has values with the names {sorted(self._names)}"
+                f"the State object of the script must have values with the names {sorted(tree['values'])}, as the "
+                f"checkpoint does, but has values with the names {sorted(self._names)}"
             )
         for name, value in tree["values"].items():
             setattr(self, name, value)
@@ -512,8 +512,8 @@ class TorchState(ObjectState):
         states = {**tree["states"], **tree["samplers"]}
         if states.keys() != self._stateful.keys():
             raise ValueError(
-                f"the checkpoint contains the states of objects with the names {sorted(states)}, but the TorchState of "
-                f"the script has objects with the names {sorted(self._stateful)}"
+                "the TorchState of the script must have objects (model, optimizer, ...) with the names "
+                f"{sorted(states)}, as the checkpoint does, but has {sorted(self._stateful)}"
             )
         super()._load(tree)
         for name, value in self._stateful.items():
@@ -746,7 +746,11 @@ def resume(state: ObjectState, *, has_state: bool) -> None:
         RandomState(**generators[job.current().rank]).put_back()
     state._count_from(newest + 1)
     if job.current().rank == 0:
-        logger.info("the job is continuing from the checkpoint of commit %d in %s", newest, kept.folder.path)
+        logger.info(
+            "the job is continuing from the checkpoint of state.commit() number %d in the folder %s",
+            newest,
+            kept.folder.path,
+        )
 
 
 def _loaded(checkpoint: Checkpoint) -> tuple[Tree | None, str]:
@@ -818,7 +822,9 @@ def _run_fixed(train: Callable[[], Any], state: State, reset: Callable[[], None]
             return train()
         except MismatchError as err:
             logger.warning(
-                "the ranks disagree about an operation; Sirtaki restores the state of the last commit: %s", err
+                "the ranks called different collectives or passed different arguments; Sirtaki restores the state of "
+                "the last state.commit(): %s",
+                err,
             )
             state.restore()
             skip_sync = False
@@ -850,7 +856,9 @@ def _run_elastic(train: Callable[[], Any], state: State, reset: Callable[[], Non
             wants_sync = not interrupt.skip_sync
             _leave_generation(together=True)
         except CommError as err:
-            logger.info("communication between ranks failed; Sirtaki restores the state of the last commit: %s", err)
+            logger.info(
+                "communication between ranks failed; Sirtaki restores the state of the last state.commit(): %s", err
+            )
             if job.is_initialized():
                 job.current().give_up(f"rank {job.current().rank} leaves the current set of ranks: {err}")
             state.restore()

@@ -77,7 +77,9 @@ def attach(
     packing = _codec(gathers), _codec(scatters)
     modules = sharded_modules(model)
     if not modules:
-        raise ConfigError("this model is not sharded: call fully_shard() or replicate() on it before fsdp.attach()")
+        raise ConfigError(
+            "this model is neither sharded nor replicated: call fully_shard() or replicate() on it before fsdp.attach()"
+        )
     groups = find_groups(modules)
     # Choose the groups whose gradients Sirtaki's reducer for DDP all-reduces: those under `replicate()`, and those that
     # are sharded over one rank. With `carries=False`, PyTorch reduces the gradients of the latter.
@@ -87,8 +89,8 @@ def attach(
     sharded = [group for group in groups if group not in replicas]
     if replicas and (carries is False or (packing[0] and not sharded)):
         raise ConfigError(
-            "for a model under replicate(), fsdp.attach() does not accept gathers=, because each rank has all "
-            "parameters, nor carries=False, because Sirtaki always sends the gradients; remove these arguments"
+            "for a model under replicate(), remove gathers= and carries=False from fsdp.attach(): each rank has all "
+            "parameters, so nothing is gathered, and Sirtaki must send the gradients"
         )
     devices = {str(group.device) for group in sharded if group.device.type != "cpu"}
     if devices and (carries or any(packing)):

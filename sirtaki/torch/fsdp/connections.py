@@ -81,8 +81,8 @@ class ShardConnections:
             self.control = None
             if dist.get_rank() == 0:
                 logger.info(
-                    "Sirtaki does not tune this sharded model: its modules are sharded over different sets of ranks, "
-                    "and no module's process group contains all of these ranks"
+                    "Sirtaki does not tune this sharded model, because no module is sharded over all of the model's "
+                    "ranks; to have it tuned, shard at least one module (e.g. the root) over all of them"
                 )
         if not self._controls and dist.get_rank() == 0:
             no_log = NO_LOG if settings.trial_log else ""

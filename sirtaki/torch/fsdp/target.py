@@ -255,7 +255,8 @@ class ShardTarget(TunableTarget[ShardKnobs]):
                 found.append(f"{what} by {name} ({total.describe()})")
         if lanes.control.rank == 0:
             logger.info(
-                "Sirtaki compresses shards, because SIRTAKI_LOSSY permits it; measured on all ranks in %d steps: %s",
+                "Sirtaki compresses the shards that ranks exchange, as SIRTAKI_LOSSY permits; bytes and error, "
+                "measured on all ranks in %d steps: %s",
                 MEASURED_STEPS,
                 ", ".join(found),
             )
@@ -340,7 +341,9 @@ class ShardTarget(TunableTarget[ShardKnobs]):
         knobs = self._memory.recall(ShardsRecord, key, space.memory_bytes, accept)
         if knobs is not None:
             what = "the default, because no setting was proved to be faster" if knobs == default else knobs.describe()
-            logger.info("Sirtaki found a setting for this sharded model in the registry: %s", what)
+            logger.info(
+                "Sirtaki found a setting for this sharded model in the registry (results of earlier jobs): %s", what
+            )
         return knobs
 
 

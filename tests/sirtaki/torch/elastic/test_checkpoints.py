@@ -108,7 +108,7 @@ def test_an_unreadable_checkpoint_is_skipped_and_stays(
     found = folder.newest()
     assert found is not None
     assert found.number == 1
-    assert "skipping the checkpoint" in caplog.text
+    assert "lacks permission to read the checkpoint" in caplog.text
     assert names(tmp_path) == ["checkpoint-00000001", "checkpoint-00000002"]
 
 
@@ -401,7 +401,7 @@ def test_a_failed_write_is_logged_and_does_not_end_training(
     kept = Checkpoints(CheckpointFolder(folder), every_s=1.0)
     kept.write(3, {"value": torch.ones(2) if folder.name == "file" else threading.Lock()})
     kept.wait()
-    assert "cannot write commit 3" in caplog.text
+    assert "cannot write the checkpoint of state.commit() number 3" in caplog.text
     assert CheckpointFolder(folder).newest() is None
 
 
