@@ -175,7 +175,7 @@ def test_similar_draws_the_two_models(run: Run, entries: list[JobRecord], tmp_pa
         assert (tmp_path / name).read_bytes().startswith(magic)
     with pytest.raises(RegistryError, match="cannot be written"):
         run("similar", entries[0].id, "--plot", tmp_path / "nowhere" / "match.png")
-    with pytest.raises(RegistryError, match="no entry of a similar model"):
+    with pytest.raises(RegistryError, match="no job of a similar model"):
         run("similar", entries[0].id, "--max-distance", 0.0, "--plot", tmp_path / "none.png")
 
 
