@@ -449,5 +449,8 @@ def parse_address(text: str) -> Address:
     """
     host, colon, port = text.strip().rpartition(":")
     if not colon or not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
-        raise ConfigError(f"the address of an aggregator must be HOST:PORT, such as 10.0.0.5:9500, found {text!r}")
+        raise ConfigError(
+            "the address of an aggregator (server that sums gradients) must be HOST:PORT, such as 10.0.0.5:9500, "
+            f"found {text!r}"
+        )
     return host.strip("[]"), int(port)

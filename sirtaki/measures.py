@@ -42,7 +42,8 @@ class LinkModel:
         for name, seconds in (("alpha_s", self.alpha_s), ("host_s", self.host_s)):
             if not (math.isfinite(seconds) and seconds >= 0):
                 raise TuningError(
-                    f"the parameter {name} (seconds) of a network link's cost model must be finite and at least 0, "
+                    f"the parameter {name} (seconds) of a network link's cost model (formula for the time of an "
+                    "all-reduce) must be finite and at least 0, "
                     f"found {seconds}"
                 )
         if not self.throughput or not all(math.isfinite(rate) and rate > 0 for rate in self.throughput):

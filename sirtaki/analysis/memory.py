@@ -596,7 +596,7 @@ def highest_rank(recording: Recording) -> tuple[RankRecording, MemoryReplay]:
     if not known:
         raise RecordingError(
             "the recording contains no memory use, because an older version of Sirtaki made it, or because operators "
-            "were not recorded; record the job again"
+            "were not recorded; run `sirtaki profile` again, without --units-only"
         )
     return max(known, key=lambda one: one[1].peak().n_bytes)
 

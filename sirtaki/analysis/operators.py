@@ -149,7 +149,8 @@ class TensorWatch:
         except (OSError, ValueError, KeyError, TypeError, IndexError) as err:
             logger.warning(
                 "data dependencies between operators are missing in the recording, because PyTorch's execution trace "
-                "could not be read: %r",
+                "could not be read: %r; Chakra traces (`sirtaki trace --chakra`) will lack them, too; to get them, "
+                "record the job again",
                 err,
             )
             return ()
@@ -554,8 +555,8 @@ class StepWatch:
         """
         if torch._C._autograd._profiler_enabled():
             raise RecordingError(
-                "the training script itself runs torch.profiler, so Sirtaki records gradients and their communication, "
-                "but no operators"
+                "the training script itself runs torch.profiler, so Sirtaki records only gradients and their "
+                "communication; to record operators, too, remove torch.profiler from the script"
             )
         # Silence Kineto, the library of torch.profiler, because it prints its start and stop to standard error.
 
@@ -623,8 +624,8 @@ class StepWatch:
         made = sorted((event for event in found if event.name() == MARK), key=lambda event: event.start_ns())
         if len(made) != len(self._brackets):
             raise RecordingError(
-                f"torch.profiler recorded only {len(made)} of the {len(self._brackets)} events with which Sirtaki "
-                "relates its clock to torch.profiler's clock"
+                f"torch.profiler recorded only {len(made)} of the {len(self._brackets)} events that Sirtaki needs to "
+                "align the times of operators with its own clock; to get operators, record the job again"
             )
         pairs = zip(self._brackets, made, strict=True)
         clock = map_clock([Mark(*bracket, event.start_ns(), event.duration_ns()) for bracket, event in pairs])

@@ -155,8 +155,8 @@ class PlanSearch:
         """
         if not job.buffers:
             raise ReplayError(
-                "the ranks exchanged no gradients while the job was recorded, so there is no communication plan to "
-                "improve"
+                "the ranks exchanged no gradients while the job was recorded, so there is no communication plan "
+                "(buckets and transport) to improve; record a job of at least two ranks whose gradients Sirtaki reduces"
             )
         total = Counter[tuple[int, int]]()
         for buffer in job.buffers:

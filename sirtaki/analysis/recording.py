@@ -700,7 +700,10 @@ def _parsed(path: Path, unpack: Callable[[bytes], bytes], build: Callable[[Json]
     try:
         data = json.loads(unpack(path.read_bytes()))
     except (OSError, EOFError, ValueError, zlib.error) as err:
-        raise RecordingError(f"the file {path} of the recording cannot be read: {err}") from err
+        raise RecordingError(
+            f"the file {path} of the recorded job (written under `sirtaki profile`) cannot be read: {err}; check its "
+            "permissions, or record the job again"
+        ) from err
     version = data.get("format") if isinstance(data, dict) else None
     if version not in READABLE_VERSIONS:
         found = version if isinstance(version, int) else "none"

@@ -44,7 +44,10 @@ def read(path: str | Path) -> dict[str, list[Record]]:
     try:
         is_timeline = path.read_bytes().startswith(b"[")
     except OSError as err:
-        raise ConfigError(f"the trial log or timeline {path} cannot be read: {err}") from err
+        raise ConfigError(
+            f"the file {path}, which must be a trial log (settings that tuning tried, with their times) or a timeline, "
+            f"cannot be read: {err}; check the path"
+        ) from err
     return {"events": list(_events(path))} if is_timeline else {"trials": list(_trials(path))}
 
 

@@ -200,7 +200,7 @@ class _Reissue:
             if not present:
                 raise ReplayError(
                     "the job cannot be simulated, because some ranks did not record when the gradients of flat buffer "
-                    f"{buffer.number} became ready"
+                    f"{buffer.number} (tensor that contains several gradients) became ready; record the job again"
                 )
             offsets, queue = buffer.layout.offsets, list[OperationKey]()
             for unit in buffer.plan.units:
@@ -456,7 +456,10 @@ def with_less_traffic(job: JobModel, factor: float) -> JobModel:
         ReplayError: `factor` is not positive.
     """
     if not factor > 0:
-        raise ReplayError(f"the factor that multiplies the bytes sent for gradients must be positive, found {factor}")
+        raise ReplayError(
+            f"the argument `factor` (bytes sent with compression, divided by bytes without) must be positive, "
+            f"found {factor}"
+        )
 
     def smaller(one: JobOperation) -> JobOperation:
         return replace(
@@ -814,7 +817,10 @@ def bandwidth(job: JobModel) -> float:
         return rate
     rates = [one.n_bytes / one.processor_s for one in job.units if one.processor_s > 0]
     if not rates:
-        raise ReplayError("the network bandwidth is unknown, because no unit (bucket of gradients) was recorded")
+        raise ReplayError(
+            "the network bandwidth is unknown, because the recording contains no all-reduce of gradients; record more "
+            "iterations of a job with at least two ranks"
+        )
     return max(rates)
 
 
@@ -1195,7 +1201,8 @@ def knobs_of(
     """
     if not job.buffers:
         raise ReplayError(
-            "the ranks exchanged no gradients while the job was recorded, so there is no communication plan to change"
+            "the ranks exchanged no gradients while the job was recorded, so there is no communication plan "
+            "(buckets and transport) to change; record a job of at least two ranks whose gradients Sirtaki reduces"
         )
     now = job.buffers[0].knobs
     return now.but(

@@ -139,7 +139,8 @@ def _sharded(options: Namespace) -> int:
         found = [(space, one, recorded.step.expected_s(space, one)) for space, one in recorded.by_memory()]
     except (OSError, msgspec.MsgspecError, SirtakiError, LookupError, ValueError, ZeroDivisionError) as err:
         raise RecordingError(
-            f"the file {path} does not contain a training step that `fsdp.attach` has traced: {err}"
+            f"the file {path} does not contain a training step that `fsdp.attach` has traced: {err}; to write "
+            "this file again, run the job under `sirtaki profile`"
         ) from err
     rows = [
         {
@@ -295,14 +296,14 @@ def _print_memory(fitting: Fitting) -> None:
     if chosen is None:
         print(f"The job fits into the memory budget of {budget} without a change: {peak}.\n")
         return
-    print(f"The job exceeds the memory budget of {budget}: {peak}.")
+    print(f"The job exceeds the memory budget of {budget} (--memory-budget): {peak}.")
     print("These changes would reduce the memory peak, as predicted by simulation; the cheapest in time is first:\n")
     rows = [(format_bytes(fitting.peak_bytes), "as it is")]
     for one in fitting.remedies:
         not_enough = "" if one.remedy.peak_bytes <= fitting.budget_bytes else ", which is not enough"
         rows.append((format_bytes(one.remedy.peak_bytes), f"{one.remedy.words}{not_enough}"))
     print_table(("peak", ""), rows)
-    print("\nThe step time with a change is unknown until a job measures it.")
+    print("\nHow long a step takes with one of these changes is known only after you run a job with it.")
     print(
         f"The first change that fits into the memory budget is {chosen.by}; add these lines to the training script:\n"
     )
@@ -311,7 +312,7 @@ def _print_memory(fitting: Fitting) -> None:
     print()
     for note in chosen.remedy.notes:
         print(f"But: {note}.")
-    print("The communication plan below is for the training script with this change.\n")
+    print("The communication plan below is for the training script that contains the lines above.\n")
 
 
 def _memory_json(fitting: Fitting) -> dict[str, Any]:

@@ -49,7 +49,9 @@ def _counts(text: str) -> tuple[int, ...]:
             f"the value of this option must be a list of numbers of ranks, such as 2,8,64, found {text!r}"
         ) from err
     if counts[0] < 2:
-        raise ArgumentTypeError(f"each number of ranks must be at least 2, found {counts[0]}")
+        raise ArgumentTypeError(
+            f"each number of ranks in the value of this option must be at least 2, found {counts[0]}"
+        )
     return counts
 
 
@@ -64,9 +66,9 @@ def main(options: Namespace) -> int:
     log = read_log(options.log)
     if log.model is None:
         raise ConfigError(
-            f"the trial log {options.log} contains no profile (times of ready gradients and costs of all-reduces), "
-            "perhaps because its job used a stored setting and measured nothing; run that job again with "
-            "SIRTAKI_REGISTRY=off"
+            f"the trial log (tuning record) {options.log} contains no profile (times of ready gradients and costs of "
+            "all-reduces), perhaps because its job reused a setting of an earlier job and measured nothing; run that "
+            "job again with SIRTAKI_REGISTRY=off"
         )
     model = fitted_to_trials(log.model, list(_trials(log)))
     route = next(iter(model.links))
@@ -123,8 +125,8 @@ def _link(options: Namespace, model: PlanningModel) -> Callable[[int], LinkModel
         return lambda ranks: replace(cluster, ranks=ranks).link(max_streams=MAX_STREAMS)
     if options.measured_ranks is None:
         raise ConfigError(
-            "the network of the cluster is unknown; pass --link-gbit (its bandwidth), or pass --measured-ranks (number "
-            "of ranks of the job that wrote the trial log)"
+            "the network's bandwidth is unknown; pass it with --link-gbit, or pass --measured-ranks (number of ranks "
+            "of the job that wrote the trial log) to derive it from that job's measurements"
         )
     measured = next(iter(model.links.values()))
     return lambda ranks: measured.rescaled(from_ranks=options.measured_ranks, to_ranks=ranks)

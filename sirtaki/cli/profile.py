@@ -108,7 +108,10 @@ def _show(folder: Path, options: argparse.Namespace) -> None:
     try:
         path = write_trace(folder, recording, alignment)
     except OSError as err:
-        raise RecordingError(f"the file with the recording's trace cannot be written: {err}") from err
+        raise RecordingError(
+            f"the trace of the recorded job cannot be written to the folder {folder}: {err}; check the folder's "
+            "permissions and the free disk space"
+        ) from err
     what, clocks = headlines(recording, alignment)
     if printed(options, {"recording": what, "clocks": clocks, "problems": recording.problems, "ranks": rows}, rows):
         return

@@ -262,8 +262,8 @@ def _similar(store: Store, options: Namespace) -> None:
     if options.plot is not None:
         if not matches:
             raise RegistryError(
-                "--plot has nothing to draw, because the registry contains no entry of a similar model; try a larger "
-                "--max-distance"
+                "--plot has nothing to draw, because the registry (results of earlier jobs) contains no job of a "
+                "similar model; a larger --max-distance also accepts less similar models"
             )
         from sirtaki.registry.graph import draw_match
 
@@ -313,11 +313,17 @@ def _import(store: Store, options: Namespace) -> None:
         try:
             file = sys.stdin if options.file == "-" else stack.enter_context(open(options.file, encoding="utf-8"))
         except OSError as err:
-            raise RegistryError(f"nothing was imported, because {source} cannot be read: {err.strerror}") from err
+            raise RegistryError(
+                f"nothing was imported into the registry (results of earlier jobs), because {source} cannot be "
+                f"read: {err.strerror}"
+            ) from err
         try:
             records = read_document(file)
         except RegistryError as err:
-            raise RegistryError(f"nothing was imported, because the content of {source} is invalid: {err}") from err
+            raise RegistryError(
+                f"nothing was imported into the registry (results of earlier jobs), because the content "
+                f"of {source} is invalid: {err}; write it again with `sirtaki registry export`"
+            ) from err
     kept = store.put_all(records)
     _report(options, {"imported": kept, "kept as they were": len(records) - kept})
 

@@ -216,7 +216,10 @@ def _plan(path: Path) -> CommPlan:
     try:
         return CommPlan.from_json(json.loads(path.read_text(encoding="utf-8")))
     except OSError as err:
-        raise ConfigError(f"the plan given with --plan cannot be read: {err}") from err
+        raise ConfigError(
+            f"the plan (division of gradients into buckets) in the file {path} (--plan) cannot be read: {err}; write "
+            "one with `sirtaki optimize`"
+        ) from err
     except (KeyError, TypeError, ValueError) as err:
         raise ConfigError(f"the file {path} given with --plan is not a communication plan: {err!r}") from err
 

@@ -64,7 +64,10 @@ def main(options: argparse.Namespace) -> int:
             ) from err
         written = write_traces(options.chakra, histories(recording))
     except OSError as err:
-        raise RecordingError(f"the file with the trace cannot be written: {err}") from err
+        raise RecordingError(
+            f"the trace of the recorded job cannot be written to {options.chakra or options.folder}: {err}; check the "
+            "permissions and the free disk space there"
+        ) from err
     files = written.files
     print(
         f"the Chakra traces of {written.iterations} iterations of {len(files)} ranks, with {written.nodes} operations "
@@ -76,7 +79,7 @@ def main(options: argparse.Namespace) -> int:
         )
     if list(recording.ranks) != list(range(len(files))):
         print(
-            f"the trace files are numbered from 0; they belong, in this order, to {of_ranks(tuple(recording.ranks))} "
-            "of the job"
+            f"the number of a trace file is not the rank: in the order of their numbers, the files belong to "
+            f"{of_ranks(tuple(recording.ranks))}"
         )
     return 0

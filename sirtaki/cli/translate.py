@@ -57,6 +57,8 @@ def main(options: Namespace) -> int:
     try:
         target.write_text(translation.after, encoding="utf-8")
     except OSError as err:
-        raise ConfigError(f"the translated script cannot be written: {err}") from err
+        raise ConfigError(
+            f"the script converted to Sirtaki cannot be written to {target}: {err}; choose another file with --output"
+        ) from err
     print(f"wrote {target}", file=sys.stderr)
     return 0

@@ -66,7 +66,7 @@ class HorovodFinder(MetaPathFinder):
         if counterpart is None or not _exists(counterpart):
             raise ModuleNotFoundError(
                 f"the import of {fullname} failed, because Sirtaki replaces Horovod in this process and has only the "
-                "modules horovod.torch and horovod.ray",
+                "modules horovod.torch and horovod.ray; remove this import, or run the job without --as-horovod",
                 name=fullname,
             )
         return ModuleSpec(fullname, _Alias(counterpart), is_package=True)

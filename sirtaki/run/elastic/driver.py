@@ -318,7 +318,7 @@ def new_endpoint(addresses: Sequence[str]) -> DriverEndpoint:
     except OSError as err:
         raise LaunchError(
             "the launcher cannot open a port for its agents (processes that start ranks) at the addresses "
-            f"{', '.join(addresses)}: {err}"
+            f"{', '.join(addresses)}: {err}; choose another network with --network-interfaces"
         ) from err
     return DriverEndpoint(proof=Proof(job=secrets.token_hex(8), secret=secrets.token_hex(32)), listeners=listeners)
 

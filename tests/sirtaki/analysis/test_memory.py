@@ -222,7 +222,7 @@ def test_the_rank_with_the_largest_peak_counts() -> None:
     more = replace(recording.ranks[1], memory=memories.chain(BLOCKS + 1), modules=memories.modules(BLOCKS + 1))
     assert highest_rank(recording)[0].rank == 0
     assert highest_rank(replace(recording, ranks={**recording.ranks, 1: more}))[0].rank == 1
-    with pytest.raises(RecordingError, match="record the job again"):
+    with pytest.raises(RecordingError, match="contains no memory use"):
         highest_rank(recordings.recording())
 
 

@@ -175,7 +175,7 @@ def test_similar_draws_the_two_models(run: Run, entries: list[JobRecord], tmp_pa
         assert (tmp_path / name).read_bytes().startswith(magic)
     with pytest.raises(RegistryError, match="cannot be written"):
         run("similar", entries[0].id, "--plot", tmp_path / "nowhere" / "match.png")
-    with pytest.raises(RegistryError, match="no entry of a similar model"):
+    with pytest.raises(RegistryError, match="no job of a similar model"):
         run("similar", entries[0].id, "--max-distance", 0.0, "--plot", tmp_path / "none.png")
 
 
@@ -212,7 +212,7 @@ def test_a_bad_way_of_rows_is_named_and_nothing_is_imported(run: Run, store: Sto
     store.prune(keep=0)
     with pytest.raises(
         RegistryError,
-        match=r"nothing was imported, because .* is invalid: way of rows 2: n_hot must be 1 to 1000 .* found 0",
+        match=r"nothing was imported into the .* is invalid: way of rows 2: n_hot must be 1 to 1000 .* found 0",
     ):
         run("import", file)
     assert store.summaries() == []
@@ -248,7 +248,9 @@ def test_a_bad_import_names_entry_and_field_and_changes_nothing(
     data["entries"][2]["knobs"]["streams"] = -1
     file.write_text(json.dumps(data))
     store.prune(keep=0)
-    with pytest.raises(RegistryError, match=r"nothing was imported, because .* is invalid: entry 3: knobs\.streams"):
+    with pytest.raises(
+        RegistryError, match=r"nothing was imported into the registry .* is invalid: entry 3: knobs\.streams"
+    ):
         run("import", file)
     assert store.summaries() == []
     file.write_bytes(b"\xff\xfe\x00")
