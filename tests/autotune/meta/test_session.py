@@ -336,14 +336,14 @@ def test_a_resumed_session_improves_its_result_step_by_step_and_claims_it_agains
 
 def test_resumed_sessions_claim_no_gain_where_there_is_none() -> None:
     claims = 0
-    for seed in range(100):
+    for seed in range(60):
         tuned = session(GridArm(SPACE), budget_iterations=40, rng=np.random.default_rng(seed))
         job = Job(tuned, span_of=lambda knobs: 0.1, noise=0.05, seed=seed).run()
-        for _ in range(6):
+        for _ in range(4):
             tuned.resume(10_000)
             job.run()
         claims += job.result.gain is not None
-    assert claims <= 4
+    assert claims <= 3
 
 
 def test_a_session_is_not_resumed_where_little_is_expected() -> None:
