@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 # each class.
 if __name__ != "sirtaki.autotune":
     raise ImportError(
-        "import sirtaki.autotune instead of autotune: the folder autotune in Sirtaki's checkout is the same code, "
-        "which must not be loaded twice"
+        "write `import sirtaki.autotune`, not `import autotune`: both load the same code, which must be loaded only "
+        "once"
     )
 
 if TYPE_CHECKING:

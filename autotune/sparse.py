@@ -589,8 +589,8 @@ class SparseSummary:
         found = msgspec.convert(data, cls)
         if found.plan not in {way.plan for way in found.ways}:
             raise ValueError(
-                "the algorithm that was chosen to reduce a sparse gradient must be one of the compared algorithms "
-                f"{[way.plan for way in found.ways]}, found {found.plan!r}: use data that Sirtaki wrote"
+                f"the record of a sparse gradient was edited or damaged: the chosen algorithm is {found.plan!r}, which "
+                f"must be among the compared algorithms {[way.plan for way in found.ways]}"
             )
         return found
 

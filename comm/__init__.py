@@ -5,6 +5,5 @@ Nothing here chooses or tunes a plan.
 
 if __name__ != "sirtaki.comm":  # else each module would exist twice, with different classes
     raise ImportError(
-        "import sirtaki.comm instead of comm: the folder comm in Sirtaki's checkout is the same code, which must not "
-        "be loaded twice"
+        "write `import sirtaki.comm`, not `import comm`: both load the same code, which must be loaded only once"
     )

@@ -333,8 +333,8 @@ class UnitPipeline:
                 if time.monotonic() > reduction.deadline_s:
                     raise StallError(
                         f"a tensor of {reduction.source.numel()} elements was not reduced within "
-                        f"{reduction.timeout_s:g} s; another rank hangs, or did not submit the same operation: look at "
-                        "the other ranks' logs and stacks, or raise the process group's timeout"
+                        f"{reduction.timeout_s:g} s; a rank hangs, or did not submit the same operation: look at "
+                        "the logs and stacks of all ranks, or raise the process group's timeout"
                     )
                 return
             self._copy_result(unit)

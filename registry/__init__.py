@@ -5,6 +5,6 @@ Records contain tuner classes (`Knobs`, `ShardKnobs`, `SparsePath`), so this pac
 
 if __name__ != "sirtaki.registry":  # otherwise every module would be loaded twice, with different classes
     raise ImportError(
-        "import sirtaki.registry instead of registry: the folder registry in Sirtaki's checkout is the same code, "
-        "which must not be loaded twice"
+        "write `import sirtaki.registry`, not `import registry`: both load the same code, which must be loaded only "
+        "once"
     )

@@ -632,8 +632,8 @@ def _record(kind: type[R], name: str, body: str, *graphs: bytes) -> R:
     record = kind.from_json(data)
     if record.id != name:
         raise RegistryError(
-            f"the id of a stored tuning result must be {record.id} (hash of its field key), found {name}: the result "
-            "was edited or damaged, and Sirtaki does not use it"
+            f"the id of a stored tuning result must be {record.id} (the hash of its `key` field), found {name}: the "
+            "result was edited or damaged, and Sirtaki does not use it"
         )
     return record
 

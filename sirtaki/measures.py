@@ -178,8 +178,8 @@ class Gain:
     def __post_init__(self) -> None:
         if not 0.0 < self.low <= self.times <= self.high < math.inf:
             raise TuningError(
-                "the measured speed-up of one setting over another must lie within its confidence interval, and the "
-                f"interval must be positive and finite; found speed-up {self.times}, interval {self.low} to {self.high}"
+                f"the measured speed-up of a setting is {self.times}, with the confidence interval {self.low} to "
+                f"{self.high}; the interval must contain the speed-up, and must be positive and finite"
             )
 
     @property

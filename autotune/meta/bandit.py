@@ -283,9 +283,8 @@ def _proposals(answer: Sequence[Proposal], n: int, name: str) -> list[Proposal]:
     for proposal in proposals:
         if not (isinstance(proposal, Proposal) and isinstance(proposal.knobs, Knobs)):
             raise TuningError(
-                f"the method ask() of the search technique {name!r} must return sirtaki.autotune.Proposal objects, "
-                "whose attribute knobs (setting to measure) is a sirtaki.autotune.Knobs object, found "
-                f"{proposal!r:.200}"
+                f"ask() of the search technique {name!r} must return sirtaki.autotune.Proposal objects, each with a "
+                f"sirtaki.autotune.Knobs object as .knobs (setting to measure); ask() returned {proposal!r:.200}"
             )
         if proposal.iterations is not None and not (type(proposal.iterations) is int and proposal.iterations >= 1):
             raise TuningError(

@@ -40,8 +40,8 @@ class RateCurve:
     def __post_init__(self) -> None:
         if self.gamma_1 <= 0 or not 0 <= self.gamma_2 <= self.gamma_1 or self.gamma_3 < 0:
             raise TuningError(
-                "the model of all-reduce rates (bytes per second as a function of GPU threads) must have the "
-                f"parameters γ1 > 0, 0 ≤ γ2 ≤ γ1 and γ3 ≥ 0, found {self}"
+                f"the all-reduce rate with n GPU threads, γ1 − γ2·exp(−γ3·n^{GAMMA_4}) bytes per second, must have "
+                f"γ1 > 0, 0 ≤ γ2 ≤ γ1 and γ3 ≥ 0, found {self}"
             )
 
     def bytes_per_s(self, threads: int) -> float:
@@ -385,7 +385,7 @@ def fit_contention(
     worst = max(residuals, key=lambda name: residuals[name])
     if residuals[worst] > MAX_RESIDUAL:
         raise TuningError(
-            "Sirtaki discards its estimate of how computation and communication slow each other down: the estimated "
+            "Sirtaki discards its estimate of the mutual slowdown of computation and communication: the estimated "
             f"speed of {worst} differs from the measured speed by {residuals[worst]:.0%} (limit {MAX_RESIDUAL:.0%})"
         )
     return ContentionModel(
@@ -401,7 +401,7 @@ def fit_contention(
 def _check_samples(kind: str, samples: Sequence[ComputeSample] | Sequence[TransmissionSample]) -> None:
     if (n_counts := len({sample.threads for sample in samples})) < 2:
         raise TuningError(
-            "estimating how computation and communication slow each other down needs measured times of "
+            "estimating the mutual slowdown of computation and communication needs measured times of "
             f"{kind} with at least two different numbers of GPU threads per all-reduce, found {n_counts}"
         )
     invalid = [sample.seconds for sample in samples if not (math.isfinite(sample.seconds) and sample.seconds > 0)]

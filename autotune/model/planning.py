@@ -339,8 +339,8 @@ class Cluster:
             )
         if not 0 <= self.crowding < 1:
             raise TuningError(
-                f"the description of the cluster {self.name!r} must have 0 ≤ crowding < 1, found {self.crowding}: "
-                "crowding is the fraction of throughput lost with each connection after those that saturate the link"
+                f"crowding in the description of the cluster {self.name!r} must be at least 0 and below 1, found "
+                f"{self.crowding}: crowding is the fraction of throughput lost per extra connection on a saturated link"
             )
 
     def link(self, *, max_streams: int = 24) -> LinkModel:
@@ -529,8 +529,8 @@ def _with_contention_fitted(model: PlanningModel, route: Route, trials: Sequence
     base = model.contention_on(route)
     if base is None:
         raise TuningError(
-            "Sirtaki cannot estimate from communication times alone how computation and communication slow each other "
-            "down, because a slow network looks the same; a measurement of this slow-down is missing"
+            "Sirtaki has no measurement of the mutual slowdown of computation and communication, and cannot estimate "
+            "this slowdown from communication times alone, because a slow network gives the same times"
         )
     times_s: dict[Knobs, list[float]] = {}
     for trial in trials:
@@ -538,7 +538,7 @@ def _with_contention_fitted(model: PlanningModel, route: Route, trials: Sequence
             times_s.setdefault(trial.knobs, []).append(trial.span_s)
     if len(times_s) < 3:
         raise TuningError(
-            "estimating how computation and communication slow each other down needs measurements of at least 3 "
+            "estimating the mutual slowdown of computation and communication needs measurements of at least 3 "
             f"communication settings, found {len(times_s)}: let tuning try more settings"
         )
     times_s = {knobs: times_s[knobs] for knobs in sorted(times_s, key=lambda knobs: knobs.unit_bytes)[-MAX_PLANS:]}
@@ -572,7 +572,7 @@ def _with_contention_fitted(model: PlanningModel, route: Route, trials: Sequence
     before, after = errors_of(np.zeros(3)), errors_of(learnt)
     if (residual := root_mean_square(after)) > MAX_RESIDUAL:
         raise TuningError(
-            "Sirtaki rejects the fitted model of how computation and communication slow each other down: simulated "
+            "Sirtaki rejects the fitted model of the mutual slowdown of computation and communication: simulated "
             f"communication times differ from the measured ones by {residual:.0%}, more than the limit of "
             f"{MAX_RESIDUAL:.0%}"
         )
@@ -582,8 +582,8 @@ def _with_contention_fitted(model: PlanningModel, route: Route, trials: Sequence
     explained = float((before**2).sum() - (after**2).sum()) / (float((after**2).sum()) + len(after) * LEAST_ERROR**2)
     if freedom < 1 or explained <= (1.0 - CONFIDENCE) ** (-2.0 / freedom) - 1.0:
         raise TuningError(
-            f"measurements of {len(plans)} communication settings are too few or too noisy to show how computation and "
-            "communication slow each other down: Sirtaki keeps its earlier estimate"
+            f"measurements of {len(plans)} communication settings are too few or too noisy to show the mutual slowdown "
+            "of computation and communication: Sirtaki keeps its earlier estimate"
         )
     found = corrected(learnt)
     return replace(found, learnt={**found.learnt, route: replace(found.learnt[route], residual=residual)})

@@ -192,16 +192,16 @@ class ReplayGraph:
                 )
             if works and not all(0 <= work.server < len(self.servers) and work.jobs > 0 for work in works):
                 raise ReplayError(
-                    "the graph to simulate is invalid: each shared resource (link or processors) of an operation must "
-                    f"have an index below {len(self.servers)} (number of resources) and a positive number of uses "
-                    f"(jobs), found the operation {node}"
+                    f"the graph to simulate is invalid: operation {node.name!r} must use links or processors with "
+                    f"indices from 0 to {len(self.servers) - 1} (attribute server) and a positive number of concurrent "
+                    f"uses (attribute jobs), found {works}"
                 )
         for before, after, gap_s in self.edges:
             if not (0 <= before < count and 0 <= after < count and before != after and 0 <= gap_s < math.inf):
                 raise ReplayError(
-                    f"the graph to simulate is invalid: a dependency must connect two different ones of the {count} "
-                    f"operations, with a finite delay of at least 0 s, found operation {before} to operation {after}, "
-                    f"delay {gap_s} s"
+                    f"the graph to simulate is invalid: operation {after} depends on operation {before} with a delay "
+                    f"of {gap_s} s; the operations' numbers must differ and be from 0 to {count - 1}, and the delay "
+                    "must be finite and at least 0 s"
                 )
 
 

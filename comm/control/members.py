@@ -121,7 +121,7 @@ def open_listeners(interface: str | None, *, loopback_only: bool = False) -> Lis
         return tuple(listen(addresses))
     except OSError as err:
         raise CommError(
-            f"this process cannot listen for other ranks at the addresses {', '.join(addresses)}: {err}; set "
+            f"this process cannot listen for connections at the addresses {', '.join(addresses)}: {err}; set "
             "SIRTAKI_GLOO_IFACE to a network interface of this host"
         ) from err
 

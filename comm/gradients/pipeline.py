@@ -180,8 +180,8 @@ class GradientPipeline:
         for group, plan in zip(buffers.groups, plans, strict=True):
             if plan.numel != group.layout.numel:
                 raise PlanError(
-                    f"a plan (division of gradients into buckets) covers {plan.numel} elements, but must cover all "
-                    f"{group.layout.numel} elements of the gradients in its buffer; make a plan for this model"
+                    f"a plan (division of gradients into buckets) covers {plan.numel} elements, but the flat "
+                    f"buffer of this model's gradients has {group.layout.numel} elements; make a plan for this model"
                 )
             self._router.open_plan(plan)
         # Hold units (buckets) with usage flags until the backward pass ends. Other flags are known with the last

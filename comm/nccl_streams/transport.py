@@ -737,8 +737,8 @@ class NcclOpener:
             except TransportError as err:
                 opening.abort()
                 raise PlanError(
-                    f"NCCL cannot open the communicator of {key} between these ranks: {err}; Sirtaki rejects the "
-                    "setting that needs this communicator"
+                    f'NCCL cannot open a communicator with the algorithm and protocol of "{key}", so Sirtaki rejects '
+                    f"the setting that needs this communicator; error: {err}"
                 ) from err
         assert opening.group is not None
         return opening.group

@@ -317,8 +317,8 @@ class HeatLayout:
     def __post_init__(self) -> None:
         if self.rows < 1 or self.width < 1 or (self.registers is not None and self.registers < 1):
             raise ConfigError(
-                "rows (number of frequently used embedding rows), width (values per row) and registers (rows summed "
-                f"per network packet) must be at least 1, found {self}"
+                "the number of hot embedding rows (rows=), the values per row (width=) and the rows summed per network "
+                f"packet (registers=) must be at least 1, found {self}"
             )
 
     @property
@@ -560,8 +560,8 @@ class AggregatorClient:
             elif self._now_s - self._progress_s > self._stall_s:
                 raise AggregatorError(
                     f"the aggregator (process that sums sparse gradients) at {self._names[self._index]} has sent no "
-                    f"sums for {self._stall_s:g} s, because it waits for another rank, which is slow or has exited; "
-                    "look at the other ranks' logs"
+                    f"sums for {self._stall_s:g} s, because it waits for a rank that is slow or has exited; "
+                    "look at the logs of all ranks"
                 )
 
     def _receive(self, wire: Wire) -> bool:

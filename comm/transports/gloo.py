@@ -102,8 +102,8 @@ class WatchfulStore(Store):
             lambda: self._store.check(wanted), Deadline.after(limit_s), Poll.SLICES, failures=self._failures
         ):
             raise CommError(
-                f"another rank did not set the keys {', '.join(keys)} in PyTorch's key-value store within "
-                f"{limit_s:.0f} s; that rank hangs or has exited: look at the other ranks' logs"
+                f"a rank did not set the keys {', '.join(keys)} in PyTorch's key-value store within "
+                f"{limit_s:.0f} s; that rank hangs or has exited: look at the logs of all ranks"
             )
 
 
@@ -173,8 +173,8 @@ class _GlooUnitWork(Work):
             self._work.wait()  # raises if the reduction has failed
         except RuntimeError as err:
             raise CommError(
-                f"Gloo failed in {self._what}; most likely a rank has ended or its network is down (look at the other "
-                f"ranks' logs): {err}"
+                f"Gloo failed in {self._what}; most likely a rank has ended or its network is down (look at the "
+                f"logs of all ranks): {err}"
             ) from err
         scale_(self._result, self._scale)
         self._done = True
@@ -368,7 +368,7 @@ class GlooTransport(StreamTransport[ProcessGroupGloo]):
             except RuntimeError as err:
                 raise CommError(
                     f"Gloo failed to send or receive a message on stream (parallel connection) {stream}; most likely a "
-                    f"rank has ended (look at the other ranks' logs): {err}"
+                    f"rank has ended (look at the logs of all ranks): {err}"
                 ) from err
             finally:
                 self._messages.discard(in_flight)

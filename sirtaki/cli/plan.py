@@ -66,9 +66,9 @@ def main(options: Namespace) -> int:
     log = read_log(options.log)
     if log.model is None:
         raise ConfigError(
-            f"the trial log (tuning record) {options.log} contains no profile (times of ready gradients and costs of "
-            "all-reduces), perhaps because its job reused a setting of an earlier job and measured nothing; run that "
-            "job again with SIRTAKI_REGISTRY=off"
+            f"the trial log (tuning record) {options.log} contains no profile (when each gradient became ready, and "
+            "how long all-reduces took); perhaps its job used a stored setting and measured nothing: run the job again "
+            "with SIRTAKI_REGISTRY=off"
         )
     model = fitted_to_trials(log.model, list(_trials(log)))
     route = next(iter(model.links))

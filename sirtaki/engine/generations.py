@@ -405,8 +405,8 @@ class Generations:
                 continue
             self._membership.on_loss(_failing(ranks))
             logger.info(
-                "elastic job: generation (set of ranks) %d has %d ranks; this rank joined it in %.0f ms and "
-                "connected in %.0f ms",
+                "elastic job: generation (set of ranks) %d has %d ranks; this rank received their "
+                "addresses after %.0f ms and connected to these ranks within the next %.0f ms",
                 self.number,
                 ranks.size,
                 1000 * (joined_s - begin_s),

@@ -616,7 +616,10 @@ class DiLoCo(LocalSGD):
         params = [param for fragment in self._fragments for param in fragment.params]
         kept = {id(param): origin for param, origin in zip(params, self._origins, strict=True)}
         if {id(param) for param in _params_of(outer)} != kept.keys():
-            raise ConfigError("the optimizers optimizer= and outer= of hvd.DiLoCo must have the same parameters")
+            raise ConfigError(
+                "optimizer= and outer= of hvd.DiLoCo must optimize the same tensors; create both optimizers from the "
+                "same model.parameters()"
+            )
         for group in outer.param_groups:
             group["params"] = [kept[id(param)] for param in group["params"]]
         for param in list(outer.state):

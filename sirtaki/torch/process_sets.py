@@ -181,8 +181,8 @@ def _wanted(process_set: ProcessSet) -> list[int]:
     named: list[list[int]] = [ranks for ranks in control.all_gather(own) if ranks]
     if len({tuple(ranks) for ranks in named}) != 1:
         raise ConfigError(
-            "the ranks passed different MPI communicators for one ProcessSet; all its members must pass the same "
-            "communicator, and all other ranks MPI.COMM_NULL"
+            "the ranks passed different MPI communicators for one ProcessSet; members of the set must pass the same "
+            "communicator, and ranks outside the set MPI.COMM_NULL"
         )
     return named[0]
 

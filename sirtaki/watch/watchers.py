@@ -177,8 +177,8 @@ def notify(
                 in_a_line(err),
             )
             logger.debug(
-                "traceback of the error that a callback of the watcher %s (object that receives a job's events) "
-                "raised; correct this callback:",
+                "a callback of the watcher %s (object that receives a job's events) raised the following error; "
+                "correct this callback:",
                 name,
                 exc_info=True,
             )

@@ -386,7 +386,7 @@ class PipelineTarget(TunableTarget[Knobs]):
                 self.apply(self.knobs)
             except (PlanError, TransportError) as err:
                 logger.info(
-                    "the setting %s cannot be run any more; training continues with the default setting: %s",
+                    "the setting %s no longer works (%s); training continues with the default setting",
                     self.knobs.describe(),
                     err,
                 )

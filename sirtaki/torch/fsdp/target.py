@@ -255,8 +255,8 @@ class ShardTarget(TunableTarget[ShardKnobs]):
                 found.append(f"{what} by {name} ({total.describe()})")
         if lanes.control.rank == 0:
             logger.info(
-                "Sirtaki compresses the shards that ranks exchange, as SIRTAKI_LOSSY permits; bytes and error, "
-                "measured on all ranks in %d steps: %s",
+                "Sirtaki compresses shards with loss before it sends them, as SIRTAKI_LOSSY permits; bytes after "
+                "compression and relative error, measured on all ranks in %d steps: %s",
                 MEASURED_STEPS,
                 ", ".join(found),
             )
@@ -325,7 +325,11 @@ class ShardTarget(TunableTarget[ShardKnobs]):
         elif self._shares_memory:
             why = "all ranks share memory, so nothing is sent"
         if why and names:
-            logger.info("Sirtaki ignores SIRTAKI_LOSSY for the shards of this model, because %s", why)
+            logger.info(
+                "Sirtaki does not try the compressors in SIRTAKI_LOSSY on this model's sharded parameters and "
+                "gradients, because %s",
+                why,
+            )
         return () if why else tuple(name for name in names if codec_of(name) is not None)
 
     def _recall(self, key: ShardsKey, space: ShardSpace, default: ShardKnobs) -> ShardKnobs | None:

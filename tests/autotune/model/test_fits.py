@@ -201,7 +201,7 @@ MODEL = ContentionModel(
     "gammas", [(0.0, 0.0, 0.0), (-1.0, 0.0, 0.0), (1.0, 1.1, 0.0), (1.0, -0.1, 0.0), (1.0, 0.5, -0.1)]
 )
 def test_curves_that_fall_or_become_negative_are_rejected(gammas: tuple[float, float, float]) -> None:
-    with pytest.raises(TuningError, match=r"all-reduce rates .* parameters γ1 > 0"):
+    with pytest.raises(TuningError, match=r"all-reduce rate .* must have γ1 > 0"):
         RateCurve(gamma_1=gammas[0], gamma_2=gammas[1], gamma_3=gammas[2])
 
 

@@ -70,9 +70,9 @@ def test_nodes_that_wait_for_each_other_are_refused() -> None:
     ("nodes", "edges", "message"),
     [
         ([node(0, -1.0)], [], "finite and at least 0 s"),
-        ([node(0, 1.0)], [(0, 0, 0.0)], "operation 0 to operation 0"),
-        ([node(0, 1.0), node(0, 1.0)], [(0, 1, float("nan"))], "delay nan"),
-        ([node(0, 1.0, ResourceDemand(server=1, seconds=1.0))], [], r"index below 1 \(number of resources\)"),
+        ([node(0, 1.0)], [(0, 0, 0.0)], "operation 0 depends on operation 0"),
+        ([node(0, 1.0), node(0, 1.0)], [(0, 1, float("nan"))], "a delay of nan s"),
+        ([node(0, 1.0, ResourceDemand(server=1, seconds=1.0))], [], r"indices from 0 to 0 \(attribute server\)"),
     ],
 )
 def test_graphs_that_make_no_sense_are_refused(nodes: list[object], edges: list[object], message: str) -> None:

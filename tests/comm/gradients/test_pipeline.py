@@ -453,7 +453,7 @@ def test_a_reprofile_is_begun_in_the_next_iteration_but_one_and_gradients_move_t
     [
         ([], "found 0 plans for 1 buffers"),
         ([plan_of(6 + FLAG_COUNT)] * 2, "found 2 plans for 1 buffers"),
-        ([plan_of(6)], f"covers 6 elements, but must cover all {6 + FLAG_COUNT} elements"),
+        ([plan_of(6)], f"covers 6 elements, but .* has {6 + FLAG_COUNT} elements"),
         ([plan_of(6 + FLAG_COUNT, 1)], "no descriptors"),
     ],
 )

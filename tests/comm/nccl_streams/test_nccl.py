@@ -152,7 +152,7 @@ def test_a_way_that_nccl_refuses_makes_a_plan_impossible_and_ends_no_job(
     opener_of_one: NcclOpener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(MadeHere, "refuses", True)
-    with pytest.raises(PlanError, match="stream 1 by ring/ll128 between these ranks: no algorithm/protocol available"):
+    with pytest.raises(PlanError, match=r"stream 1 by ring/ll128.*: no algorithm/protocol available"):
         opener_of_one.open(CommunicatorKey(1, way=NcclWay.RING_LL128))
     assert "NCCL_ALGO" not in os.environ
     with pytest.raises(CommError, match="could not open the NCCL communicator of stream 1"):

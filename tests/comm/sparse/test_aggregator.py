@@ -303,7 +303,7 @@ def test_a_silent_aggregator_or_a_missing_rank_is_an_error_in_time() -> None:
         unknown.sum(np.zeros((1, 16), np.float32))
     with serving() as (address, _):
         alone = client_of([address], 0, 2, SMALL, lost_s=0.8, stall_s=2.0)
-        with pytest.raises(AggregatorError, match="which is slow or has exited"):
+        with pytest.raises(AggregatorError, match="a rank that is slow or has exited"):
             alone.sum(np.zeros((1, 16), np.float32))
         for client in (nobody, unknown, alone):
             client.close()

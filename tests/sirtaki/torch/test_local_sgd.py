@@ -28,7 +28,7 @@ test_ranks_that_synchronise_less_often_train_as_simulated = played_on_ranks(
         ({"fragments": [nn.Linear(2, 2)]}, "weight is in none of them"),
         ({"blend": 1.0}, "at least 0 and less than 1"),
         ({"outer": torch.optim.SGD}, "must be a torch.optim.Optimizer"),
-        ({"outer": torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)}, "same parameters"),
+        ({"outer": torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)}, "same tensors"),
     ],
 )
 def test_invalid_arguments_are_refused(options: dict[str, object], words: str) -> None:

@@ -14,7 +14,7 @@ from rank_jobs import OVER_MESH
         ("kill", "PeerLostError: rank 1 has ended"),
         pytest.param("before", "PeerLostError: rank 1 has ended", marks=pytest.mark.slow),
         pytest.param("destroy", "PeerLostError: rank 1 has destroyed the process group", marks=pytest.mark.slow),
-        pytest.param("stand_still", "within 2 s; another rank hangs", marks=pytest.mark.slow),
+        pytest.param("stand_still", "within 2 s; a rank hangs", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize(
