@@ -99,8 +99,8 @@ class ShardWork:
                 [self._work], failures=failures, interrupted=late, late_s=LATE_S, blame_s=UNIT_BLAME_S
             ):
                 raise StallError(
-                    f"a collective operation ({self._what}) did not end within {self._timeout():g} s; another "
-                    "rank hangs, or did not submit the same operation"
+                    f"a collective operation ({self._what}) did not end within {self._timeout():g} s; a rank "
+                    "hangs, or did not submit the same operation"
                 )
             for problem in self._problems:
                 raise fresh(problem)
