@@ -6,6 +6,7 @@ import random
 
 from sirtaki.autotune import drift
 from sirtaki.autotune.drift import DriftWatch
+from sirtaki.autotune.meta import session
 from sirtaki.comm.gradients.flags import Drift
 from sirtaki.engine.tuning import knob_search, pipeline_target
 from sirtaki.engine.tuning.pipeline_target import PipelineTarget
@@ -34,7 +35,9 @@ def begin(rank: int) -> None:
     """Replace the drift watch of this process. `rank` seeds it."""
     RestlessWatch.dice.seed(rank)
     knob_search.RETUNE_SEARCH_ITERATIONS = 6
-    drift.FIRST_PAUSE = 3
+    drift.FIRST_PAUSE = 6
+    # Six pairs are enough here, because jobs must tune again often.
+    session.MORE_PROOF_ITERATIONS = session.pair_iterations(6, 2)
     pipeline_target.DriftWatch = RestlessWatch  # type: ignore[misc]
 
 
