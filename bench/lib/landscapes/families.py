@@ -280,10 +280,10 @@ def uneven_noise(rng: _Rng) -> Landscape:
 
 
 def drift(rng: _Rng) -> Landscape:
-    """Make a job in which all settings slow down gradually, by a fifth to a half in a hundred iterations."""
+    """Make a job whose settings all slow down by a fifth to a half in the first hundred iterations."""
     scape = _replayed("drift", rng, lambda rate: _plain(rng, rate))
     total = float(rng.uniform(0.2, 0.5))
-    scape.pace = lambda iteration: 1.0 + total * iteration / 100
+    scape.pace = lambda iteration: 1.0 + total * min(iteration, 100) / 100
     return scape
 
 
