@@ -92,4 +92,4 @@ def test_importing_the_package_loads_neither_torch_nor_mpi():
 def test_a_part_has_one_name_even_at_the_checkouts_root(part):
     command = [sys.executable, "-c", f"import {part}"]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert f"ImportError: import sirtaki.{part} instead of {part}" in answer.stderr
+    assert f"ImportError: write `import sirtaki.{part}`, not `import {part}`" in answer.stderr
