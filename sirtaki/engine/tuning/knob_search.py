@@ -185,6 +185,7 @@ class KnobSearch:
         logger.info("%s", describe_change(ratio, RETUNE_SEARCH_ITERATIONS + proof))
         self.retuning, self.stays, self._layouts, self._hit = True, running, layouts, CacheHit()
         self._bandit, self.model, self._planners = None, None, ()
+        self._ended, self._is_refining = None, False
         self._cache.look_again()
         cold_between_s = self.times.cold_between_s
         self.times = StepTimer()

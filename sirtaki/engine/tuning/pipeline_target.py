@@ -497,8 +497,8 @@ class PipelineTarget(TunableTarget[Knobs]):
         self._search.record(session, spans_s, iteration=self._sync.iteration)
 
     def progress(self, session: TuningSession) -> TuningProgress | None:
-        """Return the progress of the search, to be logged; None for a search after a change of communication time."""
-        if self._search is None or self._search.retuning:
+        """Return the progress of the first search, to be logged; None for later searches."""
+        if self._search is None or self._search.retuning or self._refining_since is not None:
             return None
         return describe_progress(session, self._search.times.usual)
 
