@@ -177,14 +177,18 @@ def test_no_refinement_begins_after_the_last_iteration() -> None:
 @pytest.mark.integration
 @pytest.mark.parametrize(
     ("variables", "refined"),
-    [({}, True), ({"SIRTAKI_REFINE_UNTIL": "0"}, False), ({"SIRTAKI_FREEZE_AFTER": "60"}, False)],
+    [
+        ({"SIRTAKI_REFINE_UNTIL": "500"}, True),
+        ({"SIRTAKI_REFINE_UNTIL": "0"}, False),
+        ({"SIRTAKI_FREEZE_AFTER": "60"}, False),
+    ],
     ids=["usual", "off", "frozen"],
 )
 def test_a_tuned_job_changes_to_faster_settings_found_later_unless_it_is_frozen(
     run_ranks: RunRanks, variables: dict[str, str], refined: bool
 ) -> None:
     env = {"SIRTAKI_WARMUP_ITERATIONS": "6", "SIRTAKI_TRANSPORT": "gloo", **variables}
-    job = run_ranks("retuning.py", 2, "refined", 600, env=env, timeout_s=120)
+    job = run_ranks("retuning.py", 2, "refined", 800 if refined else 300, env=env, timeout_s=120)
     assert job.stdout.count("streams 4" if refined else "changes 0") == 2
     assert ("changed to a faster setting" in job.stderr) is refined
 
