@@ -86,7 +86,7 @@ def few_functions_run_in_the_training_thread() -> None:
     if gradients is None or gradients.reducers[0].tuning.tuning:
         return
     passes, steps = list[set[tuple[str, str]]](), list[set[tuple[str, str]]]()
-    for _ in range(10):
+    for _ in range(30):
         optimizer.zero_grad()
         loss = model(torch.ones(2, 256)).sum()
         passes.append(functions_called(loss.backward))
