@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import combinations_with_replacement
 from typing import Generic
 
 import numpy as np
@@ -147,9 +148,8 @@ class Setting(Generic[S]):
         """
         if not self.spans_s or self.failed:
             return math.inf
-        latest = np.array(self.spans_s[-MOST_USED:])
-        first, second = np.triu_indices(len(latest))
-        return float(np.median((latest[first] + latest[second]) / 2))
+        latest = self.spans_s[-MOST_USED:]
+        return statistics.median((a + b) / 2 for a, b in combinations_with_replacement(latest, 2))
 
     @property
     def spread_s(self) -> float:
@@ -189,6 +189,7 @@ class Ledger(Generic[S]):
         self._identity = identity
         self._settings: dict[Hashable, Setting[S]] = {}
         self._differences: list[float] = []
+        self._noise: float | None = None  # None = not computed since the last measurement
 
     def __len__(self) -> int:
         return len(self._settings)
@@ -214,6 +215,7 @@ class Ledger(Generic[S]):
             valid = span if math.isfinite(span) and span > 0.0 else math.inf
             if repeats and setting.spans_s and math.isfinite(valid) and not setting.failed:
                 self._differences.append(abs(math.log(valid / setting.spans_s[-1])))
+                self._noise = None
             setting.spans_s.append(valid)
         return setting
 
@@ -230,6 +232,11 @@ class Ledger(Generic[S]):
         The estimate is based on differences between successive measurements of one setting, with outliers clipped.
         It is averaged with `PRIOR_NOISE`, which dominates while there are few differences.
         """
+        if self._noise is None:
+            self._noise = self._estimated_noise()
+        return self._noise
+
+    def _estimated_noise(self) -> float:
         n = len(self._differences)
         # The median absolute value of a normal variable is 0.6745 standard deviations.
         longest = _OUTLIER * statistics.median(self._differences) / 0.6745 if n else 0.0
@@ -561,7 +568,7 @@ class TuningSession(Generic[S]):
             iterations_left: number of training iterations that would profit from a faster setting.
 
         Returns:
-            Whether the session continues. False if other settings will probably not save more time than trials cost.
+            True if the session continues. False if trials will probably cost more time than a faster setting saves.
 
         Raises:
             TuningError: the session has not ended.
@@ -571,7 +578,8 @@ class TuningSession(Generic[S]):
         expected = opinion(self._arm, "expected_improvement")
         if expected is not None and expected * iterations_left < LEAST_SAVING:
             return False
-        self._script = self._try_more(*self._outcome, least_promise=LEAST_SAVING / max(iterations_left, 1))
+        chosen, _, gain = self._outcome
+        self._script = self._try_more(chosen, gain, least_promise=LEAST_SAVING / max(iterations_left, 1))
         self._assignment = next(self._script)
         return True
 
@@ -626,12 +634,11 @@ class TuningSession(Generic[S]):
             self._doubt = doubt or (self._doubt if gain is None else "")
         return self._end(chosen, f"{verdict}; {search_end}", gain)
 
-    def _try_more(self, chosen: S, reason: str, gain: Gain | None, *, least_promise: float) -> _Script[S]:
+    def _try_more(self, chosen: S, gain: Gain | None, *, least_promise: float) -> _Script[S]:
         """Run more trials, and compare the fastest setting with the chosen one.
 
         Args:
             chosen: result of the session so far.
-            reason: why it was chosen, in words.
             gain: its proved gain over the default; None = no such gain.
             least_promise: minimum gain that must be expected of a setting, as a fraction of the communication time.
         """
@@ -667,13 +674,7 @@ class TuningSession(Generic[S]):
         return self._promising_neighbour(least_promise)
 
     def _promising_neighbour(self, least_promise: float) -> Proposal[S] | None:
-        tried = [setting.knobs for setting in self._ledger.ranked()]
-        around = [
-            knobs
-            for fast in tried[:NEAR_FASTEST]
-            for knobs in opinion(self._space, "around", fast, tried) or ()
-            if self._accepts(knobs) and self._ledger.find(knobs) is None
-        ]
+        around = list(self._neighbours(NEAR_FASTEST))
         promises = opinion(self._arm, "promise", around) or [math.inf] * len(around)
         promise, knobs = max(zip(promises, around, strict=True), key=lambda pair: pair[0], default=(0.0, self._default))
         enough = promise >= least_promise
@@ -771,10 +772,16 @@ class TuningSession(Generic[S]):
 
     def _neighbour(self) -> Proposal[S] | None:
         """Propose an untried setting that differs from the fastest one in one knob; None if there is none."""
-        tried = [setting.knobs for setting in self._ledger.ranked()]
-        around = opinion(self._space, "around", tried[0], tried) if tried else None
-        knobs = next((one for one in around or () if self._accepts(one) and self._ledger.find(one) is None), None)
+        knobs = next(self._neighbours(1), None)
         return None if knobs is None else Proposal(arm=REFINEMENT_ARM, knobs=knobs, reason="neighbour of the fastest")
+
+    def _neighbours(self, n_fastest: int) -> Iterator[S]:
+        """Yield untried settings that differ in one knob from one of the `n_fastest` fastest settings."""
+        tried = [setting.knobs for setting in self._ledger.ranked()]
+        for fast in tried[:n_fastest]:
+            for knobs in opinion(self._space, "around", fast, tried) or ():
+                if self._accepts(knobs) and self._ledger.find(knobs) is None:
+                    yield knobs
 
     def _run_trial(self, proposal: Proposal[S]) -> _Script[S]:
         """Measure a proposed setting. Stop early if it is clearly slower than the fastest other setting.

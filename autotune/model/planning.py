@@ -504,7 +504,7 @@ MOST_SLOWED = 0.95  # communication with the most GPU threads slows computation 
 
 
 def _with_contention_fitted(model: PlanningModel, route: Route, trials: Sequence[Trial]) -> PlanningModel:
-    """Fit how computation and communication slow each other down ("contention") to the trials of a tuning session.
+    """Fit the mutual slowdown of computation and communication ("contention") to the trials of a tuning session.
 
     This is line 3 of LIBRA's algorithm 2. Three parameters are fitted with the simulator, starting from the results of
     the measurements before training:

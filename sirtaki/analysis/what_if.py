@@ -75,7 +75,7 @@ def unit_cost(job: JobModel, route: Route, ranks: tuple[int, ...]) -> UnitCost:
         words = sorted(f"{transport.value} {algorithm.value}" for transport, algorithm in known)
         raise ReplayError(
             f"the cost of transport {route[0].value} with algorithm {route[1].value} is unknown, because the "
-            f"recorded job neither used nor measured them; it used or measured: {', '.join(words) or 'none'}"
+            f"recording has no times of this pair; it has times of: {', '.join(words) or 'none'}"
         )
     lag_s = statistics.fmean(one.lag_s for one in units) if units else 0.0
     busy = statistics.fmean(one.busy for one in units) if units else 1.0 if probed is None else probed.busy

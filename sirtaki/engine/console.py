@@ -179,7 +179,7 @@ def start_logging(settings: Settings, rank: int) -> None:
 def tuning_ahead(settings: Settings) -> str:
     """Return a clause for a log line: what tuning will do, and how to disable it."""
     return (
-        f"other settings are tried in the first {settings.warmup_iterations} steps, and one is kept if it is then "
+        f"Sirtaki tries more settings in the first {settings.warmup_iterations} steps, and keeps one if it is then "
         "proved to be faster (SIRTAKI_TUNE=0 turns tuning off)"
     )
 

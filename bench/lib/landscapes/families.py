@@ -91,11 +91,11 @@ def _replayed(
     space = _space(layout, tuple(now))
     probed = now if idle is None else idle(rate)
 
-    def timed(by_route: Mapping[Route, Physics], which: int = 0) -> Callable[[Knobs], float]:
+    def timed(by_route: Mapping[Route, Physics]) -> Callable[[Knobs], float]:
         def seconds(knobs: Knobs) -> float:
             messages = _messages(knobs, layout, profile)
-            played = replay(messages, compute_s=profile.compute_s, physics=by_route[knobs.route])
-            return played[which] - profile.ready_s[0]
+            end_s, _ = replay(messages, compute_s=profile.compute_s, physics=by_route[knobs.route])
+            return end_s - profile.ready_s[0]
 
         return seconds
 
@@ -108,7 +108,6 @@ def _replayed(
         truth=timed(now),
         later=None if later is None else timed(later(rate)),
         changes_at=changes_at,
-        backward_s=timed(now, 1),
         probe=lambda route, size, streams, rounds: round_s(size, streams, rounds, probed[route]),
     )
 

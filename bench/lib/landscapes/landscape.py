@@ -159,8 +159,6 @@ class Landscape:
         changes_at: iteration at which `later` takes effect.
         pace: factor on the spans of all settings, by iteration.
         luck: noise factor of a measurement.
-        backward_s: function from a setting to seconds from the first gradient to the end of the backward pass; None =
-            the setting has no effect.
         probe: function from route, bytes, streams and rounds to seconds of a probe on the idle network; None = probes
             are impossible.
         seeds: proposals of the registry.
@@ -178,7 +176,6 @@ class Landscape:
     changes_at: int = 0
     pace: Callable[[int], float] = steady
     luck: Luck = lognormal
-    backward_s: Callable[[Knobs], float] | None = None
     probe: Callable[[Route, int, int, int], float] | None = None
     seeds: tuple[Knobs, ...] = ()
     presumed: bool = True

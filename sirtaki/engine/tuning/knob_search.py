@@ -106,8 +106,7 @@ class KnobSearch:
         self._usual_default_s = math.nan
         self._earlier: list[Knobs] = []  # settings that this job chose before `stays`, the newest first
         self.retuning = False
-        self._ended: TuningSession | None = None  # the last session that has ended
-        self._is_refining = False  # whether `_ended` has been resumed
+        self._reported: TuningSession | None = None  # the last session that has ended; `refine` may have resumed it
         self.given: Knobs | None = None
         self._suggested: list[Knobs] = []  # settings to try first, found before a restart of an elastic job
         self.times = StepTimer()
@@ -185,7 +184,7 @@ class KnobSearch:
         logger.info("%s", describe_change(ratio, RETUNE_SEARCH_ITERATIONS + proof))
         self.retuning, self.stays, self._layouts, self._hit = True, running, layouts, CacheHit()
         self._bandit, self.model, self._planners = None, None, ()
-        self._ended, self._is_refining = None, False
+        self._reported = None
         self._cache.look_again()
         cold_between_s = self.times.cold_between_s
         self.times = StepTimer()
@@ -198,13 +197,12 @@ class KnobSearch:
         Args:
             iterations_left: number of training iterations that would profit from a faster setting.
         """
-        self._is_refining = self._ended is not None and self._ended.resume(iterations_left)
-        return self._is_refining
+        return self._reported is not None and self._reported.resume(iterations_left)
 
     @property
     def resumed(self) -> TuningSession | None:
         """The session that `refine` has resumed; None if it has ended, or if none was resumed."""
-        return self._ended if self._is_refining else None
+        return None if self._reported is None or self._reported.done else self._reported
 
     def search(
         self,
@@ -336,8 +334,7 @@ class KnobSearch:
     def report(self, session: TuningSession, *, iteration: int) -> None:
         """Store the result of a session (a search that has ended) in the registry, and log it."""
         result = session.result
-        self._ended = session
-        refined, self._is_refining = self._is_refining, False
+        refined, self._reported = session is self._reported, session
         if refined and result.knobs == self.stays:
             return
         if refined:
@@ -385,7 +382,7 @@ class KnobSearch:
 
     def remember(self, session: TuningSession | None) -> None:
         """Store the trials of an unfinished search (session) in the registry, so that the next job continues it."""
-        if session is not None and not self.retuning and not self._is_refining and session.trials:
+        if session is not None and session is not self._reported and not self.retuning and session.trials:
             result = session.result
             stored = self._cache.keep(result, session.trials, complete=False, links=self._links)
             logger.info(

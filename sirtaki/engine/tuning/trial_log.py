@@ -404,14 +404,9 @@ def read_log(path: Path) -> TrialLog:
                     f"line {number} of the trial log (measurements of tuning) must be a JSON object, found a "
                     f"{type(data).__name__}"
                 )
-            if int(data.get("version", 1)) > VERSION:
-                raise ConfigError(
-                    f"the version of the trial log {path} (measurements of tuning) is {data['version']}, but this "
-                    f"release of Sirtaki reads only versions up to {VERSION}; install a newer release"
-                )
-            _add_to_job(logs, data)
-        except ConfigError:
-            raise
+            version = int(data.get("version", 1))
+            if version <= VERSION:
+                _add_to_job(logs, data)
         except (KeyError, TypeError, ValueError, OverflowError, SirtakiError) as err:
             is_incomplete = number > 1 and number == len(lines) and not line.endswith("\n")
             if is_incomplete and isinstance(err, json.JSONDecodeError):
@@ -421,6 +416,11 @@ def read_log(path: Path) -> TrialLog:
                 f"the trial log {path} (measurements of tuning) cannot be read, because its line {number} is invalid; "
                 f"correct or delete that line: {reason}"
             ) from err
+        if version > VERSION:
+            raise ConfigError(
+                f"the version of the trial log {path} (measurements of tuning) is {version}, but this release of "
+                f"Sirtaki reads only versions up to {VERSION}; install a newer release"
+            )
     measured = [log for log in logs.values() if any(m.succeeded for m in log.measurements)]
     measured = measured or [log for log in logs.values() if log.sparse]
     if not measured:
