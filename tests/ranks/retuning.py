@@ -158,7 +158,7 @@ def get_slower() -> None:
         if number == SLOWER_FROM:
             state["pause_s"] *= 6
         training.step(list(range(hvd.size())))
-        if began and training.number > began[0] + 25:
+        if began and training.number > began[0] + 40:  # a re-tuning takes at most 31 iterations
             break
 
 
